@@ -7,8 +7,7 @@ tokens, cost.
 A server runs before four emulated engines that can transfer KV caches (the default profile, in real
 time, all in this process). Each round plays the same requests at once in each way: prompts of their
 own, answers of the same length. Each request moves once, to the next engine, when a third of its
-tokens is known here. In slices, that is right after the end of a slice, so it waits for a whole
-slice. `none` moves nothing. `segments of n, unmoved` is the cost of slices alone.
+tokens is known here. `none` moves nothing.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ from lmetric.server.observe.logs import configure_logging
 from lmetric_lab.emulated import EngineOptions, EngineServer
 
 ENGINES = 4
-MAX_GAP_SECONDS = 0.5  # Timeouts of a move, and of a slice whose length is chosen.
+MAX_GAP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Way:
-    """How requests move. `leg`: tokens of a slice; None: chosen."""
+    """How requests move."""
 
     name: str
     by: str
-    leg: int | None = None
     moves: bool = True
 
 
@@ -50,9 +48,6 @@ WAYS = (
     Way("none", "recompute", moves=False),
     Way("recompute", "recompute"),
     Way("fetch", "fetch"),
-    *(Way(f"segments of {leg}", "segments", leg) for leg in (8, 32, 128)),
-    Way("segments, length chosen", "segments"),
-    *(Way(f"segments of {leg}, unmoved", "segments", leg, moves=False) for leg in (8, 32)),
 )
 
 
@@ -119,9 +114,8 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             "load": {"interval": None},
             "rebalance": {"kind": "star", "period_seconds": 3600.0},
             "migration_by": way.by,
-            "migration_segment_tokens": way.leg,
             "migration_max_concurrent": given.requests,
-            "migration_max_gap_seconds": MAX_GAP_SECONDS if way.leg is None else 60.0,
+            "migration_max_gap_seconds": MAX_GAP_SECONDS,
         }
         server = Server(ServerConfig.model_validate(config))
         await server.start()

@@ -108,7 +108,6 @@ class Setup:
     moves: str | None = None  # migration_by
     fails_over: bool = False  # streams continue after a failure
     hedges: bool = False  # a second engine gets a stream without a token
-    slice_tokens: int | None = 3
     split_at: float | None = None
     pulls: bool = False
     nixl: bool = True
@@ -189,7 +188,6 @@ def _config(of: Setup) -> ServerConfig:
         values |= {
             "rebalance": "star",
             "migration_by": of.moves,
-            "migration_segment_tokens": of.slice_tokens,
             "migration_max_gap_seconds": 1e-9 if of.long_gaps else 80_000.0,
         }
     if of.split_at is not None:
@@ -208,9 +206,8 @@ def seldom(times: int, usual: bool = False) -> st.SearchStrategy[bool]:
 SPLIT_SETUPS = st.builds(
     Setup,
     roles=st.sampled_from(["both", "both", "both", "nixl", "nixl", "sglang"]),
-    moves=st.sampled_from(["recompute", "fetch", "segments", "segments", None]),
+    moves=st.sampled_from(["recompute", "fetch", "fetch", None]),
     fails_over=st.sampled_from([True, True, False]),
-    slice_tokens=st.sampled_from([3, 1, None]),
     split_at=st.sampled_from([None, None, None, 0.4, 0.93]),
     pulls=st.sampled_from([False, False, True]),
     nixl=seldom(6, True),
@@ -898,12 +895,6 @@ class Driver:
         if state == "FETCHING":
             assert main is None
             assert side is not None
-        elif state == "BETWEEN":
-            assert main is None
-            waits = execution._resume_slices_at is not None
-            assert waits is not (side is not None)
-            assert not waits or execution.stalled_at
-            assert side is None or side.step.limit_seconds < math.inf
         else:
             assert main is not None, f"nothing runs in {state}"
             assert main.step.limit_seconds < math.inf
@@ -1438,82 +1429,6 @@ def lose(it: Driver, slot: Slot) -> None:
     it.lose(found)
     if it.open.get(slot) is found:
         it.lose(found)
-
-
-def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
-    """Returns a request between two slices, while its engine prepares a transfer."""
-    it = driver(clock, Setup(moves="segments", slice_tokens=2), Ask(stream=stream))
-    it.say(it.open[Slot.MAIN], 1000)
-    assert it.pool.mover is not None
-    assert it.pool.mover.begin(it.ticket.id, "e1", clock.now)
-    it.say(it.open[Slot.MAIN], 1000)
-    it.check()
-    assert it.execution.state == "BETWEEN"
-    return it
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_it_moves_between_two_slices(clock: Clock, stream: bool) -> None:
-    it = held_between_slices(clock, stream)
-    finish(it)
-    assert it.pool.kv_transfers == {"transferred": 1}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_holds_between_two_slices_may_fail(clock: Clock, stream: bool) -> None:
-    it = held_between_slices(clock, stream)
-    lose(it, Slot.SIDE)
-    assert it.execution.state == "RESUMING"
-    assert it.ticket.instance == "e1"
-    finish(it)
-
-
-def test_who_holds_may_fail_with_nobody_left(clock: Clock) -> None:
-    it = held_between_slices(clock)
-    it.pool.remove("e1")
-    it.pool.remove("e2")
-    lose(it, Slot.SIDE)
-    it.check()
-    assert it.done
-    assert it.counts["break"] == 1
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_what_is_held_is_of_no_use_where_the_target_is_gone(clock: Clock, slow: bool) -> None:
-    it = held_between_slices(clock)
-    it.pool.engines["e1"].draining = True
-    it.pool.engines["e1"].hold()
-    if slow:
-        it.slow()
-    it.say(it.open[Slot.SIDE], 1000)
-    it.check()
-    assert it.execution.state is ("BETWEEN" if slow else "INTERNAL")
-    if slow:
-        it.ready()
-    finish(it)
-    assert it.ticket.instance == "e0"
-
-
-def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
-    """The answer is not streamed: its first slices are merged with one answer that has the rest."""
-    it = driver(clock, Setup(moves="segments", slice_tokens=2, cached=1), Ask(stream=False))
-    it.say(it.open[Slot.MAIN], 1000)
-    lose(it, Slot.MAIN)
-    it.check()
-    assert it.execution.state == "RESUMING"
-    assert it.open[Slot.MAIN].step.merges
-    finish(it)
-
-
-def test_it_is_answered_whole_where_slices_cannot_be_merged(clock: Clock) -> None:
-    """The tokens of the forwarded answer are unknown, so the rebalancer must not see it."""
-    it = driver(clock, Setup(moves="segments"), Ask(other_text=True))
-    it.say(it.open[Slot.MAIN], 1000)
-    it.say(it.open[Slot.MAIN], 5)
-    assert it.execution.state == "STREAMING"
-    assert it.pool.mover is not None
-    assert not it.pool.mover.running
-    finish(it)
 
 
 def test_a_stream_whose_text_is_not_that_of_its_tokens_never_moves(clock: Clock) -> None:

@@ -393,20 +393,18 @@ async def _(g: Golden) -> None:
 PD_WAYS: dict[str, dict[str, Any]] = {
     "pool without rescheduling": {},
     "pool with rescheduling": MOVES,
-    "pool with rescheduling by legs": MOVES | {"migration_by": "segments", "migration_segment_tokens": 4},
 }
 
 
 def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     """Declares the scenarios of one way."""
-    legs = config.get("migration_by") == "segments"
 
     def name(what: str) -> str:
         return f"prefill/decode, {way}{what and ', '}{what}"
 
     def chained(g: Golden) -> bool:
         """Returns whether the request may move."""
-        return legs or (bool(config) and g.stream)
+        return bool(config) and g.stream
 
     def followed(g: Golden) -> bool:
         """Returns whether the router requested token ids, as for a movable request."""
@@ -456,8 +454,7 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
         async with g.router(prefill(), decode(behave=refuses(503)), decode(), **config) as w:
             receipt = await g.ask(w)
             assert (receipt["answered"], handovers(w)["transferred"]) == ("d1", 1)
-            # With slices, an unfetched transfer does not count as spent.
-            assert handovers(w).get("spent") == (None if legs else 1)
+            assert handovers(w)["spent"] == 1
 
     @scenario(name("the prefill engine dies"))
     async def _(g: Golden) -> None:
@@ -665,78 +662,6 @@ async def _(g: Golden) -> None:
         assert mover(w).outcomes == {"source_failed": 1}
 
 
-LEGS: dict[str, Any] = MOVES | {"migration_by": "segments", "migration_segment_tokens": 4}
-
-
-@scenario("in legs")
-async def _(g: Golden) -> None:
-    async with g.router(Engine(), Engine(), **LEGS) as w:
-        receipt = await g.ask(w)
-        assert receipt["migrations"] == []
-        assert [each["body"]["max_tokens"] for each in g.sent] == [1, 4, 4, 3]
-
-
-@contextlib.asynccontextmanager
-async def in_second_leg(g: Golden, engine: str) -> AsyncIterator[None]:
-    """Delays the engine's answer to its second request until the end of the context."""
-    over = asyncio.Event()
-
-    async def behave(it: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
-        if len(it.requests) == 2:
-            await over.wait()
-        return await answers(it, request, writer)
-
-    g.engines[engine].behave = behave
-    try:
-        yield
-    finally:
-        over.set()
-
-
-@scenario("in legs, and it moves between two")
-async def _(g: Golden) -> None:
-    async with g.router(Engine(), Engine(), **LEGS) as w:
-        async with in_second_leg(g, "e0"):
-            asking = asyncio.create_task(g.ask(w))
-            await g.engines["e0"].asked(2)
-            begin_move(w, await at_token(w, 1), "e1")
-        receipt = await asking
-        assert receipt["migrations"] == [(receipt["count"] + 5, "e1")]
-        assert (mover(w).outcomes, handovers(w)) == ({"migrated": 1}, {"transferred": 1})
-
-
-@scenario("in legs, and it moves between engines that hand nothing over")
-async def _(g: Golden) -> None:
-    async with g.router(Engine(nixl=False), Engine(nixl=False), **LEGS) as w:
-        async with in_second_leg(g, "e0"):
-            asking = asyncio.create_task(g.ask(w))
-            await g.engines["e0"].asked(2)
-            begin_move(w, await at_token(w, 1), "e1")
-        receipt = await asking
-        assert receipt["migrations"] == [(receipt["count"] + 5, "e1")]
-        assert (mover(w).outcomes, handovers(w)) == ({"migrated": 1}, {})
-
-
-@scenario("in legs, and an engine dies in one")
-async def _(g: Golden) -> None:
-    async with g.router(Engine(), Engine(), **LEGS) as w:
-        async with in_second_leg(g, "e0"):
-            asking = asyncio.create_task(g.ask(w))
-            await g.engines["e0"].asked(2)
-            await at_token(w, 1)
-            await g.engines["e0"].stop()
-        receipt = await asking
-        assert receipt["migrations"] == [(receipt["count"] + 1, "e1")]
-        assert mover(w).outcomes == {"source_failed": 1}
-
-
-@scenario("in legs, behind a cut inside the prompt")
-async def _(g: Golden) -> None:
-    async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **LEGS, **split_config(0.5)) as w:
-        assert len((await g.ask(w))["cuts"]) == 1
-        assert handovers(w) == {"transferred": 1}
-
-
 # Failover.
 
 
@@ -784,13 +709,6 @@ async def _(g: Golden) -> None:
 @scenario("the prompt's front is fetched, and the request may move")
 async def _(g: Golden) -> None:
     async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **PULLS, **MOVES) as w:
-        await pulls(g, w, fetched=1)
-        assert handovers(w) == {"transferred": 1}
-
-
-@scenario("the prompt's front is fetched, and the request runs in legs")
-async def _(g: Golden) -> None:
-    async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **PULLS, **LEGS) as w:
         await pulls(g, w, fetched=1)
         assert handovers(w) == {"transferred": 1}
 

@@ -36,7 +36,6 @@ def test_serve_refuses_rules_that_move_by_recomputation(tmp_path: Path, rule: st
         with pytest.raises(ConfigError, match=r"migration_by = 'recompute': .*expected fetch .*Nixl"):
             check(tmp_path, text)
     check(tmp_path, f"rebalance: {rule}")
-    check(tmp_path, f"rebalance: {rule}\nmigration_by: segments")
     check(tmp_path, "migration_by: recompute")
 
 

@@ -190,7 +190,7 @@ async def test_engines_that_cannot_be_cut_inside_a_prompt_compute(kind: EngineOp
         assert (said["receipt"]["fetch_instance"], stats(w)["fetches"]) == (None, 0)
 
 
-@pytest.mark.parametrize("by", ["recompute", "fetch", "segments"])
+@pytest.mark.parametrize("by", ["recompute", "fetch"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> None:

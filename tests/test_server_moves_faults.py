@@ -340,9 +340,9 @@ async def raw(w: Pd, body: dict[str, Any]) -> bytes:
 
 
 async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() -> None:
-    """Server 7.7: a sliced request moves, and the target closes the reused connection of the fetch.
+    """Server 7.7: a stream moves, and the target closes the reused connection of the fetch.
 
-    The slice is sent again, without the transfer.
+    The target gets the request again, without the transfer.
     """
     used: dict[int, set[int]] = {}
     fetches: list[bool] = []
@@ -356,11 +356,9 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
             if kept:
                 writer.transport.abort()
                 return False
-        await asyncio.sleep(0.005)
-        return await tells(engine, request, writer)
+        return await tale()(engine, request, writer)
 
-    given: dict[str, Any] = {"migration_by": "segments", "migration_segment_tokens": 2}
-    async with tellers(closes_kept, metrics=NIXL_PAGE, **given) as w:
+    async with tellers(closes_kept, metrics=NIXL_PAGE, migration_by="fetch") as w:
         await w.until(lambda: all(e.connector for e in w.server.fleet.pools[0].engines.values()))
         for _ in range(4):
             began, said, _ = await told_in_two(w, 10)

@@ -185,13 +185,12 @@ async def test_many_at_once(config: dict[str, Any]) -> None:
         assert w.outcomes["transferred"] >= len(cut) + len(pulled)  # and the first transfers
 
 
-@pytest.mark.parametrize("by", ["recompute", "fetch", "segments"])
+@pytest.mark.parametrize("by", ["recompute", "fetch"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_and_then_it_moves(by: str, path: str) -> None:
     body = body_at(path, stream=True, max_tokens=150)
     star = {"rebalance": {"kind": "star", "period_seconds": 3600.0}, "migration_by": by}
-    gap = {"migration_segment_tokens": 16, "migration_max_gap_seconds": 30.0} if by == "segments" else {}
-    async with pulling(*engines(), **CUT, **star, **gap) as w:
+    async with pulling(*engines(), **CUT, **star) as w:
         _, expected = await ready(w, path, body)
         task = asyncio.create_task(asked(w, path, body))
         assert await move(w, 10), mover(w).outcomes

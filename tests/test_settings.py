@@ -34,8 +34,7 @@ prefix_fetch: {min_tokens: 5, max_fetches: 3}
 prefix_fetch_timeout_seconds: 3
 priority: {kind: uniboost, min_gamma: 0.01, max_boost_seconds: 9}
 rebalance: {kind: star, max_moves: 2, threshold: 0.2, period_seconds: 0.1}
-migration_by: segments
-migration_segment_tokens: 7
+migration_by: fetch
 migration_max_gap_seconds: 2
 migration_max_concurrent: 3
 guard: {enabled: off, window_seconds: 15, classes: 8}

@@ -1,4 +1,4 @@
-"""Moves between two vLLM engines by fetching: of streams, and between silent segments."""
+"""Moves of streams between two vLLM engines by fetching."""
 
 from __future__ import annotations
 
@@ -27,27 +27,15 @@ from vllm_process import NIXL
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-BY: dict[str, dict[str, Any]] = {
-    "fetch": {"migration_by": "fetch"},
-    "segments": {"migration_by": "segments", "migration_segment_tokens": 32},
-}
-# A request in segments waits for its move; a stream may end before.
-LONGEST = {"fetch": TOKENS, "segments": 600}
+FETCH: dict[str, Any] = {"migration_by": "fetch"}
 
 
 @pytest.mark.parametrize("words", [20, 900])
-@pytest.mark.parametrize("by", BY)
-async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
+async def test_to_and_fro(vllm_engines: Start, words: int) -> None:
     """Each request is fetched by the other engine, and back."""
     engines = vllm_engines(2, kv_transfer_config=NIXL)
-    tokens = LONGEST[by]
-    async with moving(engines, **BY[by]) as here:
-        bodies = streams(words, tokens)
-        if by == "segments":
-            bodies += [
-                (path, {name: value for name, value in body.items() if not name.startswith("stream")})
-                for path, body in streams(words, tokens)
-            ]
+    async with moving(engines, **FETCH) as here:
+        bodies = streams(words, TOKENS)
         for number, (path, body) in enumerate(bodies):
             want = await alone(here, engines[number % 2], path, body)
             before = await fetched(engines)
@@ -55,10 +43,10 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
             (first, to), (second, back) = receipt["migrations"]
             assert {to, back} == {engine.name for engine in engines}
             prompt = receipt["prompt_tokens"]
-            assert prompt + FIRST <= first < second < prompt + tokens
+            assert prompt + FIRST <= first < second < prompt + TOKENS
             came = await fetched(engines) - before
             print(
-                f"{by} {path} stream {'stream' in body} prompt {prompt}:",
+                f"{path} prompt {prompt}:",
                 f"moved at {first - prompt} and {second - prompt}, {came:.0f} tokens fetched,",
                 f"longest gap {said['gap'] * 1e3:.0f} ms, unmoved {want['gap'] * 1e3:.0f} ms",
             )
@@ -70,11 +58,10 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
         assert handovers["transferred"] >= 2 * len(bodies)
 
 
-@pytest.mark.parametrize("by", BY)
-async def test_a_client_that_leaves_while_its_request_moves(vllm_engines: Start, by: str) -> None:
+async def test_a_client_that_leaves_while_its_request_moves(vllm_engines: Start) -> None:
     """The request stops at both engines, and later requests get correct answers."""
     engines = vllm_engines(2, kv_transfer_config=NIXL)
-    async with moving(engines, **BY[by]) as here:
+    async with moving(engines, **FETCH) as here:
         task = asyncio.create_task(
             listened(here.session, here.url, COMPLETIONS, request(COMPLETIONS, 900, TOKENS, stream=True))
         )
@@ -93,10 +80,9 @@ async def test_a_client_that_leaves_while_its_request_moves(vllm_engines: Start,
             )
 
 
-@pytest.mark.parametrize("by", BY)
-async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start, by: str) -> None:
+async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start) -> None:
     engines = vllm_engines(2, kv_transfer_config=NIXL)
-    async with moving(engines, **BY[by]) as here:
+    async with moving(engines, **FETCH) as here:
         path, body = COMPLETIONS, request(COMPLETIONS, 900, TOKENS, stream=True, return_token_ids=True)
         want = await alone(here, engines[0], path, body)
         for _ in range(ATTEMPTS):

@@ -80,7 +80,7 @@ def _read(
     ] = None,
     migration_by: Annotated[
         str | None,
-        _option(EXPERIMENTAL, metavar="recompute|fetch|segments", help="How running requests migrate."),
+        _option(EXPERIMENTAL, metavar="recompute|fetch", help="How running requests migrate."),
     ] = None,
     profile: Annotated[
         str | None, _option(POLICY, help="Step times for predictions: a shipped profile or a YAML file.")

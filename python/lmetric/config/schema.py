@@ -352,18 +352,11 @@ class PoolSettings(Strict):
         "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
         "threshold: 0.2}`. Engines need KV transfer (NIXL): without it, no stream moves",
     )
-    migration_by: Literal["fetch", "recompute", "segments"] = Field(
+    migration_by: Literal["fetch", "recompute"] = Field(
         "fetch",
         description="how streams migrate. `fetch`: the target fetches the KV of prompt and answer so far, "
         "while the stream continues. `recompute`: the target computes them; not with `rebalance`. Streams "
-        "leave a draining engine without a KV connector by `recompute` in any case. `segments`: requests run "
-        "in segments of limited length and can migrate between two segments. With `segments`, answers that "
-        "are not streamed migrate, too, and clients get tokens segment by segment",
-    )
-    migration_segment_tokens: Positive | None = Field(
-        None,
-        description="tokens per segment with `migration_by: segments`; null: the number produced within "
-        "migration_max_gap_seconds, at most twice the previous segment",
+        "leave a draining engine without a KV connector by `recompute` in any case",
     )
     migration_max_gap_seconds: Seconds = Field(
         1.0, description="maximum expected pause of a stream during migration, seconds"

@@ -512,8 +512,8 @@ def _check_moves(config: ServerConfig) -> None:
     """Raises `ConfigError` for moves that slow the streams that they should help."""
     if config.recomputes_moves:
         raise ConfigError(
-            "migration_by = 'recompute': it is not valid with rebalance; expected fetch or segments, and "
-            "engines with KV transfer (vLLM: NixlConnector). A target that computes the context again stalls "
+            "migration_by = 'recompute': it is not valid with rebalance; expected fetch, and engines "
+            "with KV transfer (vLLM: NixlConnector). A target that computes the context again stalls "
             "its other streams (docs/reference/engines.md#streams-that-move)"
         )
 

@@ -53,7 +53,7 @@ from lmetric.server.execution.plan import (
     Wake,
     Write,
 )
-from lmetric.server.execution.planners import failover, own_request, prefill_decode, sliced, split
+from lmetric.server.execution.planners import failover, own_request, prefill_decode, split
 from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.execution.planners.migration import Migration
 from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
@@ -116,7 +116,6 @@ class RequestExecution(Progress):
     _refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
     _retry_after = 0  # seconds, the longest Retry-After of engines that declined the request
     _over_budget = False  # the retry budget forbade another attempt
-    _resume_slices_at: Engine | None = None  # set while slices wait for a slow client
 
     def __init__(
         self,
@@ -156,8 +155,7 @@ class RequestExecution(Progress):
         if moves or fetches or resumes:
             self.call = call
             self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
-            mover = pool.mover if moves else None
-            self.mover = mover if mover is None or call.stream or mover.by == "segments" else None
+            self.mover = pool.mover if moves and call.stream else None
             # A held request may outlive the model's tokenizer.
             self.resumes = (resumes and self.encoder is not None) or self.mover is not None
 
@@ -194,7 +192,7 @@ class RequestExecution(Progress):
             # The engine did not fail.
             self.reason = reason
             self._finish("ABORTED", "timeout", ApiError(504, reason, code="timeout"))
-        elif self.main is None and self.side is None and self._resume_slices_at is None:
+        elif self.main is None and self.side is None:
             log.error("a request was left without an engine", decision=self.label)
             self.reason = "no engine worked on it"
             self._finish("ABORTED", "engine_error", ApiError(500, FAILED))
@@ -369,9 +367,6 @@ class RequestExecution(Progress):
         """Handles a client that has caught up."""
         self.stalled_at = 0.0
         self._acts.append("resume")
-        engine, self._resume_slices_at = self._resume_slices_at, None
-        if engine is not None:
-            self._next_slice(engine, now, "CAUGHT_UP")
         return self._out()
 
     def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
@@ -431,9 +426,8 @@ class RequestExecution(Progress):
             self._acts.append(Wake(fetch.patience_seconds(self)))
 
     def _send_segment(self, engine: Engine, now: float, event: Event) -> None:
-        """Sends the open segment or its next slice; also used to resend it."""
+        """Sends the open segment; also used to resend it."""
         ticket = self.ticket
-        self.in_slices = False
         if ticket.has_next:
             if self.unmergeable:
                 self._next_segment(None, None, now, event)
@@ -451,11 +445,7 @@ class RequestExecution(Progress):
             self._drop_attempts()  # of a pair whose second step ran on another engine
             if not ticket.from_token:
                 self.prefill_engine = self.paired_body = None
-            if sliced.applies(self, engine):
-                self.in_slices = True
-                step = sliced.piece(self, engine, now)
-                self.slice_tokens = step.tokens
-            elif self.begun and not self.unmergeable:
+            if self.begun and not self.unmergeable:
                 step = split.rest(self, engine, now)
             else:
                 step = own_request.step(self, engine, now)
@@ -516,11 +506,7 @@ class RequestExecution(Progress):
         ):
             state = "RESUMING"
         self._enter(event, state)
-        if (
-            self.mover is not None
-            and self.handle is not None
-            and (step.observed or step.merges or self.in_slices)
-        ):
+        if self.mover is not None and self.handle is not None and (step.observed or step.merges):
             self.mover.running[self.ticket.id] = self.handle
         self._ask(step)
 
@@ -679,8 +665,6 @@ class RequestExecution(Progress):
         elif step.checks_prompt and (why := self._answer_differs(body)):
             self._discard_transfer(engine, why)
             self._resend(engine, now)
-        elif self.in_slices:
-            self._slice_answered(attempt, body, now)
         else:
             self._segment_answered(attempt, body, now)
 
@@ -734,51 +718,6 @@ class RequestExecution(Progress):
         if self.ticket.has_next:
             self._next_segment(None, None, now, "ANSWERED")
         return self.main is step
-
-    def _slice_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
-        step, engine, mover, transcript = attempt.step, attempt.step.engine, self.mover, self.merged()
-        assert mover is not None  # requests without a mover do not run in slices
-        try:
-            answer = object_of(body)
-            transcript.cached = transcript.cached or cached_of(answer)
-            delta = transcript.take(answer, step.tokens, whole=True)
-        except MergeError as error:
-            if error.failed:
-                self._failed(engine, "reset", str(error), now)
-            elif self._disable_merging(engine, error, now):
-                self._resend(engine, now)
-            return
-        if delta.ids:
-            kv = self.kv
-            if not self.has_tokens:
-                self.ticket.first_token(now)
-                if self.slice_fetches and kv is not None and kv.used:
-                    mover.fetched(self.total, now - self.last_slice_at)
-            elif self.slice_tokens > 1:
-                self.slice_rate = (now - attempt.started) / self.slice_tokens
-            if more := len(delta.ids) - (not self.has_tokens):
-                self.ticket.tokens(more, now)
-            self.has_tokens = True
-        if delta.finish is not None:
-            self._end_merged(delta, now, "ANSWERED", ended=False)
-            return
-        self._write_delta(delta, now)
-        self.last_slice_at = now
-        self._next_slice(engine, now, "ANSWERED")
-
-    def _next_slice(self, engine: Engine, now: float, event: Event) -> None:
-        """Continues after a slice: with the next slice on this engine, or a waiting migration."""
-        migration = self.migration
-        if self.stalled_at:
-            self._resume_slices_at = engine
-            self._enter(event, "BETWEEN")
-        elif migration is None:
-            self._send_segment(engine, now, event)
-        elif migration.fetches and engine is migration.source:
-            self._enter(event, "BETWEEN")
-            self._send_beside(migration.hold())
-        elif not self._switch_over(migration.target, migration.kv, now, event):
-            self._send_segment(engine, now, event)
 
     def _disable_merging(self, engine: Engine, error: MergeError, now: float) -> bool:
         """Handles a segment whose answer cannot be merged.
@@ -956,7 +895,7 @@ class RequestExecution(Progress):
     def _migrate(self, target: Engine, now: float) -> bool:
         mover = self.mover
         assert mover is not None  # the rebalancer calls this
-        if self.state != "STREAMING" and not self.in_slices:
+        if self.state != "STREAMING":
             return self._count("not_movable")
         migration, transcript = Migration(self, mover, target), self.merged()
         try:
@@ -977,8 +916,6 @@ class RequestExecution(Progress):
             return self._count("not_movable")
         self.migration = migration
         mover.moves.add(migration)
-        if self.in_slices:
-            return True  # it continues at the end of the running slice
         if not migration.ahead:
             return self._switch_over(target, migration.kv, now, "MOVED")
         self._send_beside(migration.hold() if migration.fetches else migration.warm(now))
@@ -992,7 +929,7 @@ class RequestExecution(Progress):
                 migration.kv.accept(engine, bytes(attempt.answer), migration.sent_tokens, now)
             else:
                 migration.kv.recompute("missing", f"status {status}")
-            self._source_ready(migration, now)
+            self._send_beside(migration.warm(now))
         elif (
             status != 200
             and (status not in self.rules.statuses or status in TRANSFER_STATUSES)
@@ -1020,29 +957,12 @@ class RequestExecution(Progress):
         self, migration: Migration, engine: Engine, kind: str, reason: str, now: float
     ) -> None:
         """Handles a failed step of a migration. A running stream continues."""
-        holding = migration.phase == "holding"
-        if holding and self.in_slices:
-            self._resume(engine, kind, reason, now)
-            return
         self._blame(engine, kind, reason)
-        if holding:
+        if migration.phase == "holding":
             migration.kv.recompute("missing", reason)
             self._send_beside(migration.warm(now))
         else:
             self._cancel_migration("target_failed")
-
-    def _source_ready(self, migration: Migration, now: float) -> None:
-        """Continues after the source has prepared its KV cache for the target, or could not."""
-        source = migration.source
-        if not self.in_slices:
-            self._send_beside(migration.warm(now))
-            return
-        assert source is not None
-        if not migration.held_in_time():
-            self._cancel_migration("long_gap")
-        elif self._switch_over(migration.target, migration.kv, now, "MOVED"):
-            return
-        self._next_slice(source, now, "HELD")
 
     def _observe(self) -> None:
         """Reads the recorded tokens of the forwarded stream. Raises MergeError."""
@@ -1077,7 +997,6 @@ class RequestExecution(Progress):
         self.kv = kv if kv is not None and kv.available else None
         if self.kv is not None:
             self.kv.tokens = self.total
-        self.slice_fetches = self.kv is not None
         source = self.ticket.instance
         try:
             following = self.ticket.migrated()
@@ -1403,7 +1322,6 @@ class RequestExecution(Progress):
 
     def _abandon(self) -> None:
         """Cancels the attempts, the migration and the prefix fetch."""
-        self._resume_slices_at = None
         self._stop_moving()
         if self.hedge is not None:
             self._end_hedge("ended")

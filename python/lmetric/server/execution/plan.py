@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 # The states of a request (`MEANINGS`). Each state but the last has one deadline (`DEADLINES`), and
 # `timeouts.request` limits the whole request. While the client does not read,
 # `timeouts.slow_client` replaces the deadline of a forwarded answer.
-State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "BETWEEN", "RESUMING", "DONE"]
+State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "RESUMING", "DONE"]
 # The events that change the state (`EVENTS`).
-Event = Literal[
-    "PLACED", "FETCHED", "READY", "ANSWERED", "ENDED", "RESENT", "FAILED",
-    "MOVED", "HELD", "CAUGHT_UP", "ABORTED",
-]  # fmt: skip
+Event = Literal["PLACED", "FETCHED", "READY", "ANSWERED", "ENDED", "RESENT", "FAILED", "MOVED", "ABORTED"]
 # How an attempt reads its engine's answer. "pass": its bytes go to the client. "whole": the attempt
 # collects it. "events": the executor gets its events one by one. To add a way (token ids in and
 # out, as in vLLM's `/inference/v1/generate`), add a name here and a branch in `EngineAttempt`.
@@ -54,10 +51,9 @@ Action = Literal[
 MEANINGS: Mapping[State, str] = {
     "ADMITTED": "no engine has the request yet (before: a `WaitingRequest`, for tokens or room in a cache)",
     "FETCHING": "another engine prepares the prompt's prefix for transfer (prefix fetch)",
-    "INTERNAL": "an engine runs the open segment or a slice of it, and answers the router",
+    "INTERNAL": "an engine runs the open segment and answers the router",
     "AWAITING": "an engine runs the open segment; its part of the client's answer has not begun",
     "STREAMING": "the engine's answer is forwarded to the client, or merged into the client's answer",
-    "BETWEEN": "between two slices, the request waits for its client, or for an engine to hold its KV cache",
     "RESUMING": "an engine failed after a token; another engine continues",
     "DONE": "the ticket is closed, and the client's answer has ended",
 }
@@ -68,8 +64,7 @@ DEADLINES: Mapping[State, str] = {
     "INTERNAL": "`timeouts.answer`; for a prefill `timeouts.first_byte`",
     "AWAITING": "`timeouts.first_byte` for a stream, else `timeouts.answer`",
     "STREAMING": "`timeouts.between_chunks`",
-    "BETWEEN": "`timeouts.slow_client`, or `timeouts.first_byte` for the engine that prepares the transfer",
-    "RESUMING": "`timeouts.first_byte` for a stream, else (and for a slice) `timeouts.answer`",
+    "RESUMING": "`timeouts.first_byte` for a stream, else `timeouts.answer`",
     "DONE": "none",
 }
 
@@ -79,40 +74,33 @@ EVENTS: Mapping[Event, str] = {
     "READY": "the executor can commit to an answer for the client; a merged answer: its first tokens came",
     "ANSWERED": "an answer for the router is whole; with two engines at once: the second answers",
     "ENDED": "the answer for the client is over",
-    "RESENT": "the segment goes to its engine again: without the KV transfer, or not in slices",
+    "RESENT": "the segment goes to its engine again, without the KV transfer",
     "FAILED": "an attempt failed, or its engine refused",
     "MOVED": "the request switches to the target of its migration",
-    "HELD": "between two slices, the source has prepared its KV cache for transfer, or could not",
-    "CAUGHT_UP": "the client reads again",
     "ABORTED": "the client left, the server stops, the longest duration is over, or an internal error",
 }
 
 _RUNS: tuple[State, ...] = ("INTERNAL", "AWAITING")
 _ANEW: tuple[State, ...] = (*_RUNS, "DONE")
-_NEXT: tuple[State, ...] = (*_RUNS, "BETWEEN", "DONE")
 
 # For each state and event, the states that may follow.
 TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
     ("ADMITTED", "PLACED"): ("FETCHING", *_ANEW),
     ("FETCHING", "FETCHED"): _ANEW,
     ("FETCHING", "FAILED"): ("FETCHING", *_ANEW),
-    ("INTERNAL", "ANSWERED"): _NEXT,
-    ("INTERNAL", "RESENT"): (*_RUNS, "DONE"),
+    ("INTERNAL", "ANSWERED"): _ANEW,
+    ("INTERNAL", "RESENT"): _ANEW,
     ("INTERNAL", "FAILED"): ("FETCHING", *_ANEW, "RESUMING"),
     ("AWAITING", "READY"): ("STREAMING",),
     ("AWAITING", "ANSWERED"): _ANEW,
     ("AWAITING", "ENDED"): ("DONE",),
-    ("AWAITING", "RESENT"): (*_RUNS, "DONE"),
+    ("AWAITING", "RESENT"): _ANEW,
     ("AWAITING", "FAILED"): ("FETCHING", *_ANEW, "RESUMING"),
     ("STREAMING", "ENDED"): ("DONE",),
     ("STREAMING", "FAILED"): ("RESUMING", "DONE"),
-    ("STREAMING", "MOVED"): (*_RUNS, "DONE"),
-    ("BETWEEN", "HELD"): (*_RUNS, "BETWEEN", "DONE"),
-    ("BETWEEN", "CAUGHT_UP"): (*_RUNS, "BETWEEN", "DONE"),
-    ("BETWEEN", "FAILED"): ("RESUMING", "DONE"),
-    ("BETWEEN", "MOVED"): (*_RUNS, "DONE"),
+    ("STREAMING", "MOVED"): _ANEW,
     ("RESUMING", "READY"): ("STREAMING",),
-    ("RESUMING", "ANSWERED"): _NEXT,
+    ("RESUMING", "ANSWERED"): _ANEW,
     ("RESUMING", "ENDED"): ("DONE",),
     ("RESUMING", "RESENT"): ("RESUMING", "DONE"),
     ("RESUMING", "FAILED"): ("RESUMING", "DONE"),

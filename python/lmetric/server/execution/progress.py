@@ -49,17 +49,6 @@ class Progress:
     prefill_engine: Engine | None  # computes the prompt for another engine
     paired_body: bytes | None  # the body of both steps that run at once
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
-    # For sliced decoding.
-    in_slices: bool = False
-    slice_tokens: int = 0  # tokens of the running slice
-    slice_rate: float = 0.0  # seconds per token of the last slice
-    last_slice_at: float = 0.0  # end of the last slice, seconds on the monotonic clock
-    slice_fetches: bool = False  # after a move, the first slice fetches the tokens so far
-
-    @property
-    def sliced(self) -> bool:
-        """Whether it runs in slices, if its engine allows it."""
-        return self.mover is not None and self.mover.by == "segments"
 
     @property
     def observed(self) -> bool:

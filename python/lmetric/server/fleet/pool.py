@@ -188,7 +188,7 @@ class Pool:
         self.mover: Rebalancer | None = None  # set if running requests may move
         rule, warm = routing.rebalance, routing.fleet_changes is not None
         if rule is not None or warm:
-            self.mover = Rebalancer(name, settings, rule, self.router, self.engines, self.prefill_seconds)
+            self.mover = Rebalancer(name, settings, rule, self.router, self.engines)
         self.changes: FleetChanges | None = None  # set if engines join and leave warm
         if warm and self.mover is not None:
             self.changes = FleetChanges(name, self.router, self.engines, self.mover)
@@ -470,8 +470,7 @@ class Pool:
 
     def split_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must neither be split nor moved; None: it may."""
-        segments = self.mover is not None and self.mover.by == "segments"
-        if not call.stream and not self.splits and not segments:
+        if not call.stream and not self.splits:
             return "its answer is not streamed, so its tokens are not known before its end"
         if _is_too_large(path, call):
             return LARGE_BODY_REASON

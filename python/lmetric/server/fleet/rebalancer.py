@@ -7,9 +7,8 @@ The core router chooses the moves (`Router.rebalance`); this module starts them.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import structlog
@@ -20,10 +19,6 @@ from lmetric.options import RebalanceOption
 from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.mover")
-
-# A measured fetch rate expires after this time. After a slow fetch (the first between two engines
-# took 30 s) no request moves, so no later fetch would correct the rate.
-REMEMBERED_SECONDS = 60.0
 
 
 def fetches(source: Engine | None, target: Engine) -> bool:
@@ -63,14 +58,11 @@ class Rebalancer:
         rule: RebalanceOption | None,
         router: Router,
         engines: Mapping[str, Engine],
-        prefill_seconds: Callable[[Engine, int], float],
     ) -> None:
         self._model = model
         self._router = router
         self._engines = engines
-        self._prefill_seconds = prefill_seconds
         self.by = settings.migration_by
-        self.segment_tokens = settings.migration_segment_tokens
         self.at_once = settings.migration_max_concurrent
         self.max_gap_seconds = settings.migration_max_gap_seconds
         # Without a rule, only engines that leave move their requests.
@@ -78,8 +70,6 @@ class Rebalancer:
         self.due = math.inf if rule is None else 0.0  # time of the next round, monotonic clock
         self.running: dict[int, Movable] = {}  # by ticket
         self.moves: set[object] = set()
-        self._fetch_rate = 0.0  # seconds per token of the last fetch
-        self._fetched_at = -math.inf  # seconds on the monotonic clock
         self.outcomes: Counter[str] = Counter()  # outcomes of chosen moves, started or not
 
     @property
@@ -123,17 +113,3 @@ class Rebalancer:
             self.outcomes["too_many"] += 1
             return False
         return chain.move_to(engine, now)
-
-    def fetched(self, tokens: int, seconds: float) -> None:
-        """Records the duration of a fetch of this many tokens."""
-        self._fetch_rate = seconds / max(tokens, 1)
-        self._fetched_at = time.monotonic()
-
-    def fetch_seconds(self, engine: Engine, tokens: int) -> float:
-        """Returns the expected seconds to fetch this many tokens, by the rate of the last fetch.
-
-        Without a fetch in the last `REMEMBERED_SECONDS`: the time to compute the tokens.
-        """
-        if time.monotonic() - self._fetched_at > REMEMBERED_SECONDS:
-            return self._prefill_seconds(engine, tokens)
-        return self._fetch_rate * tokens

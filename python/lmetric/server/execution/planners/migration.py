@@ -9,9 +9,6 @@ engine without a prefix cache computes everything in the gap.
 Alternatively the target fetches the KV cache (`fetch`). Then the source also gets a request for one
 more token, as a segment that allows fetches. It finds all tokens in its own prefix cache, so this
 costs one step.
-
-A request that runs in slices (`sliced`) moves between two slices. Nothing runs then, so the
-transfer is complete, and the target's first slice fetches it.
 """
 
 from __future__ import annotations
@@ -26,10 +23,9 @@ from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import Rebalancer, fetches
 
-# The present wait of a migration; after the last wait it switches. "slice_end": for the end of a
-# slice. "holding": for the source to prepare its KV cache. "warming": for the target to fetch or
-# compute it.
-Phase = Literal["slice_end", "holding", "warming"]
+# The present wait of a migration; after the last wait it switches. "holding": for the source to
+# prepare its KV cache. "warming": for the target to fetch or compute it.
+Phase = Literal["holding", "warming"]
 
 
 class Migration:
@@ -43,13 +39,13 @@ class Migration:
         self.source = p.pool.engines.get(p.ticket.instance)
         self.target = target
         self.kv = KvTransfer(p.pool)
-        self.phase: Phase = "slice_end"
+        self.phase: Phase = "warming"
         self.sent_tokens = 0  # tokens in the last request to source or target
 
     @property
     def ahead(self) -> bool:
         """Whether the target computes or fetches while the source still runs."""
-        return self.target.capabilities.prefix_caching is not False and not self._p.in_slices
+        return self.target.capabilities.prefix_caching is not False
 
     @property
     def fetches(self) -> bool:
@@ -62,15 +58,13 @@ class Migration:
 
         Tokens computed ahead or fetched count as transferred.
         """
-        return not (self.ahead or (self._p.in_slices and self.fetches))
+        return not self.ahead
 
     def gap_too_long(self) -> bool:
         """Returns whether the expected gap is too long. With work ahead, it never is."""
         if self.ahead:
             return False
-        fetches = self._p.in_slices and self.fetches
-        seconds = self.mover.fetch_seconds if fetches else self._p.pool.prefill_seconds
-        return seconds(self.target, self._p.total) > self.mover.max_gap_seconds
+        return self._p.pool.prefill_seconds(self.target, self._p.total) > self.mover.max_gap_seconds
 
     def hold(self) -> Step:
         """Returns the step in which the source prepares its KV cache for the target."""
@@ -124,13 +118,7 @@ class Migration:
         p, block = self._p, self._p.pool.block_size
         left = p.total - self.sent_tokens // block * block
         if self.kv.used:
-            self.mover.fetched(self.sent_tokens, seconds)
             return p.pool.prefill_seconds(self.target, left)
         computed = max(self.sent_tokens - cached, block)
         more = p.pool.prefill_seconds(self.target, max(left - computed, 0))
         return min(left / computed, 1.0) * seconds + more
-
-    def held_in_time(self) -> bool:
-        """Returns whether, between two slices, the target can continue without too long a gap."""
-        seconds = self._p.pool.prefill_seconds(self.target, self.sent_tokens)
-        return self.kv.available or seconds <= self.mover.max_gap_seconds
