@@ -26,7 +26,6 @@ def made(**values: Any) -> ServerConfig:
             {"admission": {"ttft_seconds": 4, "classes": {"quick": {"hedge_after_seconds": 1}}}},
             "admission.classes.quick.hedge_after_seconds is not possible",
         ),
-        ({"upgrade_socket": "/run/router.sock"}, "upgrade_socket is not possible"),
         ({"host": "unix:/run/router.sock"}, "host is a unix socket"),
         ({"engines": [{"url": "http://engine:8000"}]}, "engine"),
         (

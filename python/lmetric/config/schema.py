@@ -1065,11 +1065,6 @@ class ServerConfig(PoolSettings):
     )
     port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free port")
     socket_mode: FileMode = Field("660", description="file mode of a unix socket, octal")
-    upgrade_socket: Path | None = Field(
-        None,
-        description="unix socket over which a new router process takes over the listening sockets of the "
-        "running one, which then drains; null: a second process on the port is an error",
-    )
     tls: ListenerTls | None = Field(None, description="TLS for clients; null: plain HTTP")
     forwarded: Forwarded = Field(
         default_factory=Forwarded, description="proxies in front, and the client addresses that they report"

@@ -28,7 +28,6 @@ from lmetric.server.http.frontend import DRAINING, REFUSING, REPLACED, Frontend
 from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
 from lmetric.server.http.port import Bound, bind, port_error
-from lmetric.server.http.upgrade import Predecessor, UpgradeSocket, find_predecessor
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
@@ -94,11 +93,9 @@ class Server:
         self._discovery: Discovery
         self._replicas: Replicas
         self._listeners: Listeners
-        self._upgrade: UpgradeSocket | None = None
         self._picks = picks
         self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
         self.reloads: Reloads | None = None
-        self.replaced = asyncio.Event()  # a successor accepts connections
 
     @property
     def config(self) -> ServerConfig:
@@ -119,13 +116,11 @@ class Server:
             engine.quiet = logging.DEBUG
         return keys, tls
 
-    async def start(
-        self, before_report: Callable[[], None] | None = None, predecessor: Predecessor | None = None
-    ) -> None:
+    async def start(self, before_report: Callable[[], None] | None = None) -> None:
         """Binds the port, checks the engines once, then listens, and logs a report.
 
-        ``before_report`` is called once the server listens. ``predecessor``: a router to replace.
-        Raises LmetricError if the configuration is invalid, PortError if the address is not usable.
+        ``before_report`` is called once the server listens. Raises LmetricError if the
+        configuration is invalid, PortError if the address is not usable.
         """
         config = self.config
         keys, tls = self.build()
@@ -171,9 +166,6 @@ class Server:
             raise port_error(config, error) from None
         if self.picker is not None:
             await self.picker.start()
-        if predecessor is not None:
-            await predecessor.replace()
-        self._serve_successors(replace=predecessor is not None)
         self._monitor.start()
         if front.recorder is not None:
             front.recorder.start()
@@ -206,27 +198,6 @@ class Server:
         unverified = [engine.name for engine in self.fleet.engines() if engine.upstream.is_unverified]
         if unverified:
             log.warning("certificates of engines are not checked (verify: false)", engines=unverified)
-
-    def _serve_successors(self, *, replace: bool) -> None:
-        """Opens the upgrade socket, if there is one. ``replace``: its file is a predecessor's."""
-        path, bound = self.config.upgrade_socket, self._bound
-        if path is None or bound is None:
-            return
-        upgrade = UpgradeSocket(path, bound.sockets, self._begin_replaced)
-        try:
-            upgrade.start(replace=replace)
-        except OSError as error:
-            log.error("cannot open upgrade_socket; no router can replace this one", reason=str(error))
-        else:
-            self._upgrade = upgrade
-
-    def _begin_replaced(self) -> None:
-        """Stops to accept, because a successor accepts on the same sockets."""
-        self.front.phase = REPLACED
-        if self._bound is not None:
-            self._bound.path = None  # the successor's now
-        self._listeners.close()
-        self.replaced.set()
 
     def prepare(self, config: ServerConfig) -> Change:
         """Reads and builds what a new configuration needs. It changes nothing, in any thread.
@@ -307,11 +278,9 @@ class Server:
         Returns when they have ended, at the deadline, or when ``hurry`` is set.
         """
         front, timeouts = self.front, self.config.timeouts
-        log.info("draining", running=len(front.relays), replaced=self.replaced.is_set())
+        log.info("draining", running=len(front.relays))
         hurry = hurry or asyncio.Event()
-        if front.phase is REPLACED:
-            await self._until_clients_left(timeouts.drain, hurry)
-        elif self._bound is not None and self._bound.shared:
+        if self._bound is not None and self._bound.shared:
             # New connections wait in the sockets of systemd for the next process.
             front.phase = REPLACED
             self._listeners.close()
@@ -352,8 +321,6 @@ class Server:
         self._listeners.close()
         if self.reloads is not None:
             await self.reloads.stop()
-        if self._upgrade is not None:
-            self._upgrade.close()
         if self._bound is not None:
             self._bound.remove_file()
         await self.front.handshakes.stop()
@@ -414,9 +381,8 @@ async def serve(
     A second signal ends the drain.
 
     SIGHUP reloads settings (`Server.reload`) from the configuration that ``reread`` returns.
-    SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server listens. If a router runs
-    on `upgrade_socket`, the server takes its sockets, and that router drains and ends. ``picks``: a
-    gateway sends the requests. Raises LmetricError, PortError or EngineStartError.
+    SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server listens. ``picks``:
+    a gateway sends the requests. Raises LmetricError, PortError or EngineStartError.
     """
     loop = asyncio.get_running_loop()
     ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
@@ -425,10 +391,7 @@ async def serve(
     if reread is not None:
         loop.add_signal_handler(signal.SIGHUP, _ignored, signal.SIGHUP)  # until the server listens
     # The port is bound first: starting and checking engines takes seconds.
-    predecessor = None if config.upgrade_socket is None else await find_predecessor(config.upgrade_socket)
-    bound = await bind(config, predecessor.sockets if predecessor is not None else ())
-    if predecessor is not None:
-        predecessor.close_all_but(bound.sockets)
+    bound = await bind(config)
     if bound.shared:
         config = _at(config, bound)
     files = config
@@ -450,11 +413,11 @@ async def serve(
                 loop.add_signal_handler(number, on_signal, number)
 
         # The report tells supervisors that the router runs: a signal after it must drain.
-        await server.start(handle_signals, predecessor)
+        await server.start(handle_signals)
         try:
             if started is not None:
                 started(server)
-            await _first_of(first, server.replaced)
+            await first.wait()
             await server.drain(second)
         finally:
             await server.stop()
@@ -474,16 +437,6 @@ def _at(config: ServerConfig, bound: Bound) -> ServerConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return at
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    """Waits until one of the events is set."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def check_config(config: ServerConfig) -> None:

@@ -39,8 +39,6 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
                     f"admission.classes.{name}.hedge_after_seconds is not possible in `epp`: a gateway sends "
                     "one copy; remove it"
                 )
-    if config.upgrade_socket is not None:
-        raise ConfigError("upgrade_socket is not possible in `epp`: start a second picker instead; remove it")
     if config.host.startswith("unix:"):
         raise ConfigError("host is a unix socket; `epp` needs an IP address to listen on")
     tls = config.epp.tls

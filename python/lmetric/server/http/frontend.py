@@ -106,7 +106,7 @@ class Phase(IntEnum):
     """A phase of the server's life, in the order of its end."""
 
     SERVING = 0
-    REPLACED = 1  # a successor accepts new connections; answers close the others
+    REPLACED = 1  # the next process accepts new connections; answers close the others
     DRAINING = 2  # /ready fails, so that load balancers send no more requests; answers close
     REFUSING = 3  # as DRAINING, and new requests get a 503
 

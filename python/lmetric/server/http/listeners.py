@@ -39,7 +39,7 @@ class Listeners:
             listener.start(BACKLOG)
             return listener
         if each.family == socket.AF_UNIX:
-            # Python 3.13 and newer would remove the file, which a successor may use.
+            # Python 3.13 and newer would remove the file. `Bound.remove_file` does.
             more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
             server = await loop.create_unix_server(front, sock=each, backlog=_ACCEPTS, **more)
         else:

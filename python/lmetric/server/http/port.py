@@ -1,4 +1,4 @@
-"""The sockets on which the server listens: its own, or those of systemd or of a predecessor.
+"""The sockets on which the server listens: its own, or those of systemd.
 
 They are bound before slow steps of the start, and listen at its end.
 """
@@ -9,7 +9,6 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,20 +81,16 @@ class Bound:
                     self.path.unlink()
 
 
-async def bind(config: ServerConfig, taken: Sequence[socket.socket] = ()) -> Bound:
+async def bind(config: ServerConfig) -> Bound:
     """Returns bound sockets for all addresses of `config.host`. Raises PortError.
 
-    They do not listen yet, so clients are refused instead of waiting. ``taken``: sockets of a
-    predecessor, which are used if they have one of the addresses.
+    They do not listen yet, so clients are refused instead of waiting.
     """
     passed = _passed()
     if passed:
         return Bound(passed, shared=True)
     path = unix_path(config.host)
     if path is not None:
-        for each in taken:
-            if each.family == socket.AF_UNIX and each.getsockname() == path:
-                return Bound([each], path=Path(path))
         return _bind_unix(config, Path(path))
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as opened:
@@ -105,10 +100,6 @@ async def bind(config: ServerConfig, taken: Sequence[socket.socket] = ()) -> Bou
             )
             sockets = []
             for family, kind, protocol, _, address in dict.fromkeys(addresses):
-                known = next((each for each in taken if _has_address(each, family, address)), None)
-                if known is not None:
-                    sockets.append(known)
-                    continue
                 try:
                     each = socket.socket(family, kind, protocol)
                 except OSError as error:
@@ -125,14 +116,6 @@ async def bind(config: ServerConfig, taken: Sequence[socket.socket] = ()) -> Bou
             raise port_error(config, error) from None
         opened.pop_all()
     return Bound(sockets)
-
-
-def _has_address(sock: socket.socket, family: int, address: tuple[object, ...]) -> bool:
-    """Returns whether a socket has an address. Port 0 is any port."""
-    if sock.family != family:
-        return False
-    host, port = sock.getsockname()[:2]
-    return host == address[0] and address[1] in (0, port)
 
 
 def _bind_unix(config: ServerConfig, path: Path) -> Bound:
