@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from hypothesis import strategies as st
 
+from lmetric.options import SplitAt
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import PROMPT, Pd, nixl, pd
 from server_world import decision_id
@@ -34,9 +35,9 @@ def body_of(path: str, prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
     return {"model": "emulated", "max_tokens": 24, **asked, **changes}
 
 
-def forced(at: float | None) -> dict[str, Any] | None:
+def forced(at: float | None) -> SplitAt | None:
     """Splits every request at a fraction; None: by the policy."""
-    return None if at is None else {"kind": "force", "fraction": at}
+    return None if at is None else SplitAt(at)
 
 
 @contextlib.asynccontextmanager

@@ -37,6 +37,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmetric._core import NoInstanceError, Peer, Request, RequestReader, Ticket
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities, Handover
+from lmetric.options import SplitAt
 from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from lmetric.server.execution import attempt as attempt_module
@@ -191,7 +192,7 @@ def _config(of: Setup) -> ServerConfig:
             "migration_max_gap_seconds": 1e-9 if of.long_gaps else 80_000.0,
         }
     if of.split_at is not None:
-        values |= {"split": {"kind": "force", "fraction": of.split_at}, "split_recompute": not of.nixl}
+        values |= {"split": SplitAt(of.split_at), "split_recompute": not of.nixl}
     if of.pulls:
         cost = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS}
         values |= {"prefix_fetch": cost, "prefix_fetch_timeout_seconds": 5.0}

@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 
+from lmetric.options import SplitAt
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Rebalancer
@@ -551,7 +552,7 @@ def answered_first(w: World, first: Engine, second: Engine) -> None:
 
 
 def split_config(at: float, **more: Any) -> dict[str, Any]:
-    return {"split": {"kind": "force", "fraction": at}, **more}
+    return {"split": SplitAt(at), **more}
 
 
 def split_scenarios(what: str, at: float) -> None:

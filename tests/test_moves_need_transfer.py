@@ -27,7 +27,7 @@ def check(tmp_path: Path, text: str) -> None:
     check_config(load_config(file, environ={}))
 
 
-@pytest.mark.parametrize("rule", ["star", "{kind: star, threshold: 0.4}", "llumnix"])
+@pytest.mark.parametrize("rule", ["star", "{kind: star, threshold: 0.4}"])
 def test_serve_refuses_rules_that_move_by_recomputation(tmp_path: Path, rule: str) -> None:
     for text in (
         f"rebalance: {rule}\nmigration_by: recompute",

@@ -227,11 +227,11 @@ FORECASTS = ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_ser
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("split", "{kind: libra, parts: 3}", "split.parts = 3: 3 is for simulations only .* expected 2"),
+        ("split", "{kind: libra, parts: 3}", "split.parts = 3: it is for simulations only .* remove it"),
         (
             "split",
             "{kind: libra, lengths_given: true}",
-            "split.lengths_given = True: True is for simulations",
+            "split.lengths_given = True: it is for simulations",
         ),
         *(
             (
@@ -244,14 +244,21 @@ FORECASTS = ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_ser
         (
             "rebalance",
             "{kind: star, forecast_seed: 1}",
-            "rebalance.forecast_seed = 1: 1 is for simulations only",
+            "rebalance.forecast_seed = 1: it is for simulations only",
+        ),
+        *(
+            ("rebalance", kind, f"rebalance = '{kind}': it is for simulations only .* none, star$")
+            for kind in ("star_oracle", "star_current", "llumnix")
         ),
         (
             "rebalance",
-            "star_oracle",
-            "rebalance = 'star_oracle': star_oracle is for simulations only .* use star",
+            "{kind: star, forecast: curve, forecast_seed: 0}",
+            "rebalance.forecast_seed = 0: it is",
         ),
-        ("prefix_fetch", "{pinned: false}", "prefix_fetch.pinned = False: False is for simulations only"),
+        ("programs", "thunder_agent", "programs = 'thunder_agent': it is for simulations only"),
+        ("programs", "{kind: admit, gap_error: 1.0}", "programs.gap_error = 1.0: it is for simulations only"),
+        ("split", "{kind: force, fraction: 0.5}", "split = 'force': it is for simulations only"),
+        ("prefix_fetch", "{pinned: false}", "prefix_fetch.pinned = False: it is for simulations only"),
     ],
 )
 def test_what_only_a_simulation_knows_is_refused(

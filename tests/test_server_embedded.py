@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from lmetric_lab.defaults import DEFAULT_PROFILE
-from test_server_process import router
+from test_server_process import RUN, RUN_FORCED, router
 
 
 async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
@@ -119,13 +119,18 @@ async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
 
 
 async def streamed(
-    counter: str, prompts: list[str], *flags: str, max_tokens: int = 60, session: str = "one"
+    counter: str,
+    prompts: list[str],
+    *flags: str,
+    max_tokens: int = 60,
+    session: str = "one",
+    run: str = RUN,
 ) -> tuple[list[tuple[str, str]], list[Any], float]:
     """Sends concurrent chats to four engines.
 
     Returns ends, decision records, and a counter of /metrics.
     """
-    async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags) as r:
+    async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags, run=run) as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
 
@@ -162,7 +167,7 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     assert all(not receipt["cuts"] for receipt in receipts)
     assert counted == 0
     forced = ("--split", "force", "--split-settings", "fraction=0.6", "--experimental")
-    cut, receipts, counted = await streamed(counter, prompts, *forced)
+    cut, receipts, counted = await streamed(counter, prompts, *forced, run=RUN_FORCED)
     assert cut == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     assert all(receipt["split_reason"] for receipt in receipts if not receipt["cuts"])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmetric.options import SplitAt
 from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
@@ -143,7 +144,7 @@ async def test_decodes_move_between_decode_engines() -> None:
 @pytest.mark.parametrize("at", [0.5, 0.8])
 async def test_what_was_cut_moves_too(at: float) -> None:
     kinds = [both(clock_speed=2.0) for _ in range(3)]
-    async with moving(*kinds, split={"kind": "force", "fraction": at}) as w:
+    async with moving(*kinds, split=SplitAt(at)) as w:
         for path in PATHS:
             body = stream_of(path, stream_options=USAGE, max_tokens=400)
             task = asyncio.create_task(asked(w, path, body))

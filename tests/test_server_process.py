@@ -18,6 +18,9 @@ RUN = (
     "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', 'serve', *sys.argv[1:]]; main()"
 )
 
+# A router that splits every request at a fraction: servers refuse this planner in configurations.
+RUN_FORCED = f"from lmetric import options; del options._STUDIED['force']; {RUN}"
+
 
 class Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -47,11 +50,11 @@ async def router(
     *flags: str,
     preset: Callable[[], None] | None = None,
     environ: Mapping[str, str] | None = None,
-    code: str = RUN,
+    run: str = RUN,
 ) -> AsyncIterator[Process]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, "--log-json", "--port", "0", *flags),
+        *(sys.executable, "-c", run, "--log-json", "--port", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
         env={**inherited, **(environ or {})},
         preexec_fn=preset,
@@ -248,7 +251,7 @@ async def test_a_running_server_loads_no_module_of_the_laboratory(tmp_path: Any)
         f"atexit.register(tell)\n{RUN}"
     )
     flags = ("--embedded", "2", "--records", str(tmp_path), "--set", "shadow.policy=lmetric")
-    async with router(*flags, code=told) as r, aiohttp.ClientSession() as client:
+    async with router(*flags, run=told) as r, aiohttp.ClientSession() as client:
         await r.listening()
         async with client.post(r.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}) as answer:
             assert answer.status == 200

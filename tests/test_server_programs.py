@@ -144,17 +144,6 @@ async def test_a_session_that_says_it_is_final_frees_its_place_with_the_answer()
         await w.settled()
 
 
-async def test_thunder_agents_rules_hold_and_release() -> None:
-    settings = {"kind": "thunder_agent", "min_tokens": 100, "half_life_seconds": 0.5}
-    async with world(1, cache_blocks=100, programs=settings) as w:
-        assert (await send(w, 1))[0] == 200
-        async with asyncio.timeout(20):
-            assert (await send(w, 2))[0] == 200
-        told = await programs(w)
-        assert (told["held"], told["admitted"]) == (1, 1)
-        await w.settled()
-
-
 async def test_fifty_equal_prompts_at_once_are_one_program() -> None:
     async with small_cache() as w:
         async with asyncio.timeout(60):

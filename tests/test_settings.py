@@ -18,7 +18,6 @@ from lmetric.options import (
     DecodePlacement,
     Guard,
     LibraSplit,
-    Llumnix,
     PrefixFetch,
     ProgramAuto,
     Routing,
@@ -86,7 +85,10 @@ def test_a_model_inherits_an_option_as_a_whole(tmp_path: Path) -> None:
         ("split: {kind: libra, probes: 99}", "split.probes = 99: expected a whole number from 1 to 32"),
         ("split: {kind: libra, probes: some}", "split.probes = 'some': expected an integer"),
         ("split: {kind: none, probes: 8}", "split.probes = 8: 'none' takes no settings; remove it"),
-        ("split: force", "split.fraction = None: missing; 'force' needs it"),
+        (
+            "split: force",
+            "split = 'force': it is for simulations only (it splits without a gain); expected one",
+        ),
         ("split: 3", "split = 3: expected a name, a mapping"),
         ("rebalance: {kind: star, threshold: 2}", "rebalance.threshold = 2.0: expected a number from 0 to 1"),
         ("priority: {kind: vtc, gamma: 1}", "priority.gamma = 1: unknown setting; known here: nothing"),
@@ -101,10 +103,10 @@ def test_errors_have_the_key_the_value_and_what_would_do(text: str, message: str
 
 
 def test_the_configuration_that_is_printed_is_read_again(tmp_path: Path) -> None:
-    for text in (SETTINGS, "policy: planner", "rebalance: star_current\nguard: on", "rebalance: llumnix"):
+    for text in (SETTINGS, "policy: planner", "rebalance: star\nguard: on"):
         config = load(text, tmp_path)
         assert load(render(config), tmp_path) == config
-    assert yaml.safe_load(render(config))["rebalance"]["source_below_steps"] == 48.0
+    assert yaml.safe_load(render(config))["rebalance"]["half_life_steps"] == 512.0
 
 
 def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
@@ -137,10 +139,10 @@ def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
 
 
 def test_settings_of_servers_are_those_of_the_library() -> None:
-    settings = PoolSettings.model_validate({"policy": "planner", "rebalance": "llumnix"})
+    settings = PoolSettings.model_validate({"policy": "planner", "rebalance": "star"})
     assert settings.routing == Routing(
         policy="planner", knobs={}, decode_knobs={}, binding="late", split=DecodePlacement(),
-        prefix_fetch=PrefixFetch(max_kv_usage=0.8), rebalance=Llumnix(),
+        prefix_fetch=PrefixFetch(max_kv_usage=0.8), rebalance=Star(),
         programs=ProgramAuto(),
     )  # fmt: skip
     Router(**settings.routing.options)
@@ -175,7 +177,7 @@ def test_serve_and_simulate_have_the_same_flags_and_servers_no_study_settings() 
     assert "lengths_given" in simulated["split_settings"].help
     assert "lengths_given" not in served["split_settings"].help
     assert "star_oracle" in simulated["rebalance"].help
-    assert "star_oracle" not in served["rebalance"].metavar
+    assert served["rebalance"].metavar == "none|star"
 
 
 def test_flags_of_simulations_are_options() -> None:

@@ -7,8 +7,8 @@ Files, command lines and `lmetric.simulate` also accept options as text or mappi
 reads: ``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
 
 Metadata of fields: ``maturity: study`` marks a field for simulations only, with the reason in
-``because``. Servers refuse every value but the default. ``study_values`` marks single values in the
-same way. ``server`` is the default of servers, if it differs.
+``because``. Servers refuse it. ``study_values`` marks single values in the same way. ``server`` is
+the default of servers, if it differs.
 """
 
 from __future__ import annotations
@@ -573,8 +573,14 @@ OPTIONS = tuple(_KINDS)
 """Names of the options: keywords of `lmetric.Router` and `lmetric.simulate`, keys of files."""
 # By option: the key that a plain value sets.
 SELECTORS = {what: "enabled" if what in ("prefix_fetch", "guard") else "kind" for what in OPTIONS}
-# Kinds for tests of engines and for simulations, absent from the documentation of servers.
-_UNLISTED = ("force", "star_oracle")
+# Kinds that configurations of servers refuse, with the reason. Tests of engines give `SplitAt`.
+_STUDIED = {
+    "force": "it splits without a gain",
+    "star_current": "it is star without its prediction",
+    "star_oracle": "it needs the true length of each answer",
+    "llumnix": "it has the rules of a rival",
+    "thunder_agent": "it has the rules of a rival",
+}
 # Core names of fields, except the regular ones: `min_x` is `least_x` in the core, `max_x` is
 # `most_x`.
 _CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
@@ -590,7 +596,7 @@ def _core_name(name: str) -> str:
 
 def served(what: str) -> dict[str, Any]:
     """The classes of option `what` on servers, by kind."""
-    return {name: cls for name, (cls, _) in _KINDS[what].items() if name not in _UNLISTED}
+    return {name: cls for name, (cls, _) in _KINDS[what].items() if name not in _STUDIED}
 
 
 def classes(what: str) -> dict[str, Any]:
@@ -717,7 +723,11 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
     """
     if isinstance(value, _classes(what)):
         _check_range(what, value, list(value.__dataclass_fields__))
-        return _for_server(what, value, ()) if server else value
+        if not server:
+            return value
+        if not isinstance(value, SplitAt):
+            _check_kind(what, kind_of(value))
+        return _for_server(what, value, ())
     given = as_mapping(what, value)
     if not isinstance(given, dict):
         raise _refused((), value, f"expected a name, a mapping, or one of {_options(what)}", what)
@@ -766,15 +776,25 @@ def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> A
 
 def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
     cls, presets = _KINDS[what][kind]
-    marked = [each for each in fields(cls) if each.name in presets and _is_studied(each, presets[each.name])]
-    if server and marked:
-        problem = f"{kind} is for simulations only ({marked[0].metadata['because']}); use {cls.core_kind}"
-        raise _refused((), kind, problem, what)
+    if server:
+        _check_kind(what, kind)
+    for each in fields(cls) if server else ():
+        if each.name in given and is_study(each):
+            problem = f"it is for simulations only ({each.metadata['because']}); remove it"
+            raise _refused((each.name,), given[each.name], problem, what)
     option = _checked(what, SimulatedFetch if cls is PrefixFetch else cls, {**presets, **given}, server)
     _check_range(what, option, list(given))
     if server:
         option = _for_server(what, option, tuple(given))
     return _plain(option) if isinstance(option, SimulatedFetch) else option
+
+
+def _check_kind(what: str, kind: str) -> None:
+    """Raises BadValueError for a kind that servers refuse."""
+    if kind in _STUDIED:
+        kinds = ", ".join(_known(what, server=True))
+        problem = f"it is for simulations only ({_STUDIED[kind]}); expected one of {kinds}"
+        raise _refused((), kind, problem, what)
 
 
 def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:

@@ -67,7 +67,6 @@ ARMS = {
     "sticky": Arm(["--policy", "session_affinity"], sessions=True),
     "admit": Arm(programs("admit")),
     "admit, ends reported": Arm(programs("admit"), final=True),
-    "ThunderAgent-like": Arm(programs("thunder_agent", "min_tokens=256"), final=True),
 }
 
 

@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 from openai import AsyncOpenAI
 
-from test_server_process import Process, router
+from test_server_process import RUN, Process, router
 from vllm_process import VllmEngine
 
 
@@ -63,10 +63,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(engines: Sequence[VllmEngine], *flags: str) -> AsyncIterator[Served]:
+async def served(engines: Sequence[VllmEngine], *flags: str, run: str = RUN) -> AsyncIterator[Served]:
     """`lmetric-router serve` before engines; at the end nothing may be in flight."""
     given = [word for engine in engines for word in ("--engine", engine.url)]
-    async with router(*given, *flags) as process:
+    async with router(*given, *flags, run=run) as process:
         await process.listening(180)  # on a crowded machine
         # Keep reading its output, or the pipe would fill.
         assert process.process.stderr is not None

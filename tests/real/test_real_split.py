@@ -20,6 +20,7 @@ from router_world import Served, served
 from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import computed, fetched, outcomes
 from test_real_router import TOOLS, text
+from test_server_process import RUN_FORCED
 from vllm_process import MODEL, NIXL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -56,7 +57,7 @@ async def cutting(engines: list[VllmEngine], folder: Path, **config: Any) -> Asy
     # Engines that compute on two cores leave each other's pages waiting for seconds.
     given = {"policy": "round_robin", "experimental": True, "health": {"timeout": 30}}
     file.write_text(yaml.safe_dump({"engines": [{"url": e.url} for e in engines], **given, **config}))
-    async with served([], "--config", str(file)) as world:
+    async with served([], "--config", str(file), run=RUN_FORCED) as world:
 
         async def seen() -> bool:
             shown = (await world.engines()).values()

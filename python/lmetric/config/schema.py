@@ -326,9 +326,8 @@ class PoolSettings(Strict):
         "auto",
         description="how requests are split between two engines of role both: `none`; `libra` "
         "(experimental): at the token that balances both engines; `apart` (experimental): after the prompt, "
-        "if that reduces the total delay. Or a mapping: `{kind: libra, probes: 8}`; `{kind: force, "
-        "fraction: 0.5}` tests engines. The client gets one answer. `auto`: apart if the policy is planner, "
-        "else none",
+        "if that reduces the total delay. Or a mapping: `{kind: libra, probes: 8}`. The client "
+        "gets one answer. `auto`: apart if the policy is planner, else none",
     )
     split_recompute: bool = Field(
         False,
@@ -348,9 +347,9 @@ class PoolSettings(Strict):
     )
     rebalance: Annotated[RebalanceOption | None, Option("rebalance")] = Field(
         None,
-        description="migration of running streams away from engines that would overload: `none`; `star` (by "
-        "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
-        "threshold: 0.2}`. Engines need KV transfer (NIXL): without it, no stream moves",
+        description="migration of running streams away from engines that would overload: `none`, or `star` "
+        "(by predicted load). Or a mapping: `{kind: star, threshold: 0.2}`. Engines need KV transfer (NIXL): "
+        "without it, no stream moves",
     )
     migration_by: Literal["fetch", "recompute"] = Field(
         "fetch",

@@ -17,7 +17,7 @@ import structlog
 
 from lmetric._core import Arrival, Request, Router
 from lmetric.config import AdmissionConfig, SloClass, TenantConfig
-from lmetric.options import ProgramAdmission, ProgramOption, ThunderAgent
+from lmetric.options import ProgramAdmission, ProgramOption
 
 ROUND_SECONDS = 0.05  # time between two rounds while requests wait
 KEEP_ALIVE_SECONDS = 10.0  # time between two comments to a held stream, without settings of programs
@@ -77,7 +77,7 @@ class HeldRequests:
     @property
     def admits(self) -> bool:
         """Whether requests must arrive before they are routed."""
-        return self._settings is not None or isinstance(self._programs, ProgramAdmission | ThunderAgent)
+        return self._settings is not None or isinstance(self._programs, ProgramAdmission)
 
     def arrive(self, request: Request, now: float) -> Arrival | None:
         """Records the arrival of a request; None if every request runs."""

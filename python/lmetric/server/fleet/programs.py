@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from lmetric._core import Router
-from lmetric.options import ProgramAdmission, ProgramOption, ThunderAgent
+from lmetric.options import ProgramAdmission, ProgramOption
 from lmetric.server.fleet.admission import HeldRequests
 
 LOG_SECONDS = 60.0  # time between two checks of the working set
@@ -25,7 +25,7 @@ class ProgramWatch:
         self._router = router
         self._held = held
         self.follows = option is not None
-        self._admits = isinstance(option, ProgramAdmission | ThunderAgent)
+        self._admits = isinstance(option, ProgramAdmission)
         self._checked_at = -math.inf
         self._held_before = False
 
