@@ -22,6 +22,7 @@ from lmetric.options import (
     ProgramAuto,
     Routing,
     SimulatedFetch,
+    Star,
     UniBoost,
     parse,
 )
