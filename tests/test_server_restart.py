@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import orjson
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from test_server_process import RUN, Process, engine, router
 
 BODY = orjson.dumps({"model": "tiny", "prompt": "a"})
