@@ -1,13 +1,13 @@
 """Costs of a router process without requests: start-up time, memory and CPU.
 
-    python bench/deployment.py [--seconds 15] [--rounds 3]   measure, then write the pages
-    python bench/deployment.py --report [--check]            only write the pages, or compare them
+    python bench/deployment.py [--seconds 15] [--rounds 3]   measure, then write the page
+    python bench/deployment.py --report [--check]            only write the page, or compare it
 
 Engines are mock engines of one process (`bench/http/mock.py`). Their /metrics page has as many
 lines as vLLM 0.32's. The router checks their health and reads their load at the default
 intervals. CPU times include all threads and children of the router.
 
-The results go to `bench/results`, and from there into the reports beside the deployment pages.
+The results go to `bench/results`, and from there into `bench/figures.md`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ page = mock.METRICS + b"".join(line % i for i in range(LINES))
 mock.PAGES[b"/metrics"] = (mock.PAGES[b"/metrics"][0], page)
 mock.uvloop.run(mock.main([int(port) for port in sys.argv[1:]]))
 """
-PAGES = {
-    "sizing": ROOT / "docs" / "how-to" / "sizing_report.md",
-    "deploying": ROOT / "docs" / "how-to" / "deploying_report.md",
-}
+PAGE = ROOT / "bench" / "figures.md"
 
 
 @contextmanager
@@ -126,7 +123,7 @@ def source(name: str, result: dict[str, Any]) -> str:
 
 
 def sizing(own: dict[str, Any], http: dict[str, Any], memory: dict[str, Any]) -> dict[str, str]:
-    """Tables of the sizing report."""
+    """Tables for the size of a router."""
     summary = http["summary"]
     names = [n for n in ("nginx", "sglang-ca", "smg-ca", "vllm-ca", "lmetric") if n in summary]
     cells = {"1 KB, us": "c32_1k", "32 KB, us": "c32_32k", "256 connections, 1 KB, us": "c256_1k"}
@@ -173,7 +170,7 @@ def sizing(own: dict[str, Any], http: dict[str, Any], memory: dict[str, Any]) ->
 
 
 def deploying(own: dict[str, Any]) -> dict[str, str]:
-    """Tables of the deployment report."""
+    """The table of starts and stops."""
     rows = [
         [count, cell(row["ready_seconds"], 2), cell(row["stop_seconds"], 2), cell(row["rss_mib"], 0)]
         for count, row in own["summary"].items()
@@ -182,37 +179,35 @@ def deploying(own: dict[str, Any]) -> dict[str, str]:
 
 
 def render(check: bool) -> None:
-    """Writes the tables into the pages, or compares them."""
+    """Writes the tables into the page, or compares them."""
     files = {what: newest(what) for what in ("deployment", "http", "memory")}
     own = files["deployment"][1]
-    parts = {
-        "sizing": sizing(own, files["http"][1], files["memory"][1])
-        | {f"{what}-source": source(*file) for what, file in files.items()},
-        "deploying": deploying(own) | {"deployment-source": source(*files["deployment"])},
-    }
-    for page, texts in parts.items():
-        path = PAGES[page]
-        old = text = path.read_text()
-        for name, made in texts.items():
-            pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
-            text, count = pattern.subn(lambda match, made=made: f"{match[1]}\n{made}\n\n{match[2]}", text)
-            if count != 1:
-                sys.exit(f"deployment.py: {path.relative_to(ROOT)} has {count} pairs of {name} marks, not 1")
-        if check and text != old:
-            sys.exit(f"deployment.py: {path.relative_to(ROOT)} differs from the raw files: run --report")
-        if not check:
-            path.write_text(text)
+    made = sizing(own, files["http"][1], files["memory"][1]) | deploying(own)
+    for what, file in files.items():
+        made[f"{what}-source"] = source(*file).replace("../../bench/", "")
+    old = text = PAGE.read_text()
+    for name, table_of in made.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
+        text, count = pattern.subn(
+            lambda match, table_of=table_of: f"{match[1]}\n{table_of}\n\n{match[2]}", text
+        )
+        if count != 1:
+            sys.exit(f"deployment.py: bench/figures.md has {count} pairs of {name} marks, not 1")
+    if check and text != old:
+        sys.exit("deployment.py: bench/figures.md differs from the raw files: run --report")
+    if not check:
+        PAGE.write_text(text)
 
 
 def main() -> None:
-    """Measures, unless only the pages are wanted."""
+    """Measures, unless only the page is wanted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=15, help="time without requests, seconds")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--report", action="store_true", help="only write the pages")
-    parser.add_argument("--check", action="store_true", help="with --report: compare the pages")
+    parser.add_argument("--report", action="store_true", help="only write the page")
+    parser.add_argument("--check", action="store_true", help="with --report: compare the page")
     given = parser.parse_args()
     if not given.report:
         result = about(None, [])

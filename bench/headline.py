@@ -98,7 +98,7 @@ def table(means: Means, seeds: int) -> str:
         "",
         f"16 simulated engines at half of the load that LMETRIC sustains, {seeds} seeds. The default "
         f"differs from LMETRIC by {Span(ours[0]):+.0%} in mean TTFT and {Span(ours[1]):+.0%} in mean TPOT. "
-        "It gains on recorded agents and near the limit ([tables](docs/explanation/total_delay.md)). "
+        "It gains on recorded agents and near the limit ([tables](docs/explanation/default_policy.md)). "
         f"Compared with vLLM's balancer, LMETRIC's mean TTFT changes by {Span(changes['TTFT']):+.0%} and "
         f"mean TPOT by {Span(changes['TPOT']):+.0%}. This load is {Span(own):.0%} of the load that vLLM's "
         "balancer sustains: above its limit, its queue grows. At half of its own limit, mean TTFT changes by "

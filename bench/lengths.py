@@ -7,7 +7,7 @@ paper's network.
 Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request.
 PYTHON, an interpreter with PyTorch, trains the network on 70% of the requests and stops by 15%.
 NumPy's inference compares it with the baselines on the other 15%. The seed decides samples, split,
-first weights and order. Method and figures: docs/how-to/lengths.md.
+first weights and order. Method and figures: bench/lengths.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--hidden", default="256,64,16", help="default: %(default)s")
     parser.add_argument("--no-biases", action="store_true", help="as Eq. 2 has it; default: with biases")
     parser.add_argument("--at-most", type=int, default=16, help="samples of a request; default: %(default)s")
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/how-to/lengths.md")
+    parser.add_argument("--docs", action="store_true", help="put the tables into bench/lengths.md")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-lengths.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"about": about(None, []) | {"load_average": os.getloadavg()}}
@@ -72,7 +72,7 @@ def main() -> None:
     print("\n\n".join(tables.values()))
     print("written:", write_result(result, "lengths", arguments.out), file=sys.stderr)
     if arguments.docs:
-        _write_into(ROOT / "docs" / "how-to" / "lengths.md", tables, result["about"])
+        _write_into(ROOT / "bench" / "lengths.md", tables, result["about"])
 
 
 def _one(path: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -155,9 +155,9 @@ def test_the_performance_page_is_what_the_raw_files_make() -> None:
 
 def test_the_lengths_page_says_what_a_predictor_can_decide() -> None:
     """Fidelity 1: a trained predictor decides moves, and the page does not promise that it pays."""
-    text = (ROOT / "docs" / "how-to" / "lengths.md").read_text()
+    text = (ROOT / "bench" / "lengths.md").read_text()
     assert "forecast: predictor.npz" in text.partition("```python")[0]
-    assert "(../research/star.md#the-value-of-a-trained-predictor)" in text
+    assert "star.md#the-value-of-a-trained-predictor)" in text
 
 
 @pytest.mark.parametrize(

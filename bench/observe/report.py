@@ -1,4 +1,4 @@
-"""Renders the newest results into `docs/how-to/monitoring.md` and `docs/how-to/canary.md`.
+"""Renders the newest results into `bench/figures.md`.
 
     python bench/observe/report.py [--check]
 
@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import ROOT, median_range
 
-PAGES = ROOT / "docs" / "how-to"
+PAGE = ROOT / "bench" / "figures.md"
 NAMES = {
     "off": "nothing",
     "metrics": "`/metrics` each second",
@@ -47,7 +47,7 @@ def source(result: dict[str, Any]) -> str:
     machine, name = result["machine"], result["name"]
     load = result["load_average"][-1][0]  # of the last minute
     busy = f" Other work ran on it meanwhile (load average {load:.0f}): times are upper bounds."
-    file = f"[{name}](../../bench/results/{name}) (commit {result['commit']})"
+    file = f"[{name}](results/{name}) (commit {result['commit']})"
     return f"{machine['cpu']}, {machine['cores_total']} cores.{busy if load > 2.5 else ''} Raw file: {file}."
 
 
@@ -129,39 +129,36 @@ def trials(result: dict[str, Any]) -> str:
     return table(["engines", "neither, µs", "with a shadow", "with a canary"], rows)
 
 
-PARTS: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
-    "monitoring.md": {
-        "cost": ("observe", cost),
-        "twin": ("observe", twin),
-        "scrape": ("metrics", scrape),
-        "memory": ("live-page-hour", memory),
-        "frames": ("live-page-frames", frames),
-    },
-    "canary.md": {"trials": ("canary-cost", trials)},
+PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "cost": ("observe", cost),
+    "twin": ("observe", twin),
+    "scrape": ("metrics", scrape),
+    "memory": ("live-page-hour", memory),
+    "frames": ("live-page-frames", frames),
+    "trials": ("canary-cost", trials),
 }
 
 
-def rendered(page: str, text: str) -> str:
-    """Returns a page with the newest figures."""
-    for name, (what, render) in PARTS[page].items():
+def rendered(text: str) -> str:
+    """Returns the page with the newest figures."""
+    for name, (what, render) in PARTS.items():
         result = newest(what)
         before, found, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
         if not found or not end:
-            sys.exit(f"report.py: docs/how-to/{page} needs one pair of <!-- {name} --> marks")
+            sys.exit(f"report.py: bench/figures.md needs one pair of <!-- {name} --> marks")
         text = f"{before}{found}\n{render(result)}\n\n{source(result)}\n\n{end}{after}"
     return text
 
 
 def main() -> None:
-    """Renders the pages, or checks them."""
-    for page in PARTS:
-        old = (PAGES / page).read_text()
-        text = rendered(page, old)
-        if "--check" not in sys.argv:
-            (PAGES / page).write_text(text)
-        elif text != old:
-            sys.exit(f"report.py: docs/how-to/{page} is stale: run report.py")
+    """Renders the page, or checks it."""
+    old = PAGE.read_text()
+    text = rendered(old)
+    if "--check" not in sys.argv:
+        PAGE.write_text(text)
+    elif text != old:
+        sys.exit("report.py: bench/figures.md is stale: run report.py")
 
 
 if __name__ == "__main__":
