@@ -240,12 +240,12 @@ def test_the_version_is_that_of_the_release() -> None:
 
 
 def test_routers_scale_on_cpu_below_a_full_core() -> None:
-    """The target is the 0.6 of a core per router in docs/how-to/sizing.md."""
+    """The target is the 0.6 of a core per router in docs/how-to/deploying.md."""
     spec = only(objects("epp-full-values"), "HorizontalPodAutoscaler")["spec"]
     (metric,) = spec["metrics"]
     target = metric["resource"]
     assert target == {"name": "cpu", "target": {"type": "AverageValue", "averageValue": "600m"}}
-    assert "at most 0.6 of a core" in (ROOT / "docs" / "how-to" / "sizing.md").read_text()
+    assert "at most 0.6 of a core" in (ROOT / "docs" / "how-to" / "deploying.md").read_text()
     assert spec["maxReplicas"] <= 64  # routers that exchange their load
     drain = spec["behavior"]["scaleDown"]
     assert drain["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 300}]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -15,12 +17,14 @@ import yaml
 
 from lmetric.cli.app import build_all
 from lmetric.config import load_config
+from lmetric.config.schema import ServerConfig
 from lmetric_lab.sim.synthetic import check_synthetic
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
-    [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"), *ROOT.glob("examples/*.md"),
-     *ROOT.glob("bench/*.md"), *ROOT.glob("python/**/*.md")]
+    [ROOT / "README.md", ROOT / "RELEASING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"),
+     *ROOT.glob("examples/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("fuzz/*.md"),
+     *ROOT.glob("python/**/*.md")]
 )  # fmt: skip
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 GROUP = typer.main.get_command(build_all())
@@ -123,6 +127,49 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
     volume = by_kind["Deployment"]["spec"]["template"]["spec"]["volumes"][0]
     assert names == {volume["configMap"]["name"], volume["name"]}
     assert by_kind["Service"]["spec"]["selector"] == by_kind["Deployment"]["spec"]["selector"]["matchLabels"]
+
+
+SITE = ROOT / "docs"
+PRODUCT = [path for path in DOCUMENTS if SITE in path.parents and SITE / "research" not in path.parents]
+# Files that are not the router's: their blocks begin with a comment that names them.
+FOREIGN = re.compile(r"# (?!router\.yaml)[\w./-]+\.ya?ml\b")
+
+
+def words(path: Path) -> int:
+    """Words of a page: what stands between spaces and has a letter or a digit."""
+    return sum(any(sign.isalnum() for sign in word) for word in path.read_text().split())
+
+
+def test_the_products_pages_stay_few_and_short() -> None:
+    assert len(PRODUCT) <= 25, [str(path.relative_to(SITE)) for path in PRODUCT]
+    assert sum(map(words, PRODUCT)) <= 50_000
+
+
+def settings() -> Iterator[Any]:
+    """The YAML blocks of the product's pages that set keys of the server."""
+    for path in PRODUCT:
+        for number, (indent, text) in enumerate(
+            re.findall(r"^( *)```yaml\n(.*?)^ *```", path.read_text(), re.MULTILINE | re.DOTALL)
+        ):
+            block = textwrap.dedent(text) if indent else text
+            content = None if FOREIGN.match(block) else yaml.safe_load(block)
+            if isinstance(content, dict) and content.keys() & ServerConfig.model_fields.keys():
+                yield pytest.param(block, id=f"{path.relative_to(SITE)}-{number}")
+
+
+@pytest.mark.parametrize("block", settings())
+def test_shown_settings_load(block: str, tmp_path: Path) -> None:
+    (tmp_path / "router.yaml").write_text(block)
+    environ = dict.fromkeys(re.findall(r"\$\{(\w+)\}", block), "a-secret-of-the-environment")
+    load_config(tmp_path / "router.yaml", environ=environ)
+
+
+def test_the_map_of_the_house_names_files_that_exist() -> None:
+    page = (SITE / "explanation" / "architecture.md").read_text()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [f"/{file}" for file in tracked.stdout.split()]
+    for name in re.findall(r"`([\w./]+\.(?:py|rs))`", page):
+        assert any(file.endswith(f"/{name}") for file in files), name
 
 
 def test_each_entry_of_the_menu_names_pages() -> None:

@@ -1,6 +1,6 @@
 """Checks of the Gateway API Inference Extension's conformance suite, with a real Envoy.
 
-docs/how-to/envoy.md maps the suite's tests to these. The suite itself needs a cluster.
+docs/how-to/other_routers.md maps the suite's tests to these. The suite itself needs a cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From `serve --embedded 8` to a ranking of policies, as docs/how-to/watch.md shows it."""
+"""From `serve --embedded 8` to a ranking of policies, as docs/how-to/monitoring.md shows it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 DEFAULT_POLICY = "total_delay"
 """The policy of servers, gateways and simulations if none is chosen. Documentation:
-docs/explanation/total_delay.md."""
+docs/explanation/default_policy.md."""
 
 TRACE_DIR = "LMETRIC_TRACE_DIR"
 """Environment variable of the laboratory, not a setting: the folder of public traces."""

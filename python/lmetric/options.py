@@ -39,7 +39,7 @@ else:
 """`Forecast`, a predictor file (.npz, .onnx), a reference to a Python object, a predictor, or a
 function.
 
-Documentation: docs/how-to/lengths.md.
+Documentation: bench/lengths.md.
 """
 
 Role = Literal["both", "prefill", "decode"]
@@ -205,7 +205,7 @@ class SimulatedFetch(PrefixFetch):
 class UniBoost:
     """Order the engines' queues by arrival minus a boost, which is larger if less is to compute.
 
-    Source: UniBoost, section 3. Documentation: docs/explanation/priorities.md.
+    Source: UniBoost, section 3. Documentation: docs/how-to/overload.md.
     """
 
     core_kind: ClassVar[str] = "uniboost"
@@ -261,7 +261,7 @@ class Star:
     """Whether to predict loads; False: use the current load."""
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (docs/how-to/lengths.md); other names are for simulations."""
+    Python function (bench/lengths.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
@@ -298,7 +298,7 @@ class Llumnix:
 
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (docs/how-to/lengths.md); other names are for simulations."""
+    Python function (bench/lengths.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
@@ -315,7 +315,7 @@ class Llumnix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """The hot-spot guard. Documentation: docs/explanation/guard.md."""
+    """The hot-spot guard. Documentation: docs/explanation/default_policy.md."""
 
     core_kind: ClassVar[str] = "guard"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS

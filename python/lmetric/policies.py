@@ -35,7 +35,7 @@ class Policy:
             "max")``. Remaining ties are broken at random.
         `knobs`: values of the parameters in the expressions.
         name: name in logs, metrics and decision records.
-        guard: whether the hot-spot guard filters the candidates (docs/explanation/guard.md).
+        guard: whether the hot-spot guard filters candidates (docs/explanation/default_policy.md).
 
     Raises:
         ExpressionError: an invalid expression, with the position and ``part`` (``score``,
@@ -254,7 +254,7 @@ def policy_function(
         fn: the function.
         reads: indicators that ``fn`` gets as one mapping (``[lm.P_TOKEN, lm.BS]`` or their names).
             None: the parameters of ``fn`` name the indicators.
-        guard: whether the hot-spot guard filters the candidates (docs/explanation/guard.md).
+        guard: whether the hot-spot guard filters candidates (docs/explanation/default_policy.md).
         fallback: policy (a name, an expression or a `Policy`) that decides if ``fn`` raises or
             exceeds the time limit. After three consecutive failures it decides for one second.
             `Router.policy_fallbacks` counts the failures. Without a fallback, failures raise

@@ -273,7 +273,7 @@ class PoolSettings(Strict):
         DEFAULT_POLICY,
         description="policy name, score expression, mapping with filter, score, prefer and then, or Python "
         "object. A Python object is file.py:name, package.module:name, or the name of an entry point "
-        "(docs/how-to/extending.md)",
+        "(docs/tutorials/your_own_policy.md)",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="parameters of the policy, by name")
     decode_policy: str | dict[str, Any] = Field(
@@ -465,8 +465,8 @@ class PoolSettings(Strict):
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
     guard: Annotated[Guard | None, Option("guard")] = Field(
         None,
-        description="hot-spot guard (docs/explanation/guard.md): on, off, or settings for a guard that is "
-        "on: {window_seconds: 30}. auto: off, unless the policy turns it on",
+        description="hot-spot guard (docs/explanation/default_policy.md): on, off, or settings for a guard "
+        "that is on: {window_seconds: 30}. auto: off, unless the policy turns it on",
     )
     profile: str | None = Field(
         None,

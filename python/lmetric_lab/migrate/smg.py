@@ -123,7 +123,7 @@ _REASONS = {
     "--reasoning-parser": "engines parse reasoning: set the engine's --reasoning-parser",
     "--tool-call-parser": "engines parse tool calls: set the engine's --tool-call-parser",
     "--mcp-config-path": "the router runs no tools",
-    "--enable-wasm": "no plugins on the request path except policies (docs/how-to/extending.md)",
+    "--enable-wasm": "no plugins on the request path except policies (docs/tutorials/your_own_policy.md)",
     "--enable-program-scheduling": "programs are followed by default: `programs` (docs/how-to/agents.md)",
     "--program-scheduling-config-json": "other parameters: `programs` (docs/how-to/agents.md)",
     "--tokenizer-cache-enable-l0": _TOKENS,

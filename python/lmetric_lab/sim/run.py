@@ -461,7 +461,7 @@ def simulate(
             preempt the last request if no block is free.
         index: source of the KV index: ``"exact"``: cache events of the engines; ``"approximate"``:
             placed requests.
-        guard: the hot-spot guard (docs/explanation/guard.md): True, False, or
+        guard: the hot-spot guard (docs/explanation/default_policy.md): True, False, or
             ``{"window_seconds": 30}``; None: off, unless the policy turns it on.
         predictor: profile for `predicted_ttft_seconds`; None: the engines' own.
         output_known: whether the router knows the length of each answer.

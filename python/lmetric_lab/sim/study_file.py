@@ -277,8 +277,8 @@ class SettingsEntry(Strict):
     )
     guard: Annotated[list[Any], _option("guard")] | None = Field(
         None,
-        description="hot-spot guard (docs/explanation/guard.md): true, false, or {window_seconds: [15, 60]}; "
-        "default: off, unless the policy turns it on",
+        description="hot-spot guard (docs/explanation/default_policy.md): true, false, or "
+        "{window_seconds: [15, 60]}; default: off, unless the policy turns it on",
     )
     migration_by: Annotated[list[Literal["fetch", "recompute"]], Listed] | None = Field(
         None,

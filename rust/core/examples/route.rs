@@ -1,6 +1,6 @@
 //! Routing inside your own gateway: no server, no network, no clock.
 //!
-//! `cargo run -p lmetric-core --example route`. docs/how-to/embed_core.md explains each step.
+//! `cargo run -p lmetric-core --example route`. docs/how-to/other_routers.md explains each step.
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::plan::{Event, Failure, Usage};

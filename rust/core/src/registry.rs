@@ -19,7 +19,7 @@ pub struct Rows {
     pub planners: &'static [&'static PlannerSpec],
 }
 
-/// The policy that decides if none is chosen (docs/explanation/total_delay.md).
+/// The policy that decides if none is chosen (docs/explanation/default_policy.md).
 pub const DEFAULT_POLICY: &str = "total_delay";
 
 /// The rows of this crate.

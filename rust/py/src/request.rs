@@ -74,7 +74,7 @@ pub struct Request {
     #[pyo3(get)]
     fetch_reason: Text,
     instances: Option<Allowed>,
-    /// Owner of the request, for `FairShares` (docs/explanation/priorities.md).
+    /// Owner of the request, for `FairShares` (docs/how-to/overload.md).
     #[pyo3(get)]
     tenant: Text,
     /// The tenant's weight among all tenants, above 0.

@@ -3,7 +3,7 @@ use super::{Job, LocalOrder, OrderSpec};
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
     name: "priority",
-    first: "the lowest priority: on emulated engines the request's own, in the simulator the router's (`--priority uniboost` or `vtc`, where a session is a tenant; [priorities](../explanation/priorities.md))",
+    first: "the lowest priority: on emulated engines the request's own, in the simulator the router's (`--priority uniboost` or `vtc`, where a session is a tenant; [priorities](../how-to/overload.md#priorities-in-the-engines-queues))",
     reads: "the request's `priority`",
     source: "vLLM `--scheduling-policy priority`",
     settings: &[],
