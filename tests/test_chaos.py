@@ -21,11 +21,6 @@ def storm(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
-def test_the_tables_of_the_page_are_current() -> None:
-    done = subprocess.run([sys.executable, str(CHAOS / "page.py"), "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_300_000_distinct_prompts_keep_memory_flat_and_leave_no_count() -> None:

@@ -62,7 +62,7 @@ def known() -> dict[str, set[str]]:
     """Returns the labels of each series by its name, from the generated page."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     series = {}
-    for name, kind, labels in re.findall(r"^\| `(\w+)` \| (\w+) \| [^|]*\| ([^|]*)\|", page, re.MULTILINE):
+    for name, kind, labels in re.findall(r"^- `(\w+)` \((\w+)(?:; ([^)]*))?\)", page, re.MULTILINE):
         ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
         series.update({name + end: set(re.findall(r"`(\w+)`", labels)) for end in ends})
     return series

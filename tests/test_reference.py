@@ -14,6 +14,7 @@ import lmetric as lm
 ROOT = Path(__file__).parent.parent
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make_reference"))
 PAGES = ROOT / "docs" / "reference"
+INDICATORS = {f"lmetric_instance_{row['name']}" for row in lm.indicator_table()}
 
 
 @pytest.mark.parametrize("name", SCRIPT["MODULES"])
@@ -25,7 +26,9 @@ def test_the_page_is_what_the_declarations_make(name: str) -> None:
 def test_the_rust_pages_are_those_of_the_example() -> None:
     """A test of the example compares the stored pages with what it makes."""
     source = (ROOT / "rust" / "sim" / "examples" / "docs.rs").read_text()
-    assert re.findall(r'^    \("(\w+)", \w+\),$', source, re.MULTILINE) == list(SCRIPT["RUST"])
+    assert re.findall(r'\("(\w+)", \w+\),?\]?', source.partition("PAGES:")[2].partition(";")[0]) == list(
+        SCRIPT["RUST"]
+    )
     assert not SCRIPT["MODULES"].keys() & set(SCRIPT["RUST"])
 
 
@@ -36,14 +39,14 @@ def module(name: str) -> dict[str, Any]:
 def test_every_function_and_operator_of_the_core_is_on_the_page() -> None:
     source = (ROOT / "rust" / "core" / "src" / "expr" / "parse.rs").read_text()
     functions = re.findall(r'^    \("(\w+)", Function::', source, re.MULTILINE)
-    made = module("expressions")
+    made = module("policies")
     assert functions == list(made["FUNCTIONS"])
     symbols = set(re.findall(r'^        \("([^"\w]+)", Token::', source, re.MULTILINE)) - {"(", ")", ","}
     shown = {sign for row in made["OPERATORS"] for sign in re.findall(r"[^\w\s]+", f"{row[0]} {row[1]}")}
     assert shown == symbols
     depth = re.search(r"MAX_DEPTH: usize = (\d+)", source)
     assert depth is not None
-    assert f"{depth[1]} levels of brackets" in (PAGES / "expressions.md").read_text()
+    assert f"{depth[1]} levels of brackets" in (PAGES / "policies.md").read_text()
 
 
 def test_every_metric_in_the_sources_is_on_the_page() -> None:
@@ -53,21 +56,45 @@ def test_every_metric_in_the_sources_is_on_the_page() -> None:
     assert len(names) > 30
     for name in names:
         assert f"`{name}" in page, name
-    for row in re.findall(r"^\| `lmetric_.*", page, re.MULTILINE):
-        name, _type, _unit, _labels, meaning = row.strip("| ").split(" | ")
-        assert len(meaning.split()) > 2, name
+    for row in re.findall(r"^- `lmetric_.*", page, re.MULTILINE):
+        name, found, meaning = row.partition("): ")
+        if found:
+            assert len(meaning.split()) > 2, name
+        else:  # an indicator: the page of the policies has its meaning
+            assert name.partition("`")[2].partition("`")[0] in INDICATORS, name
+
+
+def test_every_policy_and_indicator_is_on_the_page() -> None:
+    page = (PAGES / "policies.md").read_text()
+    for policy in lm.policy_table():
+        assert re.search(rf"^\| `{policy['name']}` \| `.+` \| .+ \|", page, re.MULTILINE), policy["name"]
+        for knob in policy["knobs"]:
+            assert knob["study"] or f"`{knob['name']}`" in page, knob["name"]
+    for row in lm.indicator_table():
+        assert re.search(rf"^\| `{row['name']}` \| {row['unit']} \| .+ \|$", page, re.MULTILINE), row["name"]
 
 
 def test_every_public_name_is_on_the_page_with_its_docstring() -> None:
-    page = (PAGES / "api.md").read_text()
+    page, functions = (PAGES / "python.md").read_text(), module("policies")["FUNCTIONS"]
     for name in lm.__all__:
         if isinstance(getattr(lm, name), lm.Expr):
             continue
-        assert re.search(rf"^(?:### `{name}`\n|- `{name}`: .)", page, re.MULTILINE), name
+        if name in functions:  # of expressions: their page has the docstrings
+            assert f"`{name}`" in page, name
+            assert re.search(
+                rf"^\| `{name}\(.+\)` \| .+ \|", (PAGES / "policies.md").read_text(), re.MULTILINE
+            )
+        elif isinstance(getattr(lm, name), str | list):
+            assert f"`{name}`" in page, name
+        else:
+            assert re.search(rf"^(?:- )?`{name}(?:\(.*\))?`: .", page, re.MULTILINE), name
     for owner in (lm.Router, lm.Ticket, lm.Request):
+        section = page.partition(f"### `{owner.__name__}`\n")[2].partition("\n#")[0]
         for name, member in vars(owner).items():
             if not name.startswith("_") and member.__doc__:
-                assert f"#### `{owner.__name__}.{name}`\n" in page, f"{owner.__name__}.{name}"
+                assert re.search(rf"^- `{name}(?:\(.*\))?`: .", section, re.MULTILINE), (
+                    f"{owner.__name__}.{name}"
+                )
 
 
 def test_every_test_of_the_support_matrix_exists() -> None:

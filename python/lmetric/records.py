@@ -91,7 +91,7 @@ class DecisionRecord(TypedDict):
 class InstanceStats(TypedDict):
     """An instance in `RouterStats`: its state, and its indicators by name.
 
-    docs/reference/indicators.md lists the indicators.
+    docs/reference/policies.md lists the indicators.
     """
 
     healthy: bool

@@ -10,15 +10,13 @@ from lmetric.server.api.openapi import ERROR_TYPES, ERRORS, REQUEST_HEADERS, RES
 HEAD = """\
 # HTTP API
 
-`scripts/make_reference http` generates this page and the [OpenAPI document](openapi.json) from the declarations in
-`python/lmetric/server/api/openapi.py` and `own_pages.py`.
+`scripts/make_reference http` generates this page and the [OpenAPI document](openapi.json), which `GET /openapi.json` also returns.
 
-The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`,
-[all parts of the prompt](engines.md#relayed-paths), `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`. All fields pass, and the
-engine judges their values: the router refuses only a wrong `model`, fields for engines, and bodies that are not JSON or have an absurd
-shape. The router sets fields of a body only if a setting or path needs them. They are `cache_salt` of isolated
-tenants, `priority`, KV transfers, token IDs of streams that may move, and IDs of stored responses. `paths` in the configuration adds
-paths; each must accept a JSON object by POST.
+The router serves OpenAI's API. Answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`,
+the prompt, `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`; all fields pass, and the engine judges their values. The
+router refuses a wrong `model`, fields that only routers send, and bodies that are not JSON or have an absurd shape. It sets fields only if a
+setting or path needs them: `cache_salt` of isolated tenants, `priority`, KV transfers, token IDs of streams that may move, and IDs of
+stored responses. `paths` in the configuration adds paths with a JSON object by POST.
 
 ```sh
 lmetric-router serve --embedded 2 --port 8080
@@ -28,31 +26,27 @@ lmetric-router serve --embedded 2 --port 8080
 curl -i http://127.0.0.1:8080/v1/completions -H 'content-type: application/json' -H 'x-session-id: chat-7' \\
   -d '{"prompt": "Once upon a time", "max_tokens": 8}'
 ```
-
-[Access](../how-to/access.md) describes keys and tokens. [Engines](engines.md#http-between-clients-and-engines) describes HTTP itself.
 """
 HEADERS_OF_REQUESTS = """
 The router passes other header fields to the engine, except:
 
 - fields of the connection, such as `connection`, `te` and `upgrade`
-- `accept-encoding`: the router sends `identity`, because it reads answers
-- `content-encoding`: the router sends bodies unpacked
-- API keys that the router checks ([access](../how-to/access.md)), and the client's key if the engine has its own (`engines[].api_key`)
+- `accept-encoding`, `content-encoding`: the router sends `identity` and unpacked bodies
+- API keys that the router checks, and the client's key if the engine has its own (`engines[].api_key`)
 - fields that only routers send: `x-lmetric-*`, `x-data-parallel-rank`, `x-prefiller-host-port`, `endpoint-load-metrics-format`, and
-  `x-forwarded-*` from clients that are no [trusted proxy](../how-to/networking.md#proxies-in-front)
+  `x-forwarded-*` from clients that are no trusted proxy
 """
 HEADERS_OF_ANSWERS = """
 The router passes an engine's other header fields to the client, except fields of the connection, `endpoint-load-metrics`, and with
 `cors.origins` the engine's own CORS fields.
 
-A stream may begin before an engine answers: if a request is [held](../how-to/agents.md#held-streams), or if its engine sends comments for
-half a second without a token. Then the router sends the head. Its own fields follow as comments, such as
-`: x-lmetric-instance: gpu-3`, and the engine's fields are lost.
+A stream may begin before an engine answers: if a request is held, or if its engine sends comments for half a second without a token. Then
+the router sends the head, its own fields follow as comments such as `: x-lmetric-instance: gpu-3`, and the engine's fields are lost.
 """
 ENGINE_ERRORS = """\
-**An engine's own error** reaches the client unchanged: its status, its [header fields](#response-headers) and its body. If
-several engines refused the request, the client gets the last error. One field may differ. With 429 and 503, `retry-after` is the longest
-of all engines that refused, at most 60 s; without one, it is 1 to 3 s.
+**An engine's own error** reaches the client unchanged: status, [header fields](#response-headers) and body. If several engines refused
+the request, the client gets the last error. With 429 and 503, `retry-after` is the longest of all engines that refused, at most 60 s;
+without one, it is 1 to 3 s.
 
 **In a stream that has begun**, an error is the last event, in the format of the path's API. The connection stays open. If the stream has
 no chunks or a `content-encoding`, or if a plain answer breaks, the connection closes instead.
@@ -88,23 +82,32 @@ def schema(body: dict[str, Any]) -> str:
 
 
 def tag_section(tag: dict[str, str], paths: dict[str, Any]) -> str:
-    """Returns the table of the operations with a tag."""
+    """Returns the list of the operations with a tag. Text that all share stands above it."""
     rows = []
     for path, operations in paths.items():
         for method, operation in operations.items():
             if operation["tags"] != [tag["name"]]:
                 continue
-            about = operation["summary"] + "."
+            about = operation["summary"]
             query = [each for each in operation.get("parameters", ()) if each.get("in") == "query"]
-            about += "".join(f" Query: `{each['name']}`, {each['description'].lower()}." for each in query)
+            about += "".join(f". Query: `{each['name']}`, {each['description'].lower()}" for each in query)
             if tag["name"] != "engines" and "requestBody" in operation:
                 fields = schema(operation["requestBody"]["content"]["application/json"]["schema"])
-                about += f" Body: {fields}." if fields else " Body: JSON object."
-            statuses = ", ".join(each for each in operation["responses"] if each not in ("200", "default"))
+                about += f". Body: {fields}" if fields else ". Body: JSON object"
+            statuses = ", ".join(
+                sorted(each for each in operation["responses"] if each not in ("200", "default"))
+            )
             rows.append((f"`{method.upper()} {path}`", about, access(operation), statuses))
-    return f"\n## {tag['name'].capitalize()}\n\n{tag['description']}.\n\n" + table(
-        "request | | credential | errors", rows
-    )
+    usual = [
+        max(column, key=column.count) for column in (list(column) for column in zip(*rows, strict=True))
+    ][2:]
+    shown = []
+    for request, about, *more in rows:
+        special = [each for each, most in zip(more, usual, strict=True) if each != most]
+        shown.append(f"- {request}: {about}" + (f" ({'; '.join(special)})\n" if special else "\n"))
+    note = f"Credential: {usual[0]}. Error statuses: {usual[1] or 'none'}."
+    note += " Other values are in parentheses." if any(row[2:] != tuple(usual) for row in rows) else ""
+    return f"\n## {tag['name'].capitalize()}\n\n{tag['description']}. {note}\n\n" + "".join(shown)
 
 
 def files() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,30 +17,19 @@ from lmetric.server.app import Server
 HEAD = """\
 # Metrics
 
-`scripts/make_reference metrics` generates this page from the declarations in the server. `GET /metrics` returns
-these metrics in Prometheus' text format. [Access](../how-to/access.md) describes who may read it.
+`scripts/make_reference metrics` generates this page. `GET /metrics` returns these metrics in Prometheus' text format, or in
+OpenMetrics if the client accepts it.
 
-A counter's name ends in `_total`. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`. Names state the unit:
-`_seconds`, `_bytes`, `_tokens`. Counters start at 0 when the router starts. A metric without a value has no sample.
+Each entry has the type and the labels in parentheses. Names state the unit: `_seconds`, `_bytes`, `_tokens`. A counter's name ends in `_total`. A histogram `NAME` has the series
+`NAME_bucket`, `NAME_sum` and `NAME_count`. Counters start at 0 when the router starts. A metric without a value has no sample.
 
 | label | value |
 | --- | --- |
 | `model` | name of the model |
-| `instance` | name of the engine in the configuration; its host:port by default |
+| `instance` | name of the engine in the configuration; its host:port by default. Prometheus stores it as `exported_instance` |
 | `role`, `type` | role and type of wanted engines; the type is the first one of `capacity.prices` |
 | `slo_class` | class of the request in `admission.classes`; empty without a class |
 | `tenant` | tenant of the API key; empty without API keys |
-
-Prometheus stores the router's label `instance` as `exported_instance`, because its own `instance` is the scraped router. Clients that accept
-OpenMetrics, such as Prometheus, get it. [Monitor a router](../how-to/monitoring.md) has alerts and a dashboard.
-
-Scrape configuration of Prometheus:
-
-```yaml
-scrape_configs:
-  - job_name: lmetric-router
-    static_configs: [{targets: ["127.0.0.1:8080"]}]
-```
 """
 
 GROUPS = {
@@ -103,18 +93,11 @@ def families() -> list[Metric]:
     return asyncio.run(collect())
 
 
-UNITS = {"seconds": "s", "per_second": "1/s", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
-INDICATOR_UNITS = {f"lmetric_instance_{row['name']}": row["unit"] for row in indicator_table()}
-
-
-def unit(name: str) -> str:
-    """Returns the unit of a metric: as its indicator declares it, or by the end of its name."""
-    if name in INDICATOR_UNITS:
-        return INDICATOR_UNITS[name]
-    return next((text for end, text in UNITS.items() if name.endswith(f"_{end}")), "")
+INDICATORS = {f"lmetric_instance_{each['name']}" for each in indicator_table()}
 
 
 def row(metric: Metric) -> str:
+    """Returns the entry of a metric; an indicator's entry has no meaning."""
     name = metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
     names = list(metric._labelnames)
     if metric.type == "info":
@@ -122,20 +105,25 @@ def row(metric: Metric) -> str:
             dict.fromkeys([*names, *(label for sample in metric.samples for label in sample.labels)])
         )
     labels = ", ".join(f"`{label}`" for label in names)
-    return f"| `{name}` | {metric.type} | {unit(metric.name)} | {labels} | {metric.documentation.replace('|', chr(92) + '|')} |\n"
+    shown = f"- `{name}` ({metric.type}{f'; {labels}' if labels else ''})"
+    meaning = re.split(r"; (?![^(]*\))", metric.documentation)[0]
+    return f"{shown}\n" if name in INDICATORS else f"{shown}: {meaning}\n"
 
 
 def files() -> dict[str, str]:
     """Returns the page."""
     groups: dict[str, list[str]] = {title: [] for title in GROUPS}
+    indicators: list[str] = []
     for metric in families():
+        if metric.name in INDICATORS:
+            indicators.append(row(metric))
+            continue
         short = metric.name.removeprefix("lmetric_")
         title = next(title for title, starts in GROUPS.items() if short.startswith(starts))
         groups[title].append(row(metric))
     page = HEAD
     for title, rows in groups.items():
-        page += (
-            f"\n## {title}\n\n| metric | type | unit | labels | meaning |\n| --- | --- | --- | --- | --- |\n"
-        )
-        page += "".join(sorted(rows, key=lambda row: row.split("`")[1]))
+        page += f"\n## {title}\n\n" + "".join(sorted(rows, key=lambda row: row.split("`")[1]))
+    page += "\n## Indicators\n\nEach is the [indicator](policies.md#indicators) of the name after `lmetric_instance_`.\n\n"
+    page += "".join(sorted(indicators))
     return {"docs/reference/metrics.md": page}

@@ -1,4 +1,4 @@
-"""docs/reference/api.md: the public names of `lmetric`, from docstrings and type stubs.
+"""docs/reference/python.md: the public names of `lmetric`, from docstrings and type stubs.
 
 griffe reads the signatures from the sources and from `_core.pyi`. Docstrings of the compiled core
 come from the extension itself.
@@ -10,129 +10,150 @@ import dataclasses
 import inspect
 import logging
 import re
+from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import griffe
 
 import lmetric as lm
 from lmetric import options
 
+LONG_WORDS = 12  # a sentence with more is cut at its colon
 SOURCES = Path(__file__).parent.parent.parent / "python"
 HEAD = """\
-# Python API
+# Python
 
-`scripts/make_reference python` generates this page from docstrings and type stubs. [Python](python.md) explains the library with examples.
-All names are in `lmetric`. Each [indicator](indicators.md) is also a symbol of an expression: `lm.P_TOKEN`. Times are seconds, lengths are tokens.
+`lmetric` is also a library: route requests in your own gateway, test a policy, or simulate a fleet. It opens no connection unless you use
+`Relay` or `EventFeed`. `scripts/make_reference python` generates the lists from docstrings; `help(lmetric.Router.route)` prints all
+arguments with units. Times are seconds, lengths are tokens.
+
+```python
+import lmetric as lm
+
+router = lm.Router("lmetric", block_size=16)
+for name in ("gpu-0", "gpu-1"):
+    router.add_instance(name, cache_blocks=4_000)
+
+request = lm.Request([101, 2023, 2003], max_tokens=200, session="chat-7")
+decision, ticket = router.route(request)
+print(decision.instance, decision.predicted_cached_tokens)
+
+with ticket:
+    ticket.sent()  # the request is on its way
+    ticket.first_token()
+    ticket.tokens(199)  # further output tokens, as they come
+    ticket.done(prompt_tokens=3, output_tokens=200)
+```
+
+The router counts the request as soon as `route` returns. Report each event with the ticket. Leaving the block closes the ticket, also
+after an exception. Call `router.tick()` about once a second. Threads may share a router. `examples/gateway.py` is a complete gateway.
+
+A policy is a registered name, an expression, a `Policy`, or a function whose parameters name [indicators](policies.md#indicators). A function
+gets arrays with one entry per eligible instance. It returns one score per instance, and the lowest wins:
+
+```python
+import lmetric as lm
+
+
+def mine(p_token, bs):
+    return p_token * (bs + 1)
+
+
+assert str(lm.P_TOKEN * (lm.BS + 1)) == "p_token * (bs + 1)"
+for policy in ("lmetric", lm.P_TOKEN * (lm.BS + 1), mine):
+    run = lm.simulate("slice", policy=policy, instances=8)
+    print(run.summary().ttft_seconds.p99)
+```
+
+A prompt is one of: `token_ids` (any sequence or array of integers), `text` (counted as 4 bytes per token), `block_hashes`, or
+`prompt_tokens` alone if no prefix can match. By default the index assumes that an instance caches the prompts that you route to it. With
+`kv_source="exact"` it follows the engines' KV events, from an `EventFeed` or from `blocks_stored` and the methods beside it.
 """
-WIDTH = 96
+# Names with their members, then functions; a name of `lmetric.__all__` outside is an error.
+GROUPS = {
+    "Route": ("Router", "Request", "Decision", "Ticket", "Arrival"),
+    "Serve": ("Relay", "EngineTarget", "EventFeed"),
+    "Policies": (
+        "Policy",
+        "PolicyFunction",
+        "policy_function",
+        "policy_table",
+        "indicator",
+        "indicator_table",
+        "knob",
+    ),
+    "Expressions": ("Expr", "check_expression", "evaluate"),
+    "Simulate": ("simulate", "Run", "Trace", "load_trace", "FleetChange", "forecast_function"),
+}
+OPTIONS = """
+## Options
 
+Arguments of `Router`, `Router.configure`, `Router.set_admission` and `simulate`. None turns an option off. Files and command lines accept the
+same fields: `{"kind": "libra", "probes": 8}`.
 
-def escape(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+"""
 
 
 def text(value: str) -> str:
-    """Returns a docstring's text as Markdown: doctests become code blocks."""
-    value = re.sub(r"(?<!`)``([^`]+)``(?!`)", r"`\1`", value)
-    blocks = []
-    for block in value.split("\n\n"):
-        fence = "```pycon\n" + block + "\n```" if block.lstrip().startswith(">>>") else block
-        blocks.append(fence)
-    return "\n\n".join(blocks)
-
-
-def documented(docstring: str) -> str:
-    """Returns a docstring as Markdown, with its sections as lists."""
-    made = []
-    for section in griffe.Docstring(inspect.cleandoc(docstring)).parse("google"):
-        kind, value = section.kind.value, section.value
-        if kind == "text":
-            made.append(text(value))
-        elif kind == "examples":
-            made.append(
-                "\n\n".join(
-                    f"```pycon\n{code}\n```" if "example" in str(what) else text(code) for what, code in value
-                )
-            )
-        else:
-            rows = []
-            for item in value:
-                name = getattr(item, "name", "") or getattr(item, "annotation", "") or ""
-                rows.append(f"- {f'`{name}`: ' if name else ''}{text(' '.join(item.description.split()))}")
-            made.append(f"**{kind.capitalize()}**\n\n" + "\n".join(rows))
-    return "\n\n".join(made) + "\n" if made else ""
+    """Returns a docstring's first sentence as Markdown, cut at its colon if it is long."""
+    value = re.sub(r"(?<!`)``([^`]+)``(?!`)", r"`\1`", inspect.cleandoc(value))
+    sentence = re.split(r"\.\s", " ".join(value.partition("\n\n")[0].split()) + " ")[0].rstrip(". ")
+    sentence = sentence.partition("; ")[0]
+    head = sentence.partition(": ")[0]
+    return head if len(sentence.split()) > LONG_WORDS and len(head.split()) > 4 else sentence
 
 
 def signature(name: str, function: Any) -> str:
-    """Returns a signature as code, one parameter a line if it is long."""
-    parameters = [each for each in function.parameters if each.name not in ("self", "cls")]
+    """Returns a signature without types."""
     shown, keyword = [], False
-    for each in parameters:
+    for each in function.parameters:
+        if each.name in ("self", "cls"):
+            continue
         kind = each.kind.value if each.kind else ""
         if kind == "keyword-only" and not keyword:
             shown.append("*")
             keyword = True
         keyword = keyword or kind == "variadic positional"
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
-        annotation = f": {each.annotation}" if each.annotation is not None else ""
-        default = "" if each.default is None or stars else f" = {each.default}"
-        shown.append(f"{stars}{each.name}{annotation}{default}")
-    returns = f" -> {function.returns}" if function.returns is not None else ""
-    line = f"{name}({', '.join(shown)}){returns}"
-    if len(line) > WIDTH:
-        line = f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + f"){returns}"
-    return f"```py\n{line}\n```\n"
+        default = "" if each.default is None or stars else f"={each.default}"
+        shown.append(f"{stars}{each.name}{default}")
+    return f"{name}({', '.join(shown)})"
 
 
-def tidy(declared: Any) -> bool:
-    """Whether a member is public."""
-    return not declared.name.startswith("_") or declared.name in ("__new__", "__init__")
+def option(name: str) -> str:
+    """Returns an option class with its fields and their defaults."""
+    cls = getattr(options, name)
+    fields = [
+        each.name if each.default is dataclasses.MISSING else f"{each.name}={each.default!r}"
+        for each in dataclasses.fields(cls)
+    ]
+    shown = name if name in lm.__all__ else f"options.{name}"
+    return f"- `{shown}({', '.join(fields)})`: {text(cls.__doc__ or '')}\n"
 
 
-def option(name: str, cls: Any) -> str:
-    """Returns an option class as a table of its fields."""
-    docs = options.field_docs(cls)
-    page = f"\n### `{name}`\n\n{documented(cls.__doc__ or '')}"
-    rows = dataclasses.fields(cls)
-    if rows:
-        page += "\n| field | default | meaning |\n| --- | --- | --- |\n"
-    for each in rows:
-        default = "" if each.default is dataclasses.MISSING else f"`{each.default!r}`"
-        page += f"| `{each.name}` | {default} | {escape(docs[each.name])} |\n"
-    return page
-
-
-def method(owner: str, declared: Any, runtime: Any) -> str:
-    if declared.is_attribute and isinstance(runtime, int):
-        return f"\n#### `{owner}.{declared.name}`\n\n`int`, a constant: {runtime:,}.\n"
-    docstring = inspect.getdoc(runtime) or ""
-    if declared.name in ("__new__", "__init__"):
-        return signature(owner, declared)
-    if not docstring:
-        return ""
-    if declared.is_attribute:
-        return f"\n#### `{owner}.{declared.name}`\n\n`{declared.annotation}`. {documented(docstring)}"
-    return (
-        f"\n#### `{owner}.{declared.name}`\n\n{signature(declared.name, declared)}\n{documented(docstring)}"
-    )
-
-
-def described(name: str, declared: Any, runtime: Any) -> str:
-    """Returns a class with its members, or a function."""
-    docstring = inspect.getdoc(runtime) or ""
-    if declared.is_function:
-        return f"\n### `{name}`\n\n{signature(name, declared)}\n{documented(docstring)}"
-    members = [each for each in declared.members.values() if tidy(each) and not each.is_alias]
-    page = f"\n### `{name}`\n\n"
-    made = {
-        each.name: method(name, each, getattr(runtime, each.name, None))
-        for each in members
-        if each.is_function or each.is_attribute
-    }
-    first = made.pop("__new__", "") or made.pop("__init__", "")
-    made.pop("__init__", "")
-    return page + (first + "\n" if first else "") + documented(docstring) + "".join(made.values())
+def class_of(name: str, declared: Any, runtime: Any) -> str:
+    """Returns a class with its members: a list, or names alone if it belongs to simulations."""
+    shown, rows = name, []
+    for each in declared.members.values():
+        if each.is_alias or not (each.is_function or each.is_attribute):
+            continue
+        if each.name in ("__new__", "__init__"):
+            shown = signature(name, each)
+        docstring = inspect.getdoc(getattr(runtime, each.name, None)) or ""
+        if each.name.startswith("_") or not docstring or isinstance(getattr(runtime, each.name), int):
+            continue
+        row = each.name if each.is_attribute else signature(each.name, each)
+        if name in GROUPS["Simulate"]:
+            rows.append(f"`{each.name}`")
+        elif not docstring.startswith("Called by"):
+            rows.append(f"- `{row}`: {text(docstring)}\n")
+    if name == "Request":
+        shown = name  # its fields follow
+    about = f"\n### `{name}`\n\n`{shown}`: {text(inspect.getdoc(runtime) or '')}.\n"
+    if name in GROUPS["Simulate"]:
+        return about + (f"\nMembers: {', '.join(rows)}.\n" if rows else "")
+    return about + ("\n" + "".join(rows) if rows else "")
 
 
 def files() -> dict[str, str]:
@@ -141,47 +162,35 @@ def files() -> dict[str, str]:
     package = griffe.load(
         "lmetric", search_paths=[str(SOURCES)], allow_inspection=False, resolve_aliases=True
     )
-    used = {
-        cls: f"{parameter}="
-        for parameter, union in (
-            ("split", options.SplitOption), ("priority", options.PriorityOption), ("rebalance", options.RebalanceOption)
-        )
-        for cls in get_args(union)
-    }  # fmt: skip
-    parts: dict[str, list[str]] = {
-        "Classes": [],
-        "Options": [],
-        "Functions": [],
-        "Errors": [],
-        "Constants": [],
-    }
-    for name in lm.__all__:
-        runtime = getattr(lm, name)
-        if isinstance(runtime, lm.Expr):
-            continue
-        if inspect.isclass(runtime) and issubclass(runtime, Exception):
-            parts["Errors"].append(f"- `{name}`: {' '.join(documented(runtime.__doc__ or '').split())}\n")
-        elif (
-            inspect.isclass(runtime)
-            and dataclasses.is_dataclass(runtime)
-            and runtime.__module__ == options.__name__
-        ):
-            parts["Options"].append(option(name, runtime))
-        elif inspect.isclass(runtime) or callable(runtime):
-            declared = package[name]
-            declared = declared.final_target if declared.is_alias else declared
-            parts["Classes" if inspect.isclass(runtime) else "Functions"].append(
-                described(name, declared, runtime)
-            )
-        else:
-            parts["Constants"].append(f"- `{name}`: `{type(runtime).__name__}`\n")
-    for further in (options.SimulatedFetch, options.Routing):
-        parts["Options"].append(option(f"options.{further.__name__}", further))
+    names = [name for name in lm.__all__ if not isinstance(getattr(lm, name), lm.Expr)]
+    functions = [name for name in names if getattr(getattr(lm, name), "__module__", "") == "lmetric.expr"]
+    optional = [name for name in options.__all__ if dataclasses.is_dataclass(getattr(options, name))]
+    optional += [name for name in names if hasattr(options, name) and name not in optional]
+    errors = [
+        name
+        for name in names
+        if inspect.isclass(getattr(lm, name)) and issubclass(getattr(lm, name), Exception)
+    ]
+    constants = [name for name in names if isinstance(getattr(lm, name), str | tuple | list)]
+    functions = [name for name in functions if name not in {*chain(*GROUPS.values())}]
+    known = {*chain(*GROUPS.values()), *functions, *optional, *errors, *constants}
+    assert set(names) <= known, f"lmetric.{min(set(names) - known)}: no group on the page"
     page = HEAD
-    for title, found in parts.items():
-        page += f"\n## {title}\n" + ("" if found[0].startswith("\n") else "\n")
-        if title == "Options":
-            names = ", ".join(f"`{cls.__name__}` (`{parameter}`)" for cls, parameter in used.items())
-            page += f"\nArguments of `Router`, `Router.configure` and `simulate`: {names},\n`PrefixFetch` (`prefix_fetch=`) and `Guard` (`guard=`). None turns an option off.\n"
-        page += "".join(found)
-    return {"docs/reference/api.md": page}
+    for title, members in GROUPS.items():
+        classes = singles = ""
+        for name in members:
+            runtime, declared = getattr(lm, name), package[name]
+            declared = declared.final_target if declared.is_alias else declared
+            if inspect.isclass(runtime):
+                classes += class_of(name, declared, runtime)
+            else:
+                singles += f"- `{signature(name, declared)}`: {text(inspect.getdoc(runtime) or '')}\n"
+        page += f"\n## {title}\n" + (f"\n{singles}" if singles else "") + classes
+        if title == "Expressions":
+            page += f"\n[Policies](policies.md#expressions) describes the functions: {', '.join(f'`{name}`' for name in functions)}.\n"
+    page += OPTIONS + "".join(map(option, optional))
+    page += "\n## Errors\n\n" + "".join(
+        f"- `{name}`: {text(getattr(lm, name).__doc__ or '')}\n" for name in errors
+    )
+    page += f"\n## Constants\n\n{', '.join(f'`{name}`' for name in constants)}, and each indicator as an expression: `P_TOKEN`.\n"
+    return {"docs/reference/python.md": page}

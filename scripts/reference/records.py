@@ -8,48 +8,26 @@ HEAD = f"""\
 # Records
 
 The router can write a record of each request to disk: the decision, its reasons, and the outcome. `scripts/make_reference records`
-generates this page from `python/lmetric/record_files.py`. See also
-[see what another policy would have done](../how-to/what_if.md).
-
-```yaml
-records:
-  path: /var/lib/lmetric/records
-```
-
-[Configuration](configuration.md#records) lists all settings. `serve --records DIR` sets the folder alone.
-
-## Files
+generates this page. [Configuration](configuration.md#records) lists the settings; `serve --records DIR` sets the folder alone.
 
 - A folder belongs to one router. Its files have the names `records-TIME-PROCESS-NUMBER.jsonl`, and only the router's user can read them.
 - A new file begins at `file_bytes`. The oldest files are deleted so that all files together stay below `total_bytes`.
 - Each file is complete in itself: a header, the state of the fleet, then one line of JSON per request, in the order of their ends.
-- Commands take files and folders, also files that you have compressed (`.jsonl.gz`).
-- In Python, `lmetric.record_files.read_records` reads them. `Records.to_pandas` makes a data frame.
+- Commands take files and folders, also files that you have compressed (`.jsonl.gz`). In Python, `lmetric.record_files.read_records` reads them.
+- If the queue of the writer is full, or the disk refuses a write, the router loses records, never requests. `lmetric_records_total`
+  counts the records by outcome. After a failed write, the router waits 5 s and begins a new file.
+- The last line of a file is truncated if the router was killed or the disk was full. Readers skip it and report it. An invalid line
+  elsewhere is an error with file and line.
 
 ## Parquet
 
-`records convert` writes records as one [Parquet](https://parquet.apache.org) file, for DuckDB, Spark or pandas. It needs the extra `parquet`.
+`records convert` writes records as one [Parquet](https://parquet.apache.org) file with one row per request and one column per key. An absent
+key is null. `load` and `terms` are maps, `hashes` is a list of integers. It needs the extra `parquet`. `whatif`, `report` and
+`read_records` read the file, too.
 
 ```console
-$ pip install 'lmetric-router[parquet]'
 $ lmetric-router records convert records --out requests.parquet
 ```
-
-- The file has one row per request and one column per key. An absent key is null. `load` and `terms` are maps, and `hashes` is a list of integers.
-- `whatif`, `report` and `read_records` read it like the files of the router.
-- The router itself writes JSON only: after a crash, each complete line is readable, and a Parquet file without its end is not.
-- The command works file by file, so it needs memory for the largest file. It may run while the router writes: it takes the lines so far.
-
-## Cost
-
-[Monitor a router](../how-to/monitoring.md#cost) has the CPU time of a record. The event loop keeps references to sampled requests and
-reads the load of the chosen engine: 1 µs with 4 engines and 2 µs with 1,000. A thread hashes prompts
-(about 0.3 µs per block), reads decision records (15 to 160 µs) and writes. While it hashes, the event loop runs: hashing does not hold the
-interpreter lock.
-
-A queue connects the two. If it is full, or if the disk refuses a write, the router loses records, never requests.
-`lmetric_records_total` counts the records by outcome, and one log line reports the first failed write. After a failed write, the
-router waits 5 seconds and then begins a new file. With `records.path: null`, the router does none of this.
 
 ## Privacy
 
@@ -60,15 +38,12 @@ routers must share hashes. Then keep the file as safe as the prompts: its owner 
 Equal hashes at equal positions mean equal prompts up to that block. Lengths, times and adapters are in plain text.
 `tenant_names` and `request_ids` add the names of tenants and the ids of requests.
 
-## Versions
+## Schema
 
 The header has the version of the schema, now {SCHEMA_VERSION}. A release may add keys without a new version; readers ignore unknown
-keys. If a key changes its meaning, the version grows. A reader refuses other versions and names the release that wrote the file.
+keys. If a key changes its meaning, the version grows, and readers refuse other versions.
 
-The last line of a file is truncated if the router was killed or the disk was full. Readers skip it and report it. An invalid line
-elsewhere is an error with file and line.
-
-An absent key means: unknown, or not applicable. Keys marked with a star are always present.
+Keys marked with a star are always present. An absent key means: unknown, or not applicable. Times are seconds, lengths are tokens.
 """
 
 SECTIONS = {
@@ -86,15 +61,15 @@ def table(keys: dict[str, Key]) -> str:
     """Returns the keys as a Markdown table."""
     star = " \\*"
     rows = "".join(
-        f"| `{name}`{star if key.always else ''} | {key.kind} | {key.unit} | {key.meaning} |\n"
+        f"| `{name}`{star if key.always else ''} | {key.kind} | {key.meaning} |\n"
         for name, key in keys.items()
     )
-    return f"| key | type | unit | meaning |\n| --- | --- | --- | --- |\n{rows}"
+    return f"| key | type | meaning |\n| --- | --- | --- |\n{rows}"
 
 
 def files() -> dict[str, str]:
     """Returns the page."""
     page = HEAD
     for title, (keys, about) in SECTIONS.items():
-        page += f"\n## {title}\n\n{about}\n\n{table(keys)}"
+        page += f"\n### {title}\n\n{about}\n\n{table(keys)}"
     return {"docs/reference/records.md": page}

@@ -1,4 +1,4 @@
-"""docs/reference/support.md: the support matrix, from support.yaml."""
+"""The support matrix in docs/reference/engines.md, from support.yaml."""
 
 from __future__ import annotations
 
@@ -8,26 +8,10 @@ from typing import Any
 import yaml
 
 DATA = Path(__file__).parent / "support.yaml"
-LEVELS = {
-    "real": "running engine",
-    "stand_in": "stand-in",
-    "not_tested": "not tested",
-    "not_supported": "no",
-}
-HEAD = """\
-# Support matrix
-
-`scripts/make_reference support` generates this page from `scripts/reference/support.yaml`. Each row names the tests behind it.
-
-- **running engine**: nightly tests run the feature on real engines of this version.
-- **stand-in**: the tests of every change run the feature on an emulated engine that follows the engine's protocol. No running engine of this kind was used.
-- **not tested**: the feature may work. No test covers it.
-- **no**: the router does not offer the feature for this engine.
-
-No test here used a GPU: vLLM ran on CPU, and SGLang did not run. Run [`lmetric-router doctor`](engines.md#test-your-engines-lmetric-router-doctor)
-on your engines: it tests these features with real requests. [Engines](engines.md) describes the flags.
-
-"""
+LEVELS = {"real": "real", "stand_in": "stand-in", "not_tested": "untested", "not_supported": "no"}
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = "docs/reference/engines.md"
+START, END = "<!-- support -->\n", "<!-- end of support -->\n"
 
 
 def matrix() -> dict[str, Any]:
@@ -45,24 +29,26 @@ def matrix() -> dict[str, Any]:
     return made
 
 
-def files() -> dict[str, str]:
-    """Returns the page."""
+def table() -> str:
+    """Returns the matrix as a Markdown table."""
     made = matrix()
     engines = made["engines"]
     heads = [f"{each['name']} {each['version']} ({each['build']})" for each in engines.values()]
-    page = HEAD + f"| feature | {' | '.join(heads)} |\n|{' --- |' * (len(heads) + 1)}\n"
+    lines = [f"| feature | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
     for feature in made["features"]:
         cells = []
         for engine in engines:
             cell = feature[engine]
             note = f", {cell['note']}" if "note" in cell else ""
             cells.append(f"{LEVELS[cell['level']]}{note}")
-        page += f"| {feature['name']} | {' | '.join(cells)} |\n"
-    page += "\n## Tests\n\n| feature | engine | tests below `tests/` |\n| --- | --- | --- |\n"
-    for feature in made["features"]:
-        for engine, each in engines.items():
-            if tests := feature[engine].get("tests"):
-                page += (
-                    f"| {feature['name']} | {each['name']} | {', '.join(f'`{test}`' for test in tests)} |\n"
-                )
-    return {"docs/reference/support.md": page}
+        lines.append(f"| {feature['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def files() -> dict[str, str]:
+    """Returns the page with the current table."""
+    before, found, rest = (ROOT / PAGE).read_text().partition(START)
+    _, ended, after = rest.partition(END)
+    assert found, f"{PAGE}: no {START.strip()}"
+    assert ended, f"{PAGE}: no {END.strip()}"
+    return {PAGE: f"{before}{START}\n{table()}\n{END}{after}"}

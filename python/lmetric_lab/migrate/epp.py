@@ -59,8 +59,8 @@ _KEYS |= {"featureGates", "dataLayer", "data", "parser", "requestHandler"}
 _ROLE_LABEL = "llm-d.ai/role"
 _REASONS = {
     "session-affinity-scorer": "no score beside others; `session_affinity` is a policy of its own",
-    "running-requests-size-scorer": "write an expression over r_bs (docs/reference/expressions.md)",
-    "active-request-scorer": "write an expression over bs (docs/reference/expressions.md)",
+    "running-requests-size-scorer": "write an expression over r_bs (docs/reference/policies.md)",
+    "active-request-scorer": "write an expression over bs (docs/reference/policies.md)",
     "lora-affinity-scorer": "no score by loaded adapters; cached prefixes are separate for each adapter",
     "no-hit-lru-scorer": "no equivalent: a prompt without a hit goes where the score is best",
     "weighted-random-picker": "the best score wins, ties are drawn at random",
