@@ -278,9 +278,11 @@ def excluded() -> Iterator[tuple[str, str]]:
     for page, lines in SHOWN.items():
         yield from ((page, normal(line)) for line in lines if treatment(page, line).get("when") == "never")
     for name, path in zip(NAMES, DOCUMENTS, strict=True):
-        for block in re.findall(r"^```\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+        for language, block in re.findall(
+            r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
+        ):
             text = normal(block.replace("\\\n", " "))
-            if re.match(r"(\w+=\S+ )*(vllm serve|python -m (vllm|sglang))\b", text):
+            if not language and re.match(r"(\w+=\S+ )*(vllm serve|python -m (vllm|sglang))\b", text):
                 yield name, text
 
 
@@ -303,7 +305,8 @@ def test_commands_for_clusters_containers_and_gpus_have_known_flags() -> None:
             continue
         known = [entry for start, entry in TREATMENT["flags"].items() if command.startswith(f"{start} ")]
         assert known, f"{page}: {line}: no list of flags for this command in docs_commands.yaml"
-        unknown = [flag for flag in flags(command) if not any(flag in entry for entry in known)]
+        options = flags(command.removeprefix("python -m "))
+        unknown = [flag for flag in options if not any(flag in entry for entry in known)]
         assert not unknown, f"{page}: {line}: unknown flags {unknown}"
         words = shlex.split(command)
         for word in words:
