@@ -343,9 +343,9 @@ class SplitBy:
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     planner: str
-    """The planner's name, as in docs/reference/splits.md."""
+    """The planner's name."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Settings of the planner by name; docs/reference/splits.md lists them."""
+    """Settings of the planner by name."""
 
     @property
     def core_kind(self) -> str:

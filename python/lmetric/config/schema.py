@@ -267,7 +267,7 @@ class PoolSettings(Strict):
     experimental: bool = Field(
         False,
         description="accept experimental policies (docs/reference/policies.md) and planners "
-        "(docs/reference/splits.md)",
+        "(docs/reference/engines.md)",
     )
     policy: str | dict[str, Any] = Field(
         DEFAULT_POLICY,
