@@ -16,7 +16,7 @@ from lmetric_lab.sim.traces import Trace, load_trace
 from studies import ROOT, Study
 
 STUDY = Study("planner")
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 
 
 @pytest.fixture(autouse=True)

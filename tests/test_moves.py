@@ -46,11 +46,11 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     assert move["variance_after"] < move["variance_before"]
     (ticket,) = (ticket for ticket in tickets if ticket.id == move["ticket"])
     with pytest.raises(TicketError, match="no move has begun"):
-        ticket.migrated()
+        ticket.migrated(1.0)
     with pytest.raises(UnknownNameError):
-        ticket.begin_migration("d")
+        ticket.begin_migration("d", now=1.0)
     with pytest.raises(TicketError, match="it already runs on the target"):
-        ticket.begin_migration(home)
+        ticket.begin_migration(home, now=1.0)
     ticket.begin_migration(move["target"], now=1.0)
     with pytest.raises(TicketError, match="a segment is already bound after its open segment"):
         ticket.begin_migration(move["target"], now=1.0)
@@ -81,7 +81,7 @@ def test_a_move_that_is_given_up_leaves_nothing() -> None:
     router = fleet()
     _, ticket = router.route(Request(prompt_tokens=100, session="s"), now=0.0)
     with pytest.raises(TicketError, match="it has no token yet"):
-        ticket.begin_migration("a" if ticket.instance != "a" else "b")
+        ticket.begin_migration("a" if ticket.instance != "a" else "b", now=0.05)
     ticket.first_token(0.1)
     target = next(name for name in ("a", "b", "c") if name != ticket.instance)
     ticket.begin_migration(target, recompute=False, now=0.2)
@@ -159,7 +159,7 @@ def test_a_function_predicts_while_the_router_is_free() -> None:
     router.rebalance(0.5)
     assert asked[1:] == [[20, 101, 0]]
     for ticket in tickets:
-        ticket.done()
+        ticket.done(now=0.55)
     router.rebalance(0.6)
     assert len(asked) == 2
 
@@ -177,7 +177,7 @@ def test_a_forecast_that_fails_moves_nothing_and_says_why() -> None:
         ticket.first_token(0.1)
         with pytest.raises(lm.PolicyError, match=f"forecast <lambda>: .*{said}"):
             router.rebalance(0.2)
-        ticket.done()
+        ticket.done(now=0.3)
     for wrong, said in (
         (lambda words: words, 'unknown feature of a forecast "words"'),
         (lambda prompt_token: 1, 'did you mean "prompt_tokens"'),

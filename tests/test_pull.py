@@ -13,6 +13,7 @@ import pytest
 import lmetric as lm
 from lmetric.options import SimulatedFetch, parse
 from lmetric.profiles import load_profile
+from lmetric_lab.defaults import SLICE
 from lmetric_lab.sim.run import Run, Workload, prepare, simulate
 from lmetric_lab.sim.synthetic import check_synthetic
 
@@ -189,7 +190,7 @@ def test_other_text_is_refused(text: str) -> None:
 
 
 def test_the_command_line_pulls_too(tmp_path: Path) -> None:
-    slice_of = Path(lm.__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
+    slice_of = SLICE
     out = tmp_path / "out.json"
     arguments = ["--trace", slice_of, "--policy", "lmetric,lmetric_pull", "--speed", "3", "--json", out]
     command = [sys.executable, "-m", "lmetric.cli", "simulate", *arguments]

@@ -17,8 +17,7 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
-
-SLICE = Path(lm.__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
+from lmetric_lab.defaults import SLICE
 
 
 @pytest.fixture(scope="module")

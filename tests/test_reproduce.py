@@ -13,7 +13,7 @@ from studies import Study
 
 ROOT = Path(__file__).parent.parent
 STUDY = Study("reproduce")
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 
 
 @pytest.fixture

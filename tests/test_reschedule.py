@@ -21,7 +21,7 @@ from lmetric_lab.sim.traces import Trace
 from train_lengths.from_trace import find_turns
 
 ROOT = Path(__file__).parent.parent
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 LONG, SHORT = 3000, 20
 # A step takes 10 ms and 1 ms for each 1,000 tokens; each engine holds 16,000.
 TOKENS_COST = Profile(

@@ -191,7 +191,7 @@ def run(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("call", ["stats()", "indicators()", "receipt(1)"])
+@pytest.mark.parametrize("call", ["stats()", "indicators()", "explain(1)"])
 def test_results_are_built_while_the_router_is_free(call: str) -> None:
     """Rust B8: the dictionaries of `stats` are built after the lock, so other code may run."""
     printed = run(f"""

@@ -606,8 +606,9 @@ def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: flo
 def test_indicators_of_one_instance_are_those_of_all() -> None:
     router = fleet("lmetric", 3)
     for i in range(5):
-        _decision, ticket = router.route(lm.Request(token_ids=np.arange(512, dtype=np.uint32) + 10_000 * i))
-        ticket.first_token()
+        earlier = lm.Request(token_ids=np.arange(512, dtype=np.uint32) + 10_000 * i)
+        _decision, ticket = router.route(earlier, now=0.0)
+        ticket.first_token(0.0)
         del ticket
     request = lm.Request(token_ids=np.arange(512, dtype=np.uint32))
     kept = [router.route(request, now=0.0) for _ in range(3)]

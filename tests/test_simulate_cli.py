@@ -19,7 +19,7 @@ import lmetric
 from lmetric_lab.sim.traces import load_trace
 
 ROOT = Path(__file__).parent.parent
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 BASE = ["--trace", str(SLICE), "--requests", "120", "--instances", "8"]
 
 

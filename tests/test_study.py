@@ -31,7 +31,7 @@ from lmetric_lab.sim.study import Library, cells, run_study, summary
 from lmetric_lab.sim.study_file import SettingsEntry, load_study
 
 ROOT = Path(__file__).parent.parent
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 STUDY = f"""
 name: a small one

@@ -41,7 +41,7 @@ PART_BYTES = 16_384  # as Envoy sends a body over HTTP/1.1
 TOKENS_PER_PROMPT = 100_000
 TOKENS_PER_TURN = 500
 PERIOD_SECONDS = 0.1
-TOKENIZER = ROOT / "python" / "lmetric" / "engines" / "emulated" / "tokenizer.json"
+TOKENIZER = ROOT / "python" / "lmetric_lab" / "emulated" / "tokenizer.json"
 ARMS = ("direct", "serve lmetric", "envoy ROUND_ROBIN", "envoy, picker lmetric")
 
 

@@ -31,7 +31,7 @@ SIDES = {"plain": "false", "recorded": "true"}
 CELLS = {"chunk": ["streams", 200], "stream_1k": ["answers", 200, 1024], "stream_8k": ["answers", 200, 8192]}
 TOKENS = 100
 FIGURES = ("cpu_us", "p50_us", "p99_us")
-TOKENIZER = HERE.parent.parent / "python" / "lmetric" / "engines" / "emulated"
+TOKENIZER = HERE.parent.parent / "python" / "lmetric_lab" / "emulated"
 
 
 def router(recorded: str) -> Command:

@@ -18,7 +18,7 @@ from lmetric_lab.sim.run import Run, Workload, prepare, simulate
 from lmetric_lab.sim.traces import Trace, load_trace
 from rerun import ROOT, traces
 
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
 # The independent simulation's engines take 100 us per prompt token.
 PREFILL_SECONDS = 1e-4

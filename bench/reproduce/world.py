@@ -33,7 +33,7 @@ from rerun import ROOT
 
 PROFILE = "qwen3-30b-a3b-h20"
 LEAST_REQUESTS = 200  # of a trace file: below, half a trace has no load worth measuring
-SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
 HALF = 0.5  # of the maximum load
 MEASURE = (0.1, 0.9)  # shares of the requests, by arrival
