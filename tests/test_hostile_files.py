@@ -22,10 +22,11 @@ from lmetric.cli.app import build
 from lmetric.config import ConfigError
 from lmetric.policies import is_code
 from lmetric.record_files import RecordError, read_records
-from lmetric_lab.capacity.worker import Worker
+from lmetric_lab.capacity import Goal, Question, Twin
+from lmetric_lab.capacity.watch import Watch
 from lmetric_lab.migrate import Draft, detect, import_config
 from lmetric_lab.sim.traces import Trace
-from lmetric_lab.whatif import WhatIfError, recording_of
+from lmetric_lab.whatif import Limits, WhatIfError, recording_of
 from record_world import make_trace, simulated, write_records
 
 RAN = "code ran"
@@ -99,21 +100,18 @@ def test_records_of_expressions_and_names_need_no_flag(evil: Path, trace: Trace)
         assert not is_code(policy)
 
 
-def test_the_twin_runs_only_code_of_the_routers_configuration(evil: Path, trace: Trace) -> None:
+def test_the_twin_runs_only_allowed_code(evil: Path, trace: Trace) -> None:
     records = records_of(evil / "records", trace, "evil.py:score")
     found = read_records(records).of(None)
     with pytest.raises(WhatIfError, match="Python code"):
         recording_of(found, code=["other.py:score"])
     assert recording_of(found, code=["evil.py:score"]).policy.policy == "evil.py:score"
-    settings = {
-        "slo": "ttft_p99=2s", "policies": [], "prices": {}, "types": {}, "startup": 1.0, "interval": 10.0,
-        "headroom": 0.1, "min_engines": 1, "max_engines": 4, "roles": [], "transfer": None, "max_error": None,
-        "path": str(records), "window": 86_400.0, "max_batch_tokens": None, "max_sequences": None,
-        "cache_blocks": None, "kv_bytes_per_token": None,
-    }  # fmt: skip
-    now = max(float(line["at"]) for line in found.requests) + 1.0
-    answer = Worker(settings).round({"now": now, "running": {"m": 0}, "code": []})
-    assert "Python code" in answer["models"]["m"]["refused"]
+    slo = "ttft_p99=2s"
+    watch = Watch(
+        [records], 86_400.0, 60.0, lambda: Twin(Question(Goal.of(slo)), Limits(), 86_400.0), slo=slo
+    )
+    watch.round(max(float(line["at"]) for line in found.requests) + 1.0)
+    assert "Python code" in watch.state()["models"]["m"]["refused"]
 
 
 STUDY = "traces: {{path: slice, requests: 20}}\npolicies: {policies}\ninstances: 2\n{more}"

@@ -44,7 +44,7 @@ WITHOUT_SAMPLES = {
     ),
     *("Expected wait", "Index accuracy", "Healthy engines", "Spans"),
     *("Shadow: predicted TTFT", "Canary: TTFT difference"),
-    *("Wanted engines", "Rounds of the capacity twin", "Age of the capacity advice"),
+    *("Wanted engines", "Rounds of capacity advice", "Age of the capacity advice"),
 }
 SERIES = re.compile(r"\b(lmetric_[a-z_]+|process_[a-z_]+)(?:\{([^}]*)\})?")
 

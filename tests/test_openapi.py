@@ -89,8 +89,8 @@ async def test_a_running_router_answers_as_the_document_states() -> None:
             for method, operation in operations.items():
                 if path.startswith("/v1/responses/{id}") or path in paths.AUDIO:
                     continue  # tests/test_server_passthrough.py, tests/test_server_audio.py
-                if path in ("/replicas", "/advice") or (method, path) == ("delete", "/admin/engines/{name}"):
-                    continue  # closed without replicas.urls; without capacity.slo; removes the engine
+                if path == "/replicas" or (method, path) == ("delete", "/admin/engines/{name}"):
+                    continue  # closed without replicas.urls; removes the engine
                 url = re.sub(r"\{\w+\}", lambda found: names[found[0]], path)
                 body = BODIES.get(path, {"model": "tiny", "prompt": "a", "messages": [{"role": "user"}]})
                 body = {} if path.endswith("/indicators") else body
@@ -117,7 +117,6 @@ async def test_a_running_router_answers_as_the_document_states() -> None:
             status, _, error = await w.post({}, path=url)
             assert status == 404
             jsonschema.validate(error, resolved(document, document["components"]["schemas"]["Error"]))
-        for url in ("/replicas", "/advice"):
-            assert (await w.get(url))[0] == 404
+        assert (await w.get("/replicas"))[0] == 404
         async with w.client.delete(w.url + "/admin/engines/e0?drain=0") as response:
             assert response.status == 200, await response.read()

@@ -14,7 +14,7 @@ of work that comes once a second, such as an update of the page.
 
 `metrics`: a client reads /metrics each second. `records`: each request. `traces`: spans of 1% or
 all requests go to a collector. `page`: a client receives the events of /ui. `capacity twin`:
-records of each request, and the twin's process computes. First it gets two minutes of traffic. It
+records of each request, and `advise --watch` computes. First it gets two minutes of traffic. It
 is stopped while other variants are measured. Its own CPU time is counted per round of advice.
 """
 
@@ -43,14 +43,13 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "http"))
 import load
-import proc
 from handover import answers
 
 from common import about, median_range, write_result
 
 MOCK = Path(__file__).parent.parent / "http" / "mock.py"
 ENGINES = [18310, 18311, 18312, 18313]
-COLLECTOR, FIRST_PORT = 18320, 18330
+COLLECTOR, ADVICE, FIRST_PORT = 18320, 18321, 18330
 RATE, REQUEST_BYTES, STREAMS = 200, 1024, 40
 SCRAPE_SECONDS = 1.0
 OFF, TWIN = "off", "capacity twin"
@@ -67,12 +66,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "traces, 1%": {"tracing": TRACING | {"sample_ratio": 0.01}},
     "traces, 100%": {"tracing": TRACING | {"sample_ratio": 1.0}},
     "page": {},
-    TWIN: {
-        "records": {"path": "{folder}/records"},
-        # Any error of the fit will do: these engines are no real ones, and the work is the same.
-        "capacity": {"slo": "ttft_p99=2s,tpot_p95=50ms", "interval": 5, "window": 300, "max_error": 1e9},
-    },
+    TWIN: {"records": {"path": "{folder}/records"}},
 }
+# Any error of the fit will do: these engines are no real ones, and the work is the same.
+ADVISE = ["--slo", "ttft_p99=2s,tpot_p95=50ms", "--every", "5", "--window", "300", "--max-error", "1e9"]
 
 
 def cpu_seconds(pids: list[int]) -> float:
@@ -110,7 +107,7 @@ class Routers:
         self.ports = {name: FIRST_PORT + number for number, name in enumerate(VARIANTS)}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._all = ExitStack()
-        for port in [*ENGINES, COLLECTOR, *self.ports.values()]:
+        for port in [*ENGINES, COLLECTOR, ADVICE, *self.ports.values()]:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
@@ -123,7 +120,11 @@ class Routers:
             engines = [{"url": f"http://127.0.0.1:{port}"} for port in ENGINES]
             text = yaml.safe_dump({"port": self.ports[name], "model": "mock", "engines": engines} | settings)
             config.write_text(text.replace("{folder}", str(own)))
+            (records := own / "records").mkdir()
             self.processes[name] = self._start(name, ["-c", SERVE, "serve", "--config", str(config)], own)
+            if name == TWIN:
+                watch = ["advise", str(records), "--watch", "--port", str(ADVICE), *ADVISE]
+                self._twin = self._start("advise", ["-c", SERVE, *watch], own)
         for port in self.ports.values():
             answers(port)
 
@@ -136,12 +137,11 @@ class Routers:
 
     def twin(self) -> int:
         """Returns the process of the capacity twin."""
-        (_, twin) = proc.tree(self.processes[TWIN].pid)
-        return twin
+        return self._twin.pid
 
     def advice(self) -> dict[str, Any]:
         """Returns the last advice of the twin; empty if there is none."""
-        client = http.client.HTTPConnection("127.0.0.1", self.ports[TWIN], timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", ADVICE, timeout=30)
         client.request("GET", "/advice")
         models = json.loads(client.getresponse().read())["models"]
         client.close()
@@ -194,7 +194,7 @@ def next_advice(routers: Routers, before: dict[str, Any], seconds: float) -> dic
     end = time.monotonic() + seconds
     while (advice := routers.advice()).get("at") == before.get("at"):
         if time.monotonic() > end:
-            sys.exit("run.py: the capacity twin gives no advice; GET /advice of its router has the reason")
+            sys.exit("run.py: the capacity twin gives no advice; GET /advice has the reason")
         time.sleep(0.05)
     return advice
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from numbers import Real
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from lmetric.defaults import DEFAULT_POLICY, PLANNER
@@ -646,11 +647,15 @@ def _schema_of(cls: type) -> dict[str, Any]:
     return schema
 
 
+_ADAPTERS = Lock()  # pydantic parses source, and Python 3.11 cannot in two threads at once
+
+
 @cache
 def _adapter(cls: Any) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(cls)
+    with _ADAPTERS:
+        return TypeAdapter(cls)
 
 
 def kind_of(option: object) -> str:

@@ -280,8 +280,7 @@ def record_paths(paths: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
-            advice = "not found; give record files, or the folder in records.path"
-            raise FileNotFoundError(errno.ENOENT, advice, str(path))
+            raise not_found(path)
         if not path.is_dir():
             found.append(path)
             continue
@@ -293,6 +292,12 @@ def record_paths(paths: Sequence[str | Path]) -> list[Path]:
             )
         found += inside
     return found
+
+
+def not_found(path: Path) -> FileNotFoundError:
+    """The error for a missing file or folder of records."""
+    advice = "not found; give record files, or the folder in records.path"
+    return FileNotFoundError(errno.ENOENT, advice, str(path))
 
 
 def _read_file(path: Path, read: Records) -> None:

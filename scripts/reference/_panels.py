@@ -11,6 +11,7 @@ HEIGHT = 8
 # engine.
 ROUTER = 'job=~"$job",instance=~"$router"'
 MODEL = f'{ROUTER},model=~"$model"'
+ADVISED = 'model=~"$model"'  # another job than the routers
 ENGINE = f'{MODEL},exported_instance=~"$engine"'
 
 
@@ -30,8 +31,8 @@ def of_engines(metric: str, function: str = "max") -> str:
 
 
 def wanted(metric: str) -> str:
-    """Returns the query of a metric of wanted engines: the largest value of all routers."""
-    return f"max by (role, type) ({metric}{{{MODEL}}})"
+    """Returns the query of a metric of wanted engines, which `advise --watch` serves."""
+    return f"max by (role, type) ({metric}{{{ADVISED}}})"
 
 
 TTFT, TPOT, E2E = (

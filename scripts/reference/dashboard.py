@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from reference._panels import (
+    ADVISED,
     E2E,
     ENGINE,
     MODEL,
@@ -379,18 +380,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "no line is shown.",
         ),
         panel(
-            "Rounds of the capacity twin",
+            "Rounds of capacity advice",
             "short",
             {
                 "{{outcome}}": "sum by (outcome) "
-                f"(increase(lmetric_capacity_rounds_total{{{MODEL}}}[$__rate_interval]))",
-                "restarts": f"sum(increase(lmetric_capacity_restarts_total{{{ROUTER}}}[$__rate_interval]))",
+                f"(increase(lmetric_capacity_rounds_total{{{ADVISED}}}[$__rate_interval]))",
             },
         ),
         panel(
             "Age of the capacity advice",
             "s",
-            {"{{model}}": f"max by (model) (lmetric_capacity_advice_age_seconds{{{MODEL}}})"},
+            {"{{model}}": f"max by (model) (lmetric_capacity_advice_age_seconds{{{ADVISED}}})"},
         ),
     ],
 }

@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md, from the metrics that a server declares."""
+"""docs/reference/metrics.md, from the metrics that a server and `advise --watch` declare."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from tempfile import TemporaryDirectory
 from prometheus_client.core import Metric
 
 from lmetric import indicator_table
-from lmetric.config import CapacityConfig, EngineConfig, RecordsConfig, ServerConfig
+from lmetric.config import EngineConfig, RecordsConfig, ServerConfig
 from lmetric.config.epp import EppConfig
 from lmetric.server.app import Server
+from lmetric_lab.capacity import Goal, Question, Twin
+from lmetric_lab.capacity.watch import Watch
+from lmetric_lab.whatif import Limits
 
 HEAD = """\
 # Metrics
@@ -27,7 +30,7 @@ Each entry has the type and the labels in parentheses. Names state the unit: `_s
 | --- | --- |
 | `model` | name of the model |
 | `instance` | name of the engine in the configuration; its host:port by default. Prometheus stores it as `exported_instance` |
-| `role`, `type` | role and type of wanted engines; the type is the first one of `capacity.prices` |
+| `role`, `type` | role and type of wanted engines; the type is the first one of `advise --price` |
 | `slo_class` | class of the request in `admission.classes`; empty without a class |
 | `tenant` | tenant of the API key; empty without API keys |
 """
@@ -67,8 +70,15 @@ GROUPS = {
 }
 
 
+NOTES = {
+    "Capacity advice": "[`lmetric-router advise --watch`](../how-to/improving.md#how-many-engines) serves these "
+    "metrics at its own port, 9400 by default, with its process metrics.\n\n"
+}
+
+
 def families() -> list[Metric]:
-    """Returns all metric families of a server with one engine, which is never contacted."""
+    """Returns all metric families of a server with one engine, which is never contacted, and of
+    `advise --watch`."""
 
     async def collect() -> list[Metric]:
         engine = EngineConfig(url="http://127.0.0.1:9")
@@ -81,7 +91,6 @@ def families() -> list[Metric]:
                 host="127.0.0.1",
                 records=records,
                 epp=EppConfig(port=0),
-                capacity=CapacityConfig(slo="ttft=1s"),
             )
             server = Server(config, picks=True)
             await server.start()
@@ -90,7 +99,9 @@ def families() -> list[Metric]:
             finally:
                 await server.stop()
 
-    return asyncio.run(collect())
+    slo = "ttft=1s"
+    watch = Watch([], 60.0, 60.0, lambda: Twin(Question(Goal.of(slo)), Limits()), slo=slo)
+    return [*asyncio.run(collect()), *watch.metrics()]
 
 
 INDICATORS = {f"lmetric_instance_{each['name']}" for each in indicator_table()}
@@ -123,7 +134,7 @@ def files() -> dict[str, str]:
         groups[title].append(row(metric))
     page = HEAD
     for title, rows in groups.items():
-        page += f"\n## {title}\n\n" + "".join(sorted(rows, key=lambda row: row.split("`")[1]))
+        page += f"\n## {title}\n\n{NOTES.get(title, '')}" + "".join(sorted(rows, key=lambda row: row.split("`")[1]))
     page += "\n## Indicators\n\nEach is the [indicator](policies.md#indicators) of the name after `lmetric_instance_`.\n\n"
     page += "".join(sorted(indicators))
     return {"docs/reference/metrics.md": page}

@@ -4,7 +4,6 @@ Flags override the environment, the environment overrides the file, and the file
 defaults. Errors name the source of the value, its key path, the value, and the nearest valid key.
 """
 
-from lmetric.config.capacity import CapacityConfig
 from lmetric.config.files import (
     ConfigError,
     UniqueKeys,
@@ -74,7 +73,6 @@ __all__ = [
     "Auth",
     "CanaryConfig",
     "CanaryStart",
-    "CapacityConfig",
     "ConfigError",
     "DiscoverySource",
     "DnsSource",

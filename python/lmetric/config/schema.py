@@ -14,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from lmetric.config.capacity import CapacityConfig
 from lmetric.config.epp import EppConfig
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
@@ -1109,9 +1108,6 @@ class ServerConfig(PoolSettings):
     epp: EppConfig = Field(
         default_factory=EppConfig, description="endpoint picker: `lmetric-router epp`, behind a gateway"
     )
-    capacity: CapacityConfig = Field(
-        default_factory=CapacityConfig, description="advice on the number of engines, from records"
-    )
     log: Log = Field(default_factory=Log, description="logs")
     tracing: TracingConfig | None = Field(
         None, description="traces of requests, with the extra `otel`; null: none"
@@ -1148,15 +1144,6 @@ class ServerConfig(PoolSettings):
             if label in sources[:number]:
                 raise ValueError(f"two discovery sources are named {label!r}; rename one")
         self._check_credentials()
-        if self.capacity.slo is not None and (self.records.path is None or self.records.sample < 1):
-            raise ValueError(
-                "capacity.slo needs records of all requests: set records.path, and leave records.sample at 1"
-            )
-        if self.capacity.slo is not None and self.replicas.urls:
-            raise ValueError(
-                "capacity.slo needs all requests of the engines, and other routers (replicas.urls) send "
-                "requests, too; run lmetric-router advise on the records of all routers"
-            )
         self._check_indicators()
         self._check_classes()
         names: set[str] = set()

@@ -17,7 +17,6 @@ import structlog
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, EngineConfig, EngineTls, ServerConfig, effective, needs_restart
 from lmetric.server.api.auth import Keys
-from lmetric.server.background.capacity import CapacityTwin
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
@@ -152,9 +151,6 @@ class Server:
         if config.records.path is not None:
             front.recorder = Recorder(config.records, self.fleet)
             self.metrics.further.append(front.recorder.metrics)
-        if config.capacity.slo is not None:
-            front.capacity = CapacityTwin(config.capacity, config.records, self.fleet)
-            self.metrics.further.append(front.capacity.metrics)
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port
@@ -171,8 +167,6 @@ class Server:
             front.recorder.start()
         if front.live is not None:
             front.live.start()
-        if front.capacity is not None:
-            front.capacity.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
         for engine in self.fleet.engines():
@@ -332,8 +326,6 @@ class Server:
         if self.front.live is not None:
             await self.front.live.stop()
         await self.front.shutdown(STOP_SECONDS)
-        if self.front.capacity is not None:
-            await self.front.capacity.stop()
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()

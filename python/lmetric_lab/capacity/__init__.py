@@ -1,7 +1,8 @@
 """Advises how many engines a fleet needs, from recent records of its requests.
 
 `Twin` keeps a fitted simulator. Each round it checks the fit on the last minutes of records,
-forecasts the demand, and plays fleets of several sizes. The result is an `Advice`.
+forecasts the demand, and plays fleets of several sizes. The result is an `Advice`. `watch` does so
+at an interval, and serves the results.
 """
 
 from lmetric_lab.capacity.advice import Advice, Candidate, Cheapest, Wanted, advise

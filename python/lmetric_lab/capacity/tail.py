@@ -1,14 +1,15 @@
-"""Follows the record files of a running router, and keeps the last minutes."""
+"""Follows the record files of running routers, and keeps the last minutes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmetric.record_files import RecordError, Records, parse_line
+from lmetric.record_files import RecordError, Records, not_found, parse_line
 
 SUFFIX = ".jsonl"  # compressed files are not of a running router
 KEPT_FLEETS = 2_000
@@ -24,30 +25,34 @@ class _File:
 
 @dataclass
 class Tail:
-    """The records of the last ``window_seconds`` in a folder, at most `KEPT_REQUESTS`.
+    """The records of the last ``window_seconds``, at most `KEPT_REQUESTS`.
 
-    `read` costs what is new. A line without its end is read when it is complete. Lines that are not
-    valid are counted in ``skipped``. Files of another version, or without a header, are not read.
+    ``paths``: folders of record files, or such files. `read` costs what is new. A line without its
+    end is read when it is complete. Lines that are not valid are counted in ``skipped``. Files of
+    another version, or without a header, are not read.
     """
 
-    folder: Path
+    paths: Sequence[Path]
     window_seconds: float
     skipped: int = 0
     _files: dict[Path, _File] = field(default_factory=dict)
-    _requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    _requests: list[dict[str, Any]] = field(default_factory=list)
     _fleets: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FLEETS))
 
     def read(self, now: float) -> Records:
         """The records until ``now``, Unix time, ordered by arrival, with notes of skipped files and
-        lines.
+        lines. Without any file, the records are empty, and a note says so.
 
         Raises:
-            RecordError: no record file, or none that can be read.
-            OSError: the folder or a file cannot be read.
+            RecordError: none of the files can be read.
+            OSError: a folder or a file cannot be read, or a path does not exist.
         """
-        paths = sorted(path for path in self.folder.iterdir() if path.name.endswith(SUFFIX))
+        paths = list(self._found())
         if not paths:
-            raise RecordError(f"{self.folder}: no record file yet; send requests")
+            self._files, self._requests = {}, []
+            self._fleets.clear()
+            folders = ", ".join(map(str, self.paths))
+            return Records([], [], [], [f"{folders}: no record file yet; send requests"])
         begin = now - self.window_seconds
         for path in paths:
             with contextlib.suppress(FileNotFoundError):  # the router has deleted it
@@ -58,8 +63,8 @@ class Tail:
         foreign = [state.foreign for state in self._files.values() if state.foreign is not None]
         if foreign and not headers:
             raise RecordError(foreign[0])
-        kept = sorted((each for each in self._requests if each["at"] >= begin), key=lambda each: each["at"])
-        self._requests = deque(kept, maxlen=KEPT_REQUESTS)
+        self._keep_newest(begin)
+        kept = self._requests.copy()
         self._drop_fleets(begin)
         notes = [f"{len(foreign)} files are skipped: {foreign[0]}"] if foreign else []
         if self.skipped:
@@ -67,6 +72,21 @@ class Tail:
         if len(kept) == KEPT_REQUESTS:
             notes.append(f"only the newest {KEPT_REQUESTS:,} requests are used; a shorter window has fewer")
         return Records(headers, sorted(self._fleets, key=lambda each: each["at"]), kept, notes)
+
+    def _found(self) -> Iterator[Path]:
+        """Yields the files. Raises FileNotFoundError for a missing path."""
+        for path in self.paths:
+            if path.is_dir():
+                yield from sorted(each for each in path.iterdir() if each.name.endswith(SUFFIX))
+            elif path.exists():
+                yield path
+            else:
+                raise not_found(path)
+
+    def _keep_newest(self, begin: float) -> None:
+        """Drops requests before ``begin``, and the oldest ones above `KEPT_REQUESTS`."""
+        kept = sorted((each for each in self._requests if each["at"] >= begin), key=lambda each: each["at"])
+        self._requests = kept[-KEPT_REQUESTS:]
 
     def _read(self, path: Path, begin: float) -> None:
         state = self._files.setdefault(path, _File())
@@ -92,6 +112,8 @@ class Tail:
                     self._fleets.append(line)
                 elif line["at"] >= begin:
                     self._requests.append(line)
+                    if len(self._requests) >= 2 * KEPT_REQUESTS:  # the files are not in order of time
+                        self._keep_newest(begin)
 
     def _drop_fleets(self, begin: float) -> None:
         """Keeps the states since ``begin``, and for each model the last one before."""

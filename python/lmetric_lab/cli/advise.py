@@ -1,4 +1,4 @@
-"""``lmetric-router advise``: how many engines the recent requests need."""
+"""``lmetric-router advise``: how many engines the recent requests need, once or all the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from lmetric_lab.cli.whatif import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lmetric_lab.capacity import Advice
+
+WATCH = "Watch"
+PORT = 9400
+MIN_WATCH_SECONDS = 5.0
 
 
 def command(
@@ -72,7 +78,11 @@ def command(
         float, typer.Option(help="Start of an engine, seconds.", rich_help_panel=ENGINES)
     ] = 120.0,
     every: Annotated[
-        float, typer.Option(help="Time between two decisions, seconds.", rich_help_panel=ENGINES)
+        float,
+        typer.Option(
+            help="Time between two decisions, seconds; with --watch also between two rounds.",
+            rich_help_panel=ENGINES,
+        ),
     ] = 60.0,
     min_engines: Annotated[int, typer.Option(help="Fewest engines.", rich_help_panel=ENGINES)] = 1,
     max_engines: Annotated[int, typer.Option(help="Most engines.", rich_help_panel=ENGINES)] = 256,
@@ -81,7 +91,11 @@ def command(
         typer.Option(help="Share of the forecast demand to serve on top of it.", rich_help_panel=RESULTS),
     ] = 0.1,
     window: Annotated[
-        float, typer.Option(help="Time before the last record to read, seconds.", rich_help_panel=TRACE)
+        float,
+        typer.Option(
+            help="Time before the last record to read, seconds; with --watch before now.",
+            rich_help_panel=TRACE,
+        ),
     ] = 1800.0,
     model: Model = None,
     allow_code: AllowCode = False,
@@ -90,13 +104,40 @@ def command(
     cache_blocks: CacheBlocks = None,
     max_error: MaxError = None,
     json_: Json = None,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Follow the records of running routers, and serve advice at /metrics and /advice.",
+            rich_help_panel=WATCH,
+        ),
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on.", show_default="127.0.0.1", rich_help_panel=WATCH),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port; 0: any free one.", show_default=str(PORT), rich_help_panel=WATCH
+        ),
+    ] = None,
+    log_json: Annotated[
+        bool | None,
+        typer.Option(
+            "--log-json/--log-text", help="Log JSON lines.", show_default="text", rich_help_panel=WATCH
+        ),
+    ] = None,
 ) -> None:
     """Advise how many engines the recent requests need.
 
     The command fits the simulator to the last minutes of records and forecasts the demand.
     Then it finds the fewest engines that meet the SLO, and the engine to remove first.
-    If the fit is poor, it gives no advice and exits with 1.
+    If the fit is poor, it gives no advice and exits with 1. With --watch, it advises all the time,
+    on each model in the records, until SIGTERM or Ctrl-C.
     """
+    from functools import partial
+
     from lmetric._core import BadValueError
     from lmetric.cli.show import note, print_json, write_json
     from lmetric.record_files import read_records
@@ -109,6 +150,9 @@ def command(
     check_file("--json", None if to_stdout else json_)
     if not 60 <= window <= 86_400:
         raise typer.BadParameter(f"{window:g} is not 60 to 86400", param_hint="--window")
+    _check_watch(
+        watch, records, every, {"--json": json_}, {"--host": host, "--port": port, "--log-json": log_json}
+    )
     try:
         question = Question(
             Goal.of(slo),
@@ -128,15 +172,27 @@ def command(
         raise typer.BadParameter(str(error)) from None
     for choice in question.policies:
         choice.build()
+    limits = limits_of(max_error)
+    twin = partial(
+        Twin, question, limits, window, max_batch_tokens, max_sequences, cache_blocks, kv_bytes_per_token,
+        code=None if allow_code else (),
+    )  # fmt: skip
+    if watch:
+        from lmetric_lab.capacity.watch import Watch, run_watch
+
+        code = run_watch(
+            Watch(records, window, every, twin, slo=slo, model=model),
+            host="127.0.0.1" if host is None else host,
+            port=PORT if port is None else port,
+            json_lines=bool(log_json),
+        )
+        raise SystemExit(code)
     found = read_records(list(records))
     for text in found.notes:
         note(f"note: {text}")
     one = found.of(model)
     now = max(float(each["at"]) + float(each["e2e_seconds"]) for each in one.requests)
-    limits = limits_of(max_error)
-    twin = Twin(question, limits, window, max_batch_tokens, max_sequences, cache_blocks, kv_bytes_per_token)
-    twin.code = None if allow_code else ()
-    advice = twin.advise(one, now)
+    advice = twin().advise(one, now)
     for text in advice.notes:
         note(f"note: {text}")
     if to_stdout:
@@ -146,6 +202,25 @@ def command(
         write_json(json_, advice)
         note(f"wrote {json_}")
     _print(advice)
+
+
+def _check_watch(
+    watch: bool, records: list[Path], every: float, once: dict[str, object], served: dict[str, object]
+) -> None:
+    """Raises BadParameter for options that do not go together.
+
+    ``once``: values of options without --watch by name; ``served``: of those with it.
+    """
+    for name, value in (once if watch else served).items():
+        if value is not None:
+            raise typer.BadParameter("not with --watch" if watch else "needs --watch", param_hint=name)
+    if not watch:
+        return
+    if every < MIN_WATCH_SECONDS:
+        raise typer.BadParameter(f"{every:g} is not at least {MIN_WATCH_SECONDS:g}", param_hint="--every")
+    for path in records:
+        if path.is_file() and path.suffix != ".jsonl":
+            raise typer.BadParameter(f"{path}: a running router writes *.jsonl", param_hint="RECORDS")
 
 
 def _print(advice: Advice) -> None:

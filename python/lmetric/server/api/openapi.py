@@ -68,7 +68,6 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "model_not_found": ("404", "No engine serves the model. The message lists the served models."),
     "response_not_found": ("404", "The stored response is unknown, or another tenant made it."),
     "unknown_path": ("404", "The path does not exist. The message may name a similar path."),
-    "no_capacity": ("404", "`/advice`: `capacity.slo` is not set."),
     "endpoint_picker": ("404", "This router picks engines for a gateway. Send the request to the gateway."),
     "no_model": ("409", "The engine's model is not known yet."),
     "unfit": ("409", "The engine cannot have this role."),
@@ -340,7 +339,6 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ("GET", "/debug/discovery"): told(_answer("State", array), *page),
         ("GET", "/debug/admission"): told(_answer("Admission by model; null: off", OBJECT), *page),
         ("GET", "/debug/programs"): told(_answer("Programs by model", OBJECT), *page),
-        ("GET", "/advice"): told(_answer("Advice by model, or why there is none", OBJECT), 404, *page),
         ("GET", "/debug/replicas"): told(_answer("State", OBJECT), *page),
         ("GET", "/debug/decisions/{id}"): told(
             _answer("Decision record", OBJECT), *(400, 401, 404), parameters=(label, full)

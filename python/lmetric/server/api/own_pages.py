@@ -101,13 +101,6 @@ OWN_PAGES: Mapping[str, OwnPage] = {
             "live page: engines, rates and requests",
         ),
         OwnPage("/ui/{file}", "health", "open", {"GET": "Scripts and styles of the live page"}),
-        OwnPage(
-            "/advice",
-            "debug",
-            "admin",
-            {"GET": "Capacity advice: wanted engines, what was played, and the engine to remove first"},
-            "capacity advice: wanted engines, and why",
-        ),
         OwnPage("/v1/models", "models", "tenant", {"GET": "List the served models"}, "served models"),
         OwnPage("/v1/models/{model}", "models", "tenant", {"GET": "Show a model"}),
         OwnPage("/openapi.json", "health", "open", {"GET": "This document"}, "OpenAPI document of all paths"),

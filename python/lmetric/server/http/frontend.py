@@ -40,7 +40,6 @@ from lmetric.server.api.paths import (
 )
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
-from lmetric.server.background.capacity import CapacityTwin
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.direct import DirectRequest
@@ -141,7 +140,6 @@ class Frontend(web.Server):
         self.tls: TlsContext | None = None  # set by the server
         self.tracing: Tracing | None = None  # set by `TracedFrontend`
         self.recorder: Recorder | None = None  # set by the server
-        self.capacity: CapacityTwin | None = None  # set by the server
         # Reloads the configuration; set by the server.
         self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.pages = pages

@@ -67,11 +67,10 @@ async def home(front: Frontend, request: web.BaseRequest) -> web.Response:
         "tenant": models is not None,
         "admin": admin,
     }
-    off = {"/ui": front.live is None, "/advice": front.capacity is None}
     pages = {
         path: page.link
         for path, page in HOME_LINKS.items()
-        if open_to[page.access] and not off.get(path, False)
+        if open_to[page.access] and not (path == "/ui" and front.live is None)
     }
     state = summary(front.fleet, names=admin)
     shown: dict[str, Any] = {

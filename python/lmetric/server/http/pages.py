@@ -38,7 +38,6 @@ from lmetric.server.api.own_pages import OWN_PAGES, OwnPage
 from lmetric.server.api.paths import REALTIME
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
-from lmetric.server.background.capacity import advice_page
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
@@ -150,8 +149,6 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return static(front, request, PAGE)
         case "/ui/{file}":
             return static(front, request, path.removeprefix(_UI))
-        case "/advice":
-            return _json(advice_page(front.capacity))
         case "/debug/replicas":
             return _json(front.replicas.state())
     raise AssertionError(f"{page.path}: no answer")
