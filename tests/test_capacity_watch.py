@@ -20,14 +20,14 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from lmetric.capacity import Advice, Wanted
-from lmetric.capacity import tail as tail_module
-from lmetric.capacity import watch as watch_module
-from lmetric.capacity.tail import Tail
-from lmetric.capacity.watch import Watch
 from lmetric.cli.app import build
 from lmetric.record_files import RecordError, Records
-from lmetric.whatif import WhatIfError
+from lmetric_lab.capacity import Advice, Wanted
+from lmetric_lab.capacity import tail as tail_module
+from lmetric_lab.capacity import watch as watch_module
+from lmetric_lab.capacity.tail import Tail
+from lmetric_lab.capacity.watch import Watch
+from lmetric_lab.whatif import WhatIfError
 from record_world import PROFILE, make_trace, simulated, write_records
 from waiting import PATIENCE_SECONDS
 

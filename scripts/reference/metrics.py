@@ -134,7 +134,9 @@ def files() -> dict[str, str]:
         groups[title].append(row(metric))
     page = HEAD
     for title, rows in groups.items():
-        page += f"\n## {title}\n\n{NOTES.get(title, '')}" + "".join(sorted(rows, key=lambda row: row.split("`")[1]))
+        page += f"\n## {title}\n\n{NOTES.get(title, '')}" + "".join(
+            sorted(rows, key=lambda row: row.split("`")[1])
+        )
     page += "\n## Indicators\n\nEach is the [indicator](policies.md#indicators) of the name after `lmetric_instance_`.\n\n"
     page += "".join(sorted(indicators))
     return {"docs/reference/metrics.md": page}

@@ -27,16 +27,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.process_collector import ProcessCollector
 
 from lmetric._core import LmetricError
-from lmetric.capacity.advice import Advice
-from lmetric.capacity.tail import Tail
-from lmetric.capacity.twin import Twin
 from lmetric.config import Log
 from lmetric.record_files import Records, not_found
 from lmetric.server.http.port import PortError
 from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
 from lmetric.server.observe.logs import LogWriter, configure_logging, flush_logs
+from lmetric_lab.capacity.advice import Advice
+from lmetric_lab.capacity.tail import Tail
+from lmetric_lab.capacity.twin import Twin
 
-log = structlog.get_logger("lmetric.capacity")
+log = structlog.get_logger("lmetric_lab.capacity")
 
 EXIT_DONE, EXIT_INTERRUPTED = 0, 130
 NICE = 10
