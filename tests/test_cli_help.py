@@ -13,8 +13,8 @@ import pytest
 import typer
 
 import lmetric
-from lmetric.cli.app import build_all
-from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL
+from lmetric.cli.app import GROUPS, build_all
+from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, HELP_ALL, MAIN
 from lmetric.config import ServerConfig
 from lmetric_lab.emulated import EngineOptions
 
@@ -33,9 +33,11 @@ def commands() -> Iterator[tuple[str, Any]]:
 COMMANDS = dict(commands())
 
 
-def help_of(name: str) -> str:
+def help_of(name: str, *, everything: bool = True) -> str:
+    """The help of a command; with all options if its first screen has some of them only."""
     command = COMMANDS[name]
     with command.make_context(name, [], resilient_parsing=True) as context:
+        context.meta[HELP_ALL] = everything
         return str(command.get_help(context))
 
 
@@ -81,13 +83,26 @@ def test_long_help_has_groups_with_the_basics_first(name: str) -> None:
     assert options[len(options) - len(last) :] == last
 
 
-def test_the_list_of_commands_is_not_cut() -> None:
+def test_the_commands_are_listed_in_four_groups_and_not_cut() -> None:
     """UX C12: most lines ended in "..."."""
     with GROUP.make_context("lmetric-router", [], resilient_parsing=True) as context:
         text = str(GROUP.get_help(context))
-    listed = text.partition("Commands:")[2].partition("Exit codes")[0]
-    assert all(f"\n  {name} " in listed for name in GROUP.commands)
-    assert "..." not in listed
+    assert list(GROUPS) == ["Run", "Improve", "Try", "More"]
+    for title, names in GROUPS.items():
+        listed = text.partition(f"\n{title}:")[2].partition("\n\n")[0]
+        assert all(f"\n  {name} " in listed for name in names), title
+        assert "..." not in listed
+    assert {name for names in GROUPS.values() for name in names} == GROUP.commands.keys()
+
+
+@pytest.mark.parametrize("name", ["serve", "epp", "config"])
+def test_the_help_of_the_server_is_one_screen_and_names_the_rest(name: str) -> None:
+    text = help_of(name, everything=False)
+    assert len(text.splitlines()) <= 35
+    assert "--help-all" in text
+    known = {param.name for param in COMMANDS[name].params} | {"help"}
+    assert name == "config" or set(MAIN) - known == {"changed", "schema"}
+    assert len(help_of(name).splitlines()) > 100
 
 
 def test_serve_shows_the_defaults_of_the_configuration() -> None:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 BASIC, DISAGGREGATION, EXPERIMENTAL = "Basic", "Disaggregation", "Experimental"
 POLICY, TRACE, ENGINES, RESULTS = "Policy", "Trace", "Engines", "Results"
-_ALL = "lmetric.help_all"
+HELP_ALL = "lmetric.help_all"
+"""Key of the context's `meta`: the help lists all options."""
+
 # The options that the help of `Brief` commands shows: those that a first start needs.
 MAIN = (
     "config",
@@ -79,13 +81,13 @@ class Brief(Command):
     def shown(self, ctx: Any) -> list[Any]:
         """All parameters after ``--help-all``, else those of `MAIN`."""
         params = super().shown(ctx)
-        return params if ctx.meta.get(_ALL) else [each for each in params if each.name in MAIN]
+        return params if ctx.meta.get(HELP_ALL) else [each for each in params if each.name in MAIN]
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:
     """The callback of ``--help-all``."""
     if wanted:
-        ctx.meta[_ALL] = True
+        ctx.meta[HELP_ALL] = True
         print(ctx.get_help())
         ctx.exit()
 
