@@ -160,7 +160,11 @@ def files() -> dict[str, str]:
     """Returns the page."""
     logging.getLogger("griffe").setLevel(logging.ERROR)  # docstrings of the core are Markdown
     package = griffe.load(
-        "lmetric", search_paths=[str(SOURCES)], allow_inspection=False, resolve_aliases=True
+        "lmetric",
+        search_paths=[str(SOURCES)],
+        allow_inspection=False,
+        resolve_aliases=True,
+        resolve_external=True,
     )
     names = [name for name in lm.__all__ if not isinstance(getattr(lm, name), lm.Expr)]
     functions = [name for name in names if getattr(getattr(lm, name), "__module__", "") == "lmetric.expr"]
