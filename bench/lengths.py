@@ -7,7 +7,7 @@ paper's network.
 Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request.
 PYTHON, an interpreter with PyTorch, trains the network on 70% of the requests and stops by 15%.
 NumPy's inference compares it with the baselines on the other 15%. The seed decides samples, split,
-first weights and order. Method and figures: bench/lengths.md.
+first weights and order. Method and figures: docs/research/lengths.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--hidden", default="256,64,16", help="default: %(default)s")
     parser.add_argument("--no-biases", action="store_true", help="as Eq. 2 has it; default: with biases")
     parser.add_argument("--at-most", type=int, default=16, help="samples of a request; default: %(default)s")
-    parser.add_argument("--docs", action="store_true", help="put the tables into bench/lengths.md")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/research/lengths.md")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-lengths.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"about": about(None, []) | {"load_average": os.getloadavg()}}
@@ -72,7 +72,7 @@ def main() -> None:
     print("\n\n".join(tables.values()))
     print("written:", write_result(result, "lengths", arguments.out), file=sys.stderr)
     if arguments.docs:
-        _write_into(ROOT / "bench" / "lengths.md", tables, result["about"])
+        _write_into(ROOT / "docs" / "research" / "lengths.md", tables, result["about"])
 
 
 def _one(path: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -193,10 +193,10 @@ def render(result: dict[str, Any]) -> dict[str, str]:
     tables = {"latency": "\n".join(lines)}
     if not result["traces"]:
         return tables
-    columns = ["all", *(_bucket(index) for index in range(len(GENERATED)))]
+    columns = ["all", *(_bucket(index) for index in (0, 3, 5))]
     lines = [
-        "| trace | predictor | all | least to most | " + " | ".join(columns[1:]) + " |",
-        "| --- " * (len(columns) + 3) + "|",
+        "| trace | predictor | all | " + " | ".join(columns[1:]) + " |",
+        "| --- " * (len(columns) + 2) + "|",
     ]
     sigmas = ["| trace | | all | " + " | ".join(("surest quarter", "2nd", "3rd", "least sure")) + " |"]
     sigmas.append("| --- " * 7 + "|")
@@ -205,8 +205,7 @@ def render(result: dict[str, Any]) -> dict[str, str]:
             by_seed = [run["mae_tokens"][name] for run in runs]
             every = [each["all"] for each in by_seed]
             cells = [f"{mean(each[at] for each in by_seed if at in each):.1f}" for at in columns[1:]]
-            spread = f"{min(every):.1f} to {max(every):.1f}"
-            lines.append(f"| {trace} | {name} | {mean(every):.1f} | {spread} | {' | '.join(cells)} |")
+            lines.append(f"| {trace} | {name} | {mean(every):.1f} | {' | '.join(cells)} |")
         for key, label in (("mean_sigma", "sigma"), ("mean_error", "error")):
             parts = [mean(run["sigma"][key] for run in runs)]
             parts += [mean(run["sigma"]["quarters"][at][key] for run in runs) for at in range(4)]

@@ -1,4 +1,5 @@
-"""Renders the newest raw files of `bench/results` into `docs/explanation/performance.md`.
+"""Renders the newest raw files of `bench/results` into `docs/explanation/performance.md`
+and `docs/research/performance.md`.
 
     python bench/report.py [--check]
 
@@ -15,9 +16,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from common import ROOT
+import yaml
 
-PAGE = ROOT / "docs" / "explanation" / "performance.md"
+from common import ROOT
+from shown import select
+
+PAGES = [ROOT / "docs" / folder / "performance.md" for folder in ("explanation", "research")]
 Figures = dict[str, Any]
 
 
@@ -132,6 +136,14 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
     yield line("latency added at 500 requests/s, 1 KB, p50", ours["o500_1k"]["added_p50_us"][0], 200, "us")
 
 
+def missed(results: dict[str, tuple[str, Figures]]) -> str:
+    """Returns the number of budgets and a table of the missed ones."""
+    every = list(budgets(results))
+    rows = [line[:3] for line in every if line[3] != "met"]
+    told = f"{len(every) - len(rows)} of {len(every)} budgets are met. These are missed:"
+    return f"{told}\n\n{table(['what', 'budget', 'measured'], rows)}"
+
+
 def decision(result: Figures) -> str:
     """A table of decision stages, ours and Dynamo's, p50 / p99 in us."""
 
@@ -150,54 +162,6 @@ def decision(result: Figures) -> str:
         for row in result["rows"]
     ]
     return table(["stage", "case", "ours, us", "Dynamo, us", "ratio", "our call"], rows)
-
-
-def core(result: Figures, memory: Figures) -> str:
-    """The stages of a decision, the index latencies as printed, and the index memory."""
-    rows = []
-    for at in range(0, len(result["stages"]), 5):
-        cell = result["stages"][at : at + 5]
-        name = [f"{cell[0]['instances']}", f"{cell[0]['prompt_tokens']:,}"]
-        rows.append(name + [f"{stage['p50_us']:.2f} / {stage['p99_us']:.2f}" for stage in cell])
-    head = ["instances", "prompt tokens", *(stage["stage"] for stage in result["stages"][:5])]
-    scores = ", ".join(
-        f"{what} {score['p50_us']:.3f} us [{score['low_us']:.3f}-{score['high_us']:.3f}]"
-        for what, score in result["score_1024"].items()
-    )
-    curve = [
-        [
-            feed,
-            *(f"{row[key]:,.0f}" for key in ("prompts", "pairs", "index_bytes", "feed_bytes")),
-            f"{row['a_pair']:.1f}",
-            f"{row['a_name']:.1f}" if feed == "exact" else "-",
-            f"{row['resident'] / 2**20:.0f}",
-            f"{row['evicted']:,.0f}",
-        ]
-        for feed, rows in memory["index_memory"].items()
-        for row in rows
-    ]
-    names = [
-        "feed",
-        "distinct prompts",
-        "pairs",
-        "index bytes",
-        "map bytes",
-        "a pair",
-        "a map entry",
-        "resident MiB",
-        "evicted",
-    ]
-    return "\n\n".join(
-        [
-            "`lmetric-router bench`: LMETRIC, a million pairs, p50 / p99 in us:",
-            table(head, rows),
-            f"Over 1,024 instances (criterion, median and its 95 % interval): {scores}.",
-            "The index by itself:",
-            "\n".join(["```", *result["index_latency_printed"], "```"]),
-            "Its memory, 64 instances, bounds of 64 MiB (index) and 48 MiB (map from engines' hashes):",
-            table(names, curve),
-        ]
-    )
 
 
 def plans(result: Figures) -> str:
@@ -317,8 +281,7 @@ def main() -> None:
     results = {what: newest(what) for what in kinds}
     parts = {
         "machine": machine(results),
-        "budgets": table(["what", "budget", "measured", ""], list(budgets(results))),
-        "core": core(results["core"][1], results["memory"][1]),
+        "budgets": missed(results),
         "plans": plans(results["plans"][1]),
         "decision": decision(results["decision"][1]),
         "http": http(results["http"][1]),
@@ -326,17 +289,24 @@ def main() -> None:
         "tokens": tokens(results["tokens"][1]),
         "tokens-fast": tokens(results["tokens-fast"][1]),
     }
-    old = page = PAGE.read_text()
+    old = {page: page.read_text() for page in PAGES}
+    new = dict(old)
     for name, text in parts.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
-        page, count = pattern.subn(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)
-        if count != 1:
-            sys.exit(
-                f"report.py: {PAGE.relative_to(ROOT)} needs one pair of <!-- {name} --> marks, has {count}"
-            )
-    if "--check" in sys.argv:
-        sys.exit(f"report.py: {PAGE.relative_to(ROOT)} is stale: run report.py" if page != old else 0)
-    PAGE.write_text(page)
+        pattern = re.compile(rf"(<!-- {name}(?: (\{{.*?\}}))? -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+
+        def part(match: re.Match[str], name: str = name, text: str = text) -> str:
+            shown = select(text, yaml.safe_load(match[2]), name) if match[2] else text
+            return f"{match[1]}\n{shown}\n\n{match[3]}"
+
+        found = [page for page in PAGES for _ in pattern.finditer(new[page])]
+        if len(found) != 1:
+            sys.exit(f"report.py: the pages need one pair of <!-- {name} --> marks, they have {len(found)}")
+        new[found[0]] = pattern.sub(part, new[found[0]])
+    for page in PAGES:
+        if "--check" not in sys.argv:
+            page.write_text(new[page])
+        elif new[page] != old[page]:
+            sys.exit(f"report.py: {page.relative_to(ROOT)} is stale: run report.py")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ The marker of a figure may hold a mapping in YAML, such as
 `<!-- figure 10 {tables: [small], rows: [no moves], columns: [P99], spread: false} -->`:
 
 - `tables`: texts that the line above a table contains, or the head of a table without such a line.
-- `rows`: texts that the first two cells of a row contain. `=text` is a whole cell.
+- `rows`: texts that the first two cells of a row contain.
 - `columns`: beginnings of column names. The first column, and a second one without a name, stay.
+- `=text` is a whole cell, column name, or line above.
 - `spread`: `false` leaves the spread of the seeds to the results.
 
 Tables with the same head become one table, with the line above as the first column.
@@ -52,19 +53,20 @@ def parsed(text: str) -> list[Table]:
     return found
 
 
+def _fits(want: str, text: str, what: str) -> bool:
+    """Returns whether a choice fits a column, or the first cells of a row, or a line above."""
+    if want.startswith("="):
+        return want[1:] in ([text] if what == "columns" else text.split(" | "))
+    return text.startswith(want) if what == "columns" else want in text
+
+
 def _chosen(wanted: Sequence[str] | None, texts: Sequence[str], what: str, where: str) -> list[int]:
-    """Returns the places of the texts that any of `wanted` chooses, which each must choose one."""
+    """Returns the places of the texts that any of `wanted` chooses. Exits if one chooses none."""
     if wanted is None:
         return list(range(len(texts)))
-
-    def fits(want: str, text: str) -> bool:
-        if want.startswith("="):
-            return want[1:] in text.split(" | ")
-        return text.startswith(want) if what == "columns" else want in text
-
-    if unused := [want for want in wanted if not any(fits(want, text) for text in texts)]:
+    if unused := [want for want in wanted if not any(_fits(want, text, what) for text in texts)]:
         sys.exit(f"run.py: {where}: no {what} {unused}; there are {list(texts)}")
-    return [at for at, text in enumerate(texts) if any(fits(want, text) for want in wanted)]
+    return [at for at, text in enumerate(texts) if any(_fits(want, text, what) for want in wanted)]
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -94,7 +96,7 @@ def select(text: str, chosen: dict[str, Any], where: str) -> str:
 
 
 def _columns(wanted: Sequence[str] | None, names: Sequence[str], first: int) -> list[int]:
-    fits = [wanted is None or any(name.startswith(want) for want in wanted) for name in names]
+    fits = [wanted is None or any(_fits(want, name, "columns") for want in wanted) for name in names]
     return [at for at, fit in enumerate(fits, first) if fit]
 
 
