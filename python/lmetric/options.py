@@ -40,7 +40,7 @@ else:
 """`Forecast`, a predictor file (.npz, .onnx), a reference to a Python object, a predictor, or a
 function.
 
-Documentation: bench/lengths.md.
+Documentation: docs/how-to/deploying.md.
 """
 
 Role = Literal["both", "prefill", "decode"]
@@ -262,7 +262,7 @@ class Star:
     """Whether to predict loads; False: use the current load."""
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (bench/lengths.md); other names are for simulations."""
+    Python function (docs/how-to/deploying.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
@@ -299,7 +299,7 @@ class Llumnix:
 
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (bench/lengths.md); other names are for simulations."""
+    Python function (docs/how-to/deploying.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20

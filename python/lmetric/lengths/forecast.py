@@ -51,7 +51,7 @@ def forecast_function(
     once per ``repredict_tokens`` generated tokens of a request. It must not keep the arrays.
 
     Args:
-        features: feature names (bench/lengths.md lists them); None: names of the function's
+        features: feature names (docs/how-to/deploying.md lists them); None: names of the function's
             parameters.
 
     Raises:

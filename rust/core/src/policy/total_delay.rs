@@ -1,5 +1,5 @@
 //! The tokens of delay that a placement causes: to the request, to the requests on its instance,
-//! and to those of programs whose contexts it evicts. docs/explanation/default_policy.md derives it.
+//! and to those of programs whose contexts it evicts (docs/explanation/default_policy.md).
 //!
 //! LMETRIC multiplies the queue by the batch size, although the requests there wait for the queue
 //! wherever this request goes. So a burst in front of an instance that holds a long prompt costs
