@@ -61,7 +61,7 @@ def mine(p_token, bs):
 
 
 assert str(lm.P_TOKEN * (lm.BS + 1)) == "p_token * (bs + 1)"
-for policy in ("lmetric", lm.P_TOKEN * (lm.BS + 1), mine):
+for policy in ("vllm", lm.P_TOKEN * (lm.BS + 1), mine):
     run = lm.simulate("slice", policy=policy, instances=8)
     print(run.summary().ttft_seconds.p99)
 ```
