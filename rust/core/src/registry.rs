@@ -52,6 +52,11 @@ impl Registry {
         Registry { offers: Maturity::Experimental, ..self }
     }
 
+    /// Returns the least mature level on offer.
+    pub fn offers(self) -> Maturity {
+        self.offers
+    }
+
     fn policy_rows(self) -> impl Iterator<Item = &'static PolicyRow> {
         self.rows.iter().flat_map(|rows| rows.policies)
     }

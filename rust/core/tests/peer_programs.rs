@@ -7,21 +7,34 @@ use lmetric_core::admission::{ArrivalId, Verdict};
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::peers::MOST_ROOTS;
-use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode};
+use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode, ProgramRules, Terms};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Published;
 use lmetric_core::router::{Router, RouterConfig, Share, TicketId};
 use lmetric_core::{InstanceId, Registry};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 const INSTANCES: [&str; 2] = ["x", "y"];
 const ROOT_BLOCKS: usize = 200;
 /// Tokens of a program of [`prompt`] behind its root.
 const OWN_BLOCKS: usize = 100;
 
+/// The core's rules, but programs always return to their instance.
+#[derive(Debug)]
+struct Returning;
+
+impl ProgramRules for Returning {
+    fn terms(&self) -> Terms {
+        Terms { free: 0.0, ..Terms::default() }
+    }
+}
+
 fn config(mode: ProgramMode) -> ProgramConfig {
-    let exact = ProgramConfig { mode, theta: 1.0, resume: 1.0, growth: 0.0, free: 0.0, ..Default::default() };
+    let rules: Arc<dyn ProgramRules> = Arc::new(Returning);
+    let exact =
+        ProgramConfig { mode, theta: 1.0, resume: 1.0, growth: 0.0, rules: Some(rules), ..Default::default() };
     ProgramConfig { least_tokens: 100, most_hold_seconds: 1e9, ..exact }
 }
 
@@ -291,7 +304,7 @@ fn a_router_predicts_holds_by_what_all_routers_admit() {
     let blocks = (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32;
     let mut fleet = Fleet::new(2, &["x"], blocks, ProgramMode::Admit);
     let limited = ProgramConfig { most_hold_seconds: 80.0, ..config(ProgramMode::Admit) };
-    fleet.routers.iter_mut().for_each(|router| router.set_programs(Some(limited)).unwrap());
+    fleet.routers.iter_mut().for_each(|router| router.set_programs(Some(limited.clone())).unwrap());
     fleet.ask(0, prompt(0, 1, 0));
     assert_eq!(fleet.running[0].len(), 1);
     fleet.exchange();

@@ -2,34 +2,32 @@
 use crate::errors::Result;
 use crate::settings;
 use lmetric_core::program::programs::{Counters, State};
-use lmetric_core::program::{Finish, GapClass, ProgramConfig, ProgramMode};
+use lmetric_core::program::{Finish, GapClass, ProgramConfig};
 use lmetric_core::router::Router;
-use lmetric_core::{CoreError, InstanceId};
+use lmetric_core::{CoreError, InstanceId, Maturity};
+use lmetric_study::program;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
 
-/// Returns the settings with this mode; `None` for `"none"`.
+/// Returns the settings of this kind; `None` for `"none"`. `offers`: the least mature rules that are
+/// accepted.
 ///
 /// # Errors
-/// `BadValue` for an unknown mode or setting, or a value out of range.
-pub fn programs_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Option<ProgramConfig>> {
+/// `BadValue` for an unknown kind or setting, or a value out of range; `Immature` for rules that
+/// are not offered.
+pub fn programs_of(
+    offers: Maturity,
+    kind: &str,
+    settings: Option<&Bound<'_, PyDict>>,
+) -> Result<Option<ProgramConfig>> {
     let mut reader = settings::reader(&format!("programs {kind}"), settings)?;
-    let mode = ProgramMode::NAMES.iter().find(|(name, _)| *name == kind).map(|(_, mode)| *mode);
-    let programs = match mode {
-        Some(mode) => Some(ProgramConfig { mode, ..reader.read()? }.checked()?),
-        None if kind == "thunder_agent" => {
-            let thunder = reader.read()?;
-            Some(reader.read::<ProgramConfig>()?.of_thunder(thunder).checked()?)
-        }
-        None if kind == "none" => None,
-        None => {
-            let expected = "\"none\", \"observe\", \"auto\", \"admit\" or \"thunder_agent\"".into();
-            let (what, got) = ("programs".into(), format!("{kind:?}"));
-            return Err(CoreError::BadValue { what, got, expected }.into());
-        }
-    };
+    let programs = program::named(kind, &mut reader)?;
     reader.finish()?;
+    if programs.as_ref().is_some_and(|config| config.rules.is_some()) && offers < Maturity::Study {
+        let name = if kind == program::THUNDER { kind.into() } else { format!("{kind} with its settings") };
+        return Err(CoreError::Immature { kind: "programs".into(), name, maturity: Maturity::Study }.into());
+    }
     Ok(programs)
 }
 

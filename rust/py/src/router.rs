@@ -11,7 +11,6 @@ use crate::registry::offering;
 use crate::request::{self, Request};
 use crate::ticket::{Decision, InstanceStats, Stats, Ticket};
 use crate::warm::Warming;
-use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
@@ -27,7 +26,7 @@ use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
     IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
 };
-use lmetric_core::{CoreError, InstanceId};
+use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use parking_lot::Mutex;
@@ -208,7 +207,7 @@ impl Router {
                 self.with_core(py, |router| Ok(router.set_priorities(priorities)?))
             }
             "programs" => {
-                let programs = crate::programs::programs_of(&kind, settings)?;
+                let programs = crate::programs::programs_of(self.registry.offers(), &kind, settings)?;
                 self.with_core(py, |router| Ok(router.set_programs(programs)?))
             }
             "fleet_changes" => {
@@ -373,7 +372,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
         "prefix_fetch" => format!("{:?}", crate::settings::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
-        "programs" => format!("{:?}", crate::programs::programs_of(kind, settings)?),
+        "programs" => format!("{:?}", crate::programs::programs_of(Maturity::Study, kind, settings)?),
         "fleet_changes" => format!("{:?}", crate::settings::warm_of(kind, settings)?),
         other => return Err(unexpected("configure", other)),
     })

@@ -4,7 +4,7 @@ use crate::engine::{self, preempt, profile, unknown};
 use crate::errors::Result;
 use crate::guard::GuardSettings;
 use crate::{policies, router};
-use lmetric_core::CoreError;
+use lmetric_core::{CoreError, Maturity};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::tiers::TierUse;
@@ -271,7 +271,7 @@ fn simulate<'py>(
                 counted: router::named("tiers", tiers, &TierUse::NAMES)?,
                 load_ratio: tier_load_ratio,
             },
-            programs: crate::programs::programs_of(programs, program_settings)?,
+            programs: crate::programs::programs_of(Maturity::Study, programs, program_settings)?,
             warm: crate::settings::warm_of(fleet_changes, fleet_change_settings)?,
             pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()

@@ -8,6 +8,7 @@
 pub mod forecast;
 pub mod planner;
 pub mod policy;
+pub mod program;
 
 use lmetric_core::Registry;
 use lmetric_core::registry::{CORE, Rows};

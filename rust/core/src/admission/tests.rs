@@ -1,5 +1,7 @@
 use super::*;
+use crate::program::tests::Returning;
 use proptest::prelude::*;
+use std::sync::Arc;
 
 const RATE: f64 = 1000.0;
 
@@ -273,7 +275,14 @@ fn a_deadline_that_has_passed_at_the_arrival_is_a_refusal() {
 fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
     let mut admission = admission(config());
     admission
-        .set_programs(Some(ProgramConfig { mode: ProgramMode::Admit, free: 0.0, ..Default::default() }), 0.0)
+        .set_programs(
+            Some(ProgramConfig {
+                mode: ProgramMode::Admit,
+                rules: Some(Arc::new(Returning)),
+                ..Default::default()
+            }),
+            0.0,
+        )
         .unwrap();
     let chain: Vec<u64> = (1..200).collect();
     let turn = program::Arrival {

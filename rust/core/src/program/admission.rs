@@ -13,14 +13,13 @@
 use super::ledger::{InstanceLedger, Root};
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
 use super::settings::ProgramConfig;
-use super::thunder::Thunder;
 use crate::estimate::decayed::Decayed;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use std::collections::BTreeSet;
 
 /// Horizon of the return probability by which programs are paused.
-const SOON_SECONDS: Seconds = 30.0;
+pub const SOON_SECONDS: Seconds = 30.0;
 /// Held turns of one program. A client that sends more is refused.
 const MOST_HELD_TURNS: usize = 64;
 /// Held programs considered per tenant and round.
@@ -82,11 +81,11 @@ impl Queue {
     /// Adds a held program, or gives it a new place.
     pub fn insert(&mut self, program: &Program, id: ProgramId, config: &ProgramConfig) {
         self.remove(id);
-        let first = match (&config.thunder, config.shortest_first) {
-            (Some(_), _) => Thunder::place(program),
-            (None, true) => program.tokens as u64,
-            (None, false) => program.born.max(0.0).to_bits(),
-        };
+        let first = config.rules.as_ref().and_then(|rules| rules.admission_rank(program));
+        let first = first.unwrap_or_else(|| match config.shortest_first {
+            true => program.tokens as u64,
+            false => program.born.max(0.0).to_bits(),
+        });
         let place = (first, program.order, id);
         let tokens = program.own_tokens();
         self.places.insert(id, (program.tenant, place, tokens));
@@ -212,7 +211,7 @@ impl Programs {
             return false;
         }
         let ledger = &self.instances[instance.index()];
-        let limit = ledger.capacity_tokens.map(|capacity| self.config.free * self.config.theta * capacity);
+        let limit = ledger.capacity_tokens.map(|capacity| self.terms.free * self.config.theta * capacity);
         limit.is_none_or(|limit| ledger.expected_tokens() < limit)
     }
 
@@ -243,9 +242,8 @@ impl Programs {
             self.room_beside(id, instance, |_| 0.0).filter(fits)?;
             self.room_on(id, instance).filter(fits).filter(|_| !reserved.contains(&instance))
         };
-        let stays = self.config.thunder.is_none();
         let home = self.home_of(&self.programs[id]);
-        let home = home.filter(|home| stays && room(home.index()).is_some());
+        let home = home.filter(|home| self.terms.returns_home && room(home.index()).is_some());
         home.or_else(|| {
             let rooms = (0..self.instances.len()).filter_map(|slot| Some((slot, room(slot)?)));
             rooms
@@ -348,12 +346,10 @@ impl Programs {
                 continue;
             }
             let Some(i) = self.home_of(program).and_then(|home| place[home.index()]) else { continue };
-            let key = if self.config.thunder.is_some() {
-                program.tokens
-            } else {
-                let error = self.config.gap_error;
-                let (gap, soon) = ((now - program.since) / error, SOON_SECONDS / error);
-                self.gaps.returns_within(program.class(), gap, soon)
+            let gap = now - program.since;
+            let key = match &self.config.rules {
+                None => self.gaps.returns_within(program.class(), gap, SOON_SECONDS),
+                Some(rules) => rules.pause_rank(&self.gaps, program, gap),
             };
             resting[i].push((key, *id));
         }
@@ -368,8 +364,8 @@ impl Programs {
     fn pause_on(&mut self, slot: usize, resting: &mut [ProgramId]) {
         let ledger = &self.instances[slot];
         let Some(limit) = ledger.capacity_tokens.map(|capacity| self.config.theta * capacity) else { return };
-        let limit = match self.config.thunder {
-            Some(thunder) => limit * thunder.pause_to,
+        let limit = match self.terms.pause_to {
+            Some(share) => limit * share,
             None => limit + (ledger.expected_tokens() - limit) * (1.0 - ledger.own_part()),
         };
         for id in resting {
@@ -398,14 +394,14 @@ impl Programs {
     fn may_take(&self, id: ProgramId) -> bool {
         let program = &self.programs[id];
         let after = self.sets.share(program.tenant) + program.own_tokens() / program.weight;
-        self.config.thunder.is_none() && self.sets.greatest_share_of_others(program.tenant) > after
+        self.terms.ends_long_holds && self.sets.greatest_share_of_others(program.tenant) > after
     }
 
     /// Gives programs that are held for long the places of other tenants' programs, or refuses
     /// them.
     fn end_long_holds(&mut self, now: Seconds) {
         let next = self.queue.made_room_at.map_or(now, |at| at + FAIR_ROUND_SECONDS);
-        if self.queue.len() == 0 || self.config.thunder.is_some() || now < next {
+        if self.queue.len() == 0 || !self.terms.ends_long_holds || now < next {
             return;
         }
         self.queue.made_room_at = Some(now);
@@ -550,7 +546,7 @@ impl Programs {
                     return Some((id, instance));
                 }
                 let since = self.held_since(id, now);
-                if self.config.thunder.is_some_and(|thunder| now - since > thunder.most_wait_seconds)
+                if now - since > self.terms.max_wait_seconds
                     && let Some(instance) = self.emptiest(&[])
                 {
                     return Some((id, instance));

@@ -21,18 +21,18 @@ pub mod ledger;
 pub mod lineage;
 pub mod peers;
 pub mod programs;
+mod rules;
 mod sets;
-mod settings;
+pub mod settings;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod tests_bounds;
-mod thunder;
 mod waste;
 
-pub use admission::Hold;
-pub use gaps::{Finish, GapClass};
+pub use admission::{Hold, SOON_SECONDS};
+pub use gaps::{Finish, GapClass, Gaps};
 pub use peers::{PeerPrograms, PeerRoot};
-pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict, Work};
+pub use programs::{Arrival, Program, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict, Work};
+pub use rules::{ProgramRules, Terms};
 pub use settings::{ProgramConfig, ProgramMode};
-pub use thunder::Thunder;

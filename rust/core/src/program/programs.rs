@@ -4,6 +4,7 @@ use super::gaps::{Finish, GapClass, Gaps};
 use super::ledger::{Charge, InstanceLedger, Root};
 use super::lineage::{Lineage, Mark};
 use super::sets::{Filed, Sets};
+use super::rules::Terms;
 use super::settings::{ProgramConfig, ProgramMode};
 use super::waste::Waste;
 use crate::error::CoreError;
@@ -199,8 +200,13 @@ impl Program {
         self.base
     }
 
+    /// Returns whether one of its turns has run.
+    pub fn has_run(&self) -> bool {
+        self.has_run
+    }
+
     /// Returns the class of its gap.
-    pub(super) fn class(&self) -> GapClass {
+    pub fn class(&self) -> GapClass {
         self.class
     }
 
@@ -290,6 +296,8 @@ pub struct Counters {
 #[derive(Clone, Debug)]
 pub struct Programs {
     pub(super) config: ProgramConfig,
+    /// Constants of the rules in `config`.
+    pub(super) terms: Terms,
     pub(super) programs: SlotMap<ProgramId, Program>,
     pub(super) turns: SlotMap<TurnId, Turn>,
     lineage: Lineage,
@@ -332,8 +340,10 @@ impl Programs {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(config: ProgramConfig) -> Result<Programs, CoreError> {
+        let config = config.checked()?;
         Ok(Programs {
-            config: config.checked()?,
+            terms: config.terms(),
+            config,
             programs: SlotMap::with_key(),
             turns: SlotMap::with_key(),
             lineage: Lineage::default(),
@@ -367,6 +377,7 @@ impl Programs {
     /// `BadValue` for a setting out of its range; nothing changes then.
     pub fn set_config(&mut self, config: ProgramConfig) -> Result<(), CoreError> {
         self.config = config.checked()?;
+        self.terms = self.config.terms();
         Ok(())
     }
 
@@ -706,14 +717,9 @@ impl Programs {
         }
     }
 
-    /// Returns whether a prefix that several programs share counts once.
-    fn shares_roots(&self) -> bool {
-        self.config.thunder.is_none_or(|thunder| thunder.shared_roots)
-    }
-
     /// Returns the tokens that count for a program beside its shared part, with room to grow.
     pub(super) fn counted_tokens(&self, program: &Program) -> f64 {
-        let tokens = if self.shares_roots() { program.own_tokens() } else { program.tokens };
+        let tokens = if self.terms.shared_roots { program.own_tokens() } else { program.tokens };
         tokens.max(self.config.growth * self.mean_tokens)
     }
 
@@ -733,23 +739,24 @@ impl Programs {
         self.uncharge(id);
         let program = &self.programs[id];
         let Some(home) = self.home_of(program) else { return };
-        let (own, probability) = match (program.state, &self.config.thunder) {
-            (State::Running, _) => (self.counted_tokens(program), 1.0),
-            (State::Gap, Some(thunder)) => {
-                let part = thunder.part(now - program.since);
-                (part * self.counted_tokens(program), part)
-            }
-            (State::Gap, None) => {
-                let returns = self.gaps.returns(program.class, (now - program.since) / self.config.gap_error);
+        let (own, probability) = match program.state {
+            State::Running => (self.counted_tokens(program), 1.0),
+            State::Gap => {
+                let gap = now - program.since;
+                let returns = match &self.config.rules {
+                    None => self.gaps.returns(program.class, gap),
+                    Some(rules) => rules.returns(&self.gaps, program.class, gap),
+                };
                 // Its children need the part that they continue.
                 let base = program.base.map_or(0.0, |base| base.tokens);
                 let continued = (program.continued_tokens() - base).max(0.0);
-                let waits = (PARENT_RETURNS - returns).max(0.0) * continued;
-                let is_parent = !program.children.is_empty();
+                let is_parent = !program.children.is_empty() && self.terms.waits_for_children;
+                let waits =
+                    if is_parent { (PARENT_RETURNS - returns).max(0.0) * continued } else { 0.0 };
                 let probability = if is_parent { returns.max(PARENT_RETURNS) } else { returns };
                 (returns * self.counted_tokens(program) + waits, probability)
             }
-            (State::Paused | State::Held, _) => return,
+            State::Paused | State::Held => return,
         };
         let charge = Charge { own, root: self.root_to_count(program, home), probability };
         self.instances[home.index()].add(charge);
@@ -762,7 +769,7 @@ impl Programs {
         let parent = program.parent.and_then(|id| self.programs.get(id));
         let covered =
             parent.is_some_and(|parent| self.home_of(parent) == Some(home) && parent.charge().is_some());
-        program.base.filter(|_| !covered && self.shares_roots())
+        program.base.filter(|_| !covered && self.terms.shared_roots)
     }
 
     /// Records that a request runs on an instance: after [`Verdict::Free`] by the policy's choice,

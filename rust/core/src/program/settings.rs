@@ -1,8 +1,10 @@
 //! Settings of agent programs.
-use super::thunder::Thunder;
+use super::rules::{ProgramRules, Terms};
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use crate::settings::SettingsReader;
 use serde::Deserialize;
+use std::sync::Arc;
 
 /// Treatment of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -24,7 +26,7 @@ impl ProgramMode {
 }
 
 /// Settings of agent programs.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(default)]
 pub struct ProgramConfig {
     /// Treatment of programs.
@@ -57,20 +59,13 @@ pub struct ProgramConfig {
     pub most_hold_seconds: Seconds,
     /// Maximum number of held programs. A tenant with less than its share may hold more.
     pub most_held: usize,
-    /// Share of `theta` below which an instance counts as roomy: the policy places requests of
-    /// programs whose instance is roomy while no program waits, and others return to their
-    /// instance. For studies: at 0.6, the policy's choice is lost where all contexts fit, +5 to
-    /// +12% end to end on recorded agents. Above the caches' capacity, no value is better.
-    pub free: f64,
     /// Whether the session that a request names identifies its program.
     pub sessions: bool,
     /// Whether classes of gaps distinguish how the last answer ended.
     pub finish_reason: bool,
-    /// For studies: learned gaps are taken as this many times as long.
-    pub gap_error: f64,
-    /// ThunderAgent's rules in place of ours, to compare with them; `None`: ours.
+    /// Rules in place of the core's own; `None`: the core's.
     #[serde(skip)]
-    pub thunder: Option<Thunder>,
+    pub rules: Option<Arc<dyn ProgramRules>>,
 }
 
 impl Default for ProgramConfig {
@@ -87,28 +82,35 @@ impl Default for ProgramConfig {
             least_tokens: 2048,
             most_hold_seconds: 300.0,
             most_held: 4096,
-            free: 1.0,
             sessions: true,
             finish_reason: true,
-            gap_error: 1.0,
-            thunder: None,
+            rules: None,
         }
     }
 }
 
 impl ProgramConfig {
-    /// Returns the settings with ThunderAgent's rules. A program keeps its place until its pause.
-    /// Held ones may pass each other, are never refused, and count without room to grow.
-    pub fn of_thunder(self, thunder: Thunder) -> ProgramConfig {
-        ProgramConfig {
-            mode: ProgramMode::Admit,
-            growth: 0.0,
-            free: 0.0,
-            backfill_seconds: 1e9,
-            most_hold_seconds: 1e9,
-            thunder: Some(thunder),
-            ..self
+    /// Returns the constants of the rules.
+    pub(super) fn terms(&self) -> Terms {
+        self.rules.as_ref().map_or_else(Terms::default, |rules| rules.terms())
+    }
+
+    /// Returns the settings of this kind, a name of [`ProgramMode::NAMES`]; `None` for `"none"`.
+    ///
+    /// # Errors
+    /// `BadValue` for another kind, or for a setting of the wrong type or out of its range.
+    pub fn named(kind: &str, settings: &mut SettingsReader) -> Result<Option<ProgramConfig>, CoreError> {
+        if kind == "none" {
+            return Ok(None);
         }
+        let Some((_, mode)) = ProgramMode::NAMES.into_iter().find(|(name, _)| *name == kind) else {
+            return Err(CoreError::BadValue {
+                what: "programs".into(),
+                got: format!("{kind:?}"),
+                expected: "\"none\", \"observe\", \"auto\" or \"admit\"".into(),
+            });
+        };
+        ProgramConfig { mode, ..settings.read()? }.checked().map(Some)
     }
 
     /// # Errors
@@ -119,13 +121,10 @@ impl ProgramConfig {
             ("resume", self.resume, 0.1, 1.0),
             ("growth", self.growth, 0.0, 1.0),
             ("backfill_seconds", self.backfill_seconds, 0.0, 1e9),
-            ("free", self.free, 0.0, 1.0),
             ("forget_seconds", self.forget_seconds, 1.0, 1e6),
             ("others_seconds", self.others_seconds, 0.0, 3600.0),
-            ("gap_error", self.gap_error, 0.01, 100.0),
             ("most_hold_seconds", self.most_hold_seconds, 0.0, 1e9),
         ])?;
-        self.thunder.map(Thunder::checked).transpose()?;
         Ok(self)
     }
 }
@@ -134,7 +133,7 @@ impl ProgramConfig {
 ///
 /// # Errors
 /// `BadValue` for a setting out of its range.
-pub(super) fn in_range(settings: &[(&str, f64, f64, f64)]) -> Result<(), CoreError> {
+pub fn in_range(settings: &[(&str, f64, f64, f64)]) -> Result<(), CoreError> {
     for &(what, value, least, most) in settings {
         if !(least..=most).contains(&value) {
             return Err(CoreError::BadValue {

@@ -1,9 +1,10 @@
 //! Programs, turns and admission.
 use super::lineage::Lineage;
 use super::programs::State;
-use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Thunder, TurnId, Verdict, Work};
+use super::{Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, Terms, TurnId, Verdict, Work};
 use crate::ids::{InstanceId, Seconds};
 use proptest::prelude::*;
+use std::sync::Arc;
 
 const BLOCK: u32 = 64;
 
@@ -30,12 +31,52 @@ pub fn arrival(chain: &[u64]) -> Arrival<'_> {
     }
 }
 
+/// The core's rules, but programs always return to their instance.
+#[derive(Debug)]
+pub struct Returning;
+
+impl ProgramRules for Returning {
+    fn terms(&self) -> Terms {
+        Terms { free: 0.0, ..Terms::default() }
+    }
+}
+
+/// Rules that differ from the core's wherever rules can.
+#[derive(Debug)]
+struct Contrary;
+
+impl ProgramRules for Contrary {
+    fn terms(&self) -> Terms {
+        Terms {
+            shared_roots: false,
+            waits_for_children: false,
+            returns_home: false,
+            ends_long_holds: false,
+            free: 0.0,
+            pause_to: Some(0.9),
+            max_wait_seconds: 1e9,
+        }
+    }
+
+    fn returns(&self, _: &Gaps, _: GapClass, gap: Seconds) -> f64 {
+        (-gap / 30.0).exp2()
+    }
+
+    fn pause_rank(&self, _: &Gaps, program: &Program, _: Seconds) -> f64 {
+        program.tokens
+    }
+
+    fn admission_rank(&self, program: &Program) -> Option<u64> {
+        Some(program.tokens as u64)
+    }
+}
+
 pub fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
     let config = ProgramConfig {
         mode,
         theta: 1.0,
         growth: 0.0,
-        free: 0.0,
+        rules: Some(Arc::new(Returning)),
         forget_seconds: 300.0,
         least_tokens: 1000,
         most_hold_seconds: 1e9,
@@ -270,7 +311,7 @@ fn a_flood_of_new_programs_is_refused_with_a_time() {
 #[test]
 fn a_roomy_instance_leaves_the_choice_to_the_policy() {
     let mut programs = programs(ProgramMode::Admit, &[100_000.0]);
-    programs.config.free = 0.1;
+    programs.terms.free = 0.1;
     let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
     finish(&mut programs, a, 1.0);
     let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 2.0);
@@ -339,31 +380,6 @@ fn a_program_whose_client_says_that_it_ended_frees_its_place_at_once() {
     assert_eq!(programs.counters().new_programs, 3);
     programs.arrive(&arrival(&chain(&[(1, 100), (3, 60)])), 4.0);
     assert_eq!(programs.counters().continuations, 1);
-}
-
-#[test]
-fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
-    let config = ProgramConfig { least_tokens: 1000, ..ProgramConfig::default() };
-    let mut programs = Programs::new(config.of_thunder(Thunder::default())).unwrap();
-    programs.config.theta = 1.0;
-    programs.config.resume = 1.0;
-    programs.set_instance(InstanceId(0), Some(20_000.0), true);
-    let long = run(&mut programs, &chain(&[(1, 200)]), 0.0);
-    let short = run(&mut programs, &chain(&[(2, 100)]), 0.0);
-    finish(&mut programs, long, 1.0);
-    finish(&mut programs, short, 1.0);
-    programs.tick(31.0);
-    let half = 0.5 * (12_810.0 + 6_410.0);
-    assert!((programs.instances()[0].expected_tokens() - half).abs() < 1.0);
-    // A third program fits just so; then the shorter of the first two is paused.
-    let third = run(&mut programs, &chain(&[(3, 160)]), 31.0);
-    programs.set_instance(InstanceId(0), Some(19_000.0), true);
-    programs.tick(31.5);
-    assert_eq!(programs.states(), [1, 1, 1, 0]);
-    programs.set_instance(InstanceId(1), Some(20_000.0), true);
-    finish(&mut programs, third, 32.0);
-    let (_, verdict) = programs.arrive(&arrival(&chain(&[(2, 110)])), 33.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(1)));
 }
 
 /// Two instances with a program each, and a held program that can only run alone.
@@ -470,12 +486,16 @@ proptest! {
     fn nothing_is_lost_and_all_counts_return_to_zero(
         steps in steps(),
         shortest in any::<bool>(),
-        thunder in any::<bool>(),
+        contrary in any::<bool>(),
     ) {
         let mut programs = programs(ProgramMode::Admit, &[20_000.0, 16_000.0, 9_000.0]);
         programs.config.shortest_first = shortest;
-        if thunder {
-            programs.config = programs.config.of_thunder(Thunder::default());
+        if contrary {
+            let rules: Arc<dyn ProgramRules> = Arc::new(Contrary);
+            let backfill_seconds = 1e9;
+            let config =
+                ProgramConfig { rules: Some(rules), backfill_seconds, ..programs.config().clone() };
+            programs.set_config(config).unwrap();
         }
         let (mut now, mut lengths) = (0.0, [30u32; 8]);
         let (mut held, mut running): (Vec<TurnId>, Vec<TurnId>) = Default::default();

@@ -261,7 +261,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_programs(&mut self, config: Option<ProgramConfig>) -> Result<(), CoreError> {
-        self.requests.admission.set_programs(config, self.latest)?;
+        self.requests.admission.set_programs(config.clone(), self.latest)?;
         self.state.config.programs = config;
         Ok(())
     }

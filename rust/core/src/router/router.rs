@@ -49,7 +49,7 @@ impl Router {
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut requests = Requests::new(config.receipt_bytes);
-        requests.admission.set_programs(config.programs, 0.0)?;
+        requests.admission.set_programs(config.programs.clone(), 0.0)?;
         config.warm.map_or(Ok(()), |warm| warm.check())?;
         requests.demand = config.warm.as_ref().map(Demand::new);
         Ok(Router {

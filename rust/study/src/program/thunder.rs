@@ -5,12 +5,16 @@
 //! the fewest tokens are paused first. Programs that return go before new ones, those with the
 //! fewest tokens first, each to the instance with the most room. The values of Dynamo's port are in
 //! `components/src/dynamo/thunderagent_router/router.py` of ai-dynamo/dynamo.
-use super::programs::Program;
-use crate::error::CoreError;
-use crate::ids::Seconds;
+use lmetric_core::CoreError;
+use lmetric_core::ids::Seconds;
+use lmetric_core::program::settings::in_range;
+use lmetric_core::program::{
+    GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Terms,
+};
 use serde::Deserialize;
+use std::sync::Arc;
 
-/// Rules in place of ours.
+/// Settings of ThunderAgent's rules.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Thunder {
@@ -31,24 +35,51 @@ impl Default for Thunder {
 }
 
 impl Thunder {
+    /// Returns `config` with these rules. A program keeps its place until its pause. Held programs
+    /// may pass each other, are never refused, and count without room to grow.
+    ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
-    pub(super) fn checked(self) -> Result<Thunder, CoreError> {
-        super::settings::in_range(&[
+    pub fn rule(self, config: ProgramConfig) -> Result<ProgramConfig, CoreError> {
+        in_range(&[
             ("pause_to", self.pause_to, 0.1, 1.0),
             ("half_life_seconds", self.half_life_seconds, 0.0, 1e9),
             ("most_wait_seconds", self.most_wait_seconds, 0.0, 1e9),
         ])?;
-        Ok(self)
+        let config = ProgramConfig {
+            mode: ProgramMode::Admit,
+            growth: 0.0,
+            backfill_seconds: 1e9,
+            most_hold_seconds: 1e9,
+            rules: Some(Arc::new(self)),
+            ..config
+        };
+        config.checked()
+    }
+}
+
+impl ProgramRules for Thunder {
+    fn terms(&self) -> Terms {
+        Terms {
+            shared_roots: self.shared_roots,
+            waits_for_children: false,
+            returns_home: false,
+            ends_long_holds: false,
+            free: 0.0,
+            pause_to: Some(self.pause_to),
+            max_wait_seconds: self.most_wait_seconds,
+        }
     }
 
-    /// Returns the part of a program's tokens that counts after a gap of this length.
-    pub(super) fn part(&self, gap: Seconds) -> f64 {
+    fn returns(&self, _: &Gaps, _: GapClass, gap: Seconds) -> f64 {
         if self.half_life_seconds > 0.0 { (-gap.max(0.0) / self.half_life_seconds).exp2() } else { 1.0 }
     }
 
-    /// Returns a program's place in the order of admission.
-    pub(super) fn place(program: &Program) -> u64 {
-        u64::from(!program.has_run) << 63 | program.tokens as u64
+    fn pause_rank(&self, _: &Gaps, program: &Program, _: Seconds) -> f64 {
+        program.tokens
+    }
+
+    fn admission_rank(&self, program: &Program) -> Option<u64> {
+        Some(u64::from(!program.has_run()) << 63 | program.tokens as u64)
     }
 }
