@@ -7,7 +7,7 @@
 Runs programs of the repository. `latency` runs `lmetric-router bench --json`, the example
 `index_latency` of `lmetric-core`, and criterion's `score` bench for LMETRIC over 1,024 instances.
 `plans` runs the examples `split_latency`, `priority_latency`, `replica_latency` and
-`reschedule_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`.
+`rebalance_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def plans() -> Figures:
         }
         for what, by in CALLS.items()
     }
-    rounds = ROUND.findall(example("reschedule_latency"))
+    rounds = ROUND.findall(example("rebalance_latency"))
     if not all(calls.values()) or not rounds:
-        sys.exit(f"core.py: {', '.join(CALLS.values())} or reschedule_latency printed no figures")
+        sys.exit(f"core.py: {', '.join(CALLS.values())} or rebalance_latency printed no figures")
     return {
         **calls,
         "rounds": [

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import lmetric as lm
+from lmetric import options
 from lmetric._core import check_policy, planners, policy_table
 from lmetric.cli.app import build
 from lmetric.config import ConfigError, ServerConfig, load_config
@@ -114,6 +115,24 @@ def test_a_router_of_the_product_refuses_parts_for_studies(offers: Any) -> None:
         router.configure(split=lm.LibraSplit(parts=3))
     with pytest.raises(lm.BadValueError, match=r"is for studies only|is experimental"):
         router.configure(split=lm.LibraSplit(lengths_given=True))
+
+
+@pytest.mark.parametrize("offers", ["stable", "experimental"])
+def test_a_router_of_the_product_refuses_rules_for_studies(offers: Any) -> None:
+    router = lm.Router(offers=offers)
+    studied: list[dict[str, Any]] = [
+        {"programs": options.ThunderAgent()},
+        {"programs": options.ProgramAuto(gap_error=2.0)},
+        {"programs": options.ProgramAdmission(free=0.5)},
+        {"rebalance": options.Llumnix()},
+        {"rebalance": options.Star(prediction=False)},
+        {"rebalance": options.Star(forecast="given")},
+    ]
+    for option in studied:
+        with pytest.raises(lm.BadValueError, match=FOR_STUDIES):
+            router.configure(**option)
+        lm.Router().configure(**option)
+    router.configure(programs=options.ProgramAuto(), rebalance=options.Star())
 
 
 def test_a_router_of_the_product_refuses_ablations() -> None:

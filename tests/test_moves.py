@@ -108,7 +108,7 @@ def test_what_cannot_be_is_named() -> None:
         router.configure(rebalance=Star(forecast="tarot"))
     with pytest.raises(BadValueError, match="period_seconds"):
         router.configure(rebalance=Llumnix(period_seconds=0))
-    assert router.rebalance() == ([], "rescheduling is off")
+    assert router.rebalance() == ([], "rebalancing is off")
     with pytest.raises(NoInstanceError):
         router.route(Request(prompt_tokens=1))
 

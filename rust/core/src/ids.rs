@@ -1,4 +1,5 @@
 //! Basic types of the whole crate.
+use slotmap::{Key, new_key_type};
 
 /// An engine instance, as a dense slot number that indexes every indicator column.
 ///
@@ -20,3 +21,15 @@ pub type Seconds = f64;
 
 /// Maximum number of instances of a router; bounds every bit set and column.
 pub const MAX_INSTANCES: usize = 4096;
+
+new_key_type! {
+    /// A request from its arrival to its end.
+    pub struct ArrivalId;
+}
+
+impl ArrivalId {
+    /// Returns a number that no other arrival of the router has.
+    pub fn number(self) -> u64 {
+        self.data().as_ffi()
+    }
+}

@@ -1,7 +1,6 @@
 //! The request data that a decision uses.
-use crate::admission::ArrivalId;
 use crate::error::CoreError;
-use crate::ids::InstanceId;
+use crate::ids::{ArrivalId, InstanceId};
 use std::sync::Arc;
 
 /// Names of the only instances that may take a request.

@@ -2,8 +2,11 @@
 //! placements, reasons and decision records.
 #[path = "common/router.rs"]
 mod common;
+#[path = "../../study/src/planner/given.rs"]
+mod given;
 
 use common::STEP;
+use given::given;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
@@ -37,9 +40,6 @@ fn with(settings: &[(&str, f64)]) -> Result<Split, CoreError> {
 fn apart(settings: &[(&str, f64)]) -> Split {
     with(settings).unwrap()
 }
-
-/// Requests bring their output length.
-const GIVEN: (&str, f64) = ("lengths_given", 1.0);
 
 fn fleet(split: Split, instances: usize) -> Router {
     // Prefills do not drain between events.
@@ -95,7 +95,7 @@ fn near(got: (f64, f64), expected: (f64, f64)) {
 
 #[test]
 fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
-    let mut router = fleet(apart(&[GIVEN]), 2);
+    let mut router = fleet(given(apart(&[])), 2);
     // Alone on another instance: 100 steps of 10 + 0.1 + 1.05 ms, and 2 + 10 ms for the transfer.
     // On the first instance: 99 steps with half a context token less.
     let first = router.route(&ASKED, 0.0).unwrap();
@@ -130,7 +130,7 @@ fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
 
 #[test]
 fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
-    let mut router = fleet(apart(&[GIVEN]), 3);
+    let mut router = fleet(given(apart(&[])), 3);
     // Only engine 2 is open; it takes five prompts.
     for name in ["engine-0", "engine-1"] {
         let id = router.fleet_mut().find(name).unwrap();
@@ -180,7 +180,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         (1.0, [Cuts::Anywhere; 2], Some(0.79), 1001),
         (1.0, [Cuts::Anywhere; 2], Some(0.8), 1000), // keeps the fetched KV for long
     ] {
-        let mut router = fleet(apart(&[GIVEN, ("most_stall_seconds", most_stall_seconds)]), 2);
+        let mut router = fleet(given(apart(&[("most_stall_seconds", most_stall_seconds)])), 2);
         let ids = ["engine-0", "engine-1"].map(|name| router.fleet().find(name).unwrap());
         ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts).unwrap());
         // Engine 0 has five prompts; engine 1 has external requests.
@@ -220,7 +220,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
 fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
     let chain: Vec<u64> = (1..=62).collect();
     let held = Request { chain: &chain, ..ASKED };
-    let mut router = fleet(apart(&[GIVEN]), 2);
+    let mut router = fleet(given(apart(&[])), 2);
     let first = router.route(&held, 0.0).unwrap();
     let alone = 100.0 * 0.01115;
     router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
@@ -255,14 +255,14 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
         assert!(receipt.balance.is_none());
         receipt.uncut.clone().unwrap()
     };
-    let two = || fleet(apart(&[GIVEN]), 2);
+    let two = || fleet(given(apart(&[])), 2);
     let short = Request { expected_output_tokens: Some(1), ..ASKED };
     assert_eq!(&*why(&mut two(), &short), "its output ends with its prefill");
     let unknown = Request { expected_output_tokens: None, ..ASKED };
     assert_eq!(&*why(&mut two(), &unknown), "output lengths are unknown");
     let said = Request { uncut: Some("it carries a picture"), ..ASKED };
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
-    assert_eq!(&*why(&mut fleet(apart(&[GIVEN]), 1), &ASKED), "no second instance is available");
+    assert_eq!(&*why(&mut fleet(given(apart(&[])), 1), &ASKED), "no second instance is available");
     let mut router = two();
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
     assert_eq!(&*why(&mut router, &ASKED), "its instance cannot transfer KV");
@@ -272,7 +272,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     assert!(router.receipt(d.id).unwrap().balance.is_some());
     let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
     let mut router = Router::new(policy, RouterConfig::default()).unwrap();
-    router.set_split(&apart(&[GIVEN])).unwrap();
+    router.set_split(&given(apart(&[]))).unwrap();
     for name in ["engine-0", "engine-1"] {
         router.add_instance(name, Role::Both, None).unwrap();
     }
@@ -323,7 +323,6 @@ fn settings_are_checked() {
         ("transfer_seconds_per_token", -1.0),
         ("transfer_fixed_seconds", f64::INFINITY),
         ("prior_tokens", 0.0),
-        ("lengths_given", 2.0),
     ] {
         let error = with(&[bad]).unwrap_err().to_string();
         assert!(error.contains(&format!("parameter {} of split apart", bad.0)), "{error}");

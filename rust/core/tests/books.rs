@@ -2,8 +2,11 @@
 //! and its requests.
 #[path = "common/router.rs"]
 mod common;
+#[path = "common/force.rs"]
+mod force;
 
 use common::STEP;
+use force::force;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
@@ -605,7 +608,7 @@ proptest! {
         sibyl in any::<bool>(),
         cut in prop_oneof![
             Just(Split::NONE),
-            (0.01..0.99f64).prop_map(|at| Registry::CORE.split("force", &[("at", at)]).unwrap()),
+            (0.01..0.99f64).prop_map(|at| force(at).unwrap()),
             Just(three()),
         ],
     ) {

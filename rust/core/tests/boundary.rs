@@ -1,8 +1,11 @@
 //! Rejections by the router's public functions before any change, and the effects of a panic.
 #[path = "common/router.rs"]
 mod common;
+#[path = "common/force.rs"]
+mod force;
 
 use common::{STEP, chain, request};
+use force::force;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
@@ -131,7 +134,7 @@ fn unknown_slots_are_refused() {
 #[test]
 fn a_retry_leaves_nothing_to_the_next_commit() {
     let (mut router, prompt) = (router(2), chain(1, 40));
-    router.set_split(&Registry::CORE.split("force", &[("at", 0.5)]).unwrap()).unwrap();
+    router.set_split(&force(0.5).unwrap()).unwrap();
     let request = Request { expected_output_tokens: Some(100), ..request(&prompt) };
     let retried = router.route(&request, 0.0).unwrap();
     assert!(retried.next.is_some());

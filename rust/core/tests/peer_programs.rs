@@ -3,8 +3,9 @@
 mod common;
 
 use common::{chain, request};
-use lmetric_core::admission::{ArrivalId, Verdict};
+use lmetric_core::admission::Verdict;
 use lmetric_core::fleet::Role;
+use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::peers::MOST_ROOTS;
 use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode, ProgramRules, Terms};
@@ -33,8 +34,14 @@ impl ProgramRules for Returning {
 
 fn config(mode: ProgramMode) -> ProgramConfig {
     let rules: Arc<dyn ProgramRules> = Arc::new(Returning);
-    let exact =
-        ProgramConfig { mode, theta: 1.0, resume: 1.0, growth: 0.0, rules: Some(rules), ..Default::default() };
+    let exact = ProgramConfig {
+        mode,
+        theta: 1.0,
+        resume: 1.0,
+        growth: 0.0,
+        rules: Some(rules),
+        ..Default::default()
+    };
     ProgramConfig { least_tokens: 100, most_hold_seconds: 1e9, ..exact }
 }
 

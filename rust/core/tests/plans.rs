@@ -1,13 +1,18 @@
 //! Plans of two segments, step by step: placements, ledger entries, and failures.
+#[path = "common/force.rs"]
+mod force;
+use force::force;
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
+use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::program::Finish;
+use lmetric_core::rebalance::{Forecast, Running};
 use lmetric_core::request::Request;
-use lmetric_core::router::{Carry, Decision, RescheduleConfig, Router, RouterConfig};
+use lmetric_core::router::{Carry, Decision, RebalanceConfig, Router, RouterConfig};
 
 fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
     let mut router = Router::new(Registry::CORE.policy("least_requests", &[]).unwrap(), config).unwrap();
@@ -170,7 +175,7 @@ fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
 /// at `fraction` of its tokens.
 fn cutting(fraction: f64, equals: usize) -> Router {
     let mut router = fleet(RouterConfig::default(), &vec![Both; equals]);
-    router.set_split(&Registry::CORE.split("force", &[("at", fraction)]).unwrap()).unwrap();
+    router.set_split(&force(fraction).unwrap()).unwrap();
     router
 }
 
@@ -293,7 +298,7 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     assert_eq!(whole(&mut router, &d), "no second instance is available");
     assert_eq!(router.totals().split, 0);
     for bad in [0.0, 1.0, -1.0, f64::NAN] {
-        let error = Registry::CORE.split("force", &[("at", bad)]).unwrap_err().to_string();
+        let error = force(bad).unwrap_err().to_string();
         assert!(error.contains("parameter at of split force"), "{error}");
     }
 }
@@ -387,34 +392,55 @@ fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
     is(&mut router, BoundTokens, &[0.0; 3]);
 }
 
+/// A forecast of long answers.
+#[derive(Debug)]
+struct Long;
+
+impl Forecast for Long {
+    fn predict(
+        &mut self,
+        running: &[Running],
+        _: Option<&RemainingCurve>,
+        remaining: &mut Vec<Remaining>,
+    ) -> Result<(), CoreError> {
+        remaining.extend(running.iter().map(|_| Remaining::exact(1e4)));
+        Ok(())
+    }
+
+    fn fresh(&self) -> Box<dyn Forecast> {
+        Box::new(Long)
+    }
+}
+
 #[test]
 fn a_request_on_its_way_is_load_of_its_target() {
     // Three requests run on one instance, none on the other. After the first move begins, two and
     // one are balanced, long before the KV arrives.
     let mut router = fleet(RouterConfig::default(), &[Both, Both]);
-    router.set_rescheduling(Some(RescheduleConfig::named("star_current").unwrap().build().unwrap())).unwrap();
+    let rebalance = RebalanceConfig { forecast: Box::new(Long), ..RebalanceConfig::default() };
+    router.set_rebalancing(Some(rebalance.build().unwrap())).unwrap();
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Output).unwrap());
     let placed: Vec<Decision> = (0..6).map(|_| route(&mut router, 0.0)).collect();
     for decision in &placed {
         router.advance(decision.ticket, Event::FirstToken, 0.1).unwrap();
     }
-    assert_eq!(router.reschedule(0.2).unwrap().0, [], "three and three are even");
+    assert_eq!(router.rebalance(0.2).unwrap().0, [], "three and three are even");
     let (alone, other): (Vec<&Decision>, Vec<&Decision>) =
         placed.iter().partition::<Vec<&Decision>, _>(|d| d.segment.instance.0 == 0);
     for decision in other {
         router.advance(decision.ticket, DONE, 0.3).unwrap();
     }
-    let moves = router.reschedule(0.4).unwrap().0;
+    let moves = router.rebalance(0.4).unwrap().0;
     assert_eq!(moves.len(), 1);
     let moved = moves[0].ticket;
     assert!(alone.iter().any(|d| d.ticket == moved));
     router.begin_move(moved, InstanceId(1), Carry::Kv, 0.5).unwrap();
     router.advance(moved, Event::Moved, 0.6).unwrap();
     is(&mut router, DecodeBs, &[2.0, 0.0]);
-    assert_eq!(router.reschedule(0.7).unwrap().0, [], "two on one instance, one in transfer to the other");
+    assert_eq!(router.rebalance(0.7).unwrap().0, [], "two on one instance, one in transfer to the other");
     router.advance(moved, Event::FirstToken, 2.0).unwrap();
-    assert_eq!(router.reschedule(2.1).unwrap().0, []);
+    assert_eq!(router.rebalance(2.1).unwrap().0, []);
     // After it ends, the other two are unbalanced again.
     router.drop_ticket(moved);
-    assert_eq!(router.reschedule(2.2).unwrap().0.len(), 1);
+    assert_eq!(router.rebalance(2.2).unwrap().0.len(), 1);
 }

@@ -1,8 +1,11 @@
 //! Prefix fetches: fetched tokens and holders, their cost in scores, and cleanup.
 #[path = "common/router.rs"]
 mod common;
+#[path = "common/force.rs"]
+mod force;
 
 use common::{chain, request};
+use force::force;
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
@@ -332,7 +335,7 @@ fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
     assert_eq!(of(&mut router, Pulls, home), 0.0);
 
     let (mut router, _, prompt) = held_by_one("least_requests", PULL, 3);
-    router.set_split(&Registry::CORE.split("force", &[("at", 0.5)]).unwrap()).unwrap();
+    router.set_split(&force(0.5).unwrap()).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!((decision.segment.to_token.is_some(), decision.pull), (true, None));
 }

@@ -7,7 +7,7 @@ use crate::extra::Rest;
 use crate::groups::{Others, Role};
 use lmetric_core::kv::groups::Group;
 use lmetric_core::kv::hash::Domain;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

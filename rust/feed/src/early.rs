@@ -1,7 +1,7 @@
 //! Blocks of lower tiers that arrive before the block that precedes them.
 use crate::event::Stored;
 use lmetric_core::kv::hash::Domain;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::feed::{Means, Stored as Blocks};
 use std::collections::HashMap;
 

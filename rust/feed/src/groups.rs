@@ -1,7 +1,7 @@
 //! KV cache groups of hybrid models: which blocks a prefix needs of each group.
 use crate::event::Stored;
 use lmetric_core::kv::groups::{Group, MAX_GROUPS};
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::collections::{BTreeMap, HashMap};
 
 /// Role of a group's blocks.

@@ -3,7 +3,7 @@ use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_core::request::Request;
 use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};

@@ -1,10 +1,11 @@
 //! Arrivals, and admission by load: settings and snapshots.
 use crate::errors::Result;
 use crate::settings;
+use lmetric_core::CoreError;
 use lmetric_core::admission::{HeldFor, LoadConfig, LoadSnapshot, RefusedFor, TenantLimits, Verdict};
+use lmetric_core::ids::ArrivalId;
 use lmetric_core::program::Hold;
 use lmetric_core::router::shared::Waiting;
-use lmetric_core::{CoreError, admission::ArrivalId};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use xxhash_rust::xxh3::xxh3_64;

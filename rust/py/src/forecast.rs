@@ -2,7 +2,7 @@
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
-use lmetric_core::reschedule::{Forecast, Running};
+use lmetric_core::rebalance::{Forecast, Running};
 use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};
 use parking_lot::Mutex;

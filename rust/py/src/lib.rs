@@ -3,24 +3,23 @@ use pyo3::prelude::*;
 
 mod admission;
 mod api;
-mod bench;
 mod buffers;
-mod engine;
 mod errors;
 mod expr;
 mod feed;
 mod forecast;
 mod guard;
+mod held;
+mod lab;
 mod policies;
 mod priorities;
 mod programs;
+mod rebalance;
 mod records;
 mod registry;
 mod request;
-mod reschedule;
 mod router;
 mod settings;
-mod simulate;
 mod split;
 mod ticket;
 mod tokens;
@@ -37,12 +36,10 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     admission::register(module)?;
     feed::register(module)?;
     expr::register(module)?;
-    engine::register(module)?;
     wire::register(module)?;
     api::register(module)?;
-    simulate::register(module)?;
     records::register(module)?;
     tokens::register(module)?;
     warm::register(module)?;
-    bench::register(module)
+    lab::register(module)
 }

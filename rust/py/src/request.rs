@@ -7,7 +7,7 @@ use lmetric_core::kv::keys::Keys;
 use lmetric_core::request::{Allowed, Arm, Request as CoreRequest, Tenant};
 use numpy::{PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyBytes, PyString};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Longer prompts count as this long, so that output positions fit into 32 bits.
@@ -405,35 +405,10 @@ fn saturated(tokens: u64) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
-/// Collects the given keywords into a dictionary.
-pub fn under_old_names<'py>(
-    py: Python<'py>,
-    keywords: &[(&str, &Option<Bound<'py, PyAny>>)],
-) -> PyResult<Bound<'py, PyDict>> {
-    let old = PyDict::new(py);
-    for (name, value) in keywords {
-        if let Some(value) = value {
-            old.set_item(name, value)?;
-        }
-    }
-    Ok(old)
-}
-
-/// Returns the caller's request, or makes one of keywords under their old names.
-pub fn given<'py>(
-    py: Python<'py>,
-    method: &str,
-    request: Option<Bound<'py, PyAny>>,
-    old: Option<&Bound<'py, PyDict>>,
-) -> Result<Bound<'py, Request>> {
-    let request = match (request, old) {
-        (Some(request), None) => request,
-        (request, old) => {
-            py.import("lmetric._deprecated")?.call_method1("request", (method, request, old))?
-        }
-    };
+/// Returns the caller's request. `what` names it in errors.
+pub fn given<'py>(request: Bound<'py, PyAny>, what: &str) -> Result<Bound<'py, Request>> {
     request.cast_into::<Request>().map_err(|error| {
         let value = error.into_inner();
-        buffers::bad(&value, method, "an lmetric.Request, such as lmetric.Request(token_ids)")
+        buffers::bad(&value, what, "an lmetric.Request, such as lmetric.Request(token_ids)")
     })
 }

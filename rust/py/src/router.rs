@@ -5,6 +5,7 @@ use crate::errors::Result;
 use crate::expr::unknown_indicator;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
+use crate::held::{Clock, refuse_in_policy, with_router};
 use crate::policies;
 use crate::programs::Snapshot;
 use crate::registry::offering;
@@ -15,7 +16,8 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::kv::tiers::{Tier, TierUse};
+use lmetric_core::kv::tier::Tier;
+use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
 use lmetric_core::program::PeerRoot;
@@ -35,7 +37,6 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBool, PyDict, PyString};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 /// Load of an instance for peers: its name, the numbers, and its roots (hash, tokens, probability).
 type PeerLoad = (String, Vec<f64>, Vec<(u64, f64, f64)>);
@@ -59,54 +60,6 @@ const NAMES_SHOWN: usize = 4;
 /// Values of indicators, and instances, that are copied while the router is held: some 20 us.
 const VALUES_PER_PIECE: usize = 16_384;
 const ROWS_PER_PIECE: usize = 256;
-/// Largest plausible difference, in seconds, between `now=` and the router's clocks.
-const DAY: f64 = 86_400.0;
-/// How long a policy function may wait for another router. That router's holder may wait for the
-/// function's own router.
-const MOST_NESTED_WAIT: Duration = Duration::from_secs(1);
-
-/// Python's monotonic clock, in seconds, read without calling Python.
-#[derive(Clone, Copy)]
-pub struct Clock {
-    base: f64,
-    origin: Instant,
-}
-
-impl Clock {
-    fn new(py: Python<'_>) -> PyResult<Clock> {
-        let base = py.import("time")?.call_method0("monotonic")?.extract()?;
-        Ok(Clock { base, origin: Instant::now() })
-    }
-
-    /// Reads the clock, in seconds.
-    pub fn read(&self) -> f64 {
-        self.base + self.origin.elapsed().as_secs_f64()
-    }
-
-    /// Returns `now` if it is given, else reads the clock.
-    ///
-    /// # Errors
-    /// `BadValue` if `now` is more than a day off both this clock and the latest time that the
-    /// router received. (A program may have a clock of its own.)
-    pub fn now(&self, now: Option<f64>, router: &CoreRouter) -> Result<f64> {
-        let Some(now) = now else { return Ok(self.read()) };
-        let near = |time: f64| (now - time).abs() <= DAY;
-        if near(router.latest()) || near(self.read()) {
-            return Ok(now);
-        }
-        Err(CoreError::BadValue {
-            what: "now".into(),
-            got: now.to_string(),
-            expected: format!(
-                "seconds on the monotonic clock, within a day of time.monotonic() ({:.0}); time.time() is another clock; \
-                 without now= the router reads the clock itself",
-                self.read()
-            ),
-        }
-        .into())
-    }
-}
-
 /// Routes the requests of one pool: the instances of one model.
 ///
 /// - `policy`: a registered name, the text of a score expression, an `lmetric.Policy` or an
@@ -215,10 +168,10 @@ impl Router {
                 self.with_core(py, |router| Ok(router.set_warm(warm)?))
             }
             _ => {
-                let made = crate::reschedule::reschedule_of(&kind, settings, false)?;
+                let made = crate::rebalance::rebalance_of(self.registry.offers(), &kind, settings, false)?;
                 let (config, forecast) = made.unzip();
                 let built = config.map(|config| config.build()).transpose()?;
-                self.with_core(py, |router| Ok(router.set_rescheduling(built)?))?;
+                self.with_core(py, |router| Ok(router.set_rebalancing(built)?))?;
                 *self.forecast.lock() = forecast.flatten();
                 Ok(())
             }
@@ -287,53 +240,6 @@ impl Router {
     }
 }
 
-/// Calls `with` while holding a shared router. If the router is not free within microseconds,
-/// `with` runs without the interpreter lock, because the router's holder may need that lock. `with`
-/// gets its turn as soon as the router is free.
-///
-/// # Errors
-/// `Policy` in two cases: a policy function calls its own router, or waits too long for another
-/// busy router. `Broken` after a panic.
-pub fn with_router<T: Send>(
-    shared: &SharedRouter,
-    py: Python<'_>,
-    with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
-) -> Result<T> {
-    if let Some(mut router) = shared.try_lock() {
-        shared.check()?;
-        return with(&mut router);
-    }
-    let problem = |problem: &str| CoreError::Policy { policy: "function".into(), problem: problem.into() };
-    if shared.is_held_here() {
-        let own = "it called its own router, which waits for the function to return; read the columns passed to it instead";
-        return Err(problem(own).into());
-    }
-    if let Some(mut router) = shared.lock_soon() {
-        shared.check()?;
-        return with(&mut router);
-    }
-    let nested = SharedRouter::any_is_held_here();
-    py.detach(|| {
-        let router = if nested { shared.lock_within(MOST_NESTED_WAIT) } else { Some(shared.lock_next()) };
-        let busy = "it waited for another router, which stays busy: that router's holder may wait for the function's own router";
-        let mut router = router.ok_or_else(|| problem(busy))?;
-        shared.check()?;
-        with(&mut router)
-    })
-}
-
-/// Refuses calls that may wait for a router.
-///
-/// # Errors
-/// `Policy` inside a policy function: its router is held while the function runs.
-fn refuse_in_policy(what: &str) -> Result<()> {
-    if !SharedRouter::any_is_held_here() {
-        return Ok(());
-    }
-    let problem = format!("it {what}, which may wait for its own router; do that outside the function");
-    Err(CoreError::Policy { policy: "function".into(), problem }.into())
-}
-
 /// A change to an instance that needs the router.
 enum InstanceChange {
     Role(Role),
@@ -371,7 +277,9 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
         "split" => format!("{:?}", crate::split::split_of(REGISTRY, kind, settings)?),
         "prefix_fetch" => format!("{:?}", crate::settings::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
-        "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
+        "rebalance" => {
+            format!("{:?}", crate::rebalance::rebalance_of(Maturity::Study, kind, settings, false)?)
+        }
         "programs" => format!("{:?}", crate::programs::programs_of(Maturity::Study, kind, settings)?),
         "fleet_changes" => format!("{:?}", crate::settings::warm_of(kind, settings)?),
         other => return Err(unexpected("configure", other)),
@@ -385,12 +293,7 @@ impl Router {
         kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
         split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, fleet_changes=None,
-        offers="study", tiers="auto", tier_load_ratio=0.02, **old),
-        text_signature = "(policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None, \
-        kv_source='approximate', index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None, \
-        decay_queued_prefill=True, seed=0, decode_policy=None, decode_knobs=None, binding='early', colocate=True, \
-        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, fleet_changes=None, \
-        offers='study', tiers='auto', tier_load_ratio=0.02)")]
+        offers="study", tiers="auto", tier_load_ratio=0.02))]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -418,23 +321,9 @@ impl Router {
         offers: &str,
         tiers: &str,
         tier_load_ratio: f64,
-        old: Option<&Bound<'_, PyDict>>,
     ) -> Result<Router> {
-        let (mut kv_source, mut decay_queued_prefill, mut guard) =
-            (kv_source.to_string(), decay_queued_prefill, guard);
-        if let Some(old) = old {
-            let renamed = py.import("lmetric._deprecated")?.call_method1("router_keywords", (old, &guard))?;
-            let renamed = renamed.cast_into::<PyDict>().map_err(PyErr::from)?;
-            if let Some(value) = renamed.get_item("kv_source")? {
-                kv_source = value.extract()?;
-            }
-            if let Some(value) = renamed.get_item("decay_queued_prefill")? {
-                decay_queued_prefill = value.extract()?;
-            }
-            guard = renamed.get_item("guard")?.or(guard);
-        }
         let registry = offering(offers)?;
-        let index_feed = index_feed_of("kv_source", &kv_source)?;
+        let index_feed = index_feed_of("kv_source", kv_source)?;
         let parts = domain.unwrap_or_default();
         let keys = Keys::new(&parts, block_size, text_block_bytes)?;
         let policy = policies::build(registry, policy, knobs)?;
@@ -694,84 +583,17 @@ impl Router {
     /// Returns the decision and the ticket. A ticket that is dropped while open counts as an abort.
     /// Raises `NoInstanceError` (nothing is counted) and `PolicyError` (a policy function failed).
     /// Source: LMETRIC, Figure 4 and section 5.
-    // One parameter per old keyword: `**old` would rule out the faster calling convention.
-    #[pyo3(
-        signature = (
-            request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None,
-            expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None,
-            session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None,
-            tenant=None, tenant_weight=None, handicap_seconds=None, arrival=None, canary=false, shadow=false
-        ),
-        text_signature = "($self, request, *, now=None, arrival=None, canary=False, shadow=False)"
-    )]
+    #[pyo3(signature = (request, *, now=None, arrival=None, canary=false, shadow=false))]
     fn route<'py>(
         &self,
         py: Python<'py>,
-        request: Option<Bound<'py, PyAny>>,
+        request: Bound<'py, PyAny>,
         now: Option<f64>,
-        tokens: Option<Bound<'py, PyAny>>,
-        text: Option<Bound<'py, PyAny>>,
-        block_hashes: Option<Bound<'py, PyAny>>,
-        prompt_tokens: Option<Bound<'py, PyAny>>,
-        expected_output_tokens: Option<Bound<'py, PyAny>>,
-        think_tokens: Option<Bound<'py, PyAny>>,
-        length_class: Option<Bound<'py, PyAny>>,
-        extra_tokens: Option<Bound<'py, PyAny>>,
-        session: Option<Bound<'py, PyAny>>,
-        adapter: Option<Bound<'py, PyAny>>,
-        salt: Option<Bound<'py, PyAny>>,
-        request_id: Option<Bound<'py, PyAny>>,
-        uncut: Option<Bound<'py, PyAny>>,
-        unpulled: Option<Bound<'py, PyAny>>,
-        tenant: Option<Bound<'py, PyAny>>,
-        tenant_weight: Option<Bound<'py, PyAny>>,
-        handicap_seconds: Option<Bound<'py, PyAny>>,
         arrival: Option<Bound<'py, Arrival>>,
         canary: bool,
         shadow: bool,
     ) -> Result<(Decision, Ticket)> {
-        let old = if tokens.is_some()
-            || text.is_some()
-            || block_hashes.is_some()
-            || prompt_tokens.is_some()
-            || expected_output_tokens.is_some()
-            || think_tokens.is_some()
-            || length_class.is_some()
-            || extra_tokens.is_some()
-            || session.is_some()
-            || adapter.is_some()
-            || salt.is_some()
-            || request_id.is_some()
-            || uncut.is_some()
-            || unpulled.is_some()
-            || tenant.is_some()
-            || tenant_weight.is_some()
-            || handicap_seconds.is_some()
-        {
-            let old = [
-                ("tokens", &tokens),
-                ("text", &text),
-                ("block_hashes", &block_hashes),
-                ("prompt_tokens", &prompt_tokens),
-                ("expected_output_tokens", &expected_output_tokens),
-                ("think_tokens", &think_tokens),
-                ("length_class", &length_class),
-                ("extra_tokens", &extra_tokens),
-                ("session", &session),
-                ("adapter", &adapter),
-                ("salt", &salt),
-                ("request_id", &request_id),
-                ("uncut", &uncut),
-                ("unpulled", &unpulled),
-                ("tenant", &tenant),
-                ("tenant_weight", &tenant_weight),
-                ("handicap_seconds", &handicap_seconds),
-            ];
-            Some(request::under_old_names(py, &old)?)
-        } else {
-            None
-        };
-        let given = request::given(py, "Router.route", request, old.as_ref())?;
+        let given = request::given(request, "Router.route")?;
         let id = given.get().id(py)?;
         let arrival = arrival.as_ref().map(|arrival| arrival.get());
         self.with_request(py, given.get(), |request, chain| {
@@ -805,7 +627,7 @@ impl Router {
     /// with an arrival. Raises `BadValueError`.
     #[pyo3(signature = (request, *, now=None))]
     fn arrive(&self, py: Python<'_>, request: Bound<'_, PyAny>, now: Option<f64>) -> Result<Option<Arrival>> {
-        let given = request::given(py, "Router.arrive", Some(request), None)?;
+        let given = request::given(request, "Router.arrive")?;
         let arrived = self.with_request(py, given.get(), |request, chain| {
             let request = CoreRequest { chain, ..request };
             self.with_core(py, |router| {
@@ -884,14 +706,12 @@ impl Router {
     ///
     /// The last token never counts, because every engine computes it. Counts nothing and changes
     /// nothing.
-    #[pyo3(signature = (request=None, **old), text_signature = "($self, request)")]
     fn cached_tokens<'py>(
         &self,
         py: Python<'py>,
-        request: Option<Bound<'py, PyAny>>,
-        old: Option<&Bound<'py, PyDict>>,
+        request: Bound<'py, PyAny>,
     ) -> Result<Bound<'py, PyArray1<u32>>> {
-        let given = request::given(py, "Router.cached_tokens", request, old)?;
+        let given = request::given(request, "Router.cached_tokens")?;
         let hits = self.with_request(py, given.get(), |request, chain| {
             let request = CoreRequest { chain, ..request };
             self.with_core(py, |router| Ok(router.hit_tokens(&request)))
@@ -901,15 +721,14 @@ impl Router {
 
     /// Scores of the live instances: float64, in the order of `instances()`; NaN for an instance
     /// that may not take the request. Counts nothing.
-    #[pyo3(signature = (request=None, *, now=None, **old), text_signature = "($self, request, *, now=None)")]
+    #[pyo3(signature = (request, *, now=None))]
     fn score<'py>(
         &self,
         py: Python<'py>,
-        request: Option<Bound<'py, PyAny>>,
+        request: Bound<'py, PyAny>,
         now: Option<f64>,
-        old: Option<&Bound<'py, PyDict>>,
     ) -> Result<Bound<'py, PyArray1<f64>>> {
-        let given = request::given(py, "Router.score", request, old)?;
+        let given = request::given(request, "Router.score")?;
         let out = self.with_request(py, given.get(), |request, chain| {
             let request = CoreRequest { chain, ..request };
             self.with_core(py, |router| {
@@ -925,23 +744,16 @@ impl Router {
     /// Scores of many requests: float64, a row per request and a column per instance that was live
     /// at the call. NaN for an instance that may not take the request or was removed since. Other
     /// calls of the router run between two requests.
-    #[pyo3(signature = (requests, offsets=None, *, now=None), text_signature = "($self, requests, *, now=None)")]
+    #[pyo3(signature = (requests, *, now=None))]
     fn score_batch<'py>(
         &self,
         py: Python<'py>,
         requests: Bound<'py, PyAny>,
-        offsets: Option<Bound<'py, PyAny>>,
         now: Option<f64>,
     ) -> Result<Bound<'py, PyArray2<f64>>> {
-        let requests = match offsets {
-            None => requests,
-            Some(offsets) => {
-                py.import("lmetric._deprecated")?.call_method1("requests", (requests, offsets))?
-            }
-        };
         let requests: Vec<Bound<'_, Request>> = requests
             .try_iter()?
-            .map(|each| request::given(py, "an element of requests", Some(each?), None))
+            .map(|each| request::given(each?, "an element of requests"))
             .collect::<Result<_>>()?;
         refuse_in_policy("scored a batch")?;
         // Hashed here, because hashing reads Python's memory. The chains stand back to back.
@@ -1071,32 +883,20 @@ impl Router {
     /// need names that the engine has stored in another tier. Returns the number of blocks that
     /// were not placed: the parent or the name is unknown, there is no room, or the instance does
     /// not learn from events. Raises `UnknownNameError`, `BadValueError`.
-    #[pyo3(signature = (name, block_hashes, token_ids=None, *, parent=None, lora_name=None, cache_salt=None, rank=0,
-        medium="GPU", tokens=None, adapter=None, salt=None), text_signature = "($self, name, block_hashes, token_ids, *, \
-        parent=None, lora_name=None, cache_salt=None, rank=0, medium='GPU')")]
+    #[pyo3(signature = (name, block_hashes, token_ids, *, parent=None, lora_name=None, cache_salt=None, rank=0,
+        medium="GPU"))]
     fn blocks_stored(
         &self,
         py: Python<'_>,
         name: &str,
         block_hashes: Bound<'_, PyAny>,
-        token_ids: Option<Bound<'_, PyAny>>,
+        token_ids: Bound<'_, PyAny>,
         parent: Option<u64>,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
         rank: u32,
         medium: &str,
-        tokens: Option<Bound<'_, PyAny>>,
-        adapter: Option<&str>,
-        salt: Option<&str>,
     ) -> Result<usize> {
-        let olds = [("tokens", tokens.is_some()), ("adapter", adapter.is_some()), ("salt", salt.is_some())];
-        for (old, _) in olds.iter().filter(|(_, given)| *given) {
-            py.import("lmetric._deprecated")?.call_method1("keyword", ("Router.blocks_stored", *old))?;
-        }
-        let (lora_name, cache_salt) = (lora_name.or(adapter), cache_salt.or(salt));
-        let token_ids = token_ids
-            .or(tokens)
-            .ok_or_else(|| PyTypeError::new_err("Router.blocks_stored() missing the argument 'token_ids'"))?;
         let (hashes, ids) =
             (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&token_ids, "token_ids")?);
         let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "token_ids")?);
@@ -1353,7 +1153,7 @@ impl Router {
         Ok(dict)
     }
 
-    /// Runs one round of rescheduling. Returns the moves that are worth making, and why there are
+    /// Runs one round of rebalancing. Returns the moves that are worth making, and why there are
     /// no more.
     ///
     /// Each move is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`, `source_load`,
@@ -1373,7 +1173,7 @@ impl Router {
         }
         let (moves, stop) = self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
-            let (moves, stop) = router.reschedule(now)?;
+            let (moves, stop) = router.rebalance(now)?;
             let name = |id| router.fleet().name(id).clone();
             let named = |named: NamedMove| (named, [named.why.source, named.why.target].map(name));
             Ok((moves.into_iter().map(named).collect::<Vec<_>>(), stop))

@@ -1,10 +1,10 @@
 //! `Decision` and `Ticket`, and the core's records as dictionaries.
 use crate::errors::Result;
-use crate::router::{Clock, with_router};
+use crate::held::{Clock, with_router};
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardEvent, Phase};
 use lmetric_core::kv::index::KvIndex;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::program::Finish;

@@ -45,7 +45,7 @@ impl Warming {
             inner.1.remove(&number)
         };
         match fetch.filter(|_| tokens > 0) {
-            Some(fetch) => crate::router::with_router(&self.shared, py, |router| {
+            Some(fetch) => crate::held::with_router(&self.shared, py, |router| {
                 router.prefix_fetched(&fetch, tokens);
                 Ok(())
             }),

@@ -9,7 +9,7 @@
 use crate::events::KvLog;
 use crate::names::ChainHasher;
 use hashbrown::HashMap;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::hash::BuildHasherDefault;
 
 /// A prefix cache of a fixed number of blocks, with a list of runs from the least to the most

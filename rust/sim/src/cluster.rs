@@ -27,15 +27,15 @@ use churn::{Churn, fetch_of};
 use handover::Part;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
-use lmetric_core::admission::{ArrivalId, LoadConfig, Verdict};
+use lmetric_core::admission::{LoadConfig, Verdict};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
-use lmetric_core::ids::Seconds;
+use lmetric_core::ids::{ArrivalId, Seconds};
 use lmetric_core::plan::Usage;
 use lmetric_core::program::Finish;
 use lmetric_core::request::{Request as RouterRequest, Tenant};
-use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{Priorities, RebalanceConfig, Router, RouterConfig, Split};
 pub use pulls::Pulling;
 use pulls::UnderWay;
 pub use recompute::{MoveBy, Recompute};
@@ -94,7 +94,7 @@ pub struct ClusterConfig {
     /// Whether the router knows the length of each request's answer.
     pub output_known: bool,
     /// How running requests are moved; `None`: they do not move.
-    pub reschedule: Option<RescheduleConfig>,
+    pub rebalance: Option<RebalanceConfig>,
     /// How moving requests get to their target.
     pub move_by: MoveBy,
     /// Instances that join and leave, in order of time. The router's settings say whether they do
@@ -174,8 +174,8 @@ enum Event {
     Tick,
     /// The routers admit held requests.
     Admit,
-    /// The router runs a round of rescheduling.
-    Reschedule,
+    /// The router runs a round of rebalancing.
+    Rebalance,
     /// Step times are compared over the instances that decode.
     Compare,
     /// A request arrives.
@@ -191,7 +191,7 @@ impl Event {
                 | Event::Share { .. }
                 | Event::Tick
                 | Event::Admit
-                | Event::Reschedule
+                | Event::Rebalance
                 | Event::Compare
                 | Event::FleetChange { .. }
                 | Event::ContinueChange { .. }
@@ -378,7 +378,7 @@ impl Cluster<'_> {
             }
             Event::Tick => self.tick()?,
             Event::Admit => self.admit_round()?,
-            Event::Reschedule => self.reschedule()?,
+            Event::Rebalance => self.rebalance()?,
             Event::Compare => self.compare(),
         }
         Ok(true)

@@ -15,7 +15,7 @@ use crate::text::Generator;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;

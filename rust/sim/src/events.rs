@@ -1,6 +1,6 @@
 //! Output of an engine: events of a step, events of the KV cache, load.
 use crate::gaps::Gaps;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::ops::Range;
 use std::sync::Arc;
 

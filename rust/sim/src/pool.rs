@@ -2,7 +2,7 @@
 use crate::events::KvLog;
 use crate::names::{NONE, Names};
 use lmetric_core::kv::prefetch;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::collections::VecDeque;
 
 /// In `Block::twin`: the block has no hash under which it could be found.

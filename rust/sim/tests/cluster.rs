@@ -14,6 +14,7 @@ use lmetric_sim::{
     Quantity, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use lmetric_study::REGISTRY;
+use lmetric_study::planner::given;
 use proptest::prelude::*;
 
 fn config(instances: usize) -> ClusterConfig {
@@ -345,8 +346,8 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for requests that reason, two for other requests, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0)];
-    REGISTRY.split("libra_three", &settings).unwrap()
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0)];
+    given(REGISTRY.split("libra_three", &settings).unwrap())
 }
 
 /// Decode placement on the instance where all requests lose least, if that gains anything; lengths

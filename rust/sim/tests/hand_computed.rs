@@ -1,5 +1,5 @@
 //! Small cases worked out by hand.
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_sim::{
     Admission, DecodeThroughput, Engine, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request,
     Settings, TokenSlo,

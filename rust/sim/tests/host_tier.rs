@@ -3,7 +3,8 @@
 mod common;
 
 use lmetric_core::CoreError;
-use lmetric_core::kv::tiers::{Tier, TierUse};
+use lmetric_core::kv::tier::Tier;
+use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::router::TierConfig;
 use lmetric_sim::{
     Admission, Engine, HostTier, KvEvent, Order, Profile, Prompt, Request, Settings, TokenSlo, Trace,

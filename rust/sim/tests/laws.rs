@@ -1,6 +1,6 @@
 //! Laws that hold for any load: no request is lost, memory is bounded and is released, the same
 //! inputs give the same events.
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_sim::{
     Admission, Engine, Generator, HostTier, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings,
     StepEvents, TOKEN_SECONDS, TokenSlo,

@@ -10,6 +10,7 @@ use lmetric_sim::{
     Trace, Transfer, Workload, simulate,
 };
 use lmetric_study::REGISTRY;
+use lmetric_study::planner::given;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
@@ -148,12 +149,12 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         max_batch_tokens: 64.0,
         max_sequences: f64::INFINITY,
     };
-    let libra = [("least_gain", -1.0), ("least_tokens", 4.0), ("lengths_given", 1.0)];
+    let libra = [("least_gain", -1.0), ("least_tokens", 4.0)];
     let mut config = ClusterConfig {
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
         admission: Admission::Vllm,
         router: RouterConfig { step_time: Some(step), ..RouterConfig::default() },
-        split: REGISTRY.split("libra_three", &libra).unwrap(),
+        split: given(REGISTRY.split("libra_three", &libra).unwrap()),
         token_slo: TokenSlo { answer_seconds: 1.0, think_seconds: 20.0 },
         ..common::config(vec![round(); instances])
     };

@@ -13,7 +13,7 @@ use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Settings, Whole, search};
 use lmetric_study::REGISTRY;
-use lmetric_study::planner::{Placed, search_three};
+use lmetric_study::planner::{Placed, given, search_three};
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64;
 use std::hint::black_box;
@@ -147,7 +147,7 @@ fn main() {
     let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
     let probes: u32 = found.iter().map(|found| found.probes).sum();
     println!("{cut} of {SAMPLES} split, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
-    let libra = REGISTRY.split("libra", &[("lengths_given", 1.0)]).expect("good settings");
+    let libra = given(REGISTRY.split("libra", &[]).expect("good settings"));
     for instances in [2, 256] {
         let apart = REGISTRY.split("apart", &[]).expect("good settings");
         for (policy, split, name) in [

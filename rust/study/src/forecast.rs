@@ -7,7 +7,7 @@
 //! state: an error is a hash of seed, request and interval.
 use lmetric_core::CoreError;
 use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
-use lmetric_core::reschedule::{Forecast, Running};
+use lmetric_core::rebalance::{Forecast, Running};
 use std::f64::consts::{PI, TAU};
 
 /// Share of a predictor's error that belongs to the request and stays; not in the paper.

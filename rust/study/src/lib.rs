@@ -9,6 +9,7 @@ pub mod forecast;
 pub mod planner;
 pub mod policy;
 pub mod program;
+pub mod rebalance;
 
 use lmetric_core::Registry;
 use lmetric_core::registry::{CORE, Rows};

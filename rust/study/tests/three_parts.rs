@@ -12,6 +12,7 @@ use lmetric_core::program::Finish;
 use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Decision, Router, RouterConfig, Split};
 use lmetric_study::REGISTRY;
+use lmetric_study::planner::given;
 
 const DONE: Event = Event::Finished(Usage {
     prompt_tokens: None,
@@ -22,7 +23,7 @@ const DONE: Event = Event::Finished(Usage {
 
 fn libra(parts: u32) -> Split {
     let planner = if parts == 3 { "libra_three" } else { "libra" };
-    REGISTRY.split(planner, &[("least_gain", -1.0), ("lengths_given", 1.0)]).unwrap()
+    given(REGISTRY.split(planner, &[("least_gain", -1.0)]).unwrap())
 }
 
 fn fleet(split: Split, instances: usize) -> Router {

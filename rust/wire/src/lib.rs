@@ -21,11 +21,11 @@ pub use api::{ApiRequest, INTERNAL_FIELDS, Prompt, PromptReader, Refusal, check_
 pub use body::ChunkedBody;
 pub use edit::{edited, outline, short_members};
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
-pub use observe::Observer;
+pub use observe::{OBSERVED_LIMIT, Observer};
 pub use request::{
     Fields, Kind, Peer, REQUEST_FIELDS_LIMIT, Request, field, has_credentials, path, without_credentials,
 };
-pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, OBSERVED_LIMIT, Scanner, Step};
+pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, Scanner, Step};
 pub use shape::{BYTES_EACH, Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
 pub use sse::split;
 

@@ -2,7 +2,6 @@
 //! client must not see.
 //!
 //! Reads only whole events, each once and in place, and copies only their text and token IDs.
-use crate::scanner::OBSERVED_LIMIT;
 use crate::sse;
 use crate::template::Template;
 use serde_core::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
@@ -14,6 +13,9 @@ use std::ops::Range;
 
 /// Templates made for a stream. The events of some streams have further differences (usage so far).
 const MOST_TEMPLATES: u8 = 8;
+/// Longest event of an observed stream that is withheld until its end, in bytes: its first event
+/// repeats the prompt as token IDs.
+pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
 const NOT_ONE_CHOICE: &str = "the segment's answer does not have exactly one choice";
 const NO_IDS: &str = "the engine does not tell token ids (return_token_ids)";
 const BAD_IDS: &str = "the engine reports invalid token ids";

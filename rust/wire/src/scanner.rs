@@ -13,7 +13,7 @@ use crate::WireError;
 use crate::body::{Body, Framing};
 use crate::head::{self, Head};
 use crate::json::{Finish, Found, Probe, Usage};
-use crate::observe::Observer;
+use crate::observe::{OBSERVED_LIMIT, Observer};
 use crate::sse::{Event, Events};
 use std::ops::Range;
 
@@ -24,9 +24,6 @@ const BUFFER_LIMIT: usize = 16 * 1024;
 /// Longest plain answer that is withheld until it is whole, and longest event that is withheld
 /// until its end, in bytes.
 pub const HOLD_LIMIT: usize = 256 * 1024;
-/// Longest event of an observed stream that is withheld until its end, in bytes: its first event
-/// repeats the prompt as token IDs.
-pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
 
 /// Bytes of a stream without a part of the answer, from which on the stream is refused.
 pub const QUIET_LIMIT: usize = 1024 * 1024;

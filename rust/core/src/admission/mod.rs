@@ -36,28 +36,16 @@ pub use settings::{LoadConfig, TenantLimits};
 pub use verdict::{Asked, Counters, HeldFor, Level, LoadSnapshot, RefusedFor, Released, Room, Verdict};
 
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{self, Finish, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work};
 use hashbrown::HashMap;
 use limits::Limits;
 use queue::{Line, Place, Queue};
 use service::Service;
-use slotmap::{Key, SlotMap, new_key_type};
+use slotmap::SlotMap;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-
-new_key_type! {
-    /// A request from its arrival to its end.
-    pub struct ArrivalId;
-}
-
-impl ArrivalId {
-    /// Returns a number that no other arrival of the router has.
-    pub fn number(self) -> u64 {
-        self.data().as_ffi()
-    }
-}
 
 /// Share of the time to the deadline that a request may be expected to wait. The rest is for
 /// errors of the prediction.

@@ -1,6 +1,5 @@
 //! Waiting requests: by tenant, and within a tenant by deadline.
-use super::ArrivalId;
-use crate::ids::Seconds;
+use crate::ids::{ArrivalId, Seconds};
 use hashbrown::HashMap;
 use std::collections::BTreeMap;
 

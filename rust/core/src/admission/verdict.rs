@@ -1,6 +1,5 @@
 //! Input and output of admission: arriving requests, room on instances, and decisions.
-use super::ArrivalId;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::program::Hold;
 
 /// Why a request waits.

@@ -4,8 +4,9 @@
 //! Examples: unknown names, wrong types, division by a constant zero, and reductions over a value
 //! that is the same for all instances. It also rejects logarithms of constants that are not
 //! positive, and constants that are not finite.
+use super::Type;
 use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
-use super::{ExprError, Type};
+use crate::error::ExprError;
 use crate::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
 use crate::request::text_number;
 use crate::suggest::nearest;

@@ -4,7 +4,7 @@
 //! (right-associative). Comparisons bind tighter than `& | ~`, as they do for `and`, `or`, `not` in
 //! Python. Python's own `&` binds tighter than `<=`. But every text that is well-typed with
 //! Python's precedence means the same here, and the operators of the Python package add brackets.
-use super::ExprError;
+use crate::error::ExprError;
 use std::ops::Range;
 
 /// Maximum length of an expression, in bytes.

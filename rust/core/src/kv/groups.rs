@@ -10,7 +10,7 @@
 //! event of such a group; routers without hybrid models pay nothing for it.
 use super::hash::narrowed;
 use super::index::KvIndex;
-use super::tiers::Tier;
+use super::tier::Tier;
 use crate::ids::InstanceId;
 
 /// Maximum number of KV cache groups of an instance apart from full attention. Models have one or

@@ -5,6 +5,7 @@ pub mod index;
 pub mod keys;
 pub(crate) mod names;
 mod table;
+pub mod tier;
 pub mod tiers;
 
 pub use table::prefetch;

@@ -9,7 +9,7 @@
 //! one rank evicts. Each tier of a rank has its own table for the same reason.
 use super::index::{Copies, KvIndex};
 use super::table::{Inserted, Key, Slot, Table};
-use super::tiers::Tier;
+use super::tier::Tier;
 use crate::ids::InstanceId;
 use std::hash::{BuildHasher, RandomState};
 

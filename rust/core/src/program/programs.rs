@@ -3,8 +3,8 @@ use super::admission::{Hold, Queue};
 use super::gaps::{Finish, GapClass, Gaps};
 use super::ledger::{Charge, InstanceLedger, Root};
 use super::lineage::{Lineage, Mark};
-use super::sets::{Filed, Sets};
 use super::rules::Terms;
+use super::sets::{Filed, Sets};
 use super::settings::{ProgramConfig, ProgramMode};
 use super::waste::Waste;
 use crate::error::CoreError;
@@ -751,8 +751,7 @@ impl Programs {
                 let base = program.base.map_or(0.0, |base| base.tokens);
                 let continued = (program.continued_tokens() - base).max(0.0);
                 let is_parent = !program.children.is_empty() && self.terms.waits_for_children;
-                let waits =
-                    if is_parent { (PARENT_RETURNS - returns).max(0.0) * continued } else { 0.0 };
+                let waits = if is_parent { (PARENT_RETURNS - returns).max(0.0) * continued } else { 0.0 };
                 let probability = if is_parent { returns.max(PARENT_RETURNS) } else { returns };
                 (returns * self.counted_tokens(program) + waits, probability)
             }

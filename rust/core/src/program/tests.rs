@@ -1,7 +1,10 @@
 //! Programs, turns and admission.
 use super::lineage::Lineage;
 use super::programs::State;
-use super::{Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, Terms, TurnId, Verdict, Work};
+use super::{
+    Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, Terms,
+    TurnId, Verdict, Work,
+};
 use crate::ids::{InstanceId, Seconds};
 use proptest::prelude::*;
 use std::sync::Arc;

@@ -1,11 +1,11 @@
 //! Arrivals: which requests run now, which wait, and which are refused.
 use super::context::{Arrived, DecisionContext};
 use super::router::Router;
-use crate::admission::{Admission, ArrivalId, Asked, LoadConfig, LoadSnapshot, Released, Room, Verdict};
+use crate::admission::{Admission, Asked, LoadConfig, LoadSnapshot, Released, Room, Verdict};
 use crate::error::CoreError;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::indicators::Indicator;
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use crate::priority::vtc::check_weight;
 use crate::program::capacity::FullCache;
 use crate::program::{Arrival, ProgramConfig, Programs};

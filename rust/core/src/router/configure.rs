@@ -3,7 +3,7 @@ use super::fetch_cost::Pulls;
 use super::plan::planners::Split;
 use super::priorities::{Ordering, Priorities};
 use super::router::Router;
-use super::settings::{IndexFeed, PullConfig, Rescheduling};
+use super::settings::{IndexFeed, PullConfig, Rebalancing};
 use super::state::{Selector, State};
 use super::tickets;
 use crate::error::CoreError;
@@ -192,10 +192,10 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` if policies and forecast need different survival curves.
-    pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
-        let turns = rescheduling.as_ref().is_some_and(|by| by.forecast.reads_turns());
+    pub fn set_rebalancing(&mut self, rebalancing: Option<Rebalancing>) -> Result<(), CoreError> {
+        let turns = rebalancing.as_ref().is_some_and(|by| by.forecast.reads_turns());
         self.requests.turns = turns.then(|| self.requests.turns.take().unwrap_or_default());
-        self.state.rescheduling = rescheduling;
+        self.state.rebalancing = rebalancing;
         self.look_ahead()
     }
 }

@@ -1,11 +1,10 @@
 //! Buffers that planning writes.
 use super::decision::Totals;
 use super::parts::Rest;
-use crate::admission::ArrivalId;
 use crate::guard::Restriction;
-use crate::ids::Seconds;
+use crate::ids::{ArrivalId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use crate::policy::{PolicyRng, Scores};
 use crate::receipt::Balance;
 use rand::SeedableRng;

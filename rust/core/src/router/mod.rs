@@ -10,7 +10,7 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `admission`, `idle`, `rounds`, `trial`, `warm` | arrivals; policy checks; rescheduling; policies on trial; fleet changes |
+//! | `admission`, `idle`, `rounds`, `trial`, `warm` | arrivals; policy checks; rebalancing; policies on trial; fleet changes |
 //! | `configure`, `reports`, `tiers` | settings; reports of engines and peers; tier indexes |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
@@ -62,6 +62,6 @@ pub use priorities::Priorities;
 pub use replicas::MOST_REPLICAS;
 pub use rounds::NamedMove;
 pub use router::Router;
-pub use settings::{IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule, TierConfig};
+pub use settings::{IndexFeed, PullConfig, RebalanceConfig, Rebalancing, RouterConfig, TierConfig};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;

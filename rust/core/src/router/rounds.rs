@@ -1,8 +1,8 @@
-//! Rounds of rescheduling: the rescheduler gets the running requests of each instance and returns
+//! Rounds of rebalancing: the rebalancer gets the running requests of each instance and returns
 //! moves (STAR, section 5.2). The caller makes the moves ([`Router::begin_move`]).
 use super::ledger::Stage;
 use super::router::Router;
-use super::settings::Rescheduling;
+use super::settings::Rebalancing;
 use super::state::State;
 use super::tickets::{TicketId, TicketState, Tickets};
 use crate::error::CoreError;
@@ -11,7 +11,7 @@ use crate::fleet::{Fleet, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
-use crate::reschedule::{InstanceLoad, Move, Running, RunningRequest, Stop};
+use crate::rebalance::{InstanceLoad, Move, Running, RunningRequest, Stop};
 
 /// A move that a round proposes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,10 +31,10 @@ impl Router {
     ///
     /// # Errors
     /// Errors of the forecast. Built-in forecasts do not fail.
-    pub fn reschedule(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
+    pub fn rebalance(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         self.clock(now);
         let Router { state, requests, .. } = self;
-        let Some(by) = &mut state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
+        let Some(by) = &mut state.rebalancing else { return Ok((Vec::new(), Stop::Off)) };
         let listed = listed(&requests.tickets, &state.fleet, by);
         let asked: Vec<Running> = listed.iter().map(|listed| listed.asked).collect();
         let curve = state.ledger.ahead().filter(|_| by.forecast.reads_curve());
@@ -58,7 +58,6 @@ impl Router {
                 id: ticket.0,
                 tokens: (leg.entry.prompt_tokens + leg.entry.output_tokens) as u32,
                 remaining: Remaining { tokens: (remaining.tokens - since).max(0.0), ..remaining },
-                priority: 0,
                 movable: !comes
                     && request.may_be_cut
                     && request.later.is_empty()
@@ -76,7 +75,7 @@ impl Router {
             })
             .map(|id| state.load_to_balance(id, &requests[id.index()], coming[id.index()], tokens_per_block))
             .collect();
-        let Some(by) = &mut state.rescheduling else { return Ok((Vec::new(), Stop::Off)) };
+        let Some(by) = &mut state.rebalancing else { return Ok((Vec::new(), Stop::Off)) };
         let round = by.rule.round(&loads)?;
         let named = |why: &Move| NamedMove { ticket: TicketId(why.request), why: *why };
         Ok((round.moves.iter().map(named).collect(), round.stop))
@@ -84,10 +83,10 @@ impl Router {
 }
 
 impl Router {
-    /// Returns the requests that an immediate [`Router::reschedule`] would pass to the forecast.
-    /// Empty if rescheduling is off.
+    /// Returns the requests that an immediate [`Router::rebalance`] would pass to the forecast.
+    /// Empty if rebalancing is off.
     pub fn running(&self) -> Vec<Running> {
-        let Some(by) = &self.state.rescheduling else { return Vec::new() };
+        let Some(by) = &self.state.rebalancing else { return Vec::new() };
         listed(&self.requests.tickets, &self.state.fleet, by).iter().map(|listed| listed.asked).collect()
     }
 }
@@ -133,7 +132,7 @@ struct Listed<'a> {
 /// Returns the requests that decode and those whose KV is in transfer. Requests in transfer count
 /// as load of their target; otherwise every round until their arrival would move one more request
 /// there.
-fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rescheduling) -> Vec<Listed<'a>> {
+fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rebalancing) -> Vec<Listed<'a>> {
     let every = f64::from(by.repredict_tokens.max(1));
     let mut listed = Vec::new();
     for (ticket, request) in tickets.iter() {

@@ -2,9 +2,8 @@
 use super::decision::Decision;
 use super::router::Router;
 use super::tickets::TicketId;
-use crate::admission::ArrivalId;
 use crate::error::CoreError;
-use crate::ids::Seconds;
+use crate::ids::{ArrivalId, Seconds};
 use crate::plan::{Event, Segment};
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;

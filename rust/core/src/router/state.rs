@@ -4,7 +4,7 @@ use super::context::DecisionContext;
 use super::fetch_cost::Pulls;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
 use super::parts::Rest;
-use super::settings::{IndexFeed, Rescheduling, RouterConfig};
+use super::settings::{IndexFeed, Rebalancing, RouterConfig};
 use crate::error::CoreError;
 use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime, WeightsOf};
@@ -125,7 +125,7 @@ pub(super) struct State {
     pub pulls: Option<Pulls>,
     /// Output lengths by class, if requests are split by length.
     pub lengths: Option<OutputLength>,
-    pub rescheduling: Option<Rescheduling>,
+    pub rebalancing: Option<Rebalancing>,
     /// The indicator `recompute_ratio`.
     pub recompute_ratio: f64,
 }
@@ -153,7 +153,7 @@ impl State {
             planner: None,
             pulls: config.pull.map(Pulls::new).transpose()?,
             lengths: None,
-            rescheduling: None,
+            rebalancing: None,
             recompute_ratio: 0.0,
             config,
         };
@@ -208,7 +208,7 @@ impl State {
             });
         }
         let weights_of = self.weights_of()?;
-        let forecasts = self.rescheduling.as_ref().is_some_and(|by| by.forecast.reads_curve());
+        let forecasts = self.rebalancing.as_ref().is_some_and(|by| by.forecast.reads_curve());
         let wanted = reads.intersects(AHEAD) || forecasts;
         let ahead = match self.ledger.ahead() {
             _ if !wanted => return Ok(false),

@@ -1,9 +1,8 @@
 //! Tickets of requests in flight, in a slot map whose keys are never reused.
 use super::ledger::Entry;
-use crate::admission::ArrivalId;
 use crate::error::CoreError;
 use crate::estimate::Turn;
-use crate::ids::Seconds;
+use crate::ids::{ArrivalId, Seconds};
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
 use crate::request::{Allowed, Arm, Request, Tenant};

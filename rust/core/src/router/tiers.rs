@@ -6,7 +6,8 @@ use crate::ids::InstanceId;
 use crate::kv::groups::Groups;
 use crate::kv::index::KvIndex;
 use crate::kv::names::Cache;
-use crate::kv::tiers::{Tier, Tiers};
+use crate::kv::tier::Tier;
+use crate::kv::tiers::Tiers;
 
 impl Router {
     /// Returns the KV index of a tier, if there is one.

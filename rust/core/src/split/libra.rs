@@ -67,14 +67,6 @@ pub fn search(
     pair.judge(whole, &best, probes, settings)
 }
 
-/// Returns the split at `fraction` of P + D, clipped so that both parts have a token. For tests of
-/// engines and streams. Returns `None` for a request of fewer than two tokens or if `fraction` is
-/// NaN.
-pub fn force_at(fraction: f64, whole: &Whole) -> Option<u32> {
-    let all = whole.tokens();
-    (all >= 2 && !fraction.is_nan()).then(|| ((fraction * f64::from(all)).ceil() as u32).clamp(1, all - 1))
-}
-
 /// Returns the first and last token at which a split is allowed.
 fn allowed(whole: &Whole, settings: &Settings) -> Result<(u32, u32), Why> {
     let (prompt, least_tokens) = (whole.prompt_tokens, settings.least_tokens.max(1));
@@ -286,16 +278,6 @@ mod tests {
         }
         let bad = Load { decoding: f64::NAN, ..first };
         assert_eq!(search(&ALIKE, &bad, &second, &step, &step, &any).why, Why::Unknown);
-    }
-
-    #[test]
-    fn a_forced_cut_leaves_both_sides_a_token() {
-        let whole = Whole { prompt_tokens: 7, expected_output_tokens: 3, ..ALIKE };
-        for (fraction, token) in [(0.0, 1), (0.41, 5), (0.5, 5), (0.99, 9), (1.0, 9), (-3.0, 1)] {
-            assert_eq!(force_at(fraction, &whole), Some(token), "{fraction}");
-        }
-        assert_eq!(force_at(f64::NAN, &whole), None);
-        assert_eq!(force_at(0.5, &Whole { prompt_tokens: 1, expected_output_tokens: 0, ..whole }), None);
     }
 
     prop_compose! {

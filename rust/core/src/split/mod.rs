@@ -16,7 +16,7 @@ pub mod apart;
 pub mod libra;
 pub mod predict;
 
-pub use libra::{force_at, search};
+pub use libra::search;
 
 use crate::ids::Seconds;
 use crate::plan::Cuts;

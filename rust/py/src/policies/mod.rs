@@ -10,7 +10,6 @@ pub use watchdog::PolicyTimeout;
 
 use crate::errors::Result;
 use crate::expr::{Named, nearest_indicator};
-use crate::registry;
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
 use lmetric_core::policy::{KnobKind, Policy, Prefer};
 use lmetric_core::registry::DEFAULT_POLICY;
@@ -96,7 +95,7 @@ pub fn build_timed(
         .collect::<PyResult<_>>()?;
     given.extend(constants);
     let Some(score) = score else {
-        return Ok(registry::policy(registry, name.as_deref().unwrap_or(DEFAULT_POLICY), &given)?);
+        return Ok(registry.policy(name.as_deref().unwrap_or(DEFAULT_POLICY), &given)?);
     };
     let then: Vec<(String, String)> = policy.getattr("then")?.extract()?;
     let source = ExpressionSource {
@@ -137,7 +136,7 @@ fn from_text(
     let is_name = !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
     let is_number = word.starts_with(|c: char| c.is_ascii_digit());
     if is_name && !is_number && Named::find(word).is_none() {
-        return registry::policy(registry, word, knobs).map_err(|error| match error {
+        return registry.policy(word, knobs).map_err(|error| match error {
             CoreError::UnknownName { kind, name, nearest: None } if kind == "policy" => {
                 CoreError::UnknownName {
                     kind: "policy or indicator".into(),

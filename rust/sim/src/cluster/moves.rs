@@ -15,12 +15,12 @@ use lmetric_core::router::Carry;
 const COMPARED_SECONDS: Seconds = 1.0;
 
 impl Cluster<'_> {
-    /// Runs a round of rescheduling: the router chooses the moves.
-    pub(super) fn reschedule(&mut self) -> Result<(), CoreError> {
+    /// Runs a round of rebalancing: the router chooses the moves.
+    pub(super) fn rebalance(&mut self) -> Result<(), CoreError> {
         let mut moves = Vec::new();
         for observer in self.routers.each() {
             observer.catch_up_tokens(&self.engines, self.now)?;
-            let (named, _) = observer.router.reschedule(self.now)?;
+            let (named, _) = observer.router.rebalance(self.now)?;
             let requests = named.iter().map(|named| (observer.request_of(named.ticket), named.why.target));
             moves.extend(requests);
         }
@@ -28,8 +28,8 @@ impl Cluster<'_> {
             let Some(request) = request else { continue };
             self.begin_move(request as usize, target)?;
         }
-        let period = self.config.reschedule.as_ref().map_or(1.0, |settings| settings.period_seconds);
-        self.at(self.now + period, Event::Reschedule);
+        let period = self.config.rebalance.as_ref().map_or(1.0, |settings| settings.period_seconds);
+        self.at(self.now + period, Event::Rebalance);
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::collections::BinaryHeap;
 
@@ -179,8 +179,8 @@ impl<'a> Cluster<'a> {
                 self.at(period * f64::from(router) / f64::from(routers), Event::Share { router });
             }
         }
-        if self.config.reschedule.is_some() {
-            self.at(0.0, Event::Reschedule);
+        if self.config.rebalance.is_some() {
+            self.at(0.0, Event::Rebalance);
         }
         if self.engines.len() > 1 {
             self.at(0.0, Event::Compare);
@@ -231,10 +231,10 @@ fn made(policies: Policies, config: &ClusterConfig, settings: RouterConfig) -> R
     router.set_split(&config.split)?;
     router.set_admission(config.load.clone())?;
     router.set_priorities(config.priorities)?;
-    if let Some(reschedule) = &config.reschedule {
-        let mut rescheduling = reschedule.build()?;
-        rescheduling.expected_is_limit = !config.output_known;
-        router.set_rescheduling(Some(rescheduling))?;
+    if let Some(rebalance) = &config.rebalance {
+        let mut rebalancing = rebalance.build()?;
+        rebalancing.expected_is_limit = !config.output_known;
+        router.set_rebalancing(Some(rebalancing))?;
     }
     Ok(router)
 }

@@ -9,6 +9,7 @@ use lmetric_core::plan::Binding;
 use lmetric_core::plan::Segment;
 use lmetric_core::router::{IndexFeed, PullConfig, Split};
 use lmetric_study::REGISTRY;
+use lmetric_study::planner::given;
 use proptest::prelude::*;
 
 fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig {
@@ -49,7 +50,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         split: Split::NONE,
         silent_segments: false,
         output_known: true,
-        reschedule: None,
+        rebalance: None,
         move_by: MoveBy::Kv,
         changes: Vec::new(),
         timeline_seconds: 10.0,
@@ -178,8 +179,8 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for requests that reason, two for other requests, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0)];
-    REGISTRY.split("libra_three", &settings).unwrap()
+    let settings = [("least_gain", -1.0), ("least_tokens", 1.0)];
+    given(REGISTRY.split("libra_three", &settings).unwrap())
 }
 
 fn shape_outputs(workload: &Workload) -> u64 {

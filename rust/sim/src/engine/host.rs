@@ -17,7 +17,7 @@ use crate::cache::PrefixCache;
 use crate::sequence::State;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::collections::VecDeque;
 
 /// The constants of a host-memory tier.

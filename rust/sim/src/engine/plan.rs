@@ -6,7 +6,7 @@ use crate::events::Admitted;
 use crate::gaps::Makes;
 use crate::profile::StepWork;
 use crate::sequence::State;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::cmp::Reverse;
 
 /// Resources that preempted requests free.

@@ -4,7 +4,7 @@ use crate::events::{Prefilled, Token};
 use crate::gaps::{Gaps, Makes};
 use crate::hash;
 use crate::sequence::State;
-use lmetric_core::kv::tiers::Tier;
+use lmetric_core::kv::tier::Tier;
 use std::cmp::Reverse;
 
 impl Engine {

@@ -50,7 +50,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         split: Split::NONE,
         silent_segments: false,
         output_known: true,
-        reschedule: None,
+        rebalance: None,
         move_by: MoveBy::Kv,
         changes: Vec::new(),
         timeline_seconds: 10.0,

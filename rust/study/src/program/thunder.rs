@@ -8,9 +8,7 @@
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 use lmetric_core::program::settings::in_range;
-use lmetric_core::program::{
-    GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Terms,
-};
+use lmetric_core::program::{GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Terms};
 use serde::Deserialize;
 use std::sync::Arc;
 

@@ -6,7 +6,7 @@ use crate::ids::InstanceId;
 use crate::kv::groups::{Group, GroupTier};
 use crate::kv::index::Copies;
 use crate::kv::names::Cache;
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use crate::router::router::Router;
 
 /// Returns the name of a cache's block in the index that holds it.

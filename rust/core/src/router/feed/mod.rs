@@ -20,7 +20,7 @@ use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 pub use crate::kv::names::Means;
 use crate::kv::names::{Cache, Names};
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use event::Refused;
 use group::block_in;
 use parking_lot::{Mutex, RwLock};

@@ -5,7 +5,7 @@ use crate::ids::InstanceId;
 use crate::kv::index::copy::Suffix;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use crate::router::router::Router;
 use hashbrown::HashMap;
 

@@ -1,6 +1,6 @@
 //! Number of requests at each stage on an instance, and their tokens.
 use crate::ids::Seconds;
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 
 /// Progress of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 use super::backlog::Ended;
 use super::counts::Entry;
 use crate::estimate::TierLoad;
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 
 /// Loads of an instance from one lower tier.
 #[derive(Clone, Copy, Debug, Default)]

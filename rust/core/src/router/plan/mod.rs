@@ -48,7 +48,7 @@ impl State {
         now: Seconds,
     ) -> Result<Chosen, CoreError> {
         // Requests that must not be split do not move either; the record shows the reason.
-        context.uncut = request.uncut.filter(|_| self.rescheduling.is_some()).map(Into::into);
+        context.uncut = request.uncut.filter(|_| self.rebalancing.is_some()).map(Into::into);
         context.balance = None;
         let rest = match self.fleet.role(first) {
             Role::Prefill => self.rest_of_prefill(context, request, first, now)?,

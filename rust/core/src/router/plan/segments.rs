@@ -3,7 +3,7 @@ use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use crate::plan::Segment;
 use crate::receipt::Next;
 use crate::request::Request;

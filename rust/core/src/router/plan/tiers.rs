@@ -1,5 +1,5 @@
 //! Hits in the tiers below the GPU, and what loading them costs.
-use crate::kv::tiers::Tier;
+use crate::kv::tier::Tier;
 use crate::router::state::State;
 use crate::wide::lesser;
 use multiversion::multiversion;

@@ -1,10 +1,10 @@
 //! Settings of a router.
 mod fetch;
-mod rescheduling;
+mod rebalancing;
 mod tiers;
 
 pub use fetch::PullConfig;
-pub use rescheduling::{RescheduleConfig, Rescheduling, Rule};
+pub use rebalancing::{RebalanceConfig, Rebalancing};
 pub use tiers::TierConfig;
 
 use crate::estimate::StepTime;

@@ -57,12 +57,6 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             300,
             "assumed output tokens until 8 similar outputs have ended; chats have 200 to 350",
         ),
-        Knob::flag(
-            "lengths_given",
-            false,
-            "requests bring their output length (the oracle of a simulation); nothing is learned",
-        )
-        .for_studies(),
     ],
     keeps_tokens: true,
     build,
@@ -71,8 +65,8 @@ pub static SPEC: PlannerSpec = PlannerSpec {
 #[derive(Debug)]
 struct Apart {
     settings: Settings,
-    /// Assumed output tokens (setting `prior_tokens`); `None`: requests bring their lengths.
-    prior_tokens: Option<u32>,
+    /// Assumed output tokens until enough answers have ended.
+    prior_tokens: u32,
 }
 
 fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
@@ -85,7 +79,7 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
             transfer_fixed_seconds: get("transfer_fixed_seconds"),
             most_stall_seconds: get("most_stall_seconds"),
         },
-        prior_tokens: (get("lengths_given") == 0.0).then(|| get("prior_tokens") as u32),
+        prior_tokens: get("prior_tokens") as u32,
     };
     Ok(Box::new(apart))
 }
@@ -168,7 +162,7 @@ impl Planner for Apart {
     }
 
     fn lengths(&self) -> Result<Option<OutputLength>, CoreError> {
-        self.prior_tokens.map(|prior| OutputLength::mean(prior, CLASSES)).transpose()
+        OutputLength::mean(self.prior_tokens, CLASSES).map(Some)
     }
 
     fn recent_seconds(&self) -> Option<Seconds> {

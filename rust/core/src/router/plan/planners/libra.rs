@@ -58,12 +58,6 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             MARGIN_TOKENS as i64,
             "tokens added to the expected output",
         ),
-        Knob::flag(
-            "lengths_given",
-            false,
-            "requests bring their output length (the oracle of a simulation); nothing is learned",
-        )
-        .for_studies(),
     ],
     keeps_tokens: false,
     build,
@@ -74,8 +68,8 @@ pub static SPEC: PlannerSpec = PlannerSpec {
 pub struct Libra {
     /// Settings of the search, without the engines' capabilities.
     settings: Settings,
-    /// Quantile and margin of learned output lengths; `None`: requests bring their lengths.
-    lengths: Option<(f64, u32)>,
+    /// Quantile and margin of learned output lengths.
+    lengths: (f64, u32),
     bounded_batch: bool,
 }
 
@@ -93,8 +87,8 @@ impl Planner for Libra {
     }
 
     fn lengths(&self) -> Result<Option<OutputLength>, CoreError> {
-        let learned = |(quantile, margin)| OutputLength::new(quantile, margin, CLASSES);
-        self.lengths.map(learned).transpose()
+        let (quantile, margin) = self.lengths;
+        OutputLength::new(quantile, margin, CLASSES).map(Some)
     }
 }
 
@@ -115,7 +109,7 @@ impl Libra {
                 transfer_fixed_seconds: get("transfer_fixed_seconds"),
                 cuts: Cuts::Anywhere,
             },
-            lengths: (get("lengths_given") == 0.0).then(|| (get("quantile"), get("margin_tokens") as u32)),
+            lengths: (get("quantile"), get("margin_tokens") as u32),
             bounded_batch: get("bounded_batch") != 0.0,
         }
     }

@@ -26,7 +26,6 @@ macro_rules! planners {
 planners! {
     libra,
     apart,
-    force,
 }
 
 /// Builds a planner from the values of its settings.
@@ -51,6 +50,9 @@ pub struct PlannerSpec {
     pub build: Build,
 }
 
+/// Puts a planner into another.
+pub type Wrap = fn(Box<dyn Planner>) -> Box<dyn Planner>;
+
 /// Maximum number of classes of learned lengths, 0.5 KiB each; the least recently used class is
 /// removed.
 const CLASSES: u32 = 1024;
@@ -60,11 +62,12 @@ const CLASSES: u32 = 1024;
 #[derive(Clone, Default)]
 pub struct Split {
     planner: Option<(&'static PlannerSpec, Knobs)>,
+    wrap: Option<Wrap>,
 }
 
 impl Split {
     /// Requests are not split.
-    pub const NONE: Split = Split { planner: None };
+    pub const NONE: Split = Split { planner: None, wrap: None };
 
     /// Builds a planner with these settings, all others at their defaults.
     ///
@@ -73,7 +76,12 @@ impl Split {
     pub fn by(spec: &'static PlannerSpec, settings: &[(String, f64)]) -> Result<Split, CoreError> {
         let settings = Knobs::resolve(&format!("split {}", spec.name), spec.settings, settings)?;
         (spec.build)(&settings)?;
-        Ok(Split { planner: Some((spec, settings)) })
+        Ok(Split { planner: Some((spec, settings)), wrap: None })
+    }
+
+    /// Passes the planner through `wrap` when it is built, for planners that change another.
+    pub fn wrapped(self, wrap: Wrap) -> Split {
+        Split { wrap: Some(wrap), ..self }
     }
 
     /// Returns the planner's declaration; `None`: requests are not split.
@@ -96,6 +104,9 @@ impl fmt::Debug for Split {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some((spec, settings)) = &self.planner else { return f.write_str("none") };
         f.write_str(spec.name)?;
+        if self.wrap.is_some() {
+            f.write_str(" wrapped")?;
+        }
         f.debug_map().entries(settings.iter()).finish()
     }
 }
@@ -107,6 +118,10 @@ impl State {
     /// `BadValue` for a setting out of its range.
     pub(in crate::router) fn set_split(&mut self, split: &Split) -> Result<(), CoreError> {
         let planner = split.planner.as_ref().map(|(spec, settings)| (spec.build)(settings)).transpose()?;
+        let planner = planner.map(|planner| match split.wrap {
+            Some(wrap) => wrap(planner),
+            None => planner,
+        });
         let lengths = planner.as_ref().map_or(Ok(None), |planner| planner.lengths())?;
         if lengths.is_none() || self.lengths.is_none() {
             self.lengths = lengths;

@@ -21,11 +21,6 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// Returns a grid of the present alone, for rescheduling without prediction (Eq. 3).
-    pub fn present() -> Grid {
-        Grid::of(vec![0.0], vec![1.0], vec![1.0])
-    }
-
     /// Returns `points` evenly spaced points over `horizon` steps (at least as many steps as
     /// points). `beta(t)` is the weight of step t, in any scale. A point represents the steps since
     /// the previous point. With as many points as steps, this is the paper's sum, step by step.
@@ -123,7 +118,7 @@ mod tests {
     use crate::estimate::remaining::Remaining;
 
     fn request(tokens: u32, remaining: f64) -> RunningRequest {
-        RunningRequest { id: 0, tokens, remaining: Remaining::exact(remaining), priority: 0, movable: true }
+        RunningRequest { id: 0, tokens, remaining: Remaining::exact(remaining), movable: true }
     }
 
     #[test]
@@ -153,6 +148,5 @@ mod tests {
         let grid = Grid::future(2, 2, |_| 1.0);
         // Variances 25, 4 and 0.
         assert_eq!(grid.variance(&[0.0, 1.0, 3.0, 10.0, 5.0, 3.0]), 25.0 + 2.0);
-        assert_eq!(Grid::present().variance(&[0.0, 10.0]), 25.0);
     }
 }

@@ -1,18 +1,19 @@
-//! Llumnix-style rescheduling: from the least free instances to the freest instances (Llumnix, OSDI
+//! Llumnix-style rebalancing: from the least free instances to the freest instances (Llumnix, OSDI
 //! 2024, section 4.4; its public code).
 //!
 //! An instance's freeness is (capacity - virtual usage) / batch size, in tokens per request: the
 //! steps that its batch can still run before the cache is full. Virtual usage includes the demand
 //! of the first waiting request. Instances below one threshold are sources, instances above another
 //! are targets. The least free source is paired with the freest target, the next with the next.
-//! Each source gives up its request of lowest priority, the shortest among equals. As in the public
+//! Each source gives up its shortest request: requests have no priorities here. As in the public
 //! code's `balanced` pairing, a move is skipped if it brings the target below the threshold or
-//! makes it less free than the source.
-use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
-use crate::error::CoreError;
+//! makes it less free than the source. In its moves, the loads are the freeness in steps, and the
+//! variance is that of current tokens.
+use lmetric_core::CoreError;
+use lmetric_core::rebalance::{InstanceLoad, Move, Rebalancer, Round, Stop, ordered, setting};
 use serde::Deserialize;
 
-/// Settings of the Llumnix-style rescheduler.
+/// Settings of the Llumnix-style rebalancer.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct LlumnixSettings {
@@ -32,7 +33,7 @@ impl Default for LlumnixSettings {
     }
 }
 
-/// Llumnix-style rescheduler.
+/// Llumnix-style rebalancer.
 #[derive(Clone, Copy, Debug)]
 pub struct Llumnix {
     settings: LlumnixSettings,
@@ -45,7 +46,11 @@ impl Llumnix {
         let below = setting("source_below_steps", settings.source_below_steps, 0.0, f64::INFINITY)?;
         setting("target_above_steps", settings.target_above_steps, below, f64::INFINITY)?;
         if settings.most_moves == 0 {
-            return Err(bad("rescheduling setting most_moves", 0, "at least 1; to move nothing, use `none`"));
+            return Err(CoreError::BadValue {
+                what: "rebalancing setting most_moves".into(),
+                got: "0".into(),
+                expected: "at least 1; to move nothing, use `none`".into(),
+            });
         }
         Ok(Llumnix { settings })
     }
@@ -71,9 +76,13 @@ impl Place<'_> {
     }
 }
 
-impl Rescheduler for Llumnix {
+impl Rebalancer for Llumnix {
     fn name(&self) -> &'static str {
         "llumnix"
+    }
+
+    fn fresh(&self) -> Box<dyn Rebalancer> {
+        Box::new(*self)
     }
 
     fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError> {
@@ -109,7 +118,7 @@ impl Rescheduler for Llumnix {
         let (mut moves, mut movable, mut room) = (Vec::new(), false, false);
         for (source, target) in sources.into_iter().zip(targets) {
             let candidates = source.load.requests.iter().filter(|r| r.movable);
-            let Some(request) = candidates.min_by_key(|r| (r.priority, r.tokens, r.id)) else { continue };
+            let Some(request) = candidates.min_by_key(|r| (r.tokens, r.id)) else { continue };
             movable = true;
             let tokens = f64::from(request.tokens);
             let after = (source.with(-tokens, -1.0), target.with(tokens, 1.0));

@@ -1,7 +1,7 @@
-//! Duration of a rescheduling round, in microseconds:
-//! `cargo run --release --example reschedule_latency [instances [requests on each]]`.
+//! Duration of a rebalancing round, in microseconds:
+//! `cargo run --release --example rebalance_latency [instances [requests on each]]`.
 //!
-//! Loads differ as they do without rescheduling: requests are placed at random. Every fourth
+//! Loads differ as they do without rebalancing: requests are placed at random. Every fourth
 //! instance gets twice its share, every fourth half its share. The rule is measured first by
 //! itself, on given loads, then as a router's whole round, which collects the loads from its
 //! tickets. Between two whole rounds, all requests generate the tokens of a period, so that their
@@ -14,9 +14,11 @@ use lmetric_core::estimate::Remaining;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::plan::{Event, Usage};
+use lmetric_core::rebalance::{InstanceLoad, RunningRequest};
 use lmetric_core::request::Request;
-use lmetric_core::reschedule::{InstanceLoad, RunningRequest};
-use lmetric_core::router::{RescheduleConfig, Router, RouterConfig, TicketId};
+use lmetric_core::router::{RebalanceConfig, Rebalancing, Router, RouterConfig, TicketId};
+use lmetric_core::settings::SettingsReader;
+use lmetric_study::rebalance::named;
 use rand::{RngExt, SeedableRng};
 use std::time::Instant;
 
@@ -26,6 +28,13 @@ const ROUNDS: usize = 1000;
 const WHOLE_ROUNDS: usize = 400;
 /// Requests on each instance per four requested, in turn.
 const SHARES: [usize; 4] = [4, 8, 4, 2];
+const RULES: [&str; 3] = ["star", "star_current", "llumnix"];
+
+/// Builds a rule with its defaults.
+fn built(name: &str) -> Rebalancing {
+    let config: RebalanceConfig = named(name, &mut SettingsReader::new(name, [])).expect("known");
+    config.build().expect("good settings")
+}
 
 fn main() {
     let mut args = std::env::args().skip(1).map(|a| a.parse::<usize>().expect("a number"));
@@ -33,19 +42,19 @@ fn main() {
         (args.next().map_or(vec![8, 32, 64, 128, 256], |n| vec![n]), args.next().unwrap_or(64));
     println!(
         "{:<30}{:>10}{:>10}{:>10}{:>12}{:>10}{:>10}",
-        "rescheduler", "instances", "requests", "moves", "left out %", "p50", "p99"
+        "rebalancer", "instances", "requests", "moves", "left out %", "p50", "p99"
     );
     let line = |name: &str, instances: usize, [moves, left_out, p50, p99]: [f64; 4]| {
         println!(
             "{name:<30}{instances:>10}{requests:>10}{moves:>10.3}{left_out:>12.1}{p50:>10.1}{p99:>10.1}"
         );
     };
-    for name in RescheduleConfig::NAMES {
+    for name in RULES {
         for &instances in &sizes {
             line(name, instances, measure(name, instances, requests));
         }
     }
-    for name in RescheduleConfig::NAMES {
+    for name in RULES {
         for &instances in &sizes {
             line(&format!("{name}, router's round"), instances, measure_whole(name, instances, requests));
         }
@@ -96,8 +105,7 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
     let policy = Registry::CORE.policy("round_robin", &[]).expect("registered");
     let mut router = Router::new(policy, RouterConfig::default()).expect("good settings");
-    let rescheduling = RescheduleConfig::named(name).and_then(|config| config.build()).expect("known");
-    router.set_rescheduling(Some(rescheduling)).expect("nothing is in flight");
+    router.set_rebalancing(Some(built(name))).expect("nothing is in flight");
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, Some(75_000)).expect("a new name");
     }
@@ -124,7 +132,7 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
     (router, open)
 }
 
-/// Measures [`Router::reschedule`] like [`measure`]. The moves are returned but not carried out.
+/// Measures [`Router::rebalance`] like [`measure`]. The moves are returned but not carried out.
 fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let (mut router, open) = at_work(name, instances, requests);
     let (mut timed, mut now) = (Timed::default(), 1.0);
@@ -133,7 +141,7 @@ fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
         for ticket in &open {
             router.advance(*ticket, Event::Tokens(20), now).expect("open");
         }
-        timed.round(|| std::hint::black_box(router.reschedule(now)).expect("good input").0.len());
+        timed.round(|| std::hint::black_box(router.rebalance(now)).expect("good input").0.len());
     }
     timed.summary()
 }
@@ -141,7 +149,7 @@ fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
 /// Measures rounds, each with a new fleet.
 fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
-    let mut rule = RescheduleConfig::named(name).and_then(|config| config.build()).expect("known").rule;
+    let mut rule = built(name).rule;
     let mut timed = Timed::default();
     for _ in 0..ROUNDS {
         let running: Vec<Vec<RunningRequest>> = (0..instances)
@@ -151,7 +159,7 @@ fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
                     let (id, tokens) = (rng.random(), rng.random_range(10..20_000));
                     let (remaining, deviation) = (rng.random_range(0.0..20_000.0), 1000.0);
                     let remaining = Remaining { tokens: remaining, deviation };
-                    RunningRequest { id, tokens, remaining, priority: 0, movable: true }
+                    RunningRequest { id, tokens, remaining, movable: true }
                 };
                 (0..count).map(one).collect()
             })

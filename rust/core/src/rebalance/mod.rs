@@ -1,11 +1,10 @@
-//! Rescheduling of running decodes: STAR's rescheduler, a Llumnix-style one, and none.
+//! Rebalancing of running decodes: STAR's rule. Other crates add rules with [`Rebalancer`].
 //!
 //! A round compares all decode instances and returns a few moves. It is pure: the router decides
 //! when a round runs (STAR Table 4: every [`INTERVAL_STEPS`] steps) and how a request moves. The
 //! remaining lengths come from a [`Forecast`].
 pub mod forecast;
 pub mod grid;
-pub mod llumnix;
 pub mod star;
 #[cfg(test)]
 mod tests;
@@ -14,8 +13,8 @@ use crate::error::CoreError;
 use crate::estimate::remaining::Remaining;
 use crate::ids::InstanceId;
 pub use forecast::{Curve, Forecast, Running};
-pub use llumnix::{Llumnix, LlumnixSettings};
 pub use star::{Star, StarSettings, Weights};
+use std::fmt::Debug;
 
 /// Decode steps between two rounds: the best value in STAR's Table 4. Until lengths are predicted
 /// again, a new round has no new input.
@@ -30,8 +29,6 @@ pub struct RunningRequest {
     pub tokens: u32,
     /// Output tokens still to come.
     pub remaining: Remaining,
-    /// Lower values move first under Llumnix. STAR has no priorities.
-    pub priority: i32,
     /// Whether the request may be moved.
     pub movable: bool,
 }
@@ -45,7 +42,7 @@ pub struct InstanceLoad<'a> {
     pub capacity_tokens: u64,
     /// Tokens in the KV cache outside `requests` (external load), assumed to stay.
     pub other_tokens: u64,
-    /// Tokens that the first waiting request needs. Llumnix counts them as used.
+    /// Tokens that the first waiting request needs.
     pub queued_tokens: u64,
     /// T_exec: current time of one decode step, in seconds, above 0.
     pub step_seconds: f64,
@@ -92,16 +89,15 @@ pub struct Move {
     pub source: InstanceId,
     /// Instance to which it moves, never `source`.
     pub target: InstanceId,
-    /// Load of the source before the move: the weighted workload w_i in tokens for STAR, the
-    /// freeness in steps for Llumnix.
+    /// Load of the source before the move, in the unit of the rule: for STAR, the weighted workload
+    /// w_i in tokens.
     pub source_load: f64,
     /// Load of the target before the move, in the unit of `source_load`.
     pub target_load: f64,
-    /// Mean load over all instances, in the unit of `source_load`; infinite for Llumnix if an
-    /// instance is empty.
+    /// Mean load over all instances, in the unit of `source_load`.
     pub mean_load: f64,
-    /// Variance of loads over the instances before the move, in tokens squared: of Eq. (4) for
-    /// STAR, of current tokens for Llumnix.
+    /// Variance of loads over the instances before the move, in tokens squared: for STAR, that of
+    /// Eq. (4).
     pub variance_before: f64,
     /// Variance of loads after the move, in tokens squared.
     pub variance_after: f64,
@@ -112,7 +108,7 @@ pub struct Move {
 pub enum Stop {
     /// The round reached its maximum number of moves.
     MostMoves,
-    /// Rescheduling is off.
+    /// Rebalancing is off.
     Off,
     /// Fewer than two instances.
     FewInstances,
@@ -133,7 +129,7 @@ impl Stop {
     pub fn reason(self) -> &'static str {
         match self {
             Stop::MostMoves => "the round reached its maximum number of moves",
-            Stop::Off => "rescheduling is off",
+            Stop::Off => "rebalancing is off",
             Stop::FewInstances => "fewer than two instances",
             Stop::NoneOverloaded => "no instance is overloaded",
             Stop::NoneUnderloaded => "no instance is underloaded",
@@ -155,7 +151,7 @@ pub struct Round {
 }
 
 /// A rule that moves running requests between instances.
-pub trait Rescheduler: Send {
+pub trait Rebalancer: Debug + Send + Sync {
     /// Returns the rule's name.
     fn name(&self) -> &'static str;
 
@@ -166,11 +162,17 @@ pub trait Rescheduler: Send {
     /// `BadValue`: a duplicate instance, a capacity of 0, a step time that is not above 0, or
     /// remaining tokens that are negative or not finite.
     fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError>;
+
+    /// Creates the same rule for another router.
+    fn fresh(&self) -> Box<dyn Rebalancer>;
 }
 
 /// Returns the indices of `loads`, sorted by instance: sums and ties then do not depend on the
 /// input order.
-fn ordered(loads: &[InstanceLoad]) -> Result<Vec<usize>, CoreError> {
+///
+/// # Errors
+/// The errors of [`Rebalancer::round`].
+pub fn ordered(loads: &[InstanceLoad]) -> Result<Vec<usize>, CoreError> {
     loads.iter().try_for_each(InstanceLoad::check)?;
     let mut order: Vec<usize> = (0..loads.len()).collect();
     order.sort_unstable_by_key(|&i| loads[i].instance);
@@ -184,8 +186,11 @@ fn bad(what: impl Into<String>, got: impl ToString, expected: &str) -> CoreError
     CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() }
 }
 
-/// Returns `value` if it is finite and in `least..=most`, else an error that names the setting.
-fn setting(name: &str, value: f64, least: f64, most: f64) -> Result<f64, CoreError> {
+/// Returns a setting's value.
+///
+/// # Errors
+/// `BadValue` with the setting and its range unless the value is finite and in `least..=most`.
+pub fn setting(name: &str, value: f64, least: f64, most: f64) -> Result<f64, CoreError> {
     if value.is_finite() && value >= least && value <= most {
         return Ok(value);
     }
@@ -194,5 +199,5 @@ fn setting(name: &str, value: f64, least: f64, most: f64) -> Result<f64, CoreErr
     } else {
         format!("a number of at least {least}")
     };
-    Err(bad(format!("rescheduling setting {name}"), value, &expected))
+    Err(bad(format!("rebalancing setting {name}"), value, &expected))
 }

@@ -12,11 +12,12 @@
 //! processor evaluates with SIMD. A row is skipped if the sum of its least terms cannot beat the
 //! best move so far.
 use super::grid::Grid;
-use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
+use super::{InstanceLoad, Move, Rebalancer, Round, Stop, bad, ordered, setting};
 use crate::error::CoreError;
 use crate::wide::lesser;
 use multiversion::multiversion;
 use serde::Deserialize;
+use std::fmt::{self, Debug, Formatter};
 
 /// Weight of a future step: beta_t, scaled to sum to 1.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
@@ -42,10 +43,6 @@ impl From<f64> for Weights {
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct StarSettings {
-    /// Whether remaining lengths are used. Otherwise only current loads are balanced (the paper's
-    /// STAR w/o prediction).
-    #[serde(skip)]
-    pub prediction: bool,
     /// H: horizon in decode steps. Default 2,048: in section 5.3, requests in decode instances are
     /// 2,000 long on average. So most current requests end within the horizon, and later load comes
     /// from requests not yet here, which no forecast covers.
@@ -75,7 +72,6 @@ pub struct StarSettings {
 impl Default for StarSettings {
     fn default() -> StarSettings {
         StarSettings {
-            prediction: true,
             horizon_steps: 2048,
             points: 32,
             weights: Weights::Geometric { half_life_steps: 512.0 },
@@ -94,8 +90,8 @@ const MOST_POINTS: u32 = 4096;
 /// A gain below this fraction of the variance is rounding.
 const ROUNDING: f64 = 1e-12;
 
-/// STAR rescheduler, with buffers that it reuses in each round.
-#[derive(Clone, Debug)]
+/// STAR rebalancer, with buffers that it reuses in each round.
+#[derive(Clone)]
 pub struct Star {
     settings: StarSettings,
     grid: Grid,
@@ -120,6 +116,18 @@ struct Best {
     target: usize,
 }
 
+impl Debug for Star {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.settings)
+    }
+}
+
+impl Default for Star {
+    fn default() -> Star {
+        Star::new(StarSettings::default()).expect("the defaults are in range")
+    }
+}
+
 impl Star {
     /// # Errors
     /// `BadValue` with the setting and its range.
@@ -132,10 +140,9 @@ impl Star {
         setting("migration_seconds_per_token", settings.migration_seconds_per_token, 0.0, f64::INFINITY)?;
         setting("caution", settings.caution, 0.0, f64::INFINITY)?;
         if settings.most_moves == 0 {
-            return Err(bad("rescheduling setting most_moves", 0, "at least 1; to move nothing, use `none`"));
+            return Err(bad("rebalancing setting most_moves", 0, "at least 1; to move nothing, use `none`"));
         }
         let grid = match settings.weights {
-            _ if !settings.prediction => Grid::present(),
             Weights::Uniform => Grid::future(horizon_steps, points, |_| 1.0),
             Weights::Geometric { half_life_steps } => {
                 // Below one step, the weights of far points would be 0 and only the nearest point
@@ -157,11 +164,10 @@ impl Star {
     /// current tokens).
     fn need(&self, request: &super::RunningRequest) -> f64 {
         let still = request.remaining.tokens + self.settings.caution * request.remaining.deviation;
-        f64::from(request.tokens) + if self.settings.prediction { still } else { 0.0 }
+        f64::from(request.tokens) + still
     }
 
-    /// Computes summaries of all instances, and the requests that outlast their move (line 20; not
-    /// checked without prediction).
+    /// Computes summaries of all instances, and the requests that outlast their move (line 20).
     fn summarise(&mut self, loads: &[&InstanceLoad]) {
         let points = self.grid.len();
         self.loads.resize(loads.len() * points, 0.0);
@@ -178,7 +184,7 @@ impl Star {
             for (m, r) in self.lasts[start..].iter_mut().zip(load.requests) {
                 let seconds = self.settings.migration_seconds
                     + self.settings.migration_seconds_per_token * f64::from(r.tokens);
-                let outlasts = !self.settings.prediction || r.remaining.tokens * load.step_seconds > seconds;
+                let outlasts = r.remaining.tokens * load.step_seconds > seconds;
                 *m *= u32::from(r.movable && outlasts);
             }
         }
@@ -321,9 +327,13 @@ struct Placed {
     target: usize,
 }
 
-impl Rescheduler for Star {
+impl Rebalancer for Star {
     fn name(&self) -> &'static str {
-        if self.settings.prediction { "star" } else { "star_current" }
+        "star"
+    }
+
+    fn fresh(&self) -> Box<dyn Rebalancer> {
+        Box::new(self.clone())
     }
 
     fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError> {

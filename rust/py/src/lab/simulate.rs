@@ -1,14 +1,14 @@
 //! Python functions of the simulator: columns in, columns out, without the interpreter lock in
 //! between.
-use crate::engine::{self, preempt, profile, unknown};
+use super::engine::{self, preempt, profile, unknown};
 use crate::errors::Result;
 use crate::guard::GuardSettings;
 use crate::{policies, router};
-use lmetric_core::{CoreError, Maturity};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::router::{IndexFeed, RouterConfig, TierConfig};
+use lmetric_core::{CoreError, Maturity};
 use lmetric_sim::{
     Admission, ClusterConfig, FleetChange, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile,
     Pulling, Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
@@ -280,7 +280,7 @@ fn simulate<'py>(
         split: crate::split::split_of(REGISTRY, split, split_settings)?,
         silent_segments,
         output_known,
-        reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings, true)?
+        rebalance: crate::rebalance::rebalance_of(Maturity::Study, reschedule, reschedule_settings, true)?
             .map(|made| made.0),
         move_by: match migration_by {
             "fetch" => MoveBy::Kv,

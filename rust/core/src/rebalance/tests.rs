@@ -1,10 +1,9 @@
 //! Cases by hand, and properties against an exhaustive reference.
 use super::*;
-use crate::router::RescheduleConfig;
 use proptest::prelude::*;
 
 fn request(id: u64, tokens: u32, remaining: f64) -> RunningRequest {
-    RunningRequest { id, tokens, remaining: Remaining::exact(remaining), priority: 0, movable: true }
+    RunningRequest { id, tokens, remaining: Remaining::exact(remaining), movable: true }
 }
 
 fn instance(id: u32, capacity_tokens: u64, requests: &[RunningRequest]) -> InstanceLoad<'_> {
@@ -62,10 +61,6 @@ fn star_weighs_what_ends_soon_by_the_present() {
     let loads = [instance(0, 100_000, &a), instance(1, 100_000, &b)];
     let far = StarSettings { horizon_steps: 1024, points: 32, ..small() };
     assert_eq!(star(far).round(&loads).unwrap().moves[0].request, 2);
-    let current = StarSettings { prediction: false, ..small() };
-    let round = star(current).round(&loads).unwrap();
-    // 1300 and 300: moving 500 leaves 800 and 800.
-    assert_eq!((round.moves[0].request, round.moves[0].variance_after), (1, 0.0));
 }
 
 #[test]
@@ -104,76 +99,35 @@ fn caution_adds_deviations_to_the_memory_check() {
 }
 
 #[test]
-fn llumnix_by_hand() {
-    let a = [request(1, 480, 9.0), request(2, 200, 9.0), request(3, 250, 9.0)];
-    let b = [request(4, 300, 9.0)];
-    let (full, free) = (instance(0, 1000, &a), instance(1, 1000, &b));
-    let run =
-        |loads: &[InstanceLoad]| Llumnix::new(LlumnixSettings::default()).unwrap().round(loads).unwrap();
-    // Freeness (1000 - 930) / 3 against 700. The shortest request moves: 270 / 2 and 500 / 2.
-    let m = run(&[full, free]).moves[0];
-    assert_eq!((m.request, m.source, m.target), (2, InstanceId(0), InstanceId(1)));
-    assert_eq!((m.source_load, m.target_load), (70.0 / 3.0, 700.0));
-    assert_eq!((m.variance_before, m.variance_after), (315f64.powi(2), 115f64.powi(2)));
-    let urgent = [a[0], RunningRequest { priority: 1, ..a[1] }, a[2]];
-    assert_eq!(run(&[instance(0, 1000, &urgent), free]).moves[0].request, 3);
-    // Waiting requests count as used: without them, no instance is short of room.
-    let roomy = instance(0, 1500, &a);
-    assert_eq!(run(&[roomy, free]).stop, Stop::NoneOverloaded);
-    assert_eq!(run(&[InstanceLoad { queued_tokens: 500, ..roomy }, free]).moves.len(), 1);
-    assert_eq!(run(&[full, InstanceLoad { accepts: false, ..free }]).stop, Stop::NoneUnderloaded);
-    assert_eq!(run(&[full, instance(1, 580, &b)]).stop, Stop::NoRoom);
-    // The least free instance is paired with the freest, the next with the next.
-    let settings = LlumnixSettings { most_moves: 9, ..LlumnixSettings::default() };
-    let fuller = InstanceLoad { instance: InstanceId(2), other_tokens: 20, ..full };
-    let loads = [full, free, fuller, instance(3, 5000, &[])];
-    let round = Llumnix::new(settings).unwrap().round(&loads).unwrap();
-    let pairs: Vec<_> = round.moves.iter().map(|m| (m.source.0, m.target.0)).collect();
-    assert_eq!(pairs, [(2, 3), (0, 1)]);
-}
-
-#[test]
 fn bad_input_is_named() {
     let good = [request(1, 100, 9.0)];
-    for name in RescheduleConfig::NAMES {
-        let mut rule = RescheduleConfig::named(name).unwrap().build().unwrap().rule;
-        assert_eq!(rule.name(), name);
-        let mut error =
-            |load: InstanceLoad| rule.round(&[load, instance(9, 10, &[])]).unwrap_err().to_string();
-        let load = instance(3, 1000, &good);
-        assert_eq!(
-            error(InstanceLoad { capacity_tokens: 0, ..load }),
-            "capacity_tokens of instance 3: 0 is not valid; expected at least 1 token"
-        );
-        assert!(
-            error(InstanceLoad { step_seconds: f64::NAN, ..load })
-                .starts_with("step_seconds of instance 3: NaN")
-        );
-        assert!(
-            error(InstanceLoad { instance: InstanceId(9), ..load }).starts_with("instances of a round: 9")
-        );
-        for wrong in [-1.0, f64::NAN, f64::INFINITY] {
-            let requests = [request(5, 1, wrong)];
-            let text = error(instance(3, 1000, &requests));
-            assert!(text.starts_with("remaining tokens of request 5 on instance 3: "), "{text}");
-        }
-    }
+    let mut rule = star(StarSettings::default());
+    assert_eq!(rule.name(), "star");
+    let mut error = |load: InstanceLoad| rule.round(&[load, instance(9, 10, &[])]).unwrap_err().to_string();
+    let load = instance(3, 1000, &good);
     assert_eq!(
-        RescheduleConfig::named("stars").err().unwrap().to_string(),
-        "unknown rescheduler \"stars\"; did you mean \"star\"?"
+        error(InstanceLoad { capacity_tokens: 0, ..load }),
+        "capacity_tokens of instance 3: 0 is not valid; expected at least 1 token"
     );
+    assert!(
+        error(InstanceLoad { step_seconds: f64::NAN, ..load }).starts_with("step_seconds of instance 3: NaN")
+    );
+    assert!(error(InstanceLoad { instance: InstanceId(9), ..load }).starts_with("instances of a round: 9"));
+    for wrong in [-1.0, f64::NAN, f64::INFINITY] {
+        let requests = [request(5, 1, wrong)];
+        let text = error(instance(3, 1000, &requests));
+        assert!(text.starts_with("remaining tokens of request 5 on instance 3: "), "{text}");
+    }
     let error = |s: StarSettings| Star::new(s).err().unwrap().to_string();
     assert_eq!(
         error(StarSettings { points: 5, ..small() }),
-        "rescheduling setting points: 5 is not valid; expected a number from 1 to 4"
+        "rebalancing setting points: 5 is not valid; expected a number from 1 to 4"
     );
     assert!(error(StarSettings { threshold: f64::NAN, ..small() }).contains("threshold: NaN"));
     assert!(error(StarSettings { most_moves: 0, ..small() }).contains("most_moves: 0"));
     assert!(error(StarSettings { migration_seconds: -1.0, ..small() }).contains("migration_seconds: -1"));
     let weights = Weights::Geometric { half_life_steps: 0.0 };
     assert!(error(StarSettings { weights, ..small() }).contains("half_life_steps: 0"));
-    let settings = LlumnixSettings { target_above_steps: 1.0, ..LlumnixSettings::default() };
-    assert!(Llumnix::new(settings).is_err());
 }
 
 type Fleet = Vec<(u64, u64, bool, Vec<RunningRequest>)>;
@@ -186,13 +140,7 @@ fn fleets() -> impl Strategy<Value = Fleet> {
         let mut number = |(tokens, remaining, movable, deviation): (u32, u32, bool, u32)| {
             id += 1;
             let remaining = Remaining { tokens: remaining.into(), deviation: deviation.into() };
-            RunningRequest {
-                id: id * 7919 % 1009,
-                tokens,
-                remaining,
-                priority: 0,
-                movable: movable || id % 3 > 0,
-            }
+            RunningRequest { id: id * 7919 % 1009, tokens, remaining, movable: movable || id % 3 > 0 }
         };
         fleet.into_iter().map(|(c, o, a, r)| (c, o, a, r.into_iter().map(&mut number).collect())).collect()
     })
@@ -259,8 +207,7 @@ fn exhaustive(loads: &[InstanceLoad], s: &StarSettings, grid: &grid::Grid) -> (f
             for r in source.requests.iter().filter(|r| r.movable) {
                 let takes = s.migration_seconds + s.migration_seconds_per_token * f64::from(r.tokens);
                 let still = r.remaining.tokens + s.caution * r.remaining.deviation;
-                let still = if s.prediction { still } else { 0.0 };
-                let lasts = !s.prediction || r.remaining.tokens > takes / source.step_seconds;
+                let lasts = r.remaining.tokens > takes / source.step_seconds;
                 if lasts && now + f64::from(r.tokens) + still <= target.capacity_tokens as f64 {
                     let after = variance(loads, grid, Some((r, from, to)));
                     best = Some(best.map_or(after, |b| b.min(after)));
@@ -272,9 +219,8 @@ fn exhaustive(loads: &[InstanceLoad], s: &StarSettings, grid: &grid::Grid) -> (f
 }
 
 fn settings() -> impl Strategy<Value = StarSettings> {
-    (any::<bool>(), 1u32..60, 1u32..60, any::<bool>(), 0.0..0.4f64, 0.0..0.5f64, 0.0..1.0f64).prop_map(
-        |(prediction, a, b, uniform, threshold, migration_seconds, caution)| StarSettings {
-            prediction,
+    (1u32..60, 1u32..60, any::<bool>(), 0.0..0.4f64, 0.0..0.5f64, 0.0..1.0f64).prop_map(
+        |(a, b, uniform, threshold, migration_seconds, caution)| StarSettings {
             horizon_steps: a.max(b),
             points: a.min(b),
             weights: if uniform { Weights::Uniform } else { Weights::Geometric { half_life_steps: 9.0 } },
@@ -315,27 +261,23 @@ proptest! {
     #[test]
     fn rounds_keep_the_rules_in_any_order(fleet in fleets(), settings in settings(), turn in 0usize..14) {
         let given = loads(&fleet);
-        let llumnix = LlumnixSettings { most_moves: 5, source_below_steps: 200.0, target_above_steps: 300.0 };
-        let star = star(StarSettings { most_moves: 5, ..settings });
-        let rules: [Box<dyn Rescheduler>; 2] = [Box::new(star), Box::new(Llumnix::new(llumnix).unwrap())];
-        for mut rule in rules {
-            let round = rule.round(&given).unwrap();
-            let mut turned = given.clone();
-            turned.reverse();
-            turned.rotate_left(turn % given.len());
-            prop_assert_eq!(&round, &rule.round(&turned).unwrap());
-            let mut tokens: Vec<u64> = given.iter().map(InstanceLoad::tokens).collect();
-            let mut seen = std::collections::HashSet::new();
-            for m in &round.moves {
-                let place = |id: InstanceId| given.iter().position(|l| l.instance == id).unwrap();
-                let (s, t) = (place(m.source), place(m.target));
-                let r = given[s].requests.iter().find(|r| r.id == m.request).unwrap();
-                prop_assert!(s != t && r.movable && given[t].accepts && seen.insert(m.request));
-                tokens[s] -= u64::from(r.tokens);
-                tokens[t] += u64::from(r.tokens);
-                prop_assert!(tokens[t] <= given[t].capacity_tokens);
-                prop_assert!(rule.name() == "llumnix" || m.variance_after < m.variance_before);
-            }
+        let mut rule = star(StarSettings { most_moves: 5, ..settings });
+        let round = rule.round(&given).unwrap();
+        let mut turned = given.clone();
+        turned.reverse();
+        turned.rotate_left(turn % given.len());
+        prop_assert_eq!(&round, &rule.round(&turned).unwrap());
+        let mut tokens: Vec<u64> = given.iter().map(InstanceLoad::tokens).collect();
+        let mut seen = std::collections::HashSet::new();
+        for m in &round.moves {
+            let place = |id: InstanceId| given.iter().position(|l| l.instance == id).unwrap();
+            let (s, t) = (place(m.source), place(m.target));
+            let r = given[s].requests.iter().find(|r| r.id == m.request).unwrap();
+            prop_assert!(s != t && r.movable && given[t].accepts && seen.insert(m.request));
+            tokens[s] -= u64::from(r.tokens);
+            tokens[t] += u64::from(r.tokens);
+            prop_assert!(tokens[t] <= given[t].capacity_tokens);
+            prop_assert!(m.variance_after < m.variance_before);
         }
     }
 }

@@ -1,0 +1,11 @@
+//! Splits at a fixed fraction, for tests of segments. The planner is a study's.
+#[path = "../../../study/src/planner/force.rs"]
+mod planner;
+
+use lmetric_core::CoreError;
+use lmetric_core::router::Split;
+
+/// Splits each request at this fraction of its tokens.
+pub fn force(at: f64) -> Result<Split, CoreError> {
+    Split::by(&planner::SPEC, &[("at".into(), at)])
+}

@@ -1,0 +1,102 @@
+//! Access to a shared router from Python threads, and its clock.
+use crate::errors::Result;
+use lmetric_core::CoreError;
+use lmetric_core::router::{Router as CoreRouter, SharedRouter};
+use pyo3::prelude::*;
+use std::time::{Duration, Instant};
+
+/// Largest plausible difference, in seconds, between `now=` and the router's clocks.
+const DAY: f64 = 86_400.0;
+/// How long a policy function may wait for another router. That router's holder may wait for the
+/// function's own router.
+const MOST_NESTED_WAIT: Duration = Duration::from_secs(1);
+
+/// Python's monotonic clock, in seconds, read without calling Python.
+#[derive(Clone, Copy)]
+pub struct Clock {
+    base: f64,
+    origin: Instant,
+}
+
+impl Clock {
+    /// Creates the clock.
+    pub fn new(py: Python<'_>) -> PyResult<Clock> {
+        let base = py.import("time")?.call_method0("monotonic")?.extract()?;
+        Ok(Clock { base, origin: Instant::now() })
+    }
+
+    /// Reads the clock, in seconds.
+    pub fn read(&self) -> f64 {
+        self.base + self.origin.elapsed().as_secs_f64()
+    }
+
+    /// Returns `now` if it is given, else reads the clock.
+    ///
+    /// # Errors
+    /// `BadValue` if `now` is more than a day off both this clock and the latest time that the
+    /// router received. (A program may have a clock of its own.)
+    pub fn now(&self, now: Option<f64>, router: &CoreRouter) -> Result<f64> {
+        let Some(now) = now else { return Ok(self.read()) };
+        let near = |time: f64| (now - time).abs() <= DAY;
+        if near(router.latest()) || near(self.read()) {
+            return Ok(now);
+        }
+        Err(CoreError::BadValue {
+            what: "now".into(),
+            got: now.to_string(),
+            expected: format!(
+                "seconds on the monotonic clock, within a day of time.monotonic() ({:.0}); time.time() is another clock; \
+                 without now= the router reads the clock itself",
+                self.read()
+            ),
+        }
+        .into())
+    }
+}
+
+/// Calls `with` while holding a shared router. If the router is not free within microseconds,
+/// `with` runs without the interpreter lock, because the router's holder may need that lock. `with`
+/// gets its turn as soon as the router is free.
+///
+/// # Errors
+/// `Policy` in two cases: a policy function calls its own router, or waits too long for another
+/// busy router. `Broken` after a panic.
+pub fn with_router<T: Send>(
+    shared: &SharedRouter,
+    py: Python<'_>,
+    with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
+) -> Result<T> {
+    if let Some(mut router) = shared.try_lock() {
+        shared.check()?;
+        return with(&mut router);
+    }
+    let problem = |problem: &str| CoreError::Policy { policy: "function".into(), problem: problem.into() };
+    if shared.is_held_here() {
+        let own = "it called its own router, which waits for the function to return; read the columns passed to it instead";
+        return Err(problem(own).into());
+    }
+    if let Some(mut router) = shared.lock_soon() {
+        shared.check()?;
+        return with(&mut router);
+    }
+    let nested = SharedRouter::any_is_held_here();
+    py.detach(|| {
+        let router = if nested { shared.lock_within(MOST_NESTED_WAIT) } else { Some(shared.lock_next()) };
+        let busy = "it waited for another router, which stays busy: that router's holder may wait for the function's own router";
+        let mut router = router.ok_or_else(|| problem(busy))?;
+        shared.check()?;
+        with(&mut router)
+    })
+}
+
+/// Refuses calls that may wait for a router.
+///
+/// # Errors
+/// `Policy` inside a policy function: its router is held while the function runs.
+pub fn refuse_in_policy(what: &str) -> Result<()> {
+    if !SharedRouter::any_is_held_here() {
+        return Ok(());
+    }
+    let problem = format!("it {what}, which may wait for its own router; do that outside the function");
+    Err(CoreError::Policy { policy: "function".into(), problem }.into())
+}
