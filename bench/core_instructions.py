@@ -61,7 +61,8 @@ for k in range(10_000):
 print(router.stats()["index_bytes"])
 """
 SIMULATE = """
-from lmetric_lab.sim.run import prepare, simulate
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.workload import prepare
 from lmetric_lab.sim.synthetic import read_synthetic
 sizes = "input_tokens: {{p50: 1000, mean: 1500}}, output_tokens: {{p50: 100, mean: 150}}"
 rate = "rate: 8.0, duration_seconds: 60, "

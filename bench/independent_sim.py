@@ -38,8 +38,10 @@ import lmetric as lm
 import plain_simulator as plain
 from lmetric._core import Program
 from lmetric.profiles import load_profile
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 
 PROFILE = "independent-sim"
 INSTANCES = 16

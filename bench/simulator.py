@@ -55,7 +55,8 @@ def measure(play):
 """
 OUR_RUN = """
 from lmetric.profiles import load_profile
-from lmetric_lab.sim.run import prepare, simulate
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.workload import prepare
 from lmetric_lab.sim.traces import load_trace
 
 path, policy, instances, block, blocks, speed, *decode = json.loads(sys.argv[1])

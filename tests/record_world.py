@@ -12,8 +12,9 @@ import numpy as np
 import orjson
 
 from lmetric.profiles import load_profile
-from lmetric.record_files import SCHEMA_VERSION
-from lmetric_lab.sim.run import Run, simulate
+from lmetric.record_schema import SCHEMA_VERSION
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.whatif import Recording
 

@@ -14,7 +14,7 @@ from lmetric.profiles import Profile, load_profile
 from lmetric_lab.queueing import HostTier
 from lmetric_lab.sim.agents import AgentsTrace
 from lmetric_lab.sim.programs import busy_seconds, ideal_arrival_seconds, program_figures, working_set_tokens
-from lmetric_lab.sim.run import prepare, simulate
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.setups import run as run_setup
 from lmetric_lab.sim.study import cells
 from lmetric_lab.sim.study_file import load_study
@@ -22,6 +22,7 @@ from lmetric_lab.sim.synthetic import SyntheticError, check_synthetic
 from lmetric_lab.sim.table import rows, table_of
 from lmetric_lab.sim.traces import FINISH, Trace, TraceError, load_trace, write_trace
 from lmetric_lab.sim.traces.turns import user_turns
+from lmetric_lab.sim.workload import prepare
 
 PROFILE = Profile(
     fixed_seconds=1.0,

@@ -13,14 +13,17 @@ from typer.testing import CliRunner
 
 from lmetric._core import BadValueError
 from lmetric.cli.app import build
-from lmetric.record_files import Records, read_records
+from lmetric.record_files import read_records
+from lmetric.record_schema import Records
 from lmetric_lab.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, advise, removals
 from lmetric_lab.capacity.demand import coarse
 from lmetric_lab.capacity.goals import read_types
 from lmetric_lab.sim.churn import FleetChange
 from lmetric_lab.sim.pools import Roles
-from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 from lmetric_lab.whatif import EngineFit, Limits, WhatIfError, recording_of
 from lmetric_lab.whatif.check import check_fit
 from lmetric_lab.whatif.fit import FIT_SHARE

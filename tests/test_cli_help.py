@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import sys
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 import typer
 
-import lmetric
 from lmetric.cli.app import GROUPS, build_all
 from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, HELP_ALL, MAIN
 from lmetric.config import ServerConfig
 from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.sim.scenario import Scenario
 
 GROUP: Any = typer.main.get_command(build_all())
 
@@ -124,11 +123,7 @@ def test_serve_shows_the_defaults_of_the_configuration() -> None:
 def test_simulate_shows_the_defaults_of_the_function() -> None:
     """The flags are None if not given, so their help texts state the defaults of the function."""
     shown = entries(help_of("simulate"))
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(lmetric.simulate).parameters.items()
-        if parameter.default not in (None, inspect.Parameter.empty)
-    }
+    defaults = {name: field.default for name, field in Scenario.model_fields.items()}
     for flag, name in (
         ("--binding", "binding"),
         ("--prefill", "prefill"),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric_lab.cli.demo import _verdict as demo_sentence
-from lmetric_lab.cli.simulate import _verdict as simulate_sentence
+from lmetric_lab.cli.simulated import verdict as simulate_sentence
 from lmetric_lab.cli.verdict import Entry, of_programs, sentence
 from lmetric_lab.defaults import SLICE
 from lmetric_lab.replay import ProgramReport, Record, Slo, summarize

@@ -9,8 +9,10 @@ import pytest
 
 import lmetric as lm
 from lmetric_lab.sim.churn import listed
-from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import AnySynthetic, read_synthetic
+from lmetric_lab.sim.workload import prepare
 
 PROFILE = "qwen2-7b-h20"
 CHANGES = "100 leave 0, 160 join 0"

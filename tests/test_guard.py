@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 import lmetric as lm
 from lmetric.config import ConfigError, PoolSettings
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.study_file import load_study
 from lmetric_lab.sim.synthetic import check_synthetic
 from lmetric_lab.sim.traces import Trace

@@ -21,7 +21,8 @@ from lmetric import plugins
 from lmetric.cli.app import build
 from lmetric.config import ConfigError
 from lmetric.policies import is_code
-from lmetric.record_files import RecordError, read_records
+from lmetric.record_files import read_records
+from lmetric.record_schema import RecordError
 from lmetric_lab.capacity import Goal, Question, Twin
 from lmetric_lab.capacity.watch import Watch
 from lmetric_lab.migrate import Draft, detect, import_config

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lmetric_lab.demo import SLICE
-from lmetric_lab.sim.run import prepare
 from lmetric_lab.sim.traces import load_trace
+from lmetric_lab.sim.workload import prepare
 
 BENCH = Path(__file__).parent.parent / "bench"
 ENGINES = 4

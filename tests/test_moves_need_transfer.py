@@ -5,7 +5,6 @@ inert if the decode engine is chosen after the prefill.
 """
 
 import asyncio
-import inspect
 from pathlib import Path
 
 import pytest
@@ -79,7 +78,7 @@ async def test_sibyl_without_its_look_ahead_warns(policy: str, warns: bool) -> N
 def test_simulations_move_as_serve_does_by_default(tmp_path: Path) -> None:
     """Simulations always sent the KV cache, and the command had no way to do otherwise."""
     assert PoolSettings().migration_by == "fetch"
-    assert inspect.signature(lm.simulate).parameters["migration_by"].default == "fetch"
+    assert lm.Scenario().migration_by == "fetch"
     done = CliRunner().invoke(
         build(["simulate"]), ["simulate", "--trace", "slice", "--migration-by", "fetch"]
     )

@@ -14,8 +14,10 @@ import lmetric as lm
 from lmetric.options import SimulatedFetch, parse
 from lmetric.profiles import load_profile
 from lmetric_lab.defaults import SLICE
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.workload import Workload, prepare
 
 PROMPT = np.arange(1601, dtype=np.uint32)  # 100 blocks of 16 tokens, and one more
 PULL = {"seconds_per_token": 1e-5, "fixed_seconds": 0.002, "min_tokens": 64, "max_fetches": 2}

@@ -19,17 +19,8 @@ import pytest
 
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError, RecordsConfig, load_config
-from lmetric.record_files import (
-    ENGINE,
-    FLEET,
-    HEADER,
-    LINES,
-    REQUEST,
-    RecordError,
-    Records,
-    hashes_of,
-    read_records,
-)
+from lmetric.record_files import read_records
+from lmetric.record_schema import ENGINE, FLEET, HEADER, LINES, REQUEST, RecordError, Records, hashes_of
 from lmetric.server.observe import record_writer
 from lmetric.server.observe.record_writer import RecordWriter
 from lmetric.server.observe.recorder import Hasher

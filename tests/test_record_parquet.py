@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lmetric.cli.app import build
-from lmetric.record_files import REQUEST, RecordError, Records, hashes_of, read_records
-from lmetric.record_parquet import convert_records
+from lmetric.record_files import convert_records, read_records
+from lmetric.record_schema import REQUEST, RecordError, Records, hashes_of
 from record_world import make_trace, simulated, write_records
 
 TRACE = make_trace(60)

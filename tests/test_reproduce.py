@@ -133,7 +133,8 @@ def test_the_guard_mends_a_surge(known: bool, tokens: int) -> None:
     before the surge count, too, so each policy pays for all its copies of the prefix."""
     from hot_spot import surge
     from lmetric.profiles import load_profile
-    from lmetric_lab.sim.run import prepare, simulate
+    from lmetric_lab.sim.run import simulate
+    from lmetric_lab.sim.workload import prepare
 
     trace, hot, with_prefix = surge(300, 0.4, tokens, known=known)
     profile = load_profile("qwen3-30b-a3b-h20").in_blocks_of(64)

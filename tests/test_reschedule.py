@@ -16,7 +16,7 @@ from lmetric import BadValueError, LmetricError
 from lmetric.lengths import ErrorTable, MlpPredictor, save_predictor
 from lmetric.options import Star
 from lmetric.profiles import Profile
-from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.traces import Trace
 from train_lengths.from_trace import find_turns
 

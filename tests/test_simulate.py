@@ -10,9 +10,11 @@ import pytest
 import lmetric as lm
 from lmetric._core import local_orders
 from lmetric.profiles import Profile
-from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.summary import Slo, figures
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 
 # Round constants, so that times can be worked out by hand.
 ROUND = Profile(
@@ -204,7 +206,7 @@ def test_the_token_slo_of_the_local_order_by_hand() -> None:
     # Where no prompt token fits, a block of 16 goes all the same: 16, 16, 16 and 12.
     assert second(0.5) == pytest.approx((2.7 + 3 * 1.26 + 1.22, 1.26, 0))
     for wrong in (0.0, -1.0, float("nan"), 1e7):
-        with pytest.raises(lm.BadValueError, match="local order slo: seconds a token"):
+        with pytest.raises(lm.BadValueError, match=r"order_slo: |local order slo: seconds a token"):
             second(wrong)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
-from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.slo import Goal
 from lmetric_lab.whatif.slo_report import slo_report

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import lmetric as lm
 from lmetric.cli.app import build
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, TraceError, load_trace
 from lmetric_lab.sim.traces.write import write_trace
 

@@ -23,7 +23,8 @@ from lmetric_lab.emulated.metrics import EngineMetrics
 from lmetric_lab.emulated.protocol import Shape
 from lmetric_lab.emulated.text import shared_text
 from lmetric_lab.sim.prompts import PromptWriter
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, load_trace
 
 RUN = Path(__file__).parent.parent / "bench" / "trust" / "run.py"

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from lmetric.cli import main
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
 from lmetric_lab.whatif.check import _score_error

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from world import INSTANCES, LMETRIC, PROFILE, Rival
 
-from lmetric_lab.sim.run import prepare, simulate
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 
 PROMPTS = 50
 SHARED_BLOCKS, CACHE_BLOCKS = 195, 1000  # of 512 tokens: 100k tokens are shared

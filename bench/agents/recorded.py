@@ -19,9 +19,11 @@ import numpy as np
 
 from lmetric.profiles import load_profile
 from lmetric_lab.packed import open_packed
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import read_synthetic
 from lmetric_lab.sim.traces import Trace, load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 
 INSTANCES = 8
 BLOCK_TOKENS = 64

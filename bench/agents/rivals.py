@@ -26,8 +26,8 @@ import recorded
 from recorded import PROFILE, numbers, sessions, trace_of
 
 from lmetric import policy_function
-from lmetric_lab.sim.run import Workload, prepare
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import Workload, prepare
 
 HALVES_SEED = 12345
 TUNING_RATES = (0.035, 0.05)

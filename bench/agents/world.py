@@ -16,7 +16,9 @@ from lmetric.profiles import load_profile
 from lmetric_lab.sim.agents import AgentsTrace
 from lmetric_lab.sim.distributions import LogNormal
 from lmetric_lab.sim.programs import working_set_tokens
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.workload import Workload, prepare
 
 INSTANCES = 8
 PROFILE = load_profile("independent-sim")

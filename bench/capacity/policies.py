@@ -28,7 +28,7 @@ from world import (
 
 from lmetric._core import LmetricError
 from lmetric_lab.capacity import EngineType, Question, Twin
-from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.result import Run
 from lmetric_lab.whatif import Limits
 
 WINDOW_SECONDS = 1800.0  # of records that the twin reads

@@ -32,7 +32,7 @@ from world import (
     variation,
 )  # fmt: skip
 
-from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.traces import load_trace
 from rerun import Pool, Rerun, columns, traces
 from result_files import read_figure

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from lmetric.profiles import load_profile
 from lmetric_lab.sim.churn import FleetChange
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.synthetic import RequestsTrace
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import Workload, prepare
 from lmetric_lab.slo import Goal, Metric
 from lmetric_lab.whatif import Recording
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from lmetric.profiles import load_profile
-from lmetric_lab.sim.run import Workload, prepare, simulate
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import SessionsTrace
+from lmetric_lab.sim.workload import Workload, prepare
 
 CHANGE_SECONDS = 900.0  # the first change
 AFTER_SECONDS = 600.0  # measured from each change on

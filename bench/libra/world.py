@@ -22,7 +22,8 @@ import lmetric as lm
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import GPUS, MODELS, Model, roofline
 from lmetric_lab.sim.distributions import Distribution, LogNormal, draw_whole
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, load_trace
 from rerun import Pool, traces
 

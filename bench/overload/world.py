@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from lmetric.profiles import load_profile
-from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import RequestsTrace
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 
 INSTANCES = 8
 PROFILE = load_profile("qwen3-30b-a3b-h20")

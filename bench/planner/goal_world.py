@@ -14,10 +14,12 @@ from world import INSTANCES, recorded
 
 from lmetric.profiles import Profile, load_profile
 from lmetric_lab.sim import max_load
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice
 from lmetric_lab.sim.synthetic import check_synthetic
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import Workload, prepare
 from rerun import traces
 
 PROFILE = "independent-sim"

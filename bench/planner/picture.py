@@ -18,7 +18,8 @@ from goal_world import FIXED, INSTANCES, LMETRIC, PLANNER, TRANSFER, Rival, Stag
 from matplotlib.figure import Figure
 
 from common import ROOT
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from rerun import _use
 
 SPEED = 3.0

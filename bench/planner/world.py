@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from hot_spot import surge
 from lmetric.profiles import Profile, load_profile
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 from rerun import ROOT, traces
 
 SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"

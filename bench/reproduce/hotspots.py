@@ -16,9 +16,10 @@ from world import HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
 
 from hot_spot import HOT, surge
 from lmetric.policies import Columns, policy_function
-from lmetric_lab.sim.run import Run, prepare
+from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.synthetic import check_synthetic
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 
 WINDOW_SECONDS = 60.0  # as in the paper
 TRACKED = 10  # classes with the most hits in a window ("samples the classes with the highest KV$ hits")

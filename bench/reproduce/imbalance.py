@@ -8,7 +8,7 @@ from comparisons import against
 from numpy.typing import NDArray
 from world import LMETRIC, SIMULATION, Choice, Stage, World
 
-from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.summary import WINDOW_SECONDS, windows
 
 BURST_SECONDS = 400.0

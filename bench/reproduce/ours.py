@@ -12,8 +12,8 @@ from comparisons import MEANS, against, columns, linear, table
 from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change
 
 from lmetric.policies import Columns, policy_function
-from lmetric_lab.sim.run import prepare
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 
 BS_ALONE = Choice("lmetric", {"bs_offset": 0}, "p_token * bs")
 BOTH = [BS_ALONE, LMETRIC]

@@ -12,7 +12,7 @@ from world import INSTANCES, LMETRIC, PROFILE, SIMULATION, VLLM, Choice, Part, S
 
 from lmetric.policies import Columns, policy_function
 from lmetric.profiles import Profile
-from lmetric_lab.sim.run import prepare
+from lmetric_lab.sim.workload import prepare
 
 SECONDS = Choice("lmetric_seconds")
 RIVALS = [

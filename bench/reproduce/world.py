@@ -24,11 +24,13 @@ import yaml
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
 from lmetric_lab.sim.max_load import Rule, find
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice
 from lmetric_lab.sim.summary import Slo, figures, measured, prefill_windows
 from lmetric_lab.sim.synthetic import check_synthetic
 from lmetric_lab.sim.traces import Trace, TraceError, load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 from rerun import ROOT
 
 PROFILE = "qwen3-30b-a3b-h20"

@@ -23,10 +23,12 @@ import numpy as np
 
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import MODELS, Gpu, roofline
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.synthetic import check_synthetic
 from lmetric_lab.sim.traces import Trace, load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 from rerun import Pool, traces
 
 LENGTHS = ("sibyl-random", "sharegpt-like", "zeta-like")

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from lmetric.profiles import Profile, load_profile
-from lmetric_lab.sim.run import MoveBy, Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.scenario import Migration
 from lmetric_lab.sim.synthetic import check_synthetic
 from lmetric_lab.sim.traces import load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 from rerun import traces
 
 # Table 2 and Figure 2 (29.2% of ShareGPT's answers below 1K tokens, 17.3% above 30K). The paper
@@ -93,7 +96,7 @@ class Rival:
     placement: str = "least_tokens"
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     stride: int = STRIDE
-    by: MoveBy = "fetch"
+    by: Migration = "fetch"
 
     @property
     def told(self) -> bool:

@@ -16,7 +16,8 @@ from live import Live, Scene, engines, placed, play
 from numpy.typing import NDArray
 from resample import interval
 
-from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 
 QUANTITIES = ("ttft_seconds", "tpot_seconds", "e2e_seconds")
 GOAL = 0.03

@@ -21,8 +21,9 @@ from live import Engines, Scene, engines, play, router
 from numpy.typing import NDArray
 from resample import draws
 
-from lmetric_lab.sim.run import Workload, prepare, simulate
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import Workload, prepare
 
 POLICIES = ("round_robin", "random", "vllm", "filter", "linear", "dynamo", "lmetric")
 CONTROL = "always_worst"

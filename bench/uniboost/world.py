@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from lmetric.profiles import Profile
 from lmetric.profiles.roofline import GPUS, MODELS, Gpu, Model, roofline
 from lmetric_lab.sim.distributions import LENGTHS, Distribution, Quantiles, draw_whole
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 from rerun import traces
 
 AZURE = "azure_conv_2023.csv.gz"

@@ -145,7 +145,9 @@ if TYPE_CHECKING:
     from lmetric.policies import Policy, PolicyFunction, policy_function
     from lmetric.relay import EngineTarget, Relay, RelayError
     from lmetric_lab.sim.churn import FleetChange
-    from lmetric_lab.sim.run import Run, simulate
+    from lmetric_lab.sim.result import Run
+    from lmetric_lab.sim.run import simulate
+    from lmetric_lab.sim.scenario import Scenario
     from lmetric_lab.sim.traces import Trace, load_trace
 
 __all__ = [
@@ -229,6 +231,7 @@ __all__ = [
     "Request",
     "Router",
     "Run",
+    "Scenario",
     "SplitAt",
     "SplitBy",
     "Star",
@@ -277,7 +280,8 @@ _HOMES = {
     "FleetChange": "lmetric_lab.sim.churn",
     "Relay": "lmetric.relay",
     "RelayError": "lmetric.relay",
-    "Run": "lmetric_lab.sim.run",
+    "Run": "lmetric_lab.sim.result",
+    "Scenario": "lmetric_lab.sim.scenario",
     "simulate": "lmetric_lab.sim.run",
     "Trace": "lmetric_lab.sim.traces",
     "forecast_function": "lmetric.lengths.forecast",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lmetric import _core, plugins
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.expr import Expr
 
 End: TypeAlias = Literal["min", "max"]
@@ -406,3 +407,16 @@ def _knobs(knobs: Mapping[str, float] | None) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise _bad(f"parameter {name}", value, "a number")
     return {name: float(value) for name, value in knobs.items()}
+
+
+def policy_name(policy: "PolicyLike | None") -> str:
+    """The name of a policy in results: its name, or the text of its expression."""
+    if policy is None:
+        return DEFAULT_POLICY
+    if isinstance(policy, str | Expr):
+        return str(policy)
+    if isinstance(policy, Policy):
+        return policy.name or policy.score
+    if isinstance(policy, PolicyFunction):
+        return policy.name
+    return policy_function(policy).name

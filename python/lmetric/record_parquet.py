@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from lmetric.record_files import (
-    REQUEST,
-    RecordError,
-    Records,
-    check_header,
-    check_line,
-    hashes_of,
-    read_records,
-)
+from lmetric.record_schema import REQUEST, RecordError, Records, check_header, check_line, hashes_of
 
 SUFFIX = ".parquet"
 OTHER = "other"  # column of keys that are not in the schema
@@ -33,15 +25,16 @@ ROWS = 65_536  # rows that are read at once
 MAPPINGS = {name for name, key in REQUEST.items() if key.kind == "mapping"}  # columns with JSON
 
 
-def convert_records(paths: Iterable[Path], out: Path) -> tuple[Records, int]:
+def write_parquet(files: Iterable[tuple[Path, Records]], out: Path) -> tuple[Records, int]:
     """Writes all requests of some record files to one Parquet file, file by file.
 
-    The file appears whole, or not at all. Returns headers, states of the fleet and notes of the
-    input without its requests, and the number of requests.
+    ``files``: the name of each file, and its records. The Parquet file appears whole, or not at
+    all. Returns headers, states of the fleet and notes of the input without its requests, and the
+    number of requests.
 
     Raises:
-        RecordError: an invalid input, or pyarrow is not installed.
-        OSError: a file cannot be read or written.
+        RecordError: an invalid value, or pyarrow is not installed.
+        OSError: the file cannot be written.
     """
     parquet = _parquet()
     found, requests = Records([], [], []), 0
@@ -49,8 +42,7 @@ def convert_records(paths: Iterable[Path], out: Path) -> tuple[Records, int]:
     partial = out.with_name(f".{out.name}.partial")
     try:
         with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for path in paths:
-                records = read_records(path)
+            for path, records in files:
                 writer.write_table(_table(records.requests, schema, path))
                 requests += len(records.requests)
                 found.headers.extend(records.headers)

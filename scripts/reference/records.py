@@ -1,8 +1,8 @@
-"""docs/reference/records.md, from the schema in `lmetric.record_files`."""
+"""docs/reference/records.md, from the schema in `lmetric.record_schema`."""
 
 from __future__ import annotations
 
-from lmetric.record_files import ENGINE, FLEET, HEADER, REQUEST, SCHEMA_VERSION, Key
+from lmetric.record_schema import ENGINE, FLEET, HEADER, REQUEST, SCHEMA_VERSION, Key
 
 HEAD = f"""\
 # Records

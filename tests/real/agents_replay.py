@@ -20,8 +20,10 @@ import numpy as np
 
 from agents_proof import GPU_BLOCKS, START_SECONDS, SYSTEM_TOKENS, Turn, scripted
 from lmetric.profiles import Profile, load_profile
-from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import prepare
 from vllm_process import BLOCK
 
 ENGINES = 2

@@ -32,8 +32,9 @@ def convert(
     The command needs pyarrow: pip install 'lmetric-router[parquet]'.
     """
     from lmetric.cli.show import note
-    from lmetric.record_files import RecordError, record_paths
-    from lmetric.record_parquet import SUFFIX, convert_records
+    from lmetric.record_files import convert_records, record_paths
+    from lmetric.record_parquet import SUFFIX
+    from lmetric.record_schema import RecordError
 
     if out.suffix != SUFFIX:
         raise RecordError(f"--out: {out} is not valid; expected a name that ends in {SUFFIX}")

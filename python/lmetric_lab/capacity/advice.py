@@ -11,8 +11,8 @@ from lmetric_lab.capacity.goals import EngineType, Question
 from lmetric_lab.capacity.plays import Fleet, Played, Plays
 from lmetric_lab.capacity.removal import Removal, removals
 from lmetric_lab.sim.pools import Roles
-from lmetric_lab.sim.run import prepare
 from lmetric_lab.sim.setups import PolicyChoice
+from lmetric_lab.sim.workload import prepare
 from lmetric_lab.whatif.check import FitCheck
 from lmetric_lab.whatif.fit import EngineFit
 from lmetric_lab.whatif.recording import MIN_REQUESTS, Recording, WhatIfError

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lmetric.profiles import Profile
 from lmetric_lab.capacity.goals import EngineType
 from lmetric_lab.sim.pools import Roles
-from lmetric_lab.sim.run import Run, Workload, simulate
-from lmetric_lab.sim.setups import PolicyChoice, Value
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.setups import PolicyChoice
+from lmetric_lab.sim.workload import Workload
 from lmetric_lab.slo import Goal
-from lmetric_lab.whatif.check import fleet_settings, times_of
+from lmetric_lab.whatif.check import fleet_scenario, times_of
 from lmetric_lab.whatif.fit import EngineFit
 from lmetric_lab.whatif.recording import Recording
 
@@ -105,29 +106,22 @@ class Plays:
         return meets, True
 
     def _runs(self, fleet: Fleet, rate: float) -> list[Run]:
-        settings: dict[str, Value] = fleet_settings(self.recording, self.fit)
-        profile: Profile = fleet.type.of(self.fit.profile)
+        profile = fleet.type.of(self.fit.profile)
         policy = fleet.policy.build()
-        shape: dict[str, Value] = {"instances": fleet.engines}
-        if fleet.roles is not None:
-            shape = {"roles": str(fleet.roles)}
-            if profile.kv_bytes_per_token is None:
-                shape["transfer"] = "none"
-            elif self.transfer is not None:
-                shape["transfer"] = self.transfer
-        return [
-            simulate(
-                self.workload.faster(rate),
-                policy=policy,
-                knobs=dict(fleet.policy.knobs) if isinstance(policy, str) else None,
-                profile=profile,
-                seed=seed,
-                token_stride=8,
-                **shape,  # type: ignore[arg-type]
-                **settings,  # type: ignore[arg-type]
-            )
-            for seed in range(self.seeds)
-        ]
+        scenario = fleet_scenario(self.recording, self.fit).replace(
+            policy=policy,
+            knobs=dict(fleet.policy.knobs) if isinstance(policy, str) else None,
+            profile=profile,
+            token_stride=8,
+        )
+        if fleet.roles is None:
+            scenario = scenario.replace(instances=fleet.engines)
+        elif profile.kv_bytes_per_token is None or self.transfer is not None:
+            transfer = "none" if profile.kv_bytes_per_token is None else self.transfer
+            scenario = scenario.replace(roles=fleet.roles, transfer=transfer)
+        else:
+            scenario = scenario.replace(roles=fleet.roles)
+        return [simulate(self.workload.faster(rate), scenario, seed=seed) for seed in range(self.seeds)]
 
     def _outcome(self, run: Run, slack: float) -> tuple[float, float]:
         kept = slice(round(WARM_UP * len(run)), round((1 - COOL_DOWN) * len(run)))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmetric.record_files import RecordError, Records, not_found, parse_line
+from lmetric.record_files import not_found
+from lmetric.record_schema import RecordError, Records, parse_line
 
 SUFFIX = ".jsonl"  # compressed files are not of a running router
 KEPT_FLEETS = 2_000

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from lmetric.record_files import Records
+from lmetric.record_schema import Records
 from lmetric_lab.capacity.advice import Advice, advise
 from lmetric_lab.capacity.budget import ErrorBudget
 from lmetric_lab.capacity.demand import check_covers, coarse, part, settled_seconds

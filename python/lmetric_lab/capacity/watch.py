@@ -28,7 +28,8 @@ from prometheus_client.process_collector import ProcessCollector
 
 from lmetric._core import LmetricError
 from lmetric.config import Log
-from lmetric.record_files import Records, not_found
+from lmetric.record_files import not_found
+from lmetric.record_schema import Records
 from lmetric.server.http.port import PortError
 from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
 from lmetric.server.observe.logs import LogWriter, configure_logging, flush_logs

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from lmetric._core import BadValueError, LmetricError
 
 if TYPE_CHECKING:
-    from lmetric_lab.sim.run import Workload
     from lmetric_lab.sim.traces import Trace
+    from lmetric_lab.sim.workload import Workload
 
 T = TypeVar("T")
 R = TypeVar("R")

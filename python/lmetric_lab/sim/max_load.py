@@ -21,7 +21,7 @@ from lmetric_lab.sim.setups import Result, Setup, run
 from lmetric_lab.sim.traces import Trace
 
 if TYPE_CHECKING:
-    from lmetric_lab.sim.run import Workload
+    from lmetric_lab.sim.workload import Workload
 
 _FASTEST, _SLOWEST = 2.0**14, 2.0**-14
 

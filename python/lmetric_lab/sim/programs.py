@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lmetric._core import BadValueError
 
 if TYPE_CHECKING:
-    from lmetric_lab.sim.run import Run
+    from lmetric_lab.sim.columns import Columns
     from lmetric_lab.sim.traces import Trace
 
 Floats = NDArray[np.float64]
@@ -41,12 +41,12 @@ class ProgramFigures:
     busy_mean_seconds: float | None
     busy_p50_seconds: float | None
     busy_p95_seconds: float | None
-    # Busy time of a user turn (`Run.user_turns`) of the measured programs; None: no user turn is
-    # known and finishes.
+    # Busy time of a user turn (`Columns.user_turns`) of the measured programs; None: no user turn
+    # is known and finishes.
     user_turn_busy_mean_seconds: float | None
     user_turn_busy_p95_seconds: float | None
     # Busy time over that of the program alone on the fastest engine under a cache without an end
-    # (`Run.ideal_finished_seconds`).
+    # (`Columns.ideal_finished_seconds`).
     stretch_mean: float | None
     stretch_max: float | None
     jct_mean_seconds: float | None  # job completion time, with think times: first arrival to last end
@@ -68,7 +68,7 @@ def has_programs(trace: Trace) -> bool:
     return bool((counts > 1).any())
 
 
-def program_figures(run: Run, share: tuple[float, float] = PROGRAM_SHARE) -> ProgramFigures | None:
+def program_figures(run: Columns, share: tuple[float, float] = PROGRAM_SHARE) -> ProgramFigures | None:
     """The figures of a `share` of a run's programs, in order of arrival; None if no program has
     several requests.
 
@@ -160,7 +160,7 @@ def ideal_arrival_seconds(trace: Trace, ideal_finished_seconds: Floats) -> Float
     return np.maximum(trace.arrival_seconds, after + think)
 
 
-def _user_turn_busy_seconds(run: Run, requests: Ints) -> Floats:
+def _user_turn_busy_seconds(run: Columns, requests: Ints) -> Floats:
     """The busy time of each known user turn of these requests, if it finishes, shape (turns,)."""
     if run.user_turns is None:
         return np.empty(0)
@@ -186,7 +186,7 @@ def _turns_per_minute(ends: Floats, arrivals: Floats) -> float | None:
     return float(inside.sum() / (arrivals.max() - arrivals.min()) * 60)
 
 
-def working_set_tokens(trace: Trace, run: Run, share: tuple[float, float] = PROGRAM_SHARE) -> float:
+def working_set_tokens(trace: Trace, run: Columns, share: tuple[float, float] = PROGRAM_SHARE) -> float:
     """The tokens of all live programs, mean over the time in which a share of the programs arrives.
 
     A program needs a block from the first start to the last end of its prompts with this block. So

@@ -25,8 +25,10 @@ from lmetric_lab.public_traces import available
 from lmetric_lab.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
 
 if TYPE_CHECKING:
-    from lmetric_lab.sim.run import Run, Workload
+    from lmetric_lab.sim.result import Run
+    from lmetric_lab.sim.scenario import Scenario
     from lmetric_lab.sim.traces import Trace
+    from lmetric_lab.sim.workload import Workload
 
 Value = str | float | bool | None | Mapping[str, Any]
 
@@ -184,7 +186,7 @@ class Setup:
     speed: float = 1.0  # arrival rate relative to the trace
     fraction_of_max: float | None = None  # if `speed` results from the maximum load
     seed: int = 0
-    settings: Mapping[str, Value] = field(default_factory=dict)  # for `lmetric.simulate`
+    settings: Mapping[str, Value] = field(default_factory=dict)  # further fields of `Scenario`
     measure: tuple[float, float] = (0.0, 1.0)
     slo: Slo = field(default_factory=Slo)
 
@@ -225,6 +227,29 @@ class Setup:
     def _in_blocks(self, name: str) -> Profile:
         profile = load_profile(name)
         return profile if self.block_tokens is None else profile.in_blocks_of(self.block_tokens)
+
+    def scenario(self) -> Scenario:
+        """The scenario. Raises `ProfileError`, `BadValueError` and the errors of `Policy`."""
+        from lmetric_lab.sim.scenario import Scenario
+
+        policy, second = self.policy.build(), self.decode_policy
+        fields: dict[str, Any] = {**self.settings, "decode_profile": self.decode_engine}
+        if self.roles is not None:
+            fields["roles"] = self.roles
+        if second is not None:
+            fields["decode_policy"] = chosen = second.build()
+            fields["decode_knobs"] = dict(second.knobs) if isinstance(chosen, str) else None
+        engines = self.engines
+        return Scenario(
+            policy=policy,
+            knobs=dict(self.policy.knobs) if isinstance(policy, str) else None,
+            instances=self.instances,
+            profile=engines[0][1]
+            if len(engines) == 1
+            else [profile for instances, profile in engines for _ in range(instances)],
+            seed=self.seed,
+            **fields,
+        )
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -318,22 +343,7 @@ def play(setup: Setup, trace: Trace | Workload) -> Run:
     """Simulate `setup` on `trace`, and apply `setup.speed` to it."""
     from lmetric_lab.sim.run import simulate
 
-    policy, roles = setup.policy.build(), {} if setup.roles is None else {"roles": setup.roles}
-    settings: dict[str, Any] = dict(setup.settings) | roles | {"decode_profile": setup.decode_engine}
-    if (second := setup.decode_policy) is not None:
-        settings["decode_policy"] = chosen = second.build()
-        settings["decode_knobs"] = dict(second.knobs) if isinstance(chosen, str) else None
-    return simulate(
-        trace if setup.speed == 1 else trace.faster(setup.speed),
-        policy=policy,
-        knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
-        instances=setup.instances,
-        profile=setup.engine
-        if len(setup.engines) == 1
-        else [profile for instances, profile in setup.engines for _ in range(instances)],
-        seed=setup.seed,
-        **settings,
-    )
+    return simulate(trace if setup.speed == 1 else trace.faster(setup.speed), setup.scenario())
 
 
 def keep(setup: Setup, run: Run, key: str = "") -> Result:

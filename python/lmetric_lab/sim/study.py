@@ -19,8 +19,8 @@ from lmetric_lab.sim.store import Store
 from lmetric_lab.sim.study_file import Study
 
 if TYPE_CHECKING:
-    from lmetric_lab.sim.run import Workload
     from lmetric_lab.sim.traces import Trace
+    from lmetric_lab.sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Library:
 
     def workload(self, setup: Setup) -> Workload:
         """The workload of `setup`, at the trace's own speed. Raises `TraceError` and `OSError`."""
-        from lmetric_lab.sim.run import prepare
+        from lmetric_lab.sim.workload import prepare
 
         choice, profile = setup.trace, setup.engine
         key = (choice, profile.block_tokens)

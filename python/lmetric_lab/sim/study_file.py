@@ -8,22 +8,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 
 from lmetric import options, plugins
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, LoadAdmission, Strict, explain, read_yaml_lines
-from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
+from lmetric.config import ConfigError, Strict, explain, read_yaml_lines
+from lmetric.config.kinds import OptionError
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
 from lmetric_lab.defaults import DEFAULT_PROFILE, SLICE, trace_path
-from lmetric_lab.queueing import HostTier, Swap, checked_order
-from lmetric_lab.sim.churn import listed
 from lmetric_lab.sim.max_load import Rule
-from lmetric_lab.sim.pools import Roles, Transfer
+from lmetric_lab.sim.pools import Roles
+from lmetric_lab.sim.scenario import Scenario
+from lmetric_lab.sim.setting import Count, NotNegative, Positive, option_of, setting_of, type_in_files
 from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
 from lmetric_lab.sim.summary import Slo, parse_share
 from lmetric_lab.sim.synthetic import check_synthetic
@@ -48,53 +50,7 @@ def _under(key: str) -> BeforeValidator:
     )
 
 
-def _transfer(value: Any) -> Any:
-    told = f"{value:g}" if isinstance(value, int | float) else value
-    if isinstance(told, str):
-        Transfer.of(told)
-    return told
-
-
-def _option(what: str) -> BeforeValidator:
-    """Reads lists of an option, each in its shortest form. Settings in a mapping can be lists,
-    too."""
-
-    def checked(value: Any) -> list[Any]:
-        try:
-            return [options.canonical(what, one) for each in _listed(value) for one in options.sweep(each)]
-        except LmetricError as error:
-            raise OptionError(error) from None
-
-    return BeforeValidator(checked)
-
-
-def _swap(value: str) -> str:
-    Swap.of(value)
-    return value
-
-
-def _changes(value: str) -> str:
-    listed(value)
-    return value
-
-
-def _host_tier(value: Any) -> Any:
-    text = f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else value
-    if isinstance(text, str):
-        HostTier.of(text)
-    return text
-
-
-def _load_admission(value: Any) -> list[Any]:
-    """Reads a list of settings of admission by load; `none` switches it off. A setting can be a
-    list, too."""
-    return [None if one == "none" else one for each in _listed(value) for one in options.sweep(each)]
-
-
 Listed = BeforeValidator(_listed)
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _traces(value: Any) -> Any:
@@ -209,162 +165,62 @@ class MaxLoadEntry(Strict):
         return Rule(self.keep_up, self.good_share, self.tolerance)
 
 
-class SettingsEntry(Strict):
+class _Grid(Strict):
     """Settings of the simulator, each with one or several values; default: as in the simulator."""
-
-    signals: Annotated[list[Literal["exact", "step_end", "delayed"]], Listed] | None = Field(
-        None, description="how current the engine state is that policies read"
-    )
-    admission: Annotated[list[Literal["reserve", "vllm"]], Listed] | None = Field(
-        None, description="how engines admit requests"
-    )
-    local_order: Annotated[list[Annotated[str, AfterValidator(checked_order)]], Listed] | None = Field(
-        None,
-        description="order of requests inside engines: fcfs, sjf, srpt, ... (docs/research/simulator.md)",
-    )
-    preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
-        None, description="KV cache of preempted requests: recompute, or swap:GB/S"
-    )
-    host_tier: Annotated[list[Annotated[str, BeforeValidator(_host_tier)]], Listed] | None = Field(
-        None,
-        description="host memory with a copy of the KV blocks: none, or its capacity relative to the GPU's, "
-        "and GB/s: 2,50",
-    )
-    cached_answers: Annotated[list[bool], Listed] | None = Field(
-        None, description="the next turn's prompt finds the blocks of an answer; needs admission vllm"
-    )
-    session_final: Annotated[list[bool], Listed] | None = Field(
-        None, description="the last request of a conversation says so"
-    )
-    reported_cache_ratio: Annotated[list[Positive], Listed] | None = Field(
-        None, description="cache size that routers receive, divided by the engines' own; default: 1"
-    )
-    tiers: Annotated[list[Annotated[Literal["auto", "all", "off"], OFF_IS_A_WORD]], Listed] | None = Field(
-        None, description="tiers below the GPU whose blocks count in scores; default: auto"
-    )
-    tier_load_ratio: Annotated[list[NotNegative], Listed] | None = Field(
-        None,
-        description="seconds to load one token from such a tier, divided by the seconds to compute it; "
-        "default: 0.02",
-    )
-    priority: Annotated[list[Any], _option("priority")] | None = Field(
-        None, description="numbers for the local order priority, from the router as in a server"
-    )
-    order_slo: Annotated[list[Positive], Listed] | None = Field(
-        None, description="local_order slo: maximum seconds of a step with decodes"
-    )
-    order_think_slo: Annotated[list[Positive], Listed] | None = Field(
-        None,
-        description="local_order slo: maximum seconds of a step with only reasoning tokens; default: "
-        "order_slo",
-    )
-    token_slo_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="longest good gap between two tokens, seconds; default: 0.1"
-    )
-    think_slo_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None,
-        description="longest good gap before a reasoning token, seconds; default: token_slo_seconds",
-    )
-    silent_segments: Annotated[list[bool], Listed] | None = Field(
-        None,
-        description="all segments but the last send no token until their end, as on unmodified engines",
-    )
-    index: Annotated[list[Literal["exact", "approximate"]], Listed] | None = Field(
-        None, description="source of the router's KV index: the engines' events, or the sent prompts"
-    )
-    index_bytes: Annotated[list[Count], Listed] | None = Field(
-        None, description="maximum memory of the router's KV index, bytes"
-    )
-    guard: Annotated[list[Any], _option("guard")] | None = Field(
-        None,
-        description="hot-spot guard (docs/explanation/default_policy.md): true, false, or "
-        "{window_seconds: [15, 60]}; default: off, unless the policy turns it on",
-    )
-    migration_by: Annotated[list[Literal["fetch", "recompute"]], Listed] | None = Field(
-        None,
-        description="method of migrations: fetch (the KV cache is sent), or recompute (the target computes "
-        "it in advance; `serve` refuses this with rebalance); default: fetch, as in `serve`",
-    )
-    migration_max_concurrent: Annotated[list[Count], Listed] | None = Field(
-        None, description="with recompute: maximum number of concurrent migrations; default: 4"
-    )
-    migration_max_gap_seconds: Annotated[list[NotNegative], Listed] | None = Field(
-        None, description="with recompute: maximum gap between two tokens, seconds; default: 1"
-    )
-    report_period_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="delayed signals: seconds between two load reports of an engine"
-    )
-    event_delay_seconds: Annotated[list[NotNegative], Listed] | None = Field(
-        None, description="delayed signals: seconds until a cache event arrives"
-    )
-    token_stride: Annotated[list[Count], Listed] | None = Field(
-        None, description="engine steps between token reports to the router"
-    )
-    routers: Annotated[list[Count], Listed] | None = Field(
-        None, description="number of routers; each request arrives at one of them; default: 1"
-    )
-    sharing_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="seconds between load messages among the routers; default: never"
-    )
-    predictor: Annotated[list[str], Listed] | None = Field(
-        None, description="profile for predicted_ttft_seconds; default: the engines' own"
-    )
-    output_known: Annotated[list[bool], Listed] | None = Field(
-        None, description="whether the router knows the length of each answer"
-    )
-    binding: Annotated[list[Literal["early", "late"]], Listed] | None = Field(
-        None, description="with pools: choose the decode instance on arrival or after prefill"
-    )
-    prefill: Annotated[list[Literal["queues", "unlimited"]], Listed] | None = Field(
-        None, description="with pools: prompts queue, or each takes only its own time"
-    )
-    prefix_fetch: Annotated[list[Any], _option("prefix_fetch")] | None = Field(
-        None,
-        description="fetch cached prefixes from other instances: none, on, or {min_tokens: [256, 512]}; "
-        "default: on if the policy is planner",
-    )
-    split: Annotated[list[Any], _option("split")] | None = Field(
-        None,
-        description="splits of requests without roles: none, libra, {kind: libra, probes: [4, 8]}; "
-        "default: apart if the policy is planner",
-    )
-    rebalance: Annotated[list[Any], _option("rebalance")] | None = Field(
-        None,
-        description="migration of running requests: none, star, {kind: star, threshold: [0.1, 0.2], "
-        "forecast: bins_4}, llumnix",
-    )
-    programs: Annotated[list[Any], _option("programs")] | None = Field(
-        None, description="agent programs: none, observe, admit, {kind: admit, theta: [0.9, 1.0]}"
-    )
-    load_admission: Annotated[list[LoadAdmission | None], BeforeValidator(_load_admission)] | None = Field(
-        None,
-        description="admission by load (docs/how-to/overload.md): none, or its settings: "
-        "{ttft_seconds: [5, 10], max_waiting: 1000}",
-    )
-    changes: Annotated[list[Annotated[str, AfterValidator(_changes)]], Listed] | None = Field(
-        None, description="instances that join and leave: 600 join 8, 1200 leave 3"
-    )
-    fleet_changes: Annotated[list[Any], _option("fleet_changes")] | None = Field(
-        None, description="how instances join and leave: none, warm, {kind: warm, max_seconds: [10, 30]}"
-    )
-    decode_profile: Annotated[list[str], Listed] | None = Field(
-        None, description="with roles: profile of decode instances; default: as the others"
-    )
-    transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
-        None,
-        description="KV transfers: GB/s, end or layers, fixed=SECONDS; or none (docs/research/simulator.md)",
-    )
 
     def combinations(self) -> Iterator[dict[str, Value]]:
         """All combinations of the given values."""
-        given = {name: getattr(self, name) for name in type(self).model_fields if getattr(self, name)}
-        if self.load_admission:
-            given["load_admission"] = [
-                each and each.model_dump(exclude_none=True, exclude_unset=True)
-                for each in self.load_admission
-            ]
+        given = {name: values for name, values in iter(self) if values}
         for values in itertools.product(*given.values()):
-            yield dict(zip(given, values, strict=True))
+            plain = (
+                value.model_dump(exclude_none=True, exclude_unset=True)
+                if isinstance(value, BaseModel)
+                else value
+                for value in values
+            )
+            yield dict(zip(given, plain, strict=True))
+
+
+def _entry(field: FieldInfo) -> tuple[Any, Any]:
+    """The annotation and the default of a setting: one or several values of a field."""
+    setting, what = setting_of(field), option_of(field)
+    assert setting is not None
+    if what is not None:
+        annotation: Any = Annotated[list[Any], BeforeValidator(partial(_options, what))]
+    elif setting.model is not None:
+        annotation = Annotated[list[type_in_files(field) | None], BeforeValidator(_mappings)]  # type: ignore[misc]
+    else:
+        annotation = Annotated[list[type_in_files(field)], Listed]  # type: ignore[misc]
+    return annotation | None, Field(None, description=setting.about)
+
+
+def _options(what: str, value: Any) -> list[Any]:
+    """Reads lists of an option, each in its shortest form. Settings in a mapping can be lists,
+    too."""
+    try:
+        return [options.canonical(what, one) for each in _listed(value) for one in options.sweep(each)]
+    except LmetricError as error:
+        raise OptionError(error) from None
+
+
+def _mappings(value: Any) -> list[Any]:
+    """Reads a list of mappings; `none` switches the setting off. A value can be a list, too."""
+    return [None if one == "none" else one for each in _listed(value) for one in options.sweep(each)]
+
+
+if TYPE_CHECKING:
+    SettingsEntry = _Grid
+else:
+    SettingsEntry = create_model(
+        "SettingsEntry",
+        __base__=_Grid,
+        __doc__=_Grid.__doc__,
+        **{
+            name: _entry(field)
+            for name, field in Scenario.model_fields.items()
+            if (setting := setting_of(field)) and setting.in_study
+        },
+    )
 
 
 class StudyFile(Strict):
@@ -455,7 +311,8 @@ def load_study(
         content["traces"] = [str(trace_path(trace).resolve()) for trace in traces]
     try:
         with plugins.code_only_in(None if allow_code else policies or ()):
-            return _expand(StudyFile.model_validate(content), path)
+            file = StudyFile.model_validate(content)
+            return _expand(file, path)
     except ValidationError as error:
         origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content}
         raise ConfigError("\n".join(explain(error, origin, StudyFile, {str(path): lines}))) from None
@@ -486,10 +343,10 @@ def _expand(file: StudyFile, path: Path) -> Study:
         choice.build()
     profiles = [_profile(name, path.parent) for name in file.profiles]
     given = file.settings
-    for key in ("predictor", "decode_profile"):
-        if (names := getattr(given, key)) is not None:
-            given = given.model_copy(update={key: [_profile(name, path.parent) for name in names]})
-    if given.decode_profile is not None and not (pools and all(each.decode for each in pools)):
+    set_ = {key: values for key, values in given if values is not None}
+    for key in set_.keys() & {"predictor", "decode_profile"}:
+        given = given.model_copy(update={key: [_profile(name, path.parent) for name in set_[key]]})
+    if "decode_profile" in set_ and not (pools and all(each.decode for each in pools)):
         raise ConfigError("settings.decode_profile needs roles with a decode pool, e.g. 16P64D")
     chosen = [_trace(trace, path.parent) for trace in file.traces]
     for what, labels in (

@@ -15,7 +15,7 @@ from lmetric._core import BadValueError
 from lmetric_lab.sim.programs import PROGRAM_SHARE, ProgramFigures, program_figures
 
 if TYPE_CHECKING:
-    from lmetric_lab.sim.run import Run
+    from lmetric_lab.sim.columns import Columns
 
 Floats = NDArray[np.float64]
 
@@ -150,7 +150,7 @@ def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.
 
 
 def figures(
-    run: Run,
+    run: Columns,
     slo: Slo,
     share: tuple[float, float] = (0.0, 1.0),
     program_share: tuple[float, float] = PROGRAM_SHARE,
@@ -209,14 +209,14 @@ def optimal_assignment_ratio(least_loaded: NDArray[np.int64]) -> float | None:
     """The share of KV transfers to the instance with the fewest context tokens at the end of
     prefill.
 
-    `least_loaded` has the entries of `Run.handoff_least_loaded`. None: no transfer. Source: SIBYL,
-    Table 1.
+    `least_loaded` has the entries of `Columns.handoff_least_loaded`. None: no transfer. Source:
+    SIBYL, Table 1.
     """
     known = least_loaded[least_loaded >= 0]
     return float(known.mean()) if len(known) else None
 
 
-def prefill_windows(run: Run, begin: float, end: float) -> Floats:
+def prefill_windows(run: Columns, begin: float, end: float) -> Floats:
     """Prompt tokens computed by each prefill instance per window, shape (instances, windows)."""
     timeline, tokens = run.timeline, run.timeline.prefill_tokens
     if run.roles is not None:

@@ -14,11 +14,13 @@ import yaml
 from numpy.typing import NDArray
 
 from lmetric_lab.sim.pools import Roles
-from lmetric_lab.sim.run import Run, Workload, prepare
-from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice, Value, play
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.scenario import Scenario
+from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice, play
 from lmetric_lab.sim.summary import Slo
+from lmetric_lab.sim.workload import Workload, prepare
 from lmetric_lab.slo import Metric
-from lmetric_lab.whatif.fit import FIT_SHARE, EngineFit, engine_settings
+from lmetric_lab.whatif.fit import FIT_SHARE, EngineFit, engine_scenario
 from lmetric_lab.whatif.recording import Recording
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -208,13 +210,12 @@ def plan(
     played = recording.trace if trace is None else trace
     if not recording.sessions:
         played = replace(played, sessions=None)  # a router would not know them either
-    settings = fleet_settings(recording, fit)
+    scenario = fleet_scenario(recording, fit)
     if fleet.roles is not None and fleet.transfer is not None:
-        settings["transfer"] = fleet.transfer
+        scenario = scenario.replace(transfer=fleet.transfer)
     if recording.changes and fleet == Fleet(len(recording.engines)):
-        settings["changes"] = ",".join(
-            f"{each.at_seconds:f} {each.kind} {each.instance}" for each in recording.changes
-        )
+        changes = ",".join(f"{each.at_seconds:f} {each.kind} {each.instance}" for each in recording.changes)
+        scenario = scenario.replace(changes=changes)
     setups = [
         Setup(
             trace=TraceChoice("records", "records"),
@@ -222,7 +223,7 @@ def plan(
             instances=fleet.instances,
             roles=None if fleet.roles is None else str(fleet.roles),
             seed=seed,
-            settings=settings,
+            settings=scenario.given,
             measure=(0.1, 1.0),
             slo=slo or Slo(),
         )
@@ -237,13 +238,13 @@ def plan(
     return setups, workloads
 
 
-def fleet_settings(recording: Recording, fit: EngineFit) -> dict[str, Value]:
-    """Settings of `simulate` for a fleet like the recorded one."""
-    return engine_settings(fit.cached_answers) | {
-        "signals": "delayed",
-        "index": "exact" if recording.exact else "approximate",
-        "guard": recording.guard,
-    }
+def fleet_scenario(recording: Recording, fit: EngineFit) -> Scenario:
+    """A scenario with a fleet like the recorded one."""
+    return engine_scenario(fit.cached_answers).replace(
+        signals="delayed",
+        index="exact" if recording.exact else "approximate",
+        guard=recording.guard,
+    )
 
 
 def times_of(run: Run, request_seconds: float, slack: float = 1.0) -> dict[Metric, Floats]:

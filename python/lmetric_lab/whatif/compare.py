@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from lmetric_lab.sim.backends import Threads
 from lmetric_lab.sim.ranking import ranking
-from lmetric_lab.sim.run import Workload
 from lmetric_lab.sim.setups import PolicyChoice, Result, Setup, run
 from lmetric_lab.sim.study import Cell, latency
 from lmetric_lab.sim.summary import Slo, Spread
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import Workload
 from lmetric_lab.whatif.check import Fleet, plan, saved
 from lmetric_lab.whatif.fit import EngineFit
 from lmetric_lab.whatif.recording import Recording

@@ -21,7 +21,10 @@ from lmetric.profiles import Profile, load_profile
 from lmetric_lab.calibrate.fit import CONSTANTS, Observation, fit_profile
 from lmetric_lab.calibrate.plan import CalibrationError
 from lmetric_lab.defaults import DEFAULT_PROFILE
-from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.scenario import Scenario
+from lmetric_lab.sim.workload import Workload, prepare
 from lmetric_lab.whatif.recording import DEFAULT_CACHE_TOKENS, Recording, WhatIfError
 
 FIT_SHARE = 0.6  # of the requests by arrival; the others check the fit
@@ -198,11 +201,10 @@ class Engines:
 
     def runs(self, profile: Profile, cached: bool) -> list[tuple[Run, _Engine]]:
         """The simulation of each engine alone, with its requests."""
-        settings = engine_settings(cached)
+        scenario = engine_scenario(cached).replace(policy="round_robin", instances=1, profile=profile)
 
         def run(engine: _Engine) -> tuple[Run, _Engine]:
-            made = simulate(engine.work, policy="round_robin", instances=1, profile=profile, **settings)
-            return made, engine
+            return simulate(engine.work, scenario), engine
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(run, self._engines))
@@ -238,15 +240,11 @@ class Engines:
         return float(total)
 
 
-def engine_settings(cached_answers: bool) -> dict[str, Any]:
-    """Settings of `simulate` that make its engines like the recorded ones."""
-    return {
-        "admission": "vllm",
-        "cached_answers": cached_answers,
-        "prefix_fetch": "none",
-        "split": "none",
-        "programs": "none",
-    }
+def engine_scenario(cached_answers: bool) -> Scenario:
+    """A scenario whose engines are like the recorded ones."""
+    return Scenario(
+        admission="vllm", cached_answers=cached_answers, prefix_fetch="none", split="none", programs="none"
+    )
 
 
 def _blocks_of(recording: Recording) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
 from lmetric.policies import is_code
-from lmetric.record_files import Records, hashes_of
+from lmetric.record_schema import Records, hashes_of
 from lmetric_lab.sim.churn import FleetChange
 from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.traces import Trace

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from lmetric.record_files import Records
-from lmetric_lab.sim.run import Workload
+from lmetric.record_schema import Records
 from lmetric_lab.sim.setups import PolicyChoice, Setup, play
 from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.workload import Workload
 from lmetric_lab.slo import Goal, Metric
 from lmetric_lab.whatif.check import FitCheck, Fleet, Floats, times_of
 from lmetric_lab.whatif.compare import each_run

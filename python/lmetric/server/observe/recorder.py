@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from lmetric._core import Decision, Request, UnknownNameError, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
-from lmetric.record_files import SCHEMA_VERSION
+from lmetric.record_schema import SCHEMA_VERSION
 from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.runner import RequestRunner
