@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from lmetric.cli.help import Command, Commands
+from lmetric.cli.help import Command
 
 # The commands by group, as `lmetric-router --help` shows them, with the package of each one.
 # The laboratory's commands are one of the three doors to it: nothing else here imports it.
@@ -34,6 +36,18 @@ GROUPS = {
     },
 }
 COMMANDS = {name: package for group in GROUPS.values() for name, package in group.items()}
+
+
+class Commands(TyperGroup):
+    """The command tree, whose help lists the commands in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes one section for each group of commands."""
+        for title, names in GROUPS.items():
+            shown = [(name, self.commands[name]) for name in names if name in self.commands]
+            limit = formatter.width - 6 - max(map(len, self.commands))
+            with formatter.section(title):
+                formatter.write_dl([(name, each.get_short_help_str(limit)) for name, each in shown])
 
 
 def build(words: Collection[str]) -> typer.Typer:

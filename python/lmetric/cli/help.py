@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,20 +33,6 @@ MAIN = (
 )
 _FIRST = ("Arguments", BASIC, POLICY)
 _LAST = (DISAGGREGATION, EXPERIMENTAL)
-
-
-class Commands(TyperGroup):
-    """The command tree, whose help lists the commands in groups."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes one section for each group of commands."""
-        from lmetric.cli.app import GROUPS
-
-        for title, names in GROUPS.items():
-            shown = [(name, self.commands[name]) for name in names if name in self.commands]
-            limit = formatter.width - 6 - max(map(len, self.commands))
-            with formatter.section(title):
-                formatter.write_dl([(name, each.get_short_help_str(limit)) for name, each in shown])
 
 
 class Command(TyperCommand):
