@@ -26,7 +26,8 @@ import aiohttp
 import orjson
 
 from common import about, median_range, percentile, write_result
-from lmetric.config import Log, ServerConfig
+from lmetric import Star
+from lmetric.config import Log, PoolSettings, ServerConfig
 from lmetric.server import Server
 from lmetric.server.observe.logs import configure_logging
 from lmetric_lab.emulated import EngineOptions, EngineServer
@@ -112,12 +113,14 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             "engines": [{"url": engine.url} for engine in engines],
             "policy": "round_robin",
             "load": {"interval": None},
-            "rebalance": {"kind": "star", "period_seconds": 3600.0},
+            "rebalance": "star",
             "migration_by": way.by,
-            "migration_max_concurrent": given.requests,
             "migration_max_gap_seconds": MAX_GAP_SECONDS,
         }
-        server = Server(ServerConfig.model_validate(config))
+        # Constants of servers: only `moved` moves streams, all at once.
+        PoolSettings.migration_max_concurrent = given.requests
+        rebalance = Star(period_seconds=3600.0)
+        server = Server(ServerConfig.model_validate(config).model_copy(update={"rebalance": rebalance}))
         await server.start()
         stack.push_async_callback(server.stop)
         client = await stack.enter_async_context(aiohttp.ClientSession())

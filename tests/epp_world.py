@@ -15,7 +15,7 @@ import orjson
 import pytest
 import yaml
 
-from lmetric.config import ServerConfig
+from constants import configured
 from lmetric.server import Server
 from lmetric.server.epp.ext_proc_pb2 import (
     BodySendMode,
@@ -108,16 +108,17 @@ async def picking(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> As
         "load": {"interval": None},
         **config,
     }
-    server = Server(for_gateway(ServerConfig.model_validate(values)), picks=True)
-    await server.start()
-    world = PickerWorld(server, engines)
-    try:
-        yield world
-        await world.settled()
-    finally:
-        await server.stop()
-        for engine in engines:
-            await engine.stop()
+    with configured(values) as settings:
+        server = Server(for_gateway(settings), picks=True)
+        await server.start()
+        world = PickerWorld(server, engines)
+        try:
+            yield world
+            await world.settled()
+        finally:
+            await server.stop()
+            for engine in engines:
+                await engine.stop()
 
 
 def header_map(fields: Mapping[str, str]) -> HeaderMap:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from lmetric.config import ServerConfig
+from constants import configured
 from lmetric.server import Server
 from lmetric_lab.emulated import EngineOptions, EngineServer
 
@@ -140,7 +140,7 @@ async def pd(
             "load": {"interval": None},
             **config,
         }
-        server = Server(ServerConfig.model_validate(values))
+        server = Server(stack.enter_context(configured(values)))
         await server.start()
         stack.push_async_callback(server.stop)
         client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.config import ServerConfig
+from constants import configured
 from lmetric.server import Server
 from log_watch import MARKED_KEY, MARKED_PROMPT
 from waiting import PATIENCE_SECONDS, until
@@ -324,20 +324,21 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
         # Engines on loopback accept at once, but the machine may stop for seconds.
         "timeouts": {"connect": PATIENCE_SECONDS, **config.get("timeouts", {})},
     }
-    server = Server(ServerConfig.model_validate(values))
-    await server.start()
-    try:
-        # Without configured keys, a client's key has no meaning, but must not be in any log either.
-        marked = {} if "auth" in config else {"authorization": f"Bearer {MARKED_KEY}"}
-        timeout = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, headers=marked) as client:
-            it = World(server, engines, client)
-            yield it
-            await it.settled()
-    finally:
-        await server.stop()
-        for engine in engines:
-            await engine.stop()
+    with configured(values) as settings:
+        server = Server(settings)
+        await server.start()
+        try:
+            # Without configured keys, a client's key has no meaning. It must not be in any log.
+            marked = {} if "auth" in config else {"authorization": f"Bearer {MARKED_KEY}"}
+            timeout = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
+            async with aiohttp.ClientSession(timeout=timeout, headers=marked) as client:
+                it = World(server, engines, client)
+                yield it
+                await it.settled()
+        finally:
+            await server.stop()
+            for engine in engines:
+                await engine.stop()
     assert sum(pool.router.in_flight() for pool in server.fleet.pools) == 0
 
 

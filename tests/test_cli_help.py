@@ -116,7 +116,7 @@ def test_serve_shows_the_defaults_of_the_configuration() -> None:
         ("--log-level", config.log.level),
     ):
         assert shown[flag].endswith(f"[default: {value}]")
-    assert "max_kv_usage=0.8" in shown["--prefix-fetch-settings"]  # the default of servers
+    assert "theta=1.0" in shown["--programs-settings"]
     assert "max_kv_usage=1.0" in entries(help_of("simulate"))["--prefix-fetch-settings"]
 
 

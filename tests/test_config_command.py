@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric.config import ServerConfig, json_schema, load_config, render, render_changed
+from lmetric.config.tuning import is_tuning
 
 FILE = """
 policy: linear
 knobs: {lam: 0.5}
 experimental: true
-split: {kind: libra, min_tokens: 64}
+rebalance: {kind: star, forecast: curve}
 engines: [{url: 'http://10.0.0.1:8000', name: first}]
 timeouts: {connect: 1, drain: 30}
 admin: true
@@ -28,7 +29,7 @@ def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:
     file.write_text(FILE)
     environ = {
         "LMETRIC__LOG__LEVEL": "debug",
-        "LMETRIC__TIMEOUTS__BODY": "9",
+        "LMETRIC__TIMEOUTS__ANSWER": "9",
         "LMETRIC__ADMIN__TOKEN": "secret-1",
     }
     config = load_config(file, {"port": 9000, "knobs": {"lam": 0.25}}, environ)
@@ -37,10 +38,10 @@ def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:
         "policy": "linear",
         "knobs": {"lam": 0.25},
         "experimental": True,
-        "split": {"kind": "libra", "min_tokens": 64},
+        "rebalance": {"kind": "star", "forecast": "curve"},
         "port": 9000,
         "engines": [{"url": "http://10.0.0.1:8000", "name": "first"}],
-        "timeouts": {"connect": 1.0, "body": 9.0},  # drain has its default
+        "timeouts": {"connect": 1.0, "answer": 9.0},  # drain has its default
         "admin": {"enabled": True, "token": "**********"},
         "log": {"level": "debug"},
     }
@@ -48,7 +49,7 @@ def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:
         f"policy: linear  # {file}",
         "  lam: 0.25  # command line",
         "port: 9000  # command line",
-        "  body: 9.0  # LMETRIC__TIMEOUTS__BODY",
+        "  answer: 9.0  # LMETRIC__TIMEOUTS__ANSWER",
         "  level: debug  # LMETRIC__LOG__LEVEL",
     ):
         assert line in text.splitlines(), text
@@ -74,9 +75,15 @@ def test_the_schema_has_each_key_and_the_short_forms() -> None:
     schema = json.loads(done.stdout)
     assert schema == json.loads(json.dumps(json_schema()))
     assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == {
-        field.alias or name for name, field in ServerConfig.model_fields.items()
+    settings = {
+        field.alias or name for name, field in ServerConfig.model_fields.items() if not is_tuning(field)
     }
+    assert set(schema["properties"]) == settings | {"tuning"}
+    tuning = schema["properties"]["tuning"]["properties"]
+    assert tuning["replicas"]["properties"].keys() == {"silent_after"}
+    assert not any(
+        field.get("tuning") for each in schema["$defs"].values() for field in each["properties"].values()
+    )
     assert all(each.get("description") for each in schema["properties"].values())
     assert schema["properties"]["port"]["default"] == 8080
     admin = schema["properties"]["admin"]["anyOf"]

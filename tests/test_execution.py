@@ -32,8 +32,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from constants import constant_options, constants
 from lmetric._core import NoInstanceError, Peer, Request, RequestReader, Ticket
-from lmetric.config import EngineConfig, ServerConfig
+from lmetric.config import EngineConfig, HedgingConfig, PoolSettings, ServerConfig, Timeouts
 from lmetric.engines.adapter import Capabilities, Handover
 from lmetric.options import SplitAt
 from lmetric.server.api.paths import RELAYED
@@ -77,8 +78,8 @@ LIMITS = {
     "first_byte": 40.0,
     "answer": 60.0,
     "between_chunks": 15.0,
-    "slow_client": 45.0,
 }
+SLOW_CLIENT_SECONDS = 45.0
 REQUEST_SECONDS = 400.0
 HEDGE_SECONDS = 5.0
 # Rounds in which only time passes: enough to end any request, as some attempt fails in each.
@@ -93,6 +94,16 @@ class Slot(Enum):
     MAIN = "cancel_main"  # runs the open segment
     SIDE = "cancel_side"
     HEDGE = "cancel_hedge"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _constants() -> Iterator[None]:
+    with (
+        constants(Timeouts, slow_client=SLOW_CLIENT_SECONDS),
+        constants(HedgingConfig, budget_ratio=1.0),
+        constants(PoolSettings, prefix_fetch_timeout_seconds=5.0),
+    ):
+        yield
 
 
 # -- pools
@@ -181,7 +192,7 @@ def _config(of: Setup) -> ServerConfig:
         "timeouts": LIMITS | {"request": of.request_seconds},
         "retries": {"attempts": of.attempts},
         "stream_failover": of.fails_over,
-        "hedging": {"after_seconds": HEDGE_SECONDS if of.hedges else None, "budget_ratio": 1.0},
+        "hedging": {"after_seconds": HEDGE_SECONDS if of.hedges else None},
     }
     if of.moves is not None:
         values |= {
@@ -193,8 +204,9 @@ def _config(of: Setup) -> ServerConfig:
         values |= {"split": SplitAt(of.split_at), "split_recompute": not of.nixl}
     if of.pulls:
         cost = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS}
-        values |= {"prefix_fetch": cost, "prefix_fetch_timeout_seconds": 5.0}
-    return ServerConfig.model_validate(values)
+        values |= {"prefix_fetch": cost}
+    with constant_options():
+        return ServerConfig.model_validate(values)
 
 
 def seldom(times: int, usual: bool = False) -> st.SearchStrategy[bool]:

@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.config import ServerConfig
+from constants import configured
 from lmetric.server import Server
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions
@@ -72,7 +72,7 @@ async def world(**config: Any) -> AsyncIterator[World]:
             "policy": "round_robin",
             "load": {"interval": None},
         }
-        server = Server(ServerConfig.model_validate(values | config))
+        server = Server(stack.enter_context(configured(values | config)))
         await server.start()
         stack.push_async_callback(server.stop)
         client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from constants import with_constants
 from lmetric.config import Ejection, Retries
 from lmetric.server.fleet.outliers import (
     CLIENT_SECONDS,
@@ -33,7 +34,7 @@ class Group:
 
     def __init__(self, count: int, role: str = "both", **settings: float) -> None:
         self.engines = [Fake(f"e{i}", role) for i in range(count)]
-        self.outliers = Outliers(Ejection.model_validate(settings))
+        self.outliers = Outliers(with_constants(Ejection, **settings))
         for engine in self.engines:
             engine.service.up(0.0)
         self.review(0.0)
@@ -278,7 +279,7 @@ def test_ejection_can_be_turned_off() -> None:
 
 
 def test_retries_are_a_share_of_the_requests_and_a_minimum() -> None:
-    budget = RetryBudget(Retries(budget_ratio=0.2, min_per_second=0.5))
+    budget = RetryBudget(with_constants(Retries, min_per_second=0.5))
     budget.follow(0, 100.0)
     allowed = sum(budget.allows(1000, False, 101.0) for _ in range(1000))
     assert allowed == 200 + 5

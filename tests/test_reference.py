@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import lmetric as lm
+from lmetric.config import ServerConfig, render
+from lmetric.config.tuning import tuning_fields
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make_reference"))
@@ -111,3 +114,49 @@ def test_every_test_of_the_support_matrix_exists() -> None:
                 assert found, test
                 if engine == "sglang":
                     assert "sglang" in source or "bootstrap" in source, test
+
+
+SETTINGS_MAX = 160
+TUNING_MAX = 30
+FIRST_SECTION_MAX = 40
+WORDS_MAX = 9_500
+
+
+def settings_rows() -> dict[str, list[str]]:
+    """The rows of the configuration page by section, as cells."""
+    found: dict[str, list[str]] = {}
+    section = ""
+    for line in (PAGES / "configuration.md").read_text().splitlines():
+        if line.startswith("#"):
+            section = line.strip("# ")
+        elif line.startswith("| `"):
+            found.setdefault(section, []).append(line)
+    return found
+
+
+def test_a_server_has_few_settings() -> None:
+    """An issue that adds a setting raises the number."""
+    sections = settings_rows()
+    keys = [row.split("`")[1] for rows in sections.values() for row in rows]
+    assert len(keys) == len(set(keys))
+    # A key of an engine that overrides the key of the model is the same setting.
+    own = [key for key in keys if key.partition("engines[].")[2] not in keys]
+    tuning = [key for key in keys if key.startswith("tuning.")]
+    assert len(own) <= SETTINGS_MAX
+    assert len(tuning) == len(tuning_fields(ServerConfig)) <= TUNING_MAX
+    assert list(sections)[-1] == "tuning"
+    assert len(next(iter(sections.values()))) <= FIRST_SECTION_MAX
+    assert len((PAGES / "configuration.md").read_text().split()) <= WORDS_MAX
+
+
+def test_every_setting_is_on_the_page_and_says_when_to_change_it() -> None:
+    rows = {row.split("`")[1]: row for rows in settings_rows().values() for row in rows}
+    for row in rows.values():
+        cells = row.replace("\\|", "").strip("| ").split(" | ")
+        assert len(cells[-1].split()) >= 3, row
+        assert len(cells[-1].split()) <= 20, row
+    text = yaml.safe_load(render(ServerConfig()))
+    shown = {key for key, value in text.items() if not isinstance(value, dict) or not value}
+    page = (PAGES / "configuration.md").read_text()
+    for key in shown:
+        assert key in rows or f"\n## {key}" in page, key

@@ -369,7 +369,7 @@ async def test_body_limits() -> None:
 
 async def test_concurrency_and_connection_limits() -> None:
     async with world(
-        [FakeEngine(behave=hang)], limits={"max_concurrent_requests": 2, "max_concurrent_share": 1.0}
+        [FakeEngine(behave=hang)], limits={"max_concurrent_requests": 2, "max_client_share": 1.0}
     ) as w:
         tasks = [asyncio.create_task(w.post()) for _ in range(2)]
         await w.until(lambda: w.in_flight() == 2)

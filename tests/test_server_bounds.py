@@ -248,7 +248,7 @@ async def test_bodies_in_progress_are_bounded_together() -> None:
     One more gets a 503; small ones continue.
     """
     size = 300_000
-    limits = {"max_body_bytes_total": 1_000_000, "max_body_bytes_per_client": 1_000_000}
+    limits = {"max_body_bytes_total": 1_000_000, "max_client_share": 1.0}
     async with world(1, limits=limits) as w:
         load = w.server.front.clients
         async with uploads(w, 3, size, 2 * size):
@@ -268,7 +268,7 @@ async def test_bodies_in_progress_are_bounded_together() -> None:
 
 async def test_bodies_in_progress_are_bounded_per_client() -> None:
     """Reliability H3: the limit per client address leaves room for others."""
-    limits = {"max_body_bytes_total": 10_000_000, "max_body_bytes_per_client": 500_000}
+    limits = {"max_body_bytes_total": 10_000_000, "max_client_share": 0.05}
     async with world(1, limits=limits) as w:
         async with uploads(w, 1, 400_000, 800_000):
             await w.until(lambda: w.server.front.clients.body_bytes >= 400_000)
@@ -279,7 +279,7 @@ async def test_bodies_in_progress_are_bounded_per_client() -> None:
 
 async def test_a_large_body_counts_until_its_engine_answers() -> None:
     """Reliability H3: a body counts until its engine answers."""
-    limits = {"max_body_bytes_total": 500_000, "max_body_bytes_per_client": 500_000}
+    limits = {"max_body_bytes_total": 500_000, "max_client_share": 1.0}
     async with world([FakeEngine(behave=hang)], limits=limits) as w:
         large = {"prompt": "x" * 300_000}
         waiting = asyncio.create_task(w.post(large))
@@ -296,7 +296,7 @@ async def test_chunked_bodies_count_too() -> None:
     """Reliability H3: the limits also hold without a length, and for decompressed bodies."""
     import gzip
 
-    limits = {"max_body_bytes_total": 200_000, "max_body_bytes_per_client": 200_000}
+    limits = {"max_body_bytes_total": 200_000, "max_client_share": 1.0}
     async with world(1, limits=limits) as w:
 
         async def pieces() -> Any:

@@ -88,7 +88,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("port: [\n", {}, {}, "router.yaml:2: "),
         ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
-        ("retries: {failures: [crash]}", {}, {}, "retries.failures[0] = 'crash'"),
+        ("retries: {statuses: [200]}", {}, {}, "retries.statuses[0] = 200"),
         ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': Input should be 'auto' or 'off'"),
         ("kv_events: {endpont: a}", {}, {}, "unknown key; did you mean 'endpoint'?"),
         ("kv_events: {endpoint: 'tcp://*'}", {}, {}, "kv_events.endpoint = 'tcp://*': a ZMQ endpoint"),
@@ -152,7 +152,7 @@ def test_the_rendered_configuration_is_one(tmp_path: Path) -> None:
     config = load("models: [{name: a, policy: {score: bs}, engines: [{url: 'http://h:1'}]}]", tmp_path)
     assert load(render(config), tmp_path) == config
     sources = "{file: a}, {dns: {name: n, port: 1}}, {kubernetes: {selector: s, port: http}}"
-    config = load(f"discovery: [{sources}, {{name: k, kubernetes: {{selector: s, port: '80'}}}}]", tmp_path)
+    config = load(f"discovery: [{sources}, {{kubernetes: {{selector: s, port: '80'}}}}]", tmp_path)
     assert load(render(config), tmp_path) == config
     assert [source.kubernetes.port for source in config.discovery if source.kubernetes] == ["http", 80]
 

@@ -85,7 +85,7 @@ async def test_a_trusted_proxy_adds_its_client(slow: bool) -> None:
 
 async def test_bodies_count_for_the_client_behind_the_proxy() -> None:
     """The connections of the proxy are not limited per client, and bodies are by its clients."""
-    limits = {"max_connections_per_client": 1, "max_body_bytes_per_client": 300_000}
+    limits = {"max_connections": 4, "max_body_bytes_total": 1_200_000, "max_client_share": 0.25}
     async with world(limits=limits, **TRUSTED) as w:
         clients = w.server.front.clients
         w.engines[0].behave = hang

@@ -280,8 +280,8 @@ async def test_a_reload_changes_hedging() -> None:
 
 
 def test_settings_have_bounds() -> None:
-    for wrong in ({"after_seconds": 0}, {"budget_ratio": 1.5}, {"after": 1}):
-        with pytest.raises(ValueError, match=r"after|budget"):
+    for wrong in ({"after_seconds": 0}, {"after": 1}):
+        with pytest.raises(ValueError, match=r"after"):
             HedgingConfig.model_validate(wrong)
 
 

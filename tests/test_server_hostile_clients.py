@@ -129,7 +129,7 @@ async def test_a_bomb_is_unpacked_in_bounded_pieces_outside_the_loop(monkeypatch
     limit = 32 << 20
     bomb, too_long = (gzip.compress(b" " * size) for size in (limit, limit + 1))
     total = 80 << 20
-    limits = {"max_body_bytes_total": total, "max_body_bytes_per_client": total}
+    limits = {"max_body_bytes_total": total, "max_client_share": 1.0}
     async with world(1, limits=limits) as w:
         load = w.server.front.clients
         for packed, status in ((bomb, 400), (too_long, 413)):  # spaces are no JSON
@@ -233,7 +233,7 @@ async def test_no_error_about_a_head_shows_a_value(bytes_: bytes) -> None:
 async def test_unfinished_heads_count_from_their_first_byte() -> None:
     """Security F2: 40 heads without an end count, and one more than the limit allows is refused."""
     size = 60_000
-    limits = {"max_body_bytes_total": 41 * size, "max_body_bytes_per_client": 41 * size}
+    limits = {"max_body_bytes_total": 41 * size, "max_client_share": 1.0}
     async with world(1, limits=limits) as w, contextlib.AsyncExitStack() as stack:
         load = w.server.front.clients
         for number in range(40):
@@ -376,7 +376,10 @@ async def test_many_busy_connections_take_turns(monkeypatch: pytest.MonkeyPatch)
 
 async def test_reads_for_a_later_turn_count_as_body_bytes() -> None:
     """Security F12 and F2: reads that wait are within the limits, and end with their client."""
-    async with world(1, limits={"max_body_bytes_per_client": 4 << 20}) as w, client(w) as c:
+    async with (
+        world(1, limits={"max_body_bytes_total": 8 << 20, "max_client_share": 0.5}) as w,
+        client(w) as c,
+    ):
         await w.until(lambda: w.server.front.connections)
         (connection,) = w.server.front.connections
         load = w.server.front.clients

@@ -52,7 +52,7 @@ async def placed(w: World, count: int = 1, **body: Any) -> list[str]:
 
 
 async def test_a_metric_is_an_indicator() -> None:
-    indicators = declared("srv_power", "vllm:power_watts", unit="W")
+    indicators = declared("srv_power", "vllm:power_watts")
     pages = [b'vllm:power_watts{gpu="0"} %d\nvllm:power_watts{gpu="1"} 20.5\n' % n for n in (300, 100, 200)]
     engines = [FakeEngine(metrics=LOADED % 0 + page) for page in pages]
     async with world(engines, policy="srv_power", indicators=indicators, load=LOAD) as w:
@@ -170,7 +170,7 @@ async def test_header_fields_are_indicators() -> None:
 
 
 async def test_pushed_values() -> None:
-    indicators = declared("srv_watts", "push", unit="W", default=0.0) | declared("srv_read", "a_metric")
+    indicators = declared("srv_watts", "push", default=0.0) | declared("srv_read", "a_metric")
     token = {"authorization": "Bearer secret"}
     admin = {"enabled": True, "token": "secret"}
     async with world(2, policy="srv_watts", admin=admin, indicators=indicators, load=LOAD) as w:
@@ -208,7 +208,6 @@ async def test_pushed_values() -> None:
         ({"source": "push", "max_age": 3}, {}, "unknown key; did you mean 'max_age_seconds'"),
         ({"source": "push"}, {"admin": False}, "source push needs admin.enabled: true"),
         ({"source": "a:b"}, {"load": {"interval": None}}, "source a:b needs load.interval, which is null"),
-        ({"source": "header"}, {"load": {"from_answers": False}}, "needs load.from_answers: true"),
     ],
 )
 def test_bad_declarations_are_told(indicator: dict[str, Any], more: dict[str, Any], message: str) -> None:
@@ -279,7 +278,7 @@ async def test_a_reload_declares_indicators_for_its_policies() -> None:
         await w.until(lambda: column(w, "srv_after") == [9, 8])
         assert await placed(w, 2) == ["e1"] * 2
         # Other settings need a restart, so nothing has changed.
-        given["indicators"] = declared("srv_after", "vllm:c_d", unit="W")
+        given["indicators"] = declared("srv_after", "vllm:c_d")
         with pytest.raises(lm.BadValueError, match=r"indicators\.srv_after: .*as it was declared before"):
             await w.server.reload(ServerConfig.model_validate(given))
         assert await placed(w) == ["e1"]

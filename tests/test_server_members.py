@@ -7,7 +7,8 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.config import ServerConfig
+from constants import with_constants
+from lmetric.config import Load, ServerConfig
 from lmetric.server import Server
 from lmetric.server.fleet import fleet
 from lmetric_lab.embedded import EmbeddedEngines
@@ -160,7 +161,7 @@ async def test_engines_come_and_go_under_load_and_no_client_notices() -> None:
                 "port": 0,
                 "admin": True,
                 "health": {"interval": 0.2},
-                "load": {"interval": None, "from_answers": False},  # bs is the router's own count
+                "load": with_constants(Load, interval=None, from_answers=False),  # bs: the router's own
                 "policy": "least_requests",  # each engine gets some, also if another has them cached
                 "engines": [{"url": embedded.urls[0], "name": "e0"}],
             }

@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 import lmetric as lm
+from constants import with_constants
 from lmetric._core import INTERNAL_FIELDS
 from lmetric.config import Limits
 from lmetric.server.api.errors import ApiError
@@ -595,7 +596,7 @@ def test_the_paths_of_stored_responses() -> None:
 
 
 def test_the_map_of_responses_keeps_to_its_limits() -> None:
-    limits = Limits(max_stored_responses=50, max_stored_responses_per_tenant=20)
+    limits = with_constants(Limits, max_stored_responses=50, max_stored_responses_per_tenant=20)
     stored, order = StoredResponses(limits), []
 
     def expected() -> list[tuple[str, str]]:

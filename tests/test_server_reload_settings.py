@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from lmetric import LmetricError
 from lmetric.config import (
     ConfigError,
+    Limits,
     ServerConfig,
     Timeouts,
     UniqueKeys,
@@ -94,7 +95,7 @@ async def test_retries_change(tmp_path: Path) -> None:
         assert sum(len(engine.requests) for engine in engines) == 4
 
 
-async def test_limits_change(tmp_path: Path) -> None:
+async def test_limits_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with reloaded(tmp_path, FakeEngine(behave=hang)) as r:
         front = r.w.server.front
         await r.change(limits={"max_concurrent_requests": 1, "max_body_bytes": 200, "max_connections": 3})
@@ -104,7 +105,8 @@ async def test_limits_change(tmp_path: Path) -> None:
         status, _, answer = await r.w.post()
         assert (status, answer["error"]["code"]) == (503, "too_many")
         assert front.clients.max_connections == 3
-        await r.change(limits={"max_connections_per_engine": 1})
+        monkeypatch.setattr(Limits, "max_connections_per_engine", 1)
+        await r.change(limits={"max_connections": 4})
         status, _, answer = await r.w.post()
         assert (status, answer["error"]["code"]) == (503, "status")
         first.cancel()
@@ -229,7 +231,7 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
             key, name = next(iter(bad.items()))
             bad = {key: {"policy": name}}  # type: ignore[dict-item]
         with pytest.raises(LmetricError, match=r"lmetric_seconds.*experimental"):
-            await r.change(**of_models({"policy": "lmetric"}, bad), health={"ejection": {"max_share": 0.9}})
+            await r.change(**of_models({"policy": "lmetric"}, bad), health={"ejection": {"base_seconds": 9}})
         assert shown() == unchanged
         assert w.server.config is before
         assert (await r.change(**of_models({"policy": "lmetric"}, {})))["changed"] == ["health", "models"]
@@ -310,10 +312,12 @@ async def test_keys_are_read_by_the_scanner_of_libyaml(tmp_path: Path) -> None:
 
 async def test_administrators_reload(tmp_path: Path) -> None:
     async with reloaded(tmp_path, admin={"enabled": True, "token": "adm"}) as r:
-        (tmp_path / "c.yaml").write_text(yaml.safe_dump(r._values | {"retries": {"attempts": 7}, "seed": 9}))
+        (tmp_path / "c.yaml").write_text(
+            yaml.safe_dump(r._values | {"retries": {"attempts": 7}, "index_bytes": 9 << 20})
+        )
         assert (await r.w.post({}, "/admin/reload"))[0] == 401
         status, _, answer = await r.w.post({}, "/admin/reload", {"authorization": "Bearer adm"})
-        assert (status, answer["changed"], answer["restart_needed"]) == (200, ["retries"], ["seed"])
+        assert (status, answer["changed"], answer["restart_needed"]) == (200, ["retries"], ["index_bytes"])
         assert r.w.server.config.retries.attempts == 7
         (tmp_path / "c.yaml").write_text("port: [")
         status, _, answer = await r.w.post({}, "/admin/reload", {"authorization": "Bearer adm"})
@@ -365,8 +369,8 @@ def test_changes_that_need_a_restart_are_named() -> None:
     for values, wanted in (
         ({"models": [{"name": "a", "engines": [{"url": "http://b"}], "policy": "round_robin"}]}, []),
         ({"models": [{"name": "b", "engines": [{"url": "http://a"}]}]}, ["models"]),
-        ({"models": [{"name": "a", "seed": 1}]}, ["models"]),
-        ({"models": [{"name": "a"}], "port": 1, "replicas": {"interval": 1}}, ["port", "replicas"]),
+        ({"models": [{"name": "a", "block_size": 1}]}, ["models"]),
+        ({"models": [{"name": "a"}], "port": 1, "replicas": {"silent_after": 1}}, ["port", "replicas"]),
         ({"models": [{"name": "a"}], "timeouts": {"drain": 1}, "limits": {"idle_seconds": 1}}, []),
     ):
         assert needs_restart(old, ServerConfig.model_validate(values)) == wanted

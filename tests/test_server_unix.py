@@ -42,7 +42,7 @@ async def post(w: World, path: str, body: Any = None) -> tuple[int, bytes]:
 
 async def test_clients_connect_over_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "router.sock"
-    limits = {"max_connections_per_client": 1, "max_body_bytes_per_client": 1}
+    limits = {"max_client_share": 1e-9}
     with capture_logs() as logs:
         async with world(host=f"unix:{path}", socket_mode="600", limits=limits, log={"access": True}) as w:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600

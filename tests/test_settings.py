@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from constants import constant_options
 from lmetric import BadValueError, Request, Router, options
 from lmetric.cli import routing
 from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config, render
@@ -31,12 +32,10 @@ from lmetric_lab.cli import simulate
 SETTINGS = """
 split: {kind: libra, min_gain: 0.2, probes: 8}
 prefix_fetch: {min_tokens: 5, max_fetches: 3}
-prefix_fetch_timeout_seconds: 3
 priority: {kind: uniboost, min_gamma: 0.01, max_boost_seconds: 9}
 rebalance: {kind: star, max_moves: 2, threshold: 0.2, period_seconds: 0.1}
 migration_by: fetch
 migration_max_gap_seconds: 2
-migration_max_concurrent: 3
 guard: {enabled: off, window_seconds: 15, classes: 8}
 """
 
@@ -44,7 +43,8 @@ guard: {enabled: off, window_seconds: 15, classes: 8}
 def load(text: str, folder: Path, flags: dict[str, Any] | None = None, **env: str) -> ServerConfig:
     file = folder / "router.yaml"
     file.write_text(text)
-    return load_config(file, flags, env)
+    with constant_options():
+        return load_config(file, flags, env)
 
 
 def test_sources_add_to_an_option_and_another_kind_replaces_it(tmp_path: Path) -> None:
@@ -106,8 +106,10 @@ def test_errors_have_the_key_the_value_and_what_would_do(text: str, message: str
 def test_the_configuration_that_is_printed_is_read_again(tmp_path: Path) -> None:
     for text in (SETTINGS, "policy: planner", "rebalance: star\nguard: on"):
         config = load(text, tmp_path)
-        assert load(render(config), tmp_path) == config
-    assert yaml.safe_load(render(config))["rebalance"]["half_life_steps"] == 512.0
+        with constant_options():
+            printed = render(config)
+        assert load(printed, tmp_path) == config
+    assert yaml.safe_load(printed)["rebalance"]["source_below_steps"] == 48.0
 
 
 def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
@@ -116,7 +118,7 @@ def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
         for what in options.OPTIONS
         for cls in options.classes(what).values()
         for each in cls.__dataclass_fields__.values()
-        if options.is_study(each)
+        if options.is_study(each) and not options.is_constant(each)
     }
     assert marked == {
         ("LibraSplit", "parts"), ("LibraSplit", "lengths_given"), ("DecodePlacement", "lengths_given"),
@@ -135,8 +137,8 @@ def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
         assert f'"{name}"' not in schema
         assert f"| `{name}` |" not in page
         assert f" {name}:" not in printed
-    assert '"half_life_steps"' in schema
-    assert "| `half_life_steps` |" in page
+    assert '"forecast"' in schema
+    assert "| `forecast` |" in page
 
 
 def test_settings_of_servers_are_those_of_the_library() -> None:
@@ -151,6 +153,20 @@ def test_settings_of_servers_are_those_of_the_library() -> None:
     assert Routing().resolved("planner", pools=True).split is None
     assert Routing().resolved("lmetric") == Routing(split=None, prefix_fetch=None)
     assert set(settings.routing.options) == set(options.OPTIONS)
+
+
+def test_servers_refuse_other_values_of_constants(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("policy: planner\nsplit: {kind: libra, probes: 6}\nprefix_fetch: {max_kv_usage: 0.8}")
+    config = load_config(file, None, {})
+    assert (config.split, config.prefix_fetch) == (LibraSplit(), PrefixFetch(max_kv_usage=0.8))
+    assert "probes" not in render(config)
+    file.write_text(render(config))
+    assert load_config(file, None, {}) == config
+    file.write_text("split: {kind: libra, probes: 8}")
+    with pytest.raises(ConfigError, match=r"split.probes = 8: 8 cannot be set .* expected 6"):
+        load_config(file, None, {})
+    assert parse("split", "libra(probes=8)") == LibraSplit(probes=8), "simulations accept it"
 
 
 def test_options_are_words_texts_mappings_and_objects() -> None:
@@ -171,12 +187,14 @@ def test_serve_and_simulate_have_the_same_flags_and_servers_no_study_settings() 
         {each.name: each.annotation.__metadata__[0] for each in routing.parameters(server=server)}
         for server in (True, False)
     )
-    assert served.keys() == simulated.keys()
+    own = {"rebalance_settings", "programs_settings"}  # the other options have no settings in servers
+    assert served.keys() == {name for name in simulated if name in own or not name.endswith("_settings")}
     assert {name: flag.param_decls for name, flag in served.items()} == {
-        name: flag.param_decls for name, flag in simulated.items()
+        name: flag.param_decls for name, flag in simulated.items() if name in served
     }
-    assert "lengths_given" in simulated["split_settings"].help
-    assert "lengths_given" not in served["split_settings"].help
+    assert "forecast_seed" in simulated["rebalance_settings"].help
+    assert "forecast_seed" not in served["rebalance_settings"].help
+    assert "half_life_steps" not in served["rebalance_settings"].help
     assert "star_oracle" in simulated["rebalance"].help
     assert served["rebalance"].metavar == "none|star"
 

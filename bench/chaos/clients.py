@@ -17,7 +17,7 @@ LEAVERS, AT_ONCE = 1500, 100
 # The largest growth of the router's memory: of an idle connection, and of a second, equal crowd of
 # clients that leave.
 IDLE_KIB, CROWD_MIB = 24.0, 8.0
-CONFIG = {"limits": {"max_connections": 9000, "max_connections_per_client": 9000}}
+CONFIG = {"limits": {"max_connections": 9000, "max_client_share": 1.0}}
 
 
 async def idle_clients(folder: Path, seed: int) -> dict[str, float | str]:

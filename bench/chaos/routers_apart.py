@@ -18,7 +18,7 @@ from lmetric_lab.ports import free_ports
 LONG_STREAMS = 8
 LONG_TOKENS = 800  # some 20 s
 SILENT_SECONDS = 1.0
-REPLICAS = {"interval": 0.1, "silent_after": SILENT_SECONDS}
+TUNING = {"replicas": {"silent_after": SILENT_SECONDS}}
 
 
 async def router_killed(folder: Path, seed: int) -> dict[str, float | str]:
@@ -29,7 +29,7 @@ async def router_killed(folder: Path, seed: int) -> dict[str, float | str]:
     async with stage(folder, seed) as it:
         ports = free_ports(2)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        config = {"replicas": {"urls": urls, **REPLICAS}}
+        config = {"replicas": {"urls": urls}, "tuning": TUNING}
         first, second = [await it.router(config, port=port) for port in ports]
         traffic = it.traffic(first, second)
         sending = asyncio.create_task(traffic.run(7.0, it.session))
@@ -104,8 +104,8 @@ async def partition(folder: Path, seed: int) -> dict[str, float | str]:
                 {
                     "replicas": {
                         "urls": [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{links[1 - n].port}"],
-                        **REPLICAS,
-                    }
+                    },
+                    "tuning": TUNING,
                 },
                 port=port,
             )

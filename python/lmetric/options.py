@@ -7,8 +7,10 @@ Files, command lines and `lmetric.simulate` also accept options as text or mappi
 reads: ``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
 
 Metadata of fields: ``maturity: study`` marks a field for simulations only, with the reason in
-``because``. Servers refuse it. ``study_values`` marks single values in the same way. ``server`` is
-the default of servers, if it differs.
+``because``. ``maturity: constant`` marks a field that is a constant of servers: studies chose its
+default, and no operator needs another value. Servers refuse every value but the default.
+``study_values`` marks single values in the same way. ``server`` is the default of servers, if it
+differs.
 """
 
 from __future__ import annotations
@@ -81,6 +83,8 @@ Failure = Literal[
 _CHECKS: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
+# Metadata of the constants of servers: library, simulations and studies can set them.
+_CONSTANT = {"maturity": "constant", "because": "it is a constant of servers"}
 # Metadata of fields that only simulations can set, with the reason.
 _LENGTHS = {"maturity": "study", "because": "it needs the true length of each answer"}
 _FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the true length of each answer"}
@@ -88,7 +92,7 @@ _REASONING = {"maturity": "study", "because": "requests do not contain the lengt
 _SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
 _GAPS = {"maturity": "study", "because": "it makes the learned gaps wrong"}
 _PLACES = {"maturity": "study", "because": "below its limit, an instance has nothing to lose"}
-_KEEP_ALIVE = {"server_range": (0.0, 3600.0)}  # the server reads it, the core does not have it
+_KEEP_ALIVE = {"server_range": (0.0, 3600.0), **_CONSTANT}  # the server reads it, the core does not have it
 _ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
 
 
@@ -106,23 +110,23 @@ class LibraSplit:
     parts: int = field(default=2, metadata=_REASONING)
     """Most parts. 3: also split off the reasoning of requests with `reasoning_tokens`
     (simulations)."""
-    probes: int = 6
+    probes: int = field(default=6, metadata=_CONSTANT)
     """Most split points to try per request; 1 to 32."""
-    epsilon: float = 0.05
+    epsilon: float = field(default=0.05, metadata=_CONSTANT)
     """Load difference that counts as balanced, as a fraction of the request's own time."""
-    min_gain: float = 0.05
+    min_gain: float = field(default=0.05, metadata=_CONSTANT)
     """Minimum gain of a split, as a fraction of the request's own time; below 0: any."""
-    min_tokens: int = 32
+    min_tokens: int = field(default=32, metadata=_CONSTANT)
     """Fewest tokens of each part."""
-    transfer_seconds_per_token: float = 0.0
+    transfer_seconds_per_token: float = field(default=0.0, metadata=_CONSTANT)
     """Time of a KV transfer that does not overlap with computation, per token."""
-    transfer_fixed_seconds: float = 0.0
+    transfer_fixed_seconds: float = field(default=0.0, metadata=_CONSTANT)
     """Fixed time of each KV transfer."""
-    quantile: float = 0.5
+    quantile: float = field(default=0.5, metadata=_CONSTANT)
     """Expected length as a quantile of similar answers, 0 to 1."""
-    margin_tokens: int = 20
+    margin_tokens: int = field(default=20, metadata=_CONSTANT)
     """Tokens to add to the expected length."""
-    bounded_batch: bool = False
+    bounded_batch: bool = field(default=False, metadata=_CONSTANT)
     """Predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)."""
     lengths_given: bool = field(default=False, metadata=_LENGTHS)
     """Whether `max_tokens` of a request is the exact length of its answer (simulations)."""
@@ -139,18 +143,18 @@ class DecodePlacement:
     core_kind: ClassVar[str] = "apart"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    recent_seconds: float = 30.0
+    recent_seconds: float = field(default=30.0, metadata=_CONSTANT)
     """Time constant of the average share of time that an instance spends on prefills."""
-    min_gain_seconds: float = 0.3
+    min_gain_seconds: float = field(default=0.3, metadata=_CONSTANT)
     """Minimum delay that another instance must save, summed over all requests."""
-    transfer_seconds_per_token: float = 4e-6
+    transfer_seconds_per_token: float = field(default=4e-6, metadata=_CONSTANT)
     """Time of a KV transfer per token; learned if prefix fetches are on."""
-    transfer_fixed_seconds: float = 0.005
+    transfer_fixed_seconds: float = field(default=0.005, metadata=_CONSTANT)
     """Fixed time of each KV transfer."""
-    max_stall_seconds: float = 0.1
+    max_stall_seconds: float = field(default=0.1, metadata=_CONSTANT)
     """The client gets the first token from the prefill instance if the transfer takes at most this
     long."""
-    prior_tokens: int = 300
+    prior_tokens: int = field(default=300, metadata=_CONSTANT)
     """Expected length of an answer until enough similar answers have ended."""
     lengths_given: bool = field(default=False, metadata=_LENGTHS)
     """Whether `max_tokens` of a request is the exact length of its answer (simulations)."""
@@ -175,18 +179,18 @@ class PrefixFetch:
     core_kind: ClassVar[str] = "on"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    seconds_per_token: float | None = None
+    seconds_per_token: float | None = field(default=None, metadata=_CONSTANT)
     """Time per fetched token until it is learned; None: 4e-6, in simulations the time in
     `transfer`."""
-    fixed_seconds: float | None = None
+    fixed_seconds: float | None = field(default=None, metadata=_CONSTANT)
     """Further time per fetch until it is learned; None: 0.005, in simulations as in `transfer`."""
-    min_tokens: int = 256
+    min_tokens: int = field(default=256, metadata=_CONSTANT)
     """Fewest tokens per fetch."""
-    max_fetches: int = 4
+    max_fetches: int = field(default=4, metadata=_CONSTANT)
     """Most concurrent fetches from one holder."""
     # vLLM keeps the blocks of a fetching request for another lease after its end. They could fill
     # the cache.
-    max_kv_usage: float = field(default=1.0, metadata={"server": 0.8})
+    max_kv_usage: float = field(default=1.0, metadata={"server": 0.8, **_CONSTANT})
     """Instances at or above this KV cache usage (fraction) fetch nothing."""
 
 
@@ -212,27 +216,27 @@ class UniBoost:
     core_kind: ClassVar[str] = "uniboost"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    gamma: float = 0.1
+    gamma: float = field(default=0.1, metadata=_CONSTANT)
     """Decay of the boost, 1/s. If `adaptive`: the value until enough requests have ended."""
-    adaptive: bool = True
+    adaptive: bool = field(default=True, metadata=_CONSTANT)
     """Whether gamma is learned from latencies. If not, the next six settings have no effect."""
-    window: int = 1024
+    window: int = field(default=1024, metadata=_CONSTANT)
     """Number of recent requests from which gamma is learned."""
-    min_requests: int | None = None
+    min_requests: int | None = field(default=None, metadata=_CONSTANT)
     """Completed requests before gamma is learned; None: the whole window."""
-    every: int = 64
+    every: int = field(default=64, metadata=_CONSTANT)
     """Requests between two estimates."""
-    smoothing: float = 0.2
+    smoothing: float = field(default=0.2, metadata=_CONSTANT)
     """Weight of a new estimate, 0 to 1."""
-    min_gamma: float = 1e-3
+    min_gamma: float = field(default=1e-3, metadata=_CONSTANT)
     """Lowest gamma, 1/s."""
-    max_gamma: float = 10.0
+    max_gamma: float = field(default=10.0, metadata=_CONSTANT)
     """Highest gamma, 1/s."""
-    bin_tokens: int = 256
+    bin_tokens: int = field(default=256, metadata=_CONSTANT)
     """Bin size, tokens: prompts with their work in the same bin get the same boost."""
-    max_boost_seconds: float = 60.0
+    max_boost_seconds: float = field(default=60.0, metadata=_CONSTANT)
     """Longest boost of one request over another."""
-    clock_offset_seconds: float | None = None
+    clock_offset_seconds: float | None = field(default=None, metadata=_CONSTANT)
     """Seconds added to the router's clock, so that all routers of the same engines agree.
 
     None: servers use the wall clock, others add nothing.
@@ -258,32 +262,34 @@ class Star:
     core_kind: ClassVar[str] = "star"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    prediction: bool = True
+    prediction: bool = field(default=True, metadata=_CONSTANT)
     """Whether to predict loads; False: use the current load."""
-    forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
+    forecast: ForecastLike = field(
+        default="curve", metadata={**_FORECASTS, "when": "you have trained a predictor of lengths"}
+    )
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
     Python function (docs/how-to/deploying.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
-    repredict_tokens: int = 20
+    repredict_tokens: int = field(default=20, metadata=_CONSTANT)
     """Output tokens between two length predictions of a request."""
-    period_seconds: float = 0.5
+    period_seconds: float = field(default=0.5, metadata=_CONSTANT)
     """Time between two rounds of migrations."""
-    max_moves: int = 1
+    max_moves: int = field(default=1, metadata=_CONSTANT)
     """Most migrations per round."""
-    horizon_steps: int = 2048
+    horizon_steps: int = field(default=2048, metadata=_CONSTANT)
     """Decode steps that the prediction looks ahead."""
-    points: int = 32
+    points: int = field(default=32, metadata=_CONSTANT)
     """Points on the horizon at which loads are compared."""
-    half_life_steps: float = 512.0
+    half_life_steps: float = field(default=512.0, metadata=_CONSTANT)
     """Steps after which the weight of a point halves; 0: equal weights."""
-    threshold: float = 0.1
+    threshold: float = field(default=0.1, metadata=_CONSTANT)
     """Imbalance above which requests migrate, as a fraction of the mean load."""
-    migration_seconds: float = 0.1
+    migration_seconds: float = field(default=0.1, metadata=_CONSTANT)
     """Fixed time of a migration."""
-    migration_seconds_per_token: float = 2e-5
+    migration_seconds_per_token: float = field(default=2e-5, metadata=_CONSTANT)
     """Further time of a migration per token of context."""
-    caution: float = 0.0
+    caution: float = field(default=0.0, metadata=_CONSTANT)
     """Standard deviations of the forecast to subtract from the gain of a migration."""
 
 
@@ -323,17 +329,17 @@ class Guard:
 
     enabled: bool = True
     """Whether the guard is on."""
-    window_seconds: float = 15.0
+    window_seconds: float = field(default=15.0, metadata=_CONSTANT)
     """Sliding window for the shares of prefixes in prompt tokens."""
-    period_seconds: float = 1.0
+    period_seconds: float = field(default=1.0, metadata=_CONSTANT)
     """Time between two checks."""
-    classes: int = 64
+    classes: int = field(default=64, metadata=_CONSTANT)
     """Number of prefixes to count."""
-    min_requests: int = 16
+    min_requests: int = field(default=16, metadata=_CONSTANT)
     """Fewest requests in the window for an alarm about a prefix."""
-    phase2_factor: float = 2.0
+    phase2_factor: float = field(default=2.0, metadata=_CONSTANT)
     """The guard filters after more than this many consecutive requests per holder of the prefix."""
-    release_factor: float = 0.05
+    release_factor: float = field(default=0.05, metadata=_CONSTANT)
     """An alarm ends at this fraction of the ratio that raised it."""
 
 
@@ -365,32 +371,34 @@ class ProgramObservation:
     core_kind: ClassVar[str] = "observe"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    theta: float = 1.0
+    theta: float = field(default=1.0, metadata={"when": "programs fill the caches too much, or too little"})
     """Share of an instance's cache that its programs may be expected to use."""
-    resume: float = 0.85
+    resume: float = field(default=0.85, metadata=_CONSTANT)
     """Share of `theta` up to which programs are admitted."""
-    growth: float = 0.1
+    growth: float = field(default=0.1, metadata=_CONSTANT)
     """Fewest tokens counted for a program, as a share of the mean context: room to grow."""
-    shortest_first: bool = True
+    shortest_first: bool = field(default=True, metadata=_CONSTANT)
     """Whether held programs with the fewest tokens are admitted first, not the oldest programs."""
-    backfill_seconds: float = 120.0
+    backfill_seconds: float = field(default=120.0, metadata=_CONSTANT)
     """How long smaller programs may pass a held program that does not fit."""
-    forget_seconds: float = 300.0
+    forget_seconds: float = field(default=300.0, metadata=_CONSTANT)
     """Length of a gap between two requests after which a program counts as ended until it
     returns."""
-    others_seconds: float = 15.0
+    others_seconds: float = field(default=15.0, metadata=_CONSTANT)
     """How long tokens of requests outside programs count after their end."""
-    min_tokens: int = 2048
+    min_tokens: int = field(default=2048, metadata=_CONSTANT)
     """Requests that continue no program and have fewer tokens of their own, apart from a shared
     prefix such as a system prompt, belong to no program: they are never held."""
-    max_hold_seconds: float = 300.0
+    max_hold_seconds: float = field(
+        default=300.0, metadata={"when": "clients wait longer, or give up earlier"}
+    )
     """Longest hold. A new program with a longer predicted hold and a program held for longer are
     refused (429)."""
-    max_held: int = 4096
+    max_held: int = field(default=4096, metadata=_CONSTANT)
     """Most held programs. A tenant with less than its share of them may hold more."""
-    sessions: bool = True
+    sessions: bool = field(default=True, metadata=_CONSTANT)
     """Whether the session that a request names identifies its program."""
-    finish_reason: bool = True
+    finish_reason: bool = field(default=True, metadata=_CONSTANT)
     """Whether gaps after tool calls and after other answers are learned apart."""
     free: float = field(default=1.0, metadata=_PLACES)
     """Share of `theta` below which the policy places the requests of an instance's programs, while
@@ -467,25 +475,25 @@ class WarmChanges:
     core_kind: ClassVar[str] = "warm"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    max_seconds: float = 30.0
+    max_seconds: float = field(default=30.0, metadata=_CONSTANT)
     """Longest time that an instance fetches before it takes requests, or before it may leave."""
-    max_fetches: int = 2
+    max_fetches: int = field(default=2, metadata=_CONSTANT)
     """Most concurrent fetches from one instance, and to one instance."""
-    link_share: float = 0.5
+    link_share: float = field(default=0.5, metadata=_CONSTANT)
     """Share of the time that these fetches may use a source's link."""
-    cache_share: float = 0.5
+    cache_share: float = field(default=0.5, metadata=_CONSTANT)
     """Share of an instance's cache that these fetches may fill."""
-    min_tokens: int = 256
+    min_tokens: int = field(default=256, metadata=_CONSTANT)
     """Fewest tokens per fetch."""
-    seconds_per_token: float | None = None
+    seconds_per_token: float | None = field(default=None, metadata=_CONSTANT)
     """Time per fetched token, if prefix fetches have not learned it; None: 4e-6, in simulations the
     time in `transfer`."""
-    fixed_seconds: float | None = None
+    fixed_seconds: float | None = field(default=None, metadata=_CONSTANT)
     """Further time per fetch, likewise; None: 0.005, in simulations as in `transfer`."""
-    half_life_seconds: float = 120.0
+    half_life_seconds: float = field(default=120.0, metadata=_CONSTANT)
     """Time after which a recent prompt counts half. Prompts older than ten times this do not
     count."""
-    max_blocks: int = 1048576
+    max_blocks: int = field(default=1048576, metadata=_CONSTANT)
     """Most blocks of recent prompts to remember; 8 bytes each."""
 
 
@@ -582,6 +590,8 @@ _STUDIED = {
     "llumnix": "it has the rules of a rival",
     "thunder_agent": "it has the rules of a rival",
 }
+# Constants of servers whose value is part of a kind.
+_OF_KINDS = ("prediction",)
 # Core names of fields, except the regular ones: `min_x` is `least_x` in the core, `max_x` is
 # `most_x`.
 _CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
@@ -614,15 +624,22 @@ def default_of(what: str, policy: str) -> Any:
 
 
 def is_study(each: Field[Any]) -> bool:
-    """Whether a field is for simulations only."""
-    return each.metadata.get("maturity") == "study"
+    """Whether servers do not offer a field: it is for simulations only, or a constant."""
+    return each.metadata.get("maturity") == "study" or is_constant(each)
+
+
+def is_constant(each: Field[Any]) -> bool:
+    """Whether a field is a constant of servers."""
+    return each.metadata.get("maturity") == "constant"
 
 
 def _is_studied(each: Field[Any], value: object) -> bool:
     """Whether a field has a value for simulations only."""
     if isinstance(value, str) and value in each.metadata.get("study_values", ()):
         return True
-    return is_study(each) and value != each.default
+    if each.name in _OF_KINDS:
+        return False
+    return is_study(each) and value not in (each.default, each.metadata.get("server", each.default))
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -810,7 +827,8 @@ def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
         if _is_studied(each, value):
             told, expected = (v if isinstance(v, str) else f"{v!r}" for v in (value, each.default))
             because = each.metadata["because"]
-            problem = f"{told} is for simulations only ({because}); expected {expected}"
+            whose = "cannot be set" if is_constant(each) else "is for simulations only"
+            problem = f"{told} {whose} ({because}); expected {expected}"
             raise _refused((each.name,), value, problem, what)
         if "server" in each.metadata and each.name not in given and value == each.default:
             option = replace(option, **{each.name: each.metadata["server"]})
@@ -948,7 +966,7 @@ def as_settings(what: str, option: Any) -> Any:
     shown = {
         each.name: values[each.name]
         for each in fields(option)
-        if not (is_study(each) and values[each.name] == each.default)
+        if not (is_study(each) and not _is_studied(each, values[each.name]))
     }
     if isinstance(option, PrefixFetch):
         return {"enabled": True, **shown}
@@ -1089,6 +1107,7 @@ __all__ = [
     "core_settings",
     "default_of",
     "field_docs",
+    "is_constant",
     "is_study",
     "json_schema",
     "kind_of",

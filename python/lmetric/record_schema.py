@@ -82,7 +82,7 @@ FLEET = {
     "policy": Key("text or mapping", "policy of the router, as in its configuration", always=True),
     "knobs": Key("mapping of numbers", "parameters of the policy by name", always=True),
     "guard": Key("mapping", "settings of the hot-spot guard; absent: the policy decides"),
-    "shadow": Key("mapping", "settings of the shadow: `policy`, `knobs`, `sample`"),
+    "shadow": Key("mapping", "settings of the shadow: `policy`, `knobs`"),
     "canary": Key("mapping", "settings of the running canary: `policy`, `knobs`, `share`"),
     "block_tokens": Key("integer", "block size of the router's index", "tokens", always=True, within=BLOCK),
     "engines": Key("list of mappings", "engines of the model", always=True),

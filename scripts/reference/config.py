@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmetric import options
 from lmetric.config import PoolSettings, ServerConfig, reloads
+from lmetric.config.tuning import KEY as TUNING
+from lmetric.config.tuning import is_tuning, tuning_fields
 
 HEAD = """\
 # Configuration
@@ -60,63 +62,95 @@ def default(field: FieldInfo) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
-    """A table of `model`'s keys under `path`, then its sections."""
-    yield "| key | default | reload | |\n| --- | --- | --- | --- |\n"
-    nested = []
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        below, many = inner(field.annotation)
-        if below is not None:
-            nested.append((f"{path}{key}{many}", below))
+def when(field: FieldInfo) -> str:
+    """Returns when to change a setting, as the end of a sentence with "if"."""
+    extra = field.json_schema_extra
+    return str(extra.get("when", "")) if isinstance(extra, dict) else ""
+
+
+def rows(fields: Iterable[tuple[str, FieldInfo]]) -> str:
+    """Returns a table of settings with their keys."""
+    lines = ["| key | default | reload | | change it if |\n| --- | --- | --- | --- | --- |\n"]
+    for key, field in fields:
         description = (field.description or "").replace("|", "\\|")
-        # A model's own settings default to those of the top level.
-        shown = (
-            "the top level's" if path == "models[]." and name in PoolSettings.model_fields else default(field)
-        )
-        reload = "yes" if reloads(f"{path}{name}") else ""
-        yield f"| `{path}{key}` | {shown} | {reload} | {description} |\n"
-    for where, below in nested:
-        if below not in seen:
+        reload = "yes" if reloads(key.removeprefix(f"{TUNING}.")) else ""
+        lines.append(f"| `{key}` | {default(field)} | {reload} | {description} | {when(field)} |\n")
+    return "".join(lines)
+
+
+def is_section(field: FieldInfo) -> bool:
+    """Whether a setting has no value of its own, only the settings of its section."""
+    below, _ = inner(field.annotation)
+    words = [part for part in get_args(field.annotation) if get_origin(part) is Annotated]
+    return below is not None and not words
+
+
+def sections(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
+    """Yields a table of `model`'s keys under `path`, then its sections."""
+    # A model has the settings of the first section, too.
+    general = PoolSettings.model_fields if path == "models[]." else {}
+    fields = {name: field for name, field in model.model_fields.items() if name not in general}
+    yield rows(
+        (f"{path}{field.alias or name}", field)
+        for name, field in fields.items()
+        if not is_section(field) and not is_tuning(field)
+    )
+    for name, field in fields.items():
+        below, many = inner(field.annotation)
+        if below is not None and below not in seen:
             seen.add(below)
-            yield f"\n## {where}\n\n{(below.__doc__ or '').strip().splitlines()[0]}\n\n"
-            yield from section(below, f"{where}.", seen)
+            where = f"{path}{field.alias or name}{many}"
+            about = field.description or ""
+            change = f" Change it if {when(field)}." if is_section(field) and when(field) else ""
+            yield f"\n## {where}\n\n{about[:1].upper()}{about[1:]}.{change}\n"
+            yield MODELS if where == "models[]" else ""
+            yield "\n"
+            yield from sections(below, f"{where}.", seen)
+
+
+MODELS = """
+A model also has these settings of the first section: {names}. Their default is the value of the top level.
+"""
+
+TUNING_HEAD = """
+## tuning
+
+Unstable: a new version can change or remove these settings without notice. Their defaults were measured. The keys
+have the path of the section that they belong to.
+
+"""
 
 
 OPTIONS = """
 ## Routing options
 
-`split`, `prefix_fetch`, `rebalance`, `priority` and `guard` have the same settings in the server, in
-[simulations and studies](../research/simulator.md) and in [Python](python.md#options). A value is a name or a mapping:
-
-```yaml
-split: libra
-rebalance: { kind: star, threshold: 0.2, horizon_steps: 1024, half_life_steps: 256 }
-guard: { window_seconds: 30 }
-```
-
-A flag or variable extends the mapping of a file (`--set rebalance.threshold=0.3`); another kind replaces it. A
-model's option replaces the top level's option as a whole. On the command line: `--rebalance star
---rebalance-settings threshold=0.3,points=16`.
+A value is a name or a mapping, such as `rebalance: { kind: star, forecast: predictor.npz }`. A flag or variable extends
+the mapping of a file (`--set programs.theta=0.9`); another kind replaces it. A model's option replaces the top level's
+option as a whole. [Simulations and studies](../research/simulator.md) and [Python](python.md#options) accept more
+settings of the same options: servers have the defaults.
 """
 
 
 def option_tables() -> Iterator[str]:
-    """A table of the settings of each kind of each option, without those of simulations."""
+    """Yields the kinds of each option, and a table of their settings for servers."""
     for what, selector in options.SELECTORS.items():
+        yield f"\n### {what}\n\n"
+        found: dict[str, tuple[Any, str]] = {}
         for kind, cls in options.served(what).items():
-            if kind == "star_current":
-                continue  # `star` with one setting
-            name = f"{what}: {kind}" if selector == "kind" else what
-            yield f"\n### {name}\n\n{(cls.__doc__ or '').strip().splitlines()[0]}\n"
+            if selector == "kind":
+                yield f"- `{kind}`: {(cls.__doc__ or '').strip().splitlines()[0]}\n"
             docs = options.field_docs(cls)
-            rows = [each for each in dataclasses.fields(cls) if not options.is_study(each)]
-            if rows:
-                yield "\n| setting | default | |\n| --- | --- | --- |\n"
-            for each in rows:
-                default = each.metadata.get("server", each.default)
-                shown = "" if default is None else f"`{json.dumps(default)}`"
-                yield f"| `{each.name}` | {shown} | {docs[each.name]} |\n"
+            own = [each for each in dataclasses.fields(cls) if not options.is_study(each)]
+            for each in own:
+                if each.name != selector:
+                    found.setdefault(each.name, (each, docs[each.name]))
+        if selector != "kind":
+            yield f"{(cls.__doc__ or '').strip().splitlines()[0]}\n"
+        if found:
+            yield "\n| key | default | | change it if |\n| --- | --- | --- | --- |\n"
+        for name, (each, doc) in found.items():
+            shown = "" if each.default is None else f"`{json.dumps(each.default)}`"
+            yield f"| `{what}.{name}` | {shown} | {doc} | {each.metadata.get('when', '')} |\n"
 
 
 TAIL = """
@@ -126,6 +160,9 @@ TAIL = """
 
 def files() -> dict[str, str]:
     """Returns the page."""
-    sections = "".join(section(ServerConfig, "", {ServerConfig}))
-    page = HEAD + "\n" + sections + OPTIONS + "".join(option_tables()) + TAIL
+    pool = [f"`{name}`" for name, field in PoolSettings.model_fields.items() if not is_tuning(field)]
+    made = "".join(sections(ServerConfig, "", {ServerConfig}))
+    made = made.replace("{names}", f"{', '.join(pool[:-1])} and {pool[-1]}")
+    tuning = rows((".".join((TUNING, *path)), field) for path, field in tuning_fields(ServerConfig).items())
+    page = HEAD + "\n" + made + OPTIONS + "".join(option_tables()) + TUNING_HEAD + tuning + TAIL
     return {"docs/reference/configuration.md": page}

@@ -78,10 +78,14 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
             kind = Annotated[list[str] | None, option(flag, metavar="A,B,…", help=help_)]
         else:
             kind = Annotated[str | None, option(flag, metavar="|".join(kinds), help=f"{text}.")]
-        help_ = f"Settings of {flag}, with defaults. {_settings_of(what, server=server)}."
-        option = partial(typer.Option, rich_help_panel=panel)
-        settings = Annotated[str | None, option(f"{flag}-settings", metavar="NAME=VALUE,…", help=help_)]
-        for name, annotation in ((what, kind), (f"{what}_settings", settings)):
+        flags = {what: kind}
+        if described := _settings_of(what, server=server):
+            help_ = f"Settings of {flag}, with defaults. {described}."
+            option = partial(typer.Option, rich_help_panel=panel)
+            flags[f"{what}_settings"] = Annotated[
+                str | None, option(f"{flag}-settings", metavar="NAME=VALUE,…", help=help_)
+            ]
+        for name, annotation in flags.items():
             made.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             )
@@ -97,7 +101,7 @@ def overrides(given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for what in options.OPTIONS:
         found[what] = given.pop(what)
-        for name, value in options.parse_settings(given.pop(f"{what}_settings") or "").items():
+        for name, value in options.parse_settings(given.pop(f"{what}_settings", None) or "").items():
             found[f"{what}.{name}"] = value
     return found
 

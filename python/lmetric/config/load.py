@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -15,8 +16,10 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from lmetric import options
 from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
-from lmetric.config.problems import explain
+from lmetric.config.problems import explain, place_of
 from lmetric.config.schema import SHORTHANDS, ServerConfig
+from lmetric.config.tuning import KEY as TUNING
+from lmetric.config.tuning import fold_schema, folded, unfolded
 from lmetric.defaults import DEFAULT_POLICY, TRACE_DIR
 
 ENV_PREFIX = "LMETRIC__"
@@ -77,7 +80,8 @@ def load_config(
     merged = _expanded(merged, ServerConfig, (), origin, environ)
     _complete(merged)
     try:
-        config = ServerConfig.model_validate(merged)
+        place = partial(place_of, origin=origin, lines={str(file): lines})
+        config = ServerConfig.model_validate(unfolded(merged, ServerConfig, place))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, origin, ServerConfig, {str(file): lines}))) from None
     config._ignored = tuple(ignored)
@@ -117,18 +121,19 @@ def render(config: ServerConfig) -> str:
     for model, shown in zip(config.models, values["models"], strict=True):
         for name in model.inherited:
             del shown[name]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(folded(values, ServerConfig), sort_keys=False, allow_unicode=True)
 
 
 def render_changed(config: ServerConfig) -> str:
     """The settings that differ from the defaults as YAML, each with its source, secrets masked."""
     changed = config.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return "".join(_changed(changed, config._origin, ())) or "{}\n"
+    return "".join(_changed(folded(changed, ServerConfig), config._origin, ())) or "{}\n"
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of configuration files."""
     schema = ServerConfig.model_json_schema()
+    fold_schema(schema)
     for key, field in SHORTHANDS.items():
         if key not in options.OPTIONS:
             section = schema["properties"][key]
@@ -192,6 +197,8 @@ def _value(name: str, path: Sequence[str], value: Any) -> Any:
 
 def _below(kind: Any, key: str) -> Any:
     """The type of a key of a section or mapping; None: unknown."""
+    if kind is ServerConfig and key == TUNING:
+        return kind  # it has the paths of the other sections
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         fields = kind.model_fields.items()
         return next((field.annotation for name, field in fields if key in (name, field.alias)), None)

@@ -20,21 +20,29 @@ class ListenerTls(Strict):
 
     certificate_file: Path = Field(
         description="PEM file with the router's certificate, then the certificates of the CAs between it and "
-        "the root"
+        "the root",
+        json_schema_extra={"when": "clients connect with https"},
     )
-    key_file: Path = Field(description="PEM file with the certificate's private key, without a password")
+    key_file: Path = Field(
+        description="PEM file with the certificate's private key, without a password",
+        json_schema_extra={"when": "clients connect with https"},
+    )
     client_ca_file: Path | None = Field(
         None,
         description="PEM file with the CAs that sign clients' certificates; null: the router requests no "
         "certificates",
+        json_schema_extra={"when": "only clients with a certificate may connect"},
     )
     client_certificates: Literal["required", "optional"] = Field(
         "required",
         description="with client_ca_file: whether clients without a certificate may connect. Certificates of "
         "other CAs are always refused",
+        json_schema_extra={"when": "some clients, such as health checks, have no certificate"},
     )
     min_version: Annotated[Literal["1.2", "1.3"], BeforeValidator(_version)] = Field(
-        "1.2", description="lowest TLS version of clients"
+        "1.2",
+        description="lowest TLS version of clients",
+        json_schema_extra={"when": "a policy requires TLS 1.3"},
     )
 
 
@@ -42,13 +50,19 @@ class EngineTls(Strict):
     """TLS to engines with an https URL. The router reads the files again if they change."""
 
     ca_file: Path | None = Field(
-        None, description="PEM file with the CAs that sign the engines' certificates; default: the system's"
+        None,
+        description="PEM file with the CAs that sign the engines' certificates; default: the system's",
+        json_schema_extra={"when": "a private CA signs the engines' certificates"},
     )
     certificate_file: Path | None = Field(
-        None, description="PEM file with the router's client certificate, for engines that require one"
+        None,
+        description="PEM file with the router's client certificate, for engines that require one",
+        json_schema_extra={"when": "engines require a client certificate"},
     )
     key_file: Path | None = Field(
-        None, description="PEM file with the private key of certificate_file, without a password"
+        None,
+        description="PEM file with the private key of certificate_file, without a password",
+        json_schema_extra={"when": "engines require a client certificate"},
     )
     server_name: str | None = Field(
         None,
@@ -56,11 +70,13 @@ class EngineTls(Strict):
         max_length=253,
         description="name in the engine's certificate, also sent as SNI; default: the host of the engine's "
         "URL. Discovered engines have an address as host",
+        json_schema_extra={"when": "the certificate has another name than the URL"},
     )
     verify: bool = Field(
         True,
         description="check the engine's certificate. false: anyone between router and engine can read and "
         "change requests; the router logs a warning",
+        json_schema_extra={"when": "you test on a machine of your own"},
     )
 
     @model_validator(mode="after")
@@ -80,4 +96,5 @@ class Forwarded(Strict):
         description="addresses and CIDR blocks of proxies, or `unix` for all clients of a unix socket. The "
         "router takes the client's address from the X-Forwarded-For field of these proxies. It drops the "
         "forwarding fields of all other clients",
+        json_schema_extra={"when": "there is a proxy in front"},
     )

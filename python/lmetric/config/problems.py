@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from lmetric.config.files import Lines
 from lmetric.config.kinds import OptionError
+from lmetric.config.tuning import KEY, in_configuration, is_tuning, tuning_fields
 from lmetric.validation import expected
 
 # Secret keys: messages do not show their values.
@@ -34,11 +35,9 @@ def explain(
         loc = [
             part for part in problem["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))
         ]
+        loc = list(in_configuration(root, loc))
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-        names = tuple(str(part) for part in loc if isinstance(part, str))
-        source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
-        line = _line_of(loc, lines.get(source or "", {}))
-        place = "".join(f"{part}:" for part in (source, line) if part) + " " if source else ""
+        place = place_of(loc, origin, lines)
         value, message = problem.get("input"), expected(problem)
         refused = problem.get("ctx", {}).get("error")
         if isinstance(refused, OptionError) and refused.path is not None:
@@ -61,12 +60,23 @@ def explain(
             yield text
 
 
+def place_of(
+    loc: Sequence[str | int], origin: Mapping[tuple[str, ...], str], lines: Mapping[str, Lines]
+) -> str:
+    """The source of a key, as the prefix of a message: `file:line: `; empty if it is unknown."""
+    names = tuple(str(part) for part in loc if isinstance(part, str))
+    source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
+    line = _line_of(loc, lines.get(source or "", {}))
+    return "".join(f"{part}:" for part in (source, line) if part) + " " if source else ""
+
+
 def _line_of(loc: Sequence[str | int], lines: Lines) -> int | None:
     """The line of the innermost part of a path that is in the file."""
     return next((lines[part] for n in range(len(loc), 0, -1) if (part := tuple(loc[:n])) in lines), None)
 
 
 def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
+    tuning = [KEY] if not loc and tuning_fields(section) else []
     for part in loc:
         if part not in section.model_fields:
             continue  # an index in a list, or a name that the operator chose
@@ -74,7 +84,8 @@ def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
         if inner is None:
             return []
         section = inner
-    return [field.alias or name for name, field in section.model_fields.items()]
+    names = [field.alias or name for name, field in section.model_fields.items() if not is_tuning(field)]
+    return names + tuning
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

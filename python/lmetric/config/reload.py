@@ -13,7 +13,7 @@ from lmetric.config.schema import POLICY_KNOBS, ModelConfig, ServerConfig
 
 POLICIES = (
     *(name for pair in POLICY_KNOBS.items() for name in pair),
-    *("policies", "policy_fallback", "policy_time_limit_seconds", "indicators"),
+    *("policies", "policy_time_limit_seconds", "indicators"),
 )
 """Settings of policies and of their indicators."""
 

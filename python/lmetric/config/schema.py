@@ -1,7 +1,8 @@
 """The sections and keys of the server's configuration, with their defaults and meaning."""
 
+from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -25,7 +26,6 @@ from lmetric.config.kinds import (
     FileMode,
     Host,
     IndicatorSource,
-    Nameserver,
     Option,
     PodPort,
     Port,
@@ -73,22 +73,30 @@ class KvEvents(Strict):
     """The source of KV events, for engines that report none or a wrong one."""
 
     endpoint: ZmqEndpoint | None = Field(
-        None, description="ZMQ endpoint of the events; * is the engine's host; default: as the engine reports"
+        None,
+        description="ZMQ endpoint of the events; * is the engine's host; default: as the engine reports",
+        json_schema_extra={"when": "an engine reports no address for its events, or a wrong one"},
     )
     replay_endpoint: ZmqEndpoint | None = Field(
-        None, description="ZMQ endpoint for replays of past events; default: as the engine reports"
+        None,
+        description="ZMQ endpoint for replays of past events; default: as the engine reports",
+        json_schema_extra={"when": "an engine reports no address for replays, or a wrong one"},
     )
     topic: str | None = Field(
-        None, description="topic of the engine's events; default: as the engine reports"
+        None,
+        description="topic of the engine's events; default: as the engine reports",
+        json_schema_extra={"when": "an engine reports a wrong topic"},
     )
     bind: bool = Field(
         False,
         description="the router listens at endpoint and the engines connect to it, each with its own topic",
+        json_schema_extra={"when": "engines cannot accept connections from the router"},
     )
     without_tokenizer: bool = Field(
         False,
         description="use KV events without a tokenizer, for clients that send token IDs; text prompts then "
         "count as not cached",
+        json_schema_extra={"when": "all clients send token IDs"},
     )
 
     @model_validator(mode="after")
@@ -109,12 +117,14 @@ class EngineConfig(Strict):
     """One engine replica."""
 
     url: EngineUrl = Field(
-        description="URL of the engine, http://host:port, https://host:port or unix:///path/to/socket"
+        description="URL of the engine, http://host:port, https://host:port or unix:///path/to/socket",
+        json_schema_extra={"when": "you add an engine"},
     )
     name: Annotated[str, Field(pattern="^[!-~]{1,200}$")] | None = Field(
         None,
         description="name in metrics, headers and decision records; default: host:port, for a rank with "
         "-dpRANK",
+        json_schema_extra={"when": "host:port is no good name in dashboards"},
     )
     data_parallel_rank: int | None = Field(
         None,
@@ -123,23 +133,33 @@ class EngineConfig(Strict):
         description="data-parallel rank of a vLLM or SGLang engine: requests carry X-data-parallel-rank, and "
         "the router reads KV events and load of this rank only. Write one entry per rank. Default: the entry "
         "is the whole engine, and the engine picks the rank of each request",
+        json_schema_extra={"when": "you want the router to pick the rank"},
     )
     cache_blocks: Positive | None = Field(
-        None, description="size of the prefix cache, blocks; default: cache_blocks of the model"
+        None,
+        description="size of the prefix cache, blocks; default: cache_blocks of the model",
+        json_schema_extra={"when": "this engine has another cache size than the others"},
     )
     kv_events: KvEventsSetting | None = Field(
-        None, description="source of KV events; default: kv_events of the model"
+        None,
+        description="source of KV events; default: kv_events of the model",
+        json_schema_extra={"when": "this engine reports other events than the others"},
     )
     api_key: Token | None = Field(
-        None, description="bearer token for the engine; it replaces the client's credentials"
+        None,
+        description="bearer token for the engine; it replaces the client's credentials",
+        json_schema_extra={"when": "the engine requires a key"},
     )
     tls: EngineTls | None = Field(
-        None, description="TLS of an https URL, as a whole; default: engine_tls of the model"
+        None,
+        description="TLS of an https URL, as a whole; default: engine_tls of the model",
+        json_schema_extra={"when": "this engine has another certificate than the others"},
     )
     role: Role | None = Field(
         None,
         description="both: whole requests; prefill: prompts only; decode: answers after a prefill engine; "
         "default: as the engine reports, else both",
+        json_schema_extra={"when": "the engine does not report its role"},
     )
     revision: str | None = Field(
         None,
@@ -147,12 +167,14 @@ class EngineConfig(Strict):
         description="revision of the model's weights. No KV cache passes between engines with different "
         "revisions. Default: as the engine reports (SGLang: its weight version; vLLM: only in development "
         "mode)",
+        json_schema_extra={"when": "you update weights, and engines transfer KV"},
     )
     group: str | None = Field(
         None,
         min_length=1,
         description="group name for expressions such as group_max(tokens). Default: for a data-parallel "
         "rank its url, so that the ranks of an engine form a group; else none",
+        json_schema_extra={"when": "an expression compares groups of engines"},
     )
 
     @model_validator(mode="before")
@@ -181,16 +203,20 @@ class IndicatorConfig(Strict):
         "vllm:num_preemptions_total, summed over its labels. header: the field with the indicator's name in "
         "the endpoint-load-metrics header of answers. header:FIELD: another field of that header. push: "
         "POST /admin/engines/NAME/indicators",
+        json_schema_extra={"when": "you add an indicator"},
     )
-    unit: str = Field("", max_length=64, description="unit, for display only")
     default: float | None = Field(
-        None, allow_inf_nan=False, description="value for engines that report none; null: NaN"
+        None,
+        allow_inf_nan=False,
+        description="value for engines that report none; null: NaN",
+        json_schema_extra={"when": "an expression must have a value for every engine"},
     )
     max_age_seconds: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
         description="ignore values older than this; null: values do not expire",
+        json_schema_extra={"when": "old values mislead the policy"},
     )
 
     @property
@@ -203,10 +229,14 @@ class SloClass(Strict):
     """A class of requests with its own deadline."""
 
     ttft_seconds: Seconds | None = Field(
-        None, description="deadline of the first token, seconds; null: `ttft_seconds` of `admission`"
+        None,
+        description="deadline of the first token, seconds; null: `ttft_seconds` of `admission`",
+        json_schema_extra={"when": "a class has its own deadline"},
     )
     hedge_after_seconds: Seconds | None = Field(
-        None, description="as `hedging.after_seconds`, for streams of the class; null: as that setting"
+        None,
+        description="as `hedging.after_seconds`, for streams of the class; null: as that setting",
+        json_schema_extra={"when": "only some requests are worth a second attempt"},
     )
 
 
@@ -217,6 +247,7 @@ class LoadAdmission(Strict):
         None,
         description="deadline of the first token, from the arrival, seconds. A request that would miss it "
         "gets a 429 at once; null: requests wait without a deadline",
+        json_schema_extra={"when": "late answers are worth nothing to your clients"},
     )
     room_seconds: float | None = Field(
         None,
@@ -224,15 +255,23 @@ class LoadAdmission(Strict):
         le=86_400,
         description="an engine has room while a further request would wait at most this long for its "
         "prefill, seconds; null: a twentieth of `ttft_seconds`, or 0.1",
+        json_schema_extra={"when": "engines idle between requests, or their queues are long", "tuning": True},
     )
     tpot_seconds: Seconds | None = Field(
         None,
         description="longest predicted time between two output tokens with which an engine still has room, "
         "seconds; needs a profile or a learned step time; null: no limit",
+        json_schema_extra={"when": "streams become too slow under load"},
     )
-    max_waiting: Positive = Field(4096, description="maximum number of waiting requests of a model")
+    max_waiting: Positive = Field(
+        4096,
+        description="maximum number of waiting requests of a model",
+        json_schema_extra={"when": "the queue should be longer or shorter"},
+    )
     max_waiting_per_tenant: Positive = Field(
-        1024, description="maximum number of waiting requests of a tenant, per model"
+        1024,
+        description="maximum number of waiting requests of a tenant, per model",
+        json_schema_extra={"when": "one tenant fills the queue"},
     )
 
 
@@ -243,6 +282,7 @@ class AdmissionConfig(LoadAdmission):
         default_factory=dict,
         description="classes of requests by name. A request names its class in the header x-slo-class; "
         "default: `slo_class` of its tenant",
+        json_schema_extra={"when": "requests have different deadlines"},
     )
 
 
@@ -254,10 +294,11 @@ class HedgingConfig(Strict):
         description="time without a token after which a second engine gets the request, seconds. The first "
         "engine with a token answers, and the other request is canceled. Set it above your usual time to "
         "first token; null: no hedges",
+        json_schema_extra={"when": "single slow engines delay first tokens"},
     )
-    budget_ratio: float = Field(
-        0.05, ge=0, le=1, description="maximum hedges per request of a model, on average; 0: no hedges"
-    )
+    # Hedges per request of a model, on average. More would load engines that are slow because
+    # they are busy.
+    budget_ratio: ClassVar[float] = 0.05
 
 
 class PoolSettings(Strict):
@@ -267,123 +308,154 @@ class PoolSettings(Strict):
         False,
         description="accept experimental policies (docs/reference/policies.md) and planners "
         "(docs/reference/engines.md)",
+        json_schema_extra={"when": "you try an experimental policy"},
     )
     policy: str | dict[str, Any] = Field(
         DEFAULT_POLICY,
         description="policy name, score expression, mapping with filter, score, prefer and then, or Python "
         "object. A Python object is file.py:name, package.module:name, or the name of an entry point "
         "(docs/tutorials/your_own_policy.md)",
+        json_schema_extra={
+            "when": "`whatif` or a canary shows that another policy is better for your traffic"
+        },
     )
-    knobs: dict[str, float] = Field(default_factory=dict, description="parameters of the policy, by name")
+    knobs: dict[str, float] = Field(
+        default_factory=dict,
+        description="parameters of the policy, by name",
+        json_schema_extra={"when": "`whatif` shows a better parameter"},
+    )
     decode_policy: str | dict[str, Any] = Field(
         "least_requests",
         description="policy that picks the decode engine under prefill/decode disaggregation; as `policy`",
+        json_schema_extra={"when": "prefill and decode run on different engines"},
     )
     decode_knobs: dict[str, float] = Field(
-        default_factory=dict, description="parameters of the decode policy, by name"
+        default_factory=dict,
+        description="parameters of the decode policy, by name",
+        json_schema_extra={"when": "the decode policy has parameters"},
     )
     indicators: dict[str, IndicatorConfig] = Field(
         default_factory=dict,
         description="additional indicators for expressions, by name",
+        json_schema_extra={"when": "an expression needs a value that the router lacks"},
     )
     policies: dict[str, str | dict[str, Any]] = Field(
         default_factory=dict,
         description="named policies, each as `policy`; PUT /admin/policy accepts these names",
+        json_schema_extra={"when": "you switch policies over HTTP"},
     )
-    policy_fallback: str | dict[str, Any] = Field(
-        DEFAULT_POLICY,
-        description="policy that decides if a Python policy fails or exceeds its time limit; as `policy`",
-    )
+    # The policy that decides if a Python policy fails or exceeds its time limit. It is built in,
+    # so it cannot fail for the same reason.
+    policy_fallback: ClassVar[str] = DEFAULT_POLICY
     policy_time_limit_seconds: float = Field(
-        0.001, gt=0, le=60, description="time limit of a Python policy per decision, seconds"
+        0.001,
+        gt=0,
+        le=60,
+        description="time limit of a Python policy per decision, seconds",
+        json_schema_extra={"when": "a Python policy needs longer for good reasons", "tuning": True},
     )
     shadow: ShadowConfig | None = Field(
-        None, description="second policy that scores requests and places none; null: none"
+        None,
+        description="second policy that scores requests and places none; null: none",
+        json_schema_extra={"when": "you compare a policy without risk"},
     )
     canary: CanaryConfig | None = Field(
-        None, description="second policy that places a share of the requests; null: none"
+        None,
+        description="second policy that places a share of the requests; null: none",
+        json_schema_extra={"when": "you try a policy on real traffic"},
     )
     binding: Literal["auto", "early", "late"] = Field(
         "auto",
         description="when the decode engine is chosen; early: with the prefill engine; late: after prefill; "
         "auto: late if the KV transfer protocol allows it (vLLM: yes, SGLang: no)",
+        json_schema_extra={
+            "when": "engines transfer KV late although they report otherwise, or the reverse",
+            "tuning": True,
+        },
     )
-    colocate: bool = Field(
-        True, description="if all engines of one role are missing, send whole requests to the other role"
-    )
+    # Whether requests run on engines of one role if all engines of the other role are missing:
+    # slow answers are better than none.
+    colocate: ClassVar[bool] = True
     handover: Literal["auto", "nixl", "bootstrap"] = Field(
         "auto",
         description="KV transfer protocol between prefill and decode engines; auto: as the engines report; "
         "engines without a protocol get no requests",
+        json_schema_extra={"when": "engines do not report their KV transfer protocol"},
     )
-    handover_seconds: Seconds | None = Field(
-        None,
-        description="maximum time from the end of prefill to the KV transfer, seconds; after it, the prompt "
-        "is recomputed. Default: two thirds of the engine's lease, or 20 if the engine reports none",
-    )
+    # Time from the end of prefill to the KV transfer, after which the prompt is recomputed. None:
+    # two thirds of the engine's lease, or 20 s if the engine reports none.
+    handover_seconds: ClassVar[float | None] = None
     split: Annotated[SplitOption | Auto | None, Option("split")] = Field(
         "auto",
         description="how requests are split between two engines of role both: `none`; `libra` "
         "(experimental): at the token that balances both engines; `apart` (experimental): after the prompt, "
         "if that reduces the total delay. Or a mapping: `{kind: libra, probes: 8}`. The client "
         "gets one answer. `auto`: apart if the policy is planner, else none",
+        json_schema_extra={"when": "long prompts overload single engines"},
     )
     split_recompute: bool = Field(
         False,
         description="also split between engines without KV transfer: the second engine recomputes the tokens "
         "that its prefix cache does not hold",
+        json_schema_extra={"when": "you test splits on engines without KV transfer", "tuning": True},
     )
     prefix_fetch: Annotated[PrefixFetch | Auto | None, Option("prefix_fetch")] = Field(
         "auto",
         description="fetch the cached prefix of a prompt from another engine if that is faster than "
-        "computing it: `none`, `on`, or a mapping: `{min_tokens: 512}`. The policy `lmetric_pull` includes "
+        "computing it: `none` or `on`. The policy `lmetric_pull` includes "
         "fetches in its scores. `auto`: on if the policy is planner, else none",
+        json_schema_extra={"when": "engines can transfer KV and share long prefixes"},
     )
-    prefix_fetch_timeout_seconds: Seconds | None = Field(
-        None,
-        description="time limit of a prefix fetch, seconds; after it, the engine computes the tokens. "
-        "Default: the expected time to compute them, at least 0.02",
-    )
+    # Time limit of a prefix fetch, after which the engine computes the tokens. None: the expected
+    # time to compute them, at least 0.02 s.
+    prefix_fetch_timeout_seconds: ClassVar[float | None] = None
     rebalance: Annotated[RebalanceOption | None, Option("rebalance")] = Field(
         None,
         description="migration of running streams away from engines that would overload: `none`, or `star` "
         "(by predicted load). Or a mapping: `{kind: star, threshold: 0.2}`. Engines need KV transfer (NIXL): "
         "without it, no stream moves",
+        json_schema_extra={"when": "long streams overload single engines"},
     )
     migration_by: Literal["fetch", "recompute"] = Field(
         "fetch",
         description="how streams migrate. `fetch`: the target fetches the KV of prompt and answer so far, "
         "while the stream continues. `recompute`: the target computes them; not with `rebalance`. Streams "
         "leave a draining engine without a KV connector by `recompute` in any case",
+        json_schema_extra={"when": "engines cannot transfer KV"},
     )
     migration_max_gap_seconds: Seconds = Field(
-        1.0, description="maximum expected pause of a stream during migration, seconds"
+        1.0,
+        description="maximum expected pause of a stream during migration, seconds",
+        json_schema_extra={"when": "clients accept longer pauses, or notice shorter ones", "tuning": True},
     )
-    migration_max_concurrent: Positive = Field(
-        4, description="maximum number of concurrent migrations per model"
-    )
+    # Concurrent migrations per model. Each one loads the links of two engines; few at a time are
+    # enough, because each round of `rebalance` moves one stream.
+    migration_max_concurrent: ClassVar[int] = 4
     stream_failover: bool = Field(
         True,
         description="if an engine fails in the middle of a stream, continue the stream on another engine; "
         "`retries` limits the engines per request. The router requests and records the token ids of each "
         "stream that can continue (docs/reference/engines.md lists them). With `rebalance`, streams that can "
         "migrate continue in any case",
+        json_schema_extra={"when": "clients handle broken streams themselves"},
     )
     admission: AdmissionConfig | None = Field(
         None,
         description="admission by load (docs/how-to/overload.md). Under overload, requests wait in the "
         "router in fair order of tenants, or get a 429; null: every request goes to an engine at once",
+        json_schema_extra={"when": "traffic exceeds what the engines can serve"},
     )
     hedging: HedgingConfig = Field(
         default_factory=HedgingConfig,
         description="a second attempt on another engine for streams whose first token is late",
+        json_schema_extra={"when": "single slow engines delay first tokens"},
     )
     priority: Annotated[PriorityOption | None, Option("priority")] = Field(
         None,
         description="priority number that requests carry to the engines' queues. `none`: the client's own "
         "number (ignored with API keys). `uniboost`: arrival time minus a boost, which is larger for "
-        "prompts with less to compute. `vtc`: fair shares between tenants. Or a mapping: `{kind: uniboost, "
-        "gamma: 0.05}`",
+        "prompts with less to compute. `vtc`: fair shares between tenants",
+        json_schema_extra={"when": "short requests wait behind long ones, or tenants compete"},
     )
     programs: Annotated[ProgramOption | None, Option("programs")] = Field(
         default_factory=ProgramAuto,
@@ -391,33 +463,40 @@ class PoolSettings(Strict):
         "and measure whether their contexts fit into the KV caches. `admit`: hold requests of programs that "
         "do not fit. `auto`: as `admit`, while recomputed contexts are most of the prefill work. `none`: do "
         "not follow them. Or a mapping: `{kind: admit, theta: 0.9}`",
+        json_schema_extra={"when": "you serve agents, or none at all"},
     )
     fleet_changes: Annotated[WarmChanges | None, Option("fleet_changes")] = Field(
         None,
         description="how engines join and leave. `none`: with cold caches. `warm`: an engine that joins "
         "first fetches the prefixes that it will need, then gets requests; before an engine leaves, other "
-        "engines fetch its prefixes, and its streams migrate. The engines need a KV connector. Or a mapping: "
-        "`{kind: warm, max_seconds: 10}`",
+        "engines fetch its prefixes, and its streams migrate. The engines need a KV connector",
+        json_schema_extra={"when": "engines join or leave often"},
     )
     engine_tls: EngineTls | None = Field(
         None,
         description="TLS of the model's engines with an https URL and without tls; default: check their "
         "certificates by the system's CAs",
+        json_schema_extra={"when": "engines have https URLs and a private CA"},
     )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
         description="tokens per block for tokenized prompts; default: as the engines report, 16 before the "
         "first report",
+        json_schema_extra={"when": "engines do not report their block size"},
     )
-    text_block_bytes: Positive = Field(256, le=1 << 20, description="bytes per block for text prompts")
+    # Bytes per block of text prompts, about 64 tokens. Smaller blocks take more memory.
+    text_block_bytes: ClassVar[int] = 256
     cache_blocks: Positive | None = Field(
-        None, description="size of an engine's prefix cache, blocks; default: as the engine reports"
+        None,
+        description="size of an engine's prefix cache, blocks; default: as the engine reports",
+        json_schema_extra={"when": "engines do not report their cache size"},
     )
     kv_events: KvEventsSetting = Field(
         "auto",
         description="KV events of the engines; auto: at the endpoints that engines report; off: estimate "
         "caches from the requests sent; or a mapping",
+        json_schema_extra={"when": "engines do not report where their events are"},
     )
     tokenizer: Annotated[str, OFF_IS_A_WORD] | None = Field(
         None,
@@ -425,54 +504,63 @@ class PoolSettings(Strict):
         description="folder with the model's tokenizer.json and chat template, or Hub repository OWNER/NAME, "
         "to match prompts by tokens. off: match by text. null: the folder or repository that the engine "
         "reports as its model, if it exists on this machine or in its Hugging Face cache",
+        json_schema_extra={"when": "the router cannot find the tokenizer by itself"},
     )
     tokenizer_revision: str | None = Field(
         None,
         min_length=1,
         description="branch, tag or commit of the tokenizer's Hub repository; default: main; as "
         "--tokenizer-revision of the engines",
+        json_schema_extra={"when": "engines use another revision than main"},
     )
     tokenizer_download: Annotated[Literal["off", "configured", "any"], OFF_IS_A_WORD] = Field(
         "configured",
         description="downloads from the Hugging Face Hub of tokenizers that are not in the local cache. off: "
         "none. configured: only the repository in `tokenizer`. any: also repositories that engines report. "
         "HF_HUB_OFFLINE=1 forbids all",
+        json_schema_extra={"when": "the machine has no access to the Hub, or must have none"},
     )
     chat_template: str | None = Field(
         None,
         min_length=1,
         description="chat template file, instead of the template in the folder; as --chat-template of the "
         "engines",
+        json_schema_extra={"when": "engines have another template than their model"},
     )
-    token_cache_bytes: int = Field(
-        256 << 20, ge=1 << 10, description="maximum memory for the tokens of recent prompts, bytes"
+    # Memory for the tokens of recent prompts, bytes: 64 million tokens.
+    token_cache_bytes: ClassVar[int] = 256 << 20
+    index_bytes: int = Field(
+        512 << 20,
+        ge=1 << 20,
+        description="maximum memory of the KV index, bytes",
+        json_schema_extra={"when": "the index evicts blocks that engines still have"},
     )
-    index_bytes: int = Field(512 << 20, ge=1 << 20, description="maximum memory of the KV index, bytes")
     tiers: Annotated[Literal["auto", "all", "off"], OFF_IS_A_WORD] = Field(
         "auto",
         description="tiers below the GPU whose cached blocks count in scores, by the engines' KV events. "
         "auto: the CPU tier, and other tiers once an engine has reported a removal there; all: also tiers "
         "without removals, whose blocks may be gone; off: only the GPU",
+        json_schema_extra={"when": "engines offload KV to other tiers"},
     )
-    tier_load_ratio: float = Field(
-        0.02,
-        ge=0,
-        le=1,
-        description="seconds to load one token from a tier below the GPU, divided by the seconds to "
-        "prefill it, until the router has learned it from an engine's loads",
-    )
-    receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
+    # Seconds to load a token from a tier below the GPU, divided by the seconds to prefill it,
+    # until the router has learned the ratio from an engine's loads.
+    tier_load_ratio: ClassVar[float] = 0.02
+    # Memory for decision records, bytes: enough to look up recent requests.
+    receipt_bytes: ClassVar[int] = 16 << 20
     guard: Annotated[Guard | None, Option("guard")] = Field(
         None,
         description="hot-spot guard (docs/explanation/default_policy.md): on, off, or settings for a guard "
         "that is on: {window_seconds: 30}. auto: off, unless the policy turns it on",
+        json_schema_extra={"when": "single prefixes overload an engine"},
     )
     profile: str | None = Field(
         None,
         description="engine profile for time predictions: a shipped name or a file; default: learned from "
         "traffic",
+        json_schema_extra={"when": "predictions must be right from the start"},
     )
-    seed: int = Field(0, ge=0, description="seed for breaking ties")
+    # Seed for breaking ties. Equal seeds let a replay repeat the decisions.
+    seed: ClassVar[int] = 0
 
     @property
     def offers(self) -> Maturity:
@@ -507,12 +595,21 @@ class PolicyChange(Strict):
 class ModelConfig(PoolSettings):
     """A model and the engines that serve it."""
 
-    name: str = Field(min_length=1, description="model name in requests")
-    engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
+    name: str = Field(
+        min_length=1,
+        description="model name in requests",
+        json_schema_extra={"when": "you serve several models"},
+    )
+    engines: list[EngineConfig] = Field(
+        default_factory=list,
+        description="engines of the model",
+        json_schema_extra={"when": "you serve several models"},
+    )
     adapters: list[str] = Field(
         default_factory=list,
         description="names of LoRA adapters that are known before an engine lists them. Requests go to "
         "engines that list the name, so adapters need no entry",
+        json_schema_extra={"when": "engines do not list their adapters"},
     )
 
     def __eq__(self, other: object) -> bool:
@@ -534,23 +631,28 @@ class ModelConfig(PoolSettings):
 class DnsSource(Strict):
     """Engines behind a DNS name: one per address or SRV record."""
 
-    name: str = Field(min_length=1, description="DNS name, e.g. of a headless service")
+    name: str = Field(
+        min_length=1,
+        description="DNS name, e.g. of a headless service",
+        json_schema_extra={"when": "engines are behind a DNS name"},
+    )
     type: Literal["A", "AAAA", "SRV"] = Field(
-        "A", description="record type; priority and weight of SRV records are ignored"
+        "A",
+        description="record type; priority and weight of SRV records are ignored",
+        json_schema_extra={"when": "the name has IPv6 addresses or SRV records"},
     )
-    port: Port | None = Field(None, description="port of every engine; SRV records include their port")
-    interval: Seconds = Field(
-        10.0, description="time between look-ups, seconds; shorter if the TTL of the answer is shorter"
+    port: Port | None = Field(
+        None,
+        description="port of every engine; SRV records include their port",
+        json_schema_extra={"when": "the records include no port"},
     )
-    grace: float = Field(
-        300.0,
-        ge=0,
-        le=86_400,
-        description="how long the last answer stays valid while look-ups fail, seconds",
-    )
-    nameservers: list[Nameserver] = Field(
-        default_factory=list, description="name servers, IP or IP:PORT; default: as the system is configured"
-    )
+    # Time between look-ups, seconds; shorter if the TTL of the answer is shorter.
+    interval: ClassVar[float] = 10.0
+    # Time for which the last answer stays valid while look-ups fail, seconds: a restart of the name
+    # servers must not remove the engines.
+    grace: ClassVar[float] = 300.0
+    # Name servers, IP or IP:PORT; none: as the system is configured.
+    nameservers: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -562,34 +664,47 @@ class DnsSource(Strict):
 class KubernetesSource(Strict):
     """Engines in the pods that a label selector or an InferencePool matches."""
 
-    selector: str | None = Field(None, min_length=1, description="label selector, e.g. app=vllm")
+    selector: str | None = Field(
+        None,
+        min_length=1,
+        description="label selector, e.g. app=vllm",
+        json_schema_extra={"when": "the engines are pods with a label"},
+    )
     port: PodPort | None = Field(
-        None, description="port of the engines: a number, or the name of a container port"
+        None,
+        description="port of the engines: a number, or the name of a container port",
+        json_schema_extra={"when": "the engines are pods with a label"},
     )
     inference_pool: str | None = Field(
         None,
         min_length=1,
         description="name of an InferencePool (inference.networking.k8s.io/v1), in place of selector and "
         "port; its InferenceObjectives set priorities in `epp`",
+        json_schema_extra={"when": "your cluster has an InferencePool"},
     )
     namespace: str | None = Field(
         None,
         min_length=1,
         description="namespace of the pods; default: the router's own, or the namespace of the kubeconfig "
         "context",
+        json_schema_extra={"when": "engines run in another namespace"},
     )
     model_key: str | None = Field(
-        None, description="annotation or label with the model of a pod; default: as the engine reports"
+        None,
+        description="annotation or label with the model of a pod; default: as the engine reports",
+        json_schema_extra={"when": "engines do not report the model that clients request"},
     )
     role_key: str | None = Field(
-        None, description="annotation or label with the role of a pod: both, prefill or decode"
+        None,
+        description="annotation or label with the role of a pod: both, prefill or decode",
+        json_schema_extra={"when": "engines do not report their role"},
     )
     kubeconfig: Path | None = Field(
         None,
         description="kubeconfig file with credentials; default: the pod's service account, else kubectl's "
         "configuration",
+        json_schema_extra={"when": "the router runs outside the cluster"},
     )
-    context: str | None = Field(None, description="context of the kubeconfig; default: the current context")
 
     @model_validator(mode="after")
     def _pods(self) -> Self:
@@ -606,20 +721,31 @@ class DiscoverySource(Strict):
         None,
         description="YAML or JSON list of engines, each as in `engines` and with `model`; the router "
         "watches the file",
+        json_schema_extra={"when": "another program writes the list of engines"},
     )
-    dns: DnsSource | None = Field(None, description="engines behind a DNS name")
-    kubernetes: KubernetesSource | None = Field(None, description="engines in pods")
-    name: str | None = Field(
+    dns: DnsSource | None = Field(
         None,
-        min_length=1,
-        description="name in logs, metrics and /debug/engines; default: derived from the source",
+        description="engines behind a DNS name",
+        json_schema_extra={"when": "engines are behind a DNS name"},
+    )
+    kubernetes: KubernetesSource | None = Field(
+        None, description="engines in pods", json_schema_extra={"when": "engines run in Kubernetes"}
     )
     model: str | None = Field(
-        None, min_length=1, description="model of engines that report none; default: the top level's"
+        None,
+        min_length=1,
+        description="model of engines that report none; default: the top level's",
+        json_schema_extra={"when": "the engines report no model"},
     )
-    api_key: Token | None = Field(None, description="bearer token for engines without an api_key")
+    api_key: Token | None = Field(
+        None,
+        description="bearer token for engines without an api_key",
+        json_schema_extra={"when": "the engines require a key"},
+    )
     scheme: Literal["http", "https"] = Field(
-        "http", description="scheme of the engines' URLs with dns and kubernetes; https: as engine_tls says"
+        "http",
+        description="scheme of the engines' URLs with dns and kubernetes; https: as engine_tls says",
+        json_schema_extra={"when": "engines have TLS"},
     )
 
     @model_validator(mode="after")
@@ -632,9 +758,7 @@ class DiscoverySource(Strict):
 
     @property
     def label(self) -> str:
-        """The source's name, or a description of it."""
-        if self.name is not None:
-            return self.name
+        """The source's name in logs, metrics and /debug/engines."""
         if self.dns is not None:
             return f"dns:{self.dns.name}"
         if self.kubernetes is not None:
@@ -646,40 +770,63 @@ class DiscoverySource(Strict):
 class Timeouts(Strict):
     """Time limits of the phases of a request, seconds."""
 
-    connect: Seconds = Field(3.0, description="time for an engine to accept a connection")
-    body: Seconds = Field(60.0, description="time for a client to send its request body")
+    connect: Seconds = Field(
+        3.0,
+        description="time for an engine to accept a connection",
+        json_schema_extra={"when": "the network is slow"},
+    )
+    # Time for a client to send its request body, seconds: a slower client would hold its memory.
+    body: ClassVar[float] = 60.0
     first_byte: Seconds = Field(
         300.0,
         description="time to the first token of a stream; SSE comments and a chat's role do not count",
+        json_schema_extra={"when": "prompts take longer, or clients give up earlier"},
     )
     answer: Seconds = Field(
-        1800.0, description="time to an answer that is not streamed, which arrives after its last token"
+        1800.0,
+        description="time to an answer that is not streamed, which arrives after its last token",
+        json_schema_extra={"when": "answers without a stream take longer"},
     )
     request: Seconds | None = Field(
         7200.0,
         description="maximum duration of a request, from arrival to the end of the answer. After it, the "
         "client gets a 504, or an error event if the stream has begun; null: no limit",
+        json_schema_extra={"when": "requests take longer, or must end earlier"},
     )
     between_chunks: Seconds = Field(
         120.0,
         description="maximum time between two tokens of a stream, or between two pieces of another answer; "
         "SSE comments and empty events do not count",
+        json_schema_extra={"when": "engines pause for longer without a fault"},
     )
-    slow_client: Seconds = Field(
-        300.0, description="close the connection if a client does not read its answer for this long"
+    # Time after which a client that reads nothing loses its connection, seconds: its answer fills
+    # memory meanwhile.
+    slow_client: ClassVar[float] = 300.0
+    keep_alive: Seconds = Field(
+        75.0,
+        description="close idle client connections after this long",
+        json_schema_extra={"when": "a load balancer in front keeps connections for longer"},
     )
-    keep_alive: Seconds = Field(75.0, description="close idle client connections after this long")
     engine_drain: float = Field(
         300.0,
         ge=0,
         le=86_400,
         description="time for running requests on an engine that its discovery source no longer lists",
+        json_schema_extra={"when": "streams last longer than a scale-down may take"},
     )
     drain_grace: float = Field(
-        0.0, ge=0, le=86_400, description="after SIGTERM, keep accepting new requests for this long"
+        0.0,
+        ge=0,
+        le=86_400,
+        description="after SIGTERM, keep accepting new requests for this long",
+        json_schema_extra={"when": "load balancers take time to stop sending requests"},
     )
     drain: float = Field(
-        30.0, ge=0, le=86_400, description="after drain_grace, time for running requests to finish"
+        30.0,
+        ge=0,
+        le=86_400,
+        description="after drain_grace, time for running requests to finish",
+        json_schema_extra={"when": "streams last longer than a restart may take"},
     )
 
 
@@ -690,69 +837,66 @@ class Retries(Strict):
         3,
         description="maximum number of engines tried per request, including the first. If an engine accepted "
         "the request and then failed, at most one more engine gets it, as the request may be the cause",
+        json_schema_extra={"when": "requests should fail earlier, or try more engines"},
     )
-    failures: list[Literal["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"]] = Field(
-        ["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"],
-        description="failures that cause a retry: refused, dns, tls and unreachable (no connection), reset "
-        "(connection broke), timeout, status (one of `statuses`)",
+    # Failures that cause a retry: no client can cause the first four; another engine may serve the
+    # request after a broken connection, a timeout, or one of `statuses`.
+    failures: ClassVar[frozenset[str]] = frozenset(
+        {"refused", "dns", "tls", "unreachable", "reset", "timeout", "status"}
     )
     statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
         [429, 500, 502, 503, 504],
         description="HTTP statuses of engines that count as failure `status`. 429 and 503 mean that the "
         "engine is full, the others that it failed",
+        json_schema_extra={"when": "engines use a status in another way"},
     )
-    budget_ratio: float = Field(
-        0.2,
-        ge=0,
-        le=10,
-        description="maximum retries per request of a model, over 10 s, beside `min_per_second`. Requests of "
-        "an engine that is lost are retried in any case. Beyond the budget, clients get the failure at once",
-    )
-    min_per_second: float = Field(
-        10.0, ge=0, le=1e6, description="retries per second of a model that are allowed in any case"
-    )
+    # Retries per request of a model, over 10 s, beside `min_per_second`: enough for the loss of
+    # one of five engines. More would multiply the load of engines that fail because they are
+    # busy. Requests of a lost engine are retried in any case.
+    budget_ratio: ClassVar[float] = 0.2
+    # Retries per second of a model beside `budget_ratio`, so that models with few requests have
+    # retries, too.
+    min_per_second: ClassVar[float] = 10.0
 
 
 class Ejection(Strict):
     """Outlier ejection: engines whose requests fail, while the same requests succeed on others."""
 
-    enabled: bool = Field(True, description="eject outliers; false: only health checks decide")
+    enabled: bool = Field(
+        True,
+        description="eject outliers; false: only health checks decide",
+        json_schema_extra={"when": "something else takes bad engines out of service"},
+    )
     base_seconds: Seconds = Field(
         30.0,
         description="duration of an engine's first ejection, seconds. The n-th lasts n times as long; n "
         "falls by one for each such time in service",
+        json_schema_extra={"when": "engines need longer to recover"},
     )
-    max_seconds: Seconds = Field(300.0, description="maximum duration of an ejection, seconds")
+    # Duration of the longest ejection, seconds: a probe must succeed before an engine returns, so
+    # a longer one only delays the return.
+    max_seconds: ClassVar[float] = 300.0
     consecutive_failures: Positive = Field(
         5,
         description="consecutive failed requests that eject an engine. A request that fails on two engines "
         "does not count. Without a second engine's answer as proof, one failure per client (tenant or "
         "address) counts in 10 s",
+        json_schema_extra={"when": "good engines are ejected, or bad ones stay"},
     )
-    window_seconds: Seconds = Field(
-        60.0, ge=10, description="time over which success rates of engines are compared, seconds"
-    )
-    min_requests: Positive = Field(
-        20, description="requests that an engine, and all others together, need for that comparison"
-    )
-    max_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="maximum share of a model's engines ejected at a time; at least one",
-    )
-    panic_threshold: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="share of engines in service below which ejected engines get requests, too. No ejection "
-        "may cause this",
-    )
-    probe_timeout: Seconds = Field(
-        10.0,
-        description="time limit of the small request (one token) that an engine must answer before it "
-        "returns from an ejection, seconds",
-    )
+    # Time over which success rates are compared, seconds.
+    window_seconds: ClassVar[float] = 60.0
+    # Requests that an engine, and all others together, need for that comparison: fewer show no
+    # difference reliably.
+    min_requests: ClassVar[int] = 20
+    # Share of a model's engines ejected at a time; at least one. The others must take over the
+    # load.
+    max_share: ClassVar[float] = 0.1
+    # Share of engines in service below which ejected engines get requests, too: the fault is
+    # elsewhere, or the others would overload.
+    panic_threshold: ClassVar[float] = 0.5
+    # Time limit of the request with one token that an engine must answer before it returns,
+    # seconds.
+    probe_timeout: ClassVar[float] = 10.0
 
 
 class Health(Strict):
@@ -762,90 +906,111 @@ class Health(Strict):
         "/health",
         pattern="^/[!-~]*$",
         description="path of the GET request; every status below 500 is healthy",
+        json_schema_extra={"when": "engines have another health page"},
     )
-    interval: Seconds = Field(2.0, description="time between two checks of an engine, seconds")
-    timeout: Seconds = Field(2.0, description="time limit of a check, seconds")
+    interval: Seconds = Field(
+        2.0,
+        description="time between two checks of an engine, seconds",
+        json_schema_extra={"when": "failures must show earlier, or checks cost too much"},
+    )
+    timeout: Seconds = Field(
+        2.0,
+        description="time limit of a check, seconds",
+        json_schema_extra={"when": "busy engines answer checks late"},
+    )
     down_after: Positive = Field(
         3,
         description="consecutive failures (checks, connections) that make an engine unhealthy; a refused "
         "connection does at once",
+        json_schema_extra={"when": "checks fail for good engines"},
     )
-    up_after: Positive = Field(1, description="consecutive successful checks that make it healthy again")
-    stall_seconds: Seconds = Field(
-        30.0,
-        description="time without a token on any stream of an engine after which the engine gets a small "
-        "request. If that stays unanswered for `ejection.probe_timeout`, the engine is out of service and "
-        "its requests move elsewhere. The time grows with the engine's usual pauses and running prefills",
+    # Consecutive successful checks that make an engine healthy again: the start of an engine takes
+    # long enough.
+    up_after: ClassVar[int] = 1
+    # Time without a token on any stream of an engine after which the engine gets a small request,
+    # seconds. If that stays unanswered for `ejection.probe_timeout`, the engine is out of service
+    # and its requests move elsewhere. The time grows with the engine's usual pauses and running
+    # prefills, so a constant start is enough.
+    stall_seconds: ClassVar[float] = 30.0
+    ejection: Ejection = Field(
+        default_factory=Ejection,
+        description="outlier ejection",
+        json_schema_extra={"when": "good engines are ejected, or bad ones stay"},
     )
-    ejection: Ejection = Field(default_factory=Ejection, description="outlier ejection")
 
 
 class Load(Strict):
     """Load reports of the engines."""
 
     interval: Seconds | None = Field(
-        1.0, description="time between two reads of an engine's /metrics, seconds; null: never"
+        1.0,
+        description="time between two reads of an engine's /metrics, seconds; null: never",
+        json_schema_extra={"when": "reading /metrics costs the engines too much"},
     )
-    from_answers: bool = Field(
-        True, description="request the endpoint-load-metrics header on answers that are not streamed"
-    )
+    # Whether the router requests the endpoint-load-metrics header on answers that are not streamed:
+    # these values are newer than /metrics.
+    from_answers: ClassVar[bool] = True
 
 
 class Limits(Strict):
     """Limits on requests and connections."""
 
-    max_body_bytes: Positive = Field(32 << 20, description="maximum size of a request body")
-    max_concurrent_requests: Positive = Field(
-        8192, description="maximum number of requests in flight; others get a 503"
+    max_body_bytes: Positive = Field(
+        32 << 20,
+        description="maximum size of a request body",
+        json_schema_extra={"when": "clients send larger images or prompts"},
     )
-    max_concurrent_share: float = Field(
+    max_concurrent_requests: Positive = Field(
+        8192,
+        description="maximum number of requests in flight; others get a 503",
+        json_schema_extra={"when": "the fleet runs more requests at a time"},
+    )
+    max_client_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="maximum share of max_concurrent_requests for a client address (except trusted proxies) "
-        "and for one tenant; others get a 503. 1: no such limit, for example if all clients share a gateway",
+        description="maximum share of max_concurrent_requests, max_connections and max_body_bytes_total for "
+        "one client address (except trusted proxies); of max_concurrent_requests also for one tenant. Others "
+        "get a 503",
+        json_schema_extra={"when": "all clients come through one gateway: set 1"},
     )
-    max_head_bytes: int = Field(
-        64 << 10,
-        ge=1024,
-        le=1 << 20,
-        description="maximum size of a request's head: request line and header fields, at most 256; others "
-        "get a 431",
-    )
+    # Size of a request's head, bytes: clients and proxies in front send less.
+    max_head_bytes: ClassVar[int] = 64 << 10
     max_body_bytes_total: Positive = Field(
         256 << 20,
         description="maximum size of all requests that are being received, and of all request bodies that "
         "await an answer; others get a 503",
-    )
-    max_body_bytes_per_client: Positive = Field(
-        128 << 20,
-        description="as max_body_bytes_total, per client address; raise it if all clients share a gateway",
+        json_schema_extra={"when": "clients send many large bodies at a time"},
     )
     max_connections: Positive = Field(
         16_384,
         description="maximum number of client connections; others get a 503; lower if the process may not "
         "open two files per connection",
+        json_schema_extra={"when": "more clients connect at a time"},
     )
-    max_connections_per_client: Positive = Field(
-        8192,
-        description="maximum number of connections per client address; raise it if all clients share a "
-        "gateway",
-    )
-    max_connections_per_engine: Positive = Field(
-        2048, description="maximum number of connections per engine; further requests go to the next engine"
-    )
-    max_stored_responses: Positive = Field(
-        100_000,
-        description="number of stored responses (/v1/responses) whose engines the router remembers; beyond "
-        "it, the oldest are forgotten",
-    )
-    max_stored_responses_per_tenant: Positive = Field(
-        20_000, description="as max_stored_responses, per tenant; without tenants, the lower limit holds"
-    )
+    # Connections per engine: more concurrent requests than an engine runs. Further requests go to
+    # the next engine.
+    max_connections_per_engine: ClassVar[int] = 2048
+    # Stored responses (/v1/responses) whose engines the router remembers, some 20 MB. Beyond it,
+    # the oldest are forgotten.
+    max_stored_responses: ClassVar[int] = 100_000
+    # The same limit per tenant: one tenant must not make the router forget the others' responses.
+    max_stored_responses_per_tenant: ClassVar[int] = 20_000
     idle_seconds: Seconds = Field(
         4.0,
         description="close unused engine connections after this long; must be below the engine's own limit",
+        json_schema_extra={"when": "engines close idle connections earlier"},
     )
+
+    @property
+    def max_connections_per_client(self) -> int:
+        """Maximum number of connections of a client address."""
+        return ceil(self.max_connections * self.max_client_share)
+
+    @property
+    def max_body_bytes_per_client(self) -> int:
+        """Maximum size of the requests of a client address in upload, and of its waiting bodies."""
+        return ceil(self.max_body_bytes_total * self.max_client_share)
 
 
 class Errors(Strict):
@@ -857,6 +1022,7 @@ class Errors(Strict):
         "x-lmetric-instance and x-lmetric-prefill. An engine's default name is its host:port. false: hide "
         "them from clients, also on the live page and in decision records; logs and administrators' pages "
         "still show them",
+        json_schema_extra={"when": "clients must not see names of engines"},
     )
 
 
@@ -867,6 +1033,7 @@ class Cors(Strict):
         default_factory=list,
         description='allowed origins, such as https://chat.example.com, or "*" for every origin; empty: '
         "CORS is off, and engines' CORS headers pass unchanged",
+        json_schema_extra={"when": "web pages call the API"},
     )
 
 
@@ -874,14 +1041,19 @@ class Auth(Strict):
     """API keys."""
 
     keys_file: Path | None = Field(
-        None, description="YAML file that maps keys, or sha256:HEX of keys, to tenants; null: no keys"
+        None,
+        description="YAML file that maps keys, or sha256:HEX of keys, to tenants; null: no keys",
+        json_schema_extra={"when": "clients need keys"},
     )
     salt_secret: Token | None = Field(
         None,
         description="secret for the cache salts of isolated tenants; all routers of the same engines need "
         "the same secret. Default: random at each start, so caches start empty",
+        json_schema_extra={"when": "tenants are isolated, and caches must survive a restart"},
     )
-    salt_secret_file: Path | None = Field(None, description="file with salt_secret")
+    salt_secret_file: Path | None = Field(
+        None, description="file with salt_secret", json_schema_extra={"when": "the secret is in a file"}
+    )
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:
@@ -892,18 +1064,30 @@ class Auth(Strict):
 class Admin(Strict):
     """Administration and debugging pages; `admin: true` is short for `admin: {enabled: true}`."""
 
-    enabled: bool = Field(False, description="allow /admin: add, drain and remove engines, switch the guard")
+    enabled: bool = Field(
+        False,
+        description="allow /admin: add, drain and remove engines, switch the guard",
+        json_schema_extra={"when": "you add or drain engines over HTTP"},
+    )
     token: Token | None = Field(
         None,
         description="bearer token for /admin and /debug. Required by `enabled`, unless the router listens "
         "on loopback and has no API keys; in the same cases /debug is closed without a token",
+        json_schema_extra={"when": "others can reach the router"},
     )
-    token_file: Path | None = Field(None, description="file with token")
-    protect_metrics: bool = Field(False, description="require the token for /metrics")
+    token_file: Path | None = Field(
+        None, description="file with token", json_schema_extra={"when": "the token is in a file"}
+    )
+    protect_metrics: bool = Field(
+        False,
+        description="require the token for /metrics",
+        json_schema_extra={"when": "metrics must not be public"},
+    )
     allowed_engines: list[EngineRule] | None = Field(
         None,
         description="IP addresses, CIDR blocks and host name patterns allowed for engines that /admin adds; "
         "null: any address except link-local and cloud metadata addresses",
+        json_schema_extra={"when": "administrators may add only some engines"},
     )
 
     @model_validator(mode="after")
@@ -922,10 +1106,13 @@ class Admin(Strict):
 class Ui(Strict):
     """The live page at /ui. docs/how-to/access.md says who sees what."""
 
-    enabled: bool = Field(True, description="serve /ui and its data at /debug/live")
-    viewers: int = Field(
-        16, ge=1, le=1024, description="most pages and `top` commands that watch at once; more get a 503"
+    enabled: bool = Field(
+        True,
+        description="serve /ui and its data at /debug/live",
+        json_schema_extra={"when": "nobody should see the page"},
     )
+    # Pages and `top` commands that watch at once; more get a 503. Each one costs the router time.
+    viewers: ClassVar[int] = 16
 
 
 def _only_one(section: Strict, *names: str) -> None:
@@ -942,42 +1129,54 @@ class TenantConfig(Strict):
     """Service of a tenant's requests: weight, order and isolation."""
 
     weight: float = Field(
-        1.0, ge=1e-3, le=1e6, description="share of service relative to other tenants, under priority vtc"
+        1.0,
+        ge=1e-3,
+        le=1e6,
+        description="share of service relative to other tenants, under priority vtc",
+        json_schema_extra={"when": "a tenant should get more service"},
     )
     handicap_seconds: float = Field(
         0.0,
         ge=-1e6,
         le=1e6,
         description="added to the arrival time under priority uniboost, for bulk work; below 0: earlier",
+        json_schema_extra={"when": "a tenant sends bulk work"},
     )
     isolate: bool = Field(
         False,
         description="share no cached prefixes with other tenants, neither in the KV index nor (by "
         "cache_salt) in the engines' prefix caches",
+        json_schema_extra={"when": "a tenant's prompts are confidential"},
     )
     max_concurrent: Positive | None = Field(
         None,
         description="maximum number of the tenant's requests on a model's engines; further requests wait",
+        json_schema_extra={"when": "a tenant takes too many places on engines"},
     )
     max_requests_per_second: float | None = Field(
         None,
         gt=0,
         le=1e6,
         description="maximum rate of the tenant's requests for a model; further requests get a 429",
+        json_schema_extra={"when": "a tenant sends too many requests"},
     )
     burst: Positive | None = Field(
         None,
         description="requests that may come at once within `max_requests_per_second`; null: those of one "
         "second, at least 1",
+        json_schema_extra={"when": "a tenant sends its requests in bursts"},
     )
     max_waiting: int | None = Field(
         None,
         ge=0,
         description="maximum number of the tenant's waiting requests of a model; 0: a request that cannot "
         "run at once gets a 429; null: `max_waiting_per_tenant` of `admission`",
+        json_schema_extra={"when": "a tenant's requests should fail instead of wait"},
     )
     slo_class: str | None = Field(
-        None, description="class of requests without the header x-slo-class (`admission.classes`)"
+        None,
+        description="class of requests without the header x-slo-class (`admission.classes`)",
+        json_schema_extra={"when": "a tenant cannot set headers"},
     )
 
     @model_validator(mode="after")
@@ -994,21 +1193,29 @@ class ReplicasConfig(Strict):
         default_factory=list,
         description="URLs of all routers, e.g. http://routers:8080. Every address of the host name is a "
         "router, and this router may be among them. Empty: no other routers",
+        json_schema_extra={"when": "several routers use the same engines"},
     )
-    interval: Annotated[Seconds, Field(ge=0.01)] = Field(
-        0.1, description="time between two load messages, seconds"
-    )
+    # Time between two load messages, seconds: most prefills take longer, so few requests arrive
+    # between a placement and its message.
+    interval: ClassVar[float] = 0.1
     silent_after: Seconds = Field(
-        2.0, description="ignore another router's load after this many seconds without a message from it"
+        2.0,
+        description="ignore another router's load after this many seconds without a message from it",
+        json_schema_extra={"when": "the network between routers loses messages for seconds", "tuning": True},
     )
     token: Token | None = Field(
         None,
         description="bearer token between routers; required unless `host` and the hosts of `urls` are "
         "loopback addresses and there are no API keys",
+        json_schema_extra={"when": "routers run on several machines"},
     )
-    token_file: Path | None = Field(None, description="file with token")
+    token_file: Path | None = Field(
+        None, description="file with token", json_schema_extra={"when": "the token is in a file"}
+    )
     tls: EngineTls | None = Field(
-        None, description="TLS of https URLs; default: check certificates by the system's CAs"
+        None,
+        description="TLS of https URLs; default: check certificates by the system's CAs",
+        json_schema_extra={"when": "routers have https URLs and a private CA"},
     )
 
     @model_validator(mode="after")
@@ -1020,9 +1227,20 @@ class ReplicasConfig(Strict):
 class Log(Strict):
     """Logs, on stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level to log")
-    json_lines: bool = Field(False, alias="json", description="log one JSON object per line")
-    access: bool = Field(False, description="log a line per request")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level to log", json_schema_extra={"when": "you look for a fault"}
+    )
+    json_lines: bool = Field(
+        False,
+        alias="json",
+        description="log one JSON object per line",
+        json_schema_extra={"when": "a program reads the logs"},
+    )
+    access: bool = Field(
+        False,
+        description="log a line per request",
+        json_schema_extra={"when": "you need one line per request"},
+    )
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -1033,6 +1251,7 @@ class TracingConfig(Strict):
     endpoint: CollectorUrl = Field(
         "http://127.0.0.1:4318",
         description="URL of the collector's OTLP/HTTP receiver, without /v1/traces",
+        json_schema_extra={"when": "the collector runs elsewhere"},
     )
     sample_ratio: float = Field(
         1.0,
@@ -1040,14 +1259,20 @@ class TracingConfig(Strict):
         le=1,
         description="share of the requests without a traceparent that are traced. Other requests are traced "
         "if the flag in their traceparent says so",
+        json_schema_extra={"when": "traces take too much space"},
     )
-    service_name: str = Field("lmetric-router", min_length=1, description="service.name of the spans")
-    token: Token | None = Field(None, description="bearer token for the collector")
-    token_file: Path | None = Field(None, description="file with token")
-    timeout: Seconds = Field(10.0, description="time for the collector to take a batch of spans, seconds")
-    queue_spans: Positive = Field(
-        8192, description="spans that wait for the collector; the router drops and counts further spans"
+    token: Token | None = Field(
+        None,
+        description="bearer token for the collector",
+        json_schema_extra={"when": "the collector requires a token"},
     )
+    token_file: Path | None = Field(
+        None, description="file with token", json_schema_extra={"when": "the token is in a file"}
+    )
+    # Time for the collector to take a batch of spans, seconds: the default of OpenTelemetry.
+    timeout: ClassVar[float] = 10.0
+    # Spans that wait for the collector: the router drops and counts further spans.
+    queue_spans: ClassVar[int] = 8192
 
     @model_validator(mode="after")
     def _one_token(self) -> Self:
@@ -1059,58 +1284,138 @@ class ServerConfig(PoolSettings):
     """All settings of `lmetric-router serve`."""
 
     host: Host = Field(
-        "127.0.0.1", description="address to listen on, or unix:/path of a unix socket, which ignores port"
+        "127.0.0.1",
+        description="address to listen on, or unix:/path of a unix socket, which ignores port",
+        json_schema_extra={"when": "other machines send requests: set 0.0.0.0"},
     )
-    port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free port")
-    socket_mode: FileMode = Field("660", description="file mode of a unix socket, octal")
-    tls: ListenerTls | None = Field(None, description="TLS for clients; null: plain HTTP")
+    port: int = Field(
+        8080,
+        ge=0,
+        le=65_535,
+        description="port to listen on; 0: any free port",
+        json_schema_extra={"when": "the port is taken"},
+    )
+    socket_mode: FileMode = Field(
+        "660",
+        description="file mode of a unix socket, octal",
+        json_schema_extra={"when": "the clients of a unix socket run as another user"},
+    )
+    tls: ListenerTls | None = Field(
+        None,
+        description="TLS for clients; null: plain HTTP",
+        json_schema_extra={"when": "clients connect with https"},
+    )
     forwarded: Forwarded = Field(
-        default_factory=Forwarded, description="proxies in front, and the client addresses that they report"
+        default_factory=Forwarded,
+        description="proxies in front, and the client addresses that they report",
+        json_schema_extra={"when": "there is a proxy in front"},
     )
     model: str | None = Field(
-        None, description="model of engines without one in their entry; default: as the engines report"
+        None,
+        description="model of engines without one in their entry; default: as the engines report",
+        json_schema_extra={"when": "engines report no model"},
     )
     engines: list[EngineConfig] = Field(
-        default_factory=list, description="engines outside `models`; a URL stands for {url: URL}"
+        default_factory=list,
+        description="engines outside `models`; a URL stands for {url: URL}",
+        json_schema_extra={"when": "the list of engines is fixed"},
     )
-    models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
+    models: list[ModelConfig] = Field(
+        default_factory=list,
+        description="models with their engines",
+        json_schema_extra={"when": "you serve several models"},
+    )
     embedded: Embedded | None = Field(
         None,
         description="emulated engines to start as child processes: a number, or e.g. 2P4D for 2 prefill and "
         "4 decode engines",
+        json_schema_extra={"when": "you try the router without engines"},
     )
     discovery: list[DiscoverySource] = Field(
-        default_factory=list, description="service discovery: sources of more engines"
+        default_factory=list,
+        description="service discovery: sources of more engines",
+        json_schema_extra={"when": "engines come and go"},
     )
     paths: list[Annotated[str, Field(pattern="^/")]] = Field(
-        default_factory=list, description="additional POST paths to forward to the engines"
+        default_factory=list,
+        description="additional POST paths to forward to the engines",
+        json_schema_extra={"when": "clients need further paths of the engines"},
     )
     admin: Annotated[Admin, BeforeValidator(_section_of)] = Field(
-        default_factory=Admin, description="administration and debugging pages"
+        default_factory=Admin,
+        description="administration and debugging pages",
+        json_schema_extra={"when": "you manage engines over HTTP"},
     )
-    ui: Ui = Field(default_factory=Ui, description="the live page at /ui")
-    timeouts: Timeouts = Field(default_factory=Timeouts, description="time limits of the phases of a request")
-    retries: Retries = Field(default_factory=Retries, description="retries on another engine")
-    health: Health = Field(default_factory=Health, description="health checks of the engines")
-    load: Load = Field(default_factory=Load, description="load reports of the engines")
-    limits: Limits = Field(default_factory=Limits, description="limits on requests and connections")
-    errors: Errors = Field(default_factory=Errors, description="details in errors and headers for clients")
-    cors: Cors = Field(default_factory=Cors, description="web pages that may call the API from a browser")
-    auth: Auth = Field(default_factory=Auth, description="API keys")
+    ui: Ui = Field(
+        default_factory=Ui,
+        description="the live page at /ui",
+        json_schema_extra={"when": "nobody should see the page"},
+    )
+    timeouts: Timeouts = Field(
+        default_factory=Timeouts,
+        description="time limits of the phases of a request",
+        json_schema_extra={"when": "requests take longer, or must end earlier"},
+    )
+    retries: Retries = Field(
+        default_factory=Retries,
+        description="retries on another engine",
+        json_schema_extra={"when": "requests should fail earlier, or try more engines"},
+    )
+    health: Health = Field(
+        default_factory=Health,
+        description="health checks of the engines",
+        json_schema_extra={"when": "failures must show earlier"},
+    )
+    load: Load = Field(
+        default_factory=Load,
+        description="load reports of the engines",
+        json_schema_extra={"when": "reading /metrics costs the engines too much"},
+    )
+    limits: Limits = Field(
+        default_factory=Limits,
+        description="limits on requests and connections",
+        json_schema_extra={"when": "clients send more or larger requests"},
+    )
+    errors: Errors = Field(
+        default_factory=Errors,
+        description="details in errors and headers for clients",
+        json_schema_extra={"when": "clients must not see names of engines"},
+    )
+    cors: Cors = Field(
+        default_factory=Cors,
+        description="web pages that may call the API from a browser",
+        json_schema_extra={"when": "web pages call the API"},
+    )
+    auth: Auth = Field(
+        default_factory=Auth, description="API keys", json_schema_extra={"when": "clients need keys"}
+    )
     tenants: dict[str, TenantConfig] = Field(
         default_factory=dict,
         description="tenants by name: the tenant of the API key or, without API keys, of the x-tenant header",
+        json_schema_extra={"when": "tenants share the fleet"},
     )
     replicas: ReplicasConfig = Field(
-        default_factory=ReplicasConfig, description="other routers of the same engines"
+        default_factory=ReplicasConfig,
+        description="other routers of the same engines",
+        json_schema_extra={"when": "several routers use the same engines"},
     )
-    records: RecordsConfig = Field(default_factory=RecordsConfig, description="records of requests on disk")
+    records: RecordsConfig = Field(
+        default_factory=RecordsConfig,
+        description="records of requests on disk",
+        json_schema_extra={"when": "you want to analyze or replay your traffic"},
+    )
     epp: EppConfig = Field(
-        default_factory=EppConfig, description="endpoint picker: `lmetric-router epp`, behind a gateway"
+        default_factory=EppConfig,
+        description="endpoint picker: `lmetric-router epp`, behind a gateway",
+        json_schema_extra={"when": "the router picks endpoints for a gateway"},
     )
-    log: Log = Field(default_factory=Log, description="logs")
+    log: Log = Field(
+        default_factory=Log, description="logs", json_schema_extra={"when": "you look for a fault"}
+    )
     tracing: TracingConfig | None = Field(
-        None, description="traces of requests, with the extra `otel`; null: none"
+        None,
+        description="traces of requests, with the extra `otel`; null: none",
+        json_schema_extra={"when": "you collect traces"},
     )
 
     _ignored: tuple[str, ...] = PrivateAttr(())
@@ -1142,7 +1447,7 @@ class ServerConfig(PoolSettings):
         sources = [CONFIGURED, ADMIN, *(source.label for source in self.discovery)]
         for number, label in enumerate(sources):
             if label in sources[:number]:
-                raise ValueError(f"two discovery sources are named {label!r}; rename one")
+                raise ValueError(f"two discovery sources are equal: {label}; remove one")
         self._check_credentials()
         self._check_indicators()
         self._check_classes()
@@ -1189,10 +1494,10 @@ class ServerConfig(PoolSettings):
         for name, each in declared:
             if each.source == "push":
                 needed = None if self.admin.enabled else "admin.enabled: true"
-            elif each.metric is None:
-                needed = None if self.load.from_answers else "load.from_answers: true"
+            elif each.metric is not None and self.load.interval is None:
+                needed = "load.interval, which is null"
             else:
-                needed = None if self.load.interval is not None else "load.interval, which is null"
+                needed = None
             if needed is not None:
                 raise ValueError(f"indicators.{name}: source {each.source} needs {needed}")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmetric.config import ConfigError
+from lmetric.config import ConfigError, Ejection
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.migrate.draft import OLD_RULE, Draft
 
@@ -98,11 +98,11 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
         else:
             draft.set("health.ejection.enabled", False)
     if times := [draft.seconds("fail_timeout", value) for value in limits["fail_timeout"]]:
-        draft.set("health.ejection.base_seconds", min(max(times), 86_400))
-        if max(times) > 300:
-            draft.set("health.ejection.max_seconds", min(max(times), 86_400))
-    if counts := [int(value) for value in limits["max_conns"]]:
-        draft.set("limits.max_connections_per_engine", min(counts))
+        draft.set("health.ejection.base_seconds", min(max(times), Ejection.max_seconds))
+        if max(times) > Ejection.max_seconds:
+            draft.note("health", f"An ejection lasts at most {Ejection.max_seconds:g} s.")
+    for count in dict.fromkeys(limits["max_conns"]):
+        draft.remark(f"max_conns={count}", "`admission` limits the requests of an engine by its load")
 
 
 def _server(draft: Draft, args: list[str], scheme: str, limits: dict[str, list[Any]]) -> None:

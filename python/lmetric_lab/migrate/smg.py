@@ -59,7 +59,6 @@ _KEYS = {
     "--cb-failure-threshold": _Key("health.ejection.consecutive_failures", _number),
     "--cb-timeout-duration-secs": _Key("health.ejection.base_seconds", _number),
     "--health-failure-threshold": _Key("health.down_after", _number),
-    "--health-success-threshold": _Key("health.up_after", _number),
     "--health-check-timeout-secs": _Key("health.timeout", _number),
     "--health-check-interval-secs": _Key("health.interval", _number),
     "--health-check-endpoint": _Key("health.path", _text),
@@ -80,7 +79,7 @@ _METRICS = "metrics are at /metrics on the router's port"
 _START = "the router starts at once and uses each engine when it is healthy"
 _INDEX = "`index_bytes` limits the index; there is no timer"
 _MODELS = "several models: write `models`, or let the engines report theirs"
-_TOKENS = "set `tokenizer` and `token_cache_bytes`"
+_TOKENS = "set `tokenizer`; the router caches the tokens of recent prompts"
 _HISTORY = "the engines store responses; the router keeps no history"
 _REASONS = {
     "--queue-size": _QUEUE,
@@ -90,9 +89,9 @@ _REASONS = {
     "--retry-max-backoff-ms": _BACKOFF,
     "--retry-backoff-multiplier": _BACKOFF,
     "--retry-jitter-factor": _BACKOFF,
+    "--health-success-threshold": "one successful check makes an engine healthy again",
     "--cb-success-threshold": "one small request with an answer ends an ejection",
-    "--cb-window-duration-secs": "consecutive failures have no window; `health.ejection.window_seconds` is "
-    "the window of success rates",
+    "--cb-window-duration-secs": "consecutive failures have no window",
     "--disable-health-check": "health checks are always on; raise `health.interval` for fewer",
     "--prometheus-port": _METRICS,
     "--prometheus-host": _METRICS,

@@ -78,7 +78,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "websocket": ("426", "The router does not relay WebSocket. Send the request over HTTP."),
     "head_too_large": (
         "431",
-        "The request line and header fields exceed `limits.max_head_bytes`, or there are more than 256 "
+        "The request line and header fields exceed 64 KiB, or there are more than 256 "
         "fields. The message names a field.",
     ),
     "gateway_configuration": ("500", "The gateway's `ext_proc` filter has a setting that does not work."),
@@ -101,14 +101,14 @@ ERRORS: Mapping[str, tuple[str, str]] = {
         "The engines refused the request, and no error answer of theirs can pass: the answer was an event, "
         "longer than 256 KiB, or incomplete.",
     ),
-    "retry_budget": ("503", "An engine failed, and `retries.budget_ratio` allows no further retry now."),
+    "retry_budget": ("503", "An engine failed, and the model's retry budget allows no further retry now."),
     "failed_twice": ("502", "Two engines failed the request in the same way. It may be the cause."),
     "resources": ("503", "The router cannot open a connection to an engine."),
     "shutting_down": ("503", "The router shuts down."),
     "too_many": (
         "409, 503",
         "`limits.max_concurrent_requests` is reached, or the share of it of one client address or tenant "
-        "(`max_concurrent_share`), or too many routers exchange load.",
+        "(`max_client_share`), or too many routers exchange load.",
     ),
     "deadline": ("429", "The first token would come after its deadline (`admission`)."),
     "queue_full": ("429", "Too many requests wait, of the tenant or of all (`max_waiting`)."),
@@ -116,7 +116,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "unknown_slo_class": ("400", "The model has no class of the name in `x-slo-class`."),
     "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
-    "too_many_viewers": ("503", "`ui.viewers` viewers watch `/debug/live`. Close one."),
+    "too_many_viewers": ("503", "16 viewers watch `/debug/live`. Close one."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),
     "http_version_not_supported": ("505", "Send HTTP/1.1."),

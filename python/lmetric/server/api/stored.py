@@ -65,7 +65,7 @@ class StoredResponses:
             raise not_found(
                 response_id,
                 "is unknown to this router: you did not create it through this router, or it is older than "
-                "the responses that the router remembers (limits.max_stored_responses)",
+                "the responses that the router remembers (the newest 100,000)",
             )
         return holder
 

@@ -7,6 +7,7 @@ these give the time to live of the answers. `/etc/hosts` is not read.
 import asyncio
 import ipaddress
 import time
+from collections.abc import Sequence
 
 import dns.asyncresolver
 import dns.exception
@@ -93,11 +94,11 @@ class DnsNames:
         return Found(config, self.defaults.model)
 
 
-def _resolver(nameservers: list[str]) -> dns.asyncresolver.Resolver:
+def _resolver(nameservers: Sequence[str]) -> dns.asyncresolver.Resolver:
     try:
         resolver = dns.asyncresolver.Resolver(configure=not nameservers)
     except dns.resolver.NoResolverConfiguration as error:
-        raise SourceError(f"cannot find the system's name servers ({error}); set nameservers") from None
+        raise SourceError(f"cannot find the system's name servers ({error})") from None
     resolver.lifetime = LOOK_UP_SECONDS
     if nameservers:
         resolver.nameservers = [_nameserver(text) for text in nameservers]

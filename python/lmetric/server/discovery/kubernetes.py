@@ -195,9 +195,7 @@ async def load_credentials(config: KubernetesSource, settings: Any) -> str:
             load_incluster_config(client_configuration=settings)
             return config.namespace or NAMESPACE_FILE.read_text().strip()  # noqa: ASYNC240 (short)
         files = _kubeconfigs(config.kubeconfig)
-        loader = await load_kube_config(
-            files, config.context, client_configuration=settings, persist_config=False
-        )
+        loader = await load_kube_config(files, client_configuration=settings, persist_config=False)
         return config.namespace or loader.current_context["context"].get("namespace") or "default"
     except (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise SourceError(f"no credentials for the API server: {error}") from None

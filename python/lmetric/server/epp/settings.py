@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from lmetric.config import ConfigError, ServerConfig
+from lmetric.config import ConfigError, Retries, ServerConfig
 from lmetric.server.epp.addresses import check_address
 
 # Settings that need the router between the client and the engine.
@@ -13,6 +13,12 @@ _NEEDS_DATA = {
     "prefix_fetch": "fetch prefixes",
     "rebalance": "move running requests",
 }
+
+
+class GatewayRetries(Retries):
+    """Retries by a gateway: it tries the next engine of the list if one refuses its connection."""
+
+    failures: ClassVar[frozenset[str]] = frozenset({"refused"})
 
 
 def for_gateway(config: ServerConfig) -> ServerConfig:
@@ -52,8 +58,6 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
     for engine in (*config.engines, *(each for model in config.models for each in model.engines)):
         check_address(engine.url)
     pool_changes: dict[str, Any] = {"stream_failover": False, "handover": "sidecar"}
-    retries = config.retries.model_copy(
-        update={"attempts": 1 + config.epp.fallbacks, "failures": ["refused"], "statuses": []}
-    )
+    retries = GatewayRetries(attempts=1 + config.epp.fallbacks, statuses=[])
     models = [model.model_copy(update=pool_changes) for model in config.models]
     return config.model_copy(update={"retries": retries, "models": models, **pool_changes})

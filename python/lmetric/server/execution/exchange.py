@@ -96,7 +96,7 @@ class Rules:
         retries = config.retries
         return cls(
             retries.attempts,
-            frozenset(retries.failures),
+            retries.failures,
             frozenset(retries.statuses),
             config.errors.show_engines,
             config.timeouts,

@@ -26,7 +26,7 @@ class Indicators:
         self._fields: dict[str, str] = {}
         for name, each in declared.items():
             try:
-                indicator(name, unit=each.unit, default=each.default, max_age_seconds=each.max_age_seconds)
+                indicator(name, default=each.default, max_age_seconds=each.max_age_seconds)
             except BadValueError as error:
                 raise BadValueError(f"indicators.{name}: {error}") from None
             if each.metric is not None:

@@ -37,11 +37,7 @@ def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
         fallback = Policy.from_config(settings.policy_fallback)
         if isinstance(fallback, str):
             check_policy(fallback, {}, settings.offers)
-        if isinstance(fallback, PolicyFunction):
-            raise BadValueError(
-                f"policy_fallback: {settings.policy_fallback!r} is not valid; expected a built-in policy or "
-                "an expression: it replaces a Python policy that fails"
-            )
+        assert not isinstance(fallback, PolicyFunction)
         _rehearse(built, fallback)
         built = built.with_fallback(fallback, settings.policy_time_limit_seconds)
     return Built(built, dict(knobs) if isinstance(built, str) else None)

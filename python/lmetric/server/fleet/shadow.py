@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
@@ -16,7 +15,6 @@ class Shadow:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._random = random.Random()
         self._value: object = None  # of the policy in use
         self.built: Built | None = None  # the policy in use
         self.config: ShadowConfig | None = None
@@ -36,11 +34,6 @@ class Shadow:
             self.outcomes.clear()
             self.cached_tokens, self.ttft_seconds, self.ttft_requests = [0, 0], [0.0, 0.0], 0
         self.config, self._value = config, value
-
-    def draws(self) -> bool:
-        """Returns whether the shadow scores the next request."""
-        config = self.config
-        return config is not None and (config.sample >= 1.0 or self._random.random() < config.sample)
 
     def add(self, decision: Decision) -> None:
         """Counts a decision that the shadow has scored."""
@@ -67,7 +60,6 @@ class Shadow:
         return {
             "policy": self.config.policy,
             "knobs": self.config.knobs,
-            "sample": self.config.sample,
             **{name: self.outcomes[name] for name in ("agreed", "differed", "failed")},
             "agreement": self.outcomes["agreed"] / compared if compared else None,
             "predicted_cached_tokens": _means(self.cached_tokens, compared),

@@ -49,7 +49,7 @@ class Trials:
         run = self.canary.run
         placed = run.draw(request) if run is not None and self.canary.running else None
         canary = placed is not None and placed.canary
-        shadow = not canary and self.shadow.draws()
+        shadow = not canary and self.shadow.config is not None
         decision, ticket = self._router.route(request, now=now, arrival=arrival, canary=canary, shadow=shadow)
         if shadow:
             self.shadow.add(decision)

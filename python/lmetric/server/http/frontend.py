@@ -172,7 +172,7 @@ class Frontend(web.Server):
         self._cors = Cors(config.cors.origins) if config.cors.origins else None
         self._body_limit = config.limits.max_body_bytes
         self._request_limit = config.limits.max_concurrent_requests
-        self._share_limit = ceil(self._request_limit * config.limits.max_concurrent_share)
+        self._share_limit = ceil(self._request_limit * config.limits.max_client_share)
         self._rules = Rules.of(config)
         self._shares = _shares(config)
         self._tenant_classes = {

@@ -103,7 +103,7 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
     if shown.viewers.total() >= limit or shown.viewers[tenant] >= own_limit:
         raise ApiError(
             503,
-            f"{min(limit, own_limit)} viewers are connected; close one, or raise ui.viewers",
+            f"{min(limit, own_limit)} viewers are connected; close one",
             code="too_many_viewers",
             headers={"retry-after": "10"},
         )

@@ -337,9 +337,7 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
                 shown = {name: value for name, value in shown.items() if name in _WITHOUT_ENGINES}
             return shown if full else {name: value for name, value in shown.items() if value is not None}
     # The same answer for unknown records and for records of other tenants.
-    raise ApiError(
-        404, f"no record of decision {label}: it is unknown or too old (receipt_bytes limits the records)"
-    )
+    raise ApiError(404, f"no record of decision {label}: it is unknown or too old")
 
 
 async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.Response:

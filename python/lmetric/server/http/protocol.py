@@ -40,7 +40,7 @@ def unreadable(error: HttpProcessingError) -> ApiError:
 def malformed_head(data: bytes, error: WireError) -> ApiError:
     """Returns the answer to a request that the Rust reader could not read."""
     if isinstance(error, HeadTooLargeError):
-        return ApiError(431, f"{error}; the limit on bytes is limits.max_head_bytes", code="head_too_large")
+        return ApiError(431, f"{error}", code="head_too_large")
     if data[:1] == b"\x16":
         return bad("the request is not HTTP: received TLS on a port without TLS")
     line = data.lstrip(b"\r\n").partition(b"\n")[0].removesuffix(b"\r")

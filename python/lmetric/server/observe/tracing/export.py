@@ -6,6 +6,7 @@ Requests never wait for the collector. Spans that find the queue full are droppe
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -169,7 +170,12 @@ class Tracing(Traces):
             headers=None if token is None else {"authorization": f"Bearer {token}"},
             timeout=config.timeout,
         )
-        resource = Resource.create({"service.name": config.service_name, "service.version": __version__})
+        resource = Resource.create(
+            {
+                "service.name": os.environ.get("OTEL_SERVICE_NAME", "lmetric-router"),
+                "service.version": __version__,
+            }
+        )
         self.queue = SpanQueue(exporter, resource, config.queue_spans, outcomes)
         super().__init__(config.sample_ratio, self.queue.add)
 

@@ -1,0 +1,189 @@
+"""The section `tuning`: settings that only experts change. Any version may change or remove them.
+
+A field with the mark `{"tuning": True}` is declared in the section that uses it. Configurations
+have its key under `tuning`, by the same path: ``tuning: {replicas: {silent_after: 5}}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType, NoneType
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lmetric.config.files import ConfigError
+
+KEY = "tuning"
+
+Path = tuple[str, ...]
+
+
+def is_tuning(field: FieldInfo) -> bool:
+    """Whether a field is a tuning setting."""
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get(KEY))
+
+
+@cache
+def tuning_fields(root: type[BaseModel]) -> Mapping[Path, FieldInfo]:
+    """The tuning settings of a configuration, by their path."""
+    return MappingProxyType(dict(_fields(root, ())))
+
+
+def _fields(section: type[BaseModel], above: Path) -> Iterator[tuple[Path, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        if is_tuning(field):
+            yield (*above, name), field
+        # Items of lists and mappings, such as `models`, have the values of the top level.
+        if get_origin(field.annotation) in (list, dict):
+            continue
+        kinds = [each for each in get_args(field.annotation) or [field.annotation] if each is not NoneType]
+        if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+            yield from _fields(kinds[0], (*above, name))
+
+
+def in_configuration(root: type[BaseModel], loc: Sequence[str | int]) -> tuple[str | int, ...]:
+    """The path of a key in configurations: below `tuning` for a tuning setting."""
+    own = tuple(loc[2:] if loc[:1] == ("models",) else loc)
+    return (KEY, *own) if own in tuning_fields(root) else tuple(loc)
+
+
+def unfolded(
+    values: Mapping[str, Any], root: type[BaseModel], place: Callable[[Sequence[str | int]], str]
+) -> dict[str, Any]:
+    """Returns the values of a configuration with the tuning settings in their sections.
+
+    Args:
+        place: the source of a key, as the prefix of an error message.
+
+    Raises:
+        ConfigError: a key of `tuning` is not a tuning setting, or a tuning setting is elsewhere.
+    """
+    known = tuning_fields(root)
+    sections = [((), values), *((("models", n), each) for n, each in _models(values))]
+    for above, section in sections:
+        for path in known:
+            if _has(section, path):
+                loc = (*above, *path)
+                shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+                moved = ".".join((KEY, *path))
+                raise ConfigError(
+                    f"{place(loc)}{shown.lstrip('.')}: it is a tuning setting; set {moved} instead"
+                )
+    if KEY not in values:
+        return dict(values)
+    unfolded: dict[str, Any] = _copy(values)
+    given = unfolded.pop(KEY)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{place((KEY,))}{KEY} = {given!r}: expected a mapping")
+    for path, value in _leaves(given, (), known, place):
+        into = [model for _, model in _models(unfolded) if len(path) > 1 and model.get(path[0])]
+        optional = root.model_fields[path[0]].get_default(call_default_factory=True) is None
+        if len(path) == 1 or unfolded.get(path[0]) or not optional:
+            into.append(unfolded)
+        if not into:
+            off = f"it has no effect without `{path[0]}`"
+            raise ConfigError(f"{place((KEY, *path))}{'.'.join((KEY, *path))} = {value!r}: {off}")
+        for section in into:
+            _put(section, path, value)
+    return unfolded
+
+
+def folded(values: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Any]:
+    """Returns values of `root` as in configurations: tuning settings are under `tuning`."""
+    folded: dict[str, Any] = _copy(values)
+    found: dict[str, Any] = {}
+    for path in tuning_fields(root):
+        for section in (folded, *(model for _, model in _models(folded))):
+            if _has(section, path):
+                value = _take(section, path)
+                if not _has(found, path):
+                    _put(found, path, value)
+    return folded | ({KEY: found} if found else {})
+
+
+def fold_schema(schema: dict[str, Any]) -> None:
+    """Moves the tuning settings in the JSON schema of a configuration below `tuning`."""
+    definitions = schema["$defs"]
+    marked = {
+        (name, key): fields.pop(key)
+        for name, each in [("", schema), *definitions.items()]
+        for fields in [each.get("properties", {})]
+        for key in [key for key, field in fields.items() if field.get(KEY)]
+    }
+
+    def tuning_of(name: str) -> dict[str, Any]:
+        found = {key: field for (owner, key), field in marked.items() if owner == name}
+        for key, field in (definitions[name] if name else schema).get("properties", {}).items():
+            options = field.get("anyOf", [field])
+            below = [each["$ref"].rpartition("/")[2] for each in options if "$ref" in each]
+            if len(below) == 1 and (inner := tuning_of(below[0])):
+                found[key] = {"type": "object", "additionalProperties": False, "properties": inner}
+        return found
+
+    about = {"description": "unstable settings for experts", "type": "object", "additionalProperties": False}
+    schema["properties"][KEY] = {**about, "properties": tuning_of("")}
+
+
+def _leaves(
+    given: Mapping[str, Any],
+    above: Path,
+    known: Mapping[Path, Any],
+    place: Callable[[Sequence[str | int]], str],
+) -> Iterator[tuple[Path, Any]]:
+    for key, value in given.items():
+        path = (*above, key)
+        near = sorted({each[len(above)] for each in known if each[: len(above)] == above})
+        if path in known:
+            yield path, value
+        elif key in near and isinstance(value, Mapping):
+            yield from _leaves(value, path, known, place)
+        else:
+            where = f"{place((KEY, *path))}{'.'.join((KEY, *path))} = {value!r}"
+            if key in near:
+                raise ConfigError(f"{where}: expected a mapping")
+            close = difflib.get_close_matches(key, near, 1, 0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(near)}"
+            raise ConfigError(f"{where}: unknown key; {hint}")
+
+
+def _models(values: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    models = values.get("models")
+    for number, model in enumerate(models if isinstance(models, list) else ()):
+        if isinstance(model, dict):
+            yield number, model
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(each) for key, each in value.items()}
+    return [_copy(each) for each in value] if isinstance(value, list) else value
+
+
+def _has(values: Any, path: Path) -> bool:
+    for key in path:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True
+
+
+def _put(values: dict[str, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        if not isinstance(values.get(key), dict):
+            values[key] = {}
+        values = values[key]
+    values[path[-1]] = value
+
+
+def _take(values: dict[str, Any], path: Path) -> Any:
+    """Removes a value and returns it, with the sections that are empty then."""
+    if len(path) == 1:
+        return values.pop(path[0])
+    value = _take(values[path[0]], path[1:])
+    if not values[path[0]]:
+        del values[path[0]]
+    return value
