@@ -80,7 +80,7 @@ def test_the_schema_has_each_key_and_the_short_forms() -> None:
     }
     assert set(schema["properties"]) == settings | {"tuning"}
     tuning = schema["properties"]["tuning"]["properties"]
-    assert tuning["replicas"]["properties"].keys() == {"silent_after"}
+    assert tuning["admission"]["properties"].keys() == {"room_seconds"}
     assert not any(
         field.get("tuning") for each in schema["$defs"].values() for field in each["properties"].values()
     )

@@ -44,5 +44,5 @@ def test_impossible_settings_are_errors(values: dict[str, Any], error: str) -> N
 def test_only_a_refused_connection_leads_to_another_engine() -> None:
     config = made(epp={"tls": {**FILES, "client_ca_file": "ca.pem"}}, stream_failover=True)
     retries = config.retries
-    assert (retries.attempts, retries.failures, retries.statuses) == (2, {"refused"}, [])
+    assert (retries.attempts, retries.failures, retries.statuses) == (2, {"refused"}, set())
     assert not config.stream_failover

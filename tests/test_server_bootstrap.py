@@ -105,7 +105,7 @@ async def test_what_cannot_be_cut_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("roles", "config", "why"),
-    [({}, {"binding": "late"}, "binding: early"), ({"p0": "decode"}, {}, "started as prefill")],
+    [({"p0": "decode"}, {}, "started as prefill")],
 )
 async def test_what_does_not_fit_is_found_at_the_start(
     roles: dict[str, str], config: dict[str, Any], why: str

@@ -88,7 +88,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("port: [\n", {}, {}, "router.yaml:2: "),
         ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
-        ("retries: {statuses: [200]}", {}, {}, "retries.statuses[0] = 200"),
+        ("cors: {origins: [crash]}", {}, {}, "cors.origins[0] = 'crash'"),
         ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': Input should be 'auto' or 'off'"),
         ("kv_events: {endpont: a}", {}, {}, "unknown key; did you mean 'endpoint'?"),
         ("kv_events: {endpoint: 'tcp://*'}", {}, {}, "kv_events.endpoint = 'tcp://*': a ZMQ endpoint"),

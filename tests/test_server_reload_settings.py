@@ -370,7 +370,7 @@ def test_changes_that_need_a_restart_are_named() -> None:
         ({"models": [{"name": "a", "engines": [{"url": "http://b"}], "policy": "round_robin"}]}, []),
         ({"models": [{"name": "b", "engines": [{"url": "http://a"}]}]}, ["models"]),
         ({"models": [{"name": "a", "block_size": 1}]}, ["models"]),
-        ({"models": [{"name": "a"}], "port": 1, "replicas": {"silent_after": 1}}, ["port", "replicas"]),
+        ({"models": [{"name": "a"}], "port": 1, "replicas": {"token": "t"}}, ["port", "replicas"]),
         ({"models": [{"name": "a"}], "timeouts": {"drain": 1}, "limits": {"idle_seconds": 1}}, []),
     ):
         assert needs_restart(old, ServerConfig.model_validate(values)) == wanted

@@ -13,12 +13,12 @@ from engines import EngineProcess, Proxy
 from routers import OwnRouter
 from stage import RuleError, Stage, stage, until
 
+from lmetric.config import ReplicasConfig
 from lmetric_lab.ports import free_ports
 
 LONG_STREAMS = 8
 LONG_TOKENS = 800  # some 20 s
-SILENT_SECONDS = 1.0
-TUNING = {"replicas": {"silent_after": SILENT_SECONDS}}
+SILENT_SECONDS = ReplicasConfig.silent_after
 
 
 async def router_killed(folder: Path, seed: int) -> dict[str, float | str]:
@@ -29,7 +29,7 @@ async def router_killed(folder: Path, seed: int) -> dict[str, float | str]:
     async with stage(folder, seed) as it:
         ports = free_ports(2)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        config = {"replicas": {"urls": urls}, "tuning": TUNING}
+        config = {"replicas": {"urls": urls}}
         first, second = [await it.router(config, port=port) for port in ports]
         traffic = it.traffic(first, second)
         sending = asyncio.create_task(traffic.run(7.0, it.session))
@@ -105,7 +105,6 @@ async def partition(folder: Path, seed: int) -> dict[str, float | str]:
                     "replicas": {
                         "urls": [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{links[1 - n].port}"],
                     },
-                    "tuning": TUNING,
                 },
                 port=port,
             )

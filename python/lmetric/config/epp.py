@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 
 from lmetric.config.kinds import Strict
@@ -20,8 +18,13 @@ class EppConfig(Strict):
         description="port for gateways (gRPC), at the address `host`; 0: any free port",
         json_schema_extra={"when": "the port is taken"},
     )
-    # Further engines in the list for the gateway, which tries the next one if the first refuses.
-    fallbacks: ClassVar[int] = 1
+    fallbacks: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="further engines in the list for the gateway, which it may try if the first one refuses",
+        json_schema_extra={"when": "the gateway accepts one address only: set 0"},
+    )
     tls: ListenerTls | None = Field(
         None,
         description="TLS for gateways; a restart reads the files again; null: plain HTTP/2",

@@ -364,15 +364,9 @@ class PoolSettings(Strict):
         description="second policy that places a share of the requests; null: none",
         json_schema_extra={"when": "you try a policy on real traffic"},
     )
-    binding: Literal["auto", "early", "late"] = Field(
-        "auto",
-        description="when the decode engine is chosen; early: with the prefill engine; late: after prefill; "
-        "auto: late if the KV transfer protocol allows it (vLLM: yes, SGLang: no)",
-        json_schema_extra={
-            "when": "engines transfer KV late although they report otherwise, or the reverse",
-            "tuning": True,
-        },
-    )
+    # When the decode engine is chosen. early: with the prefill engine; late: after prefill; auto:
+    # late if the KV transfer protocol allows it (vLLM: yes, SGLang: no).
+    binding: ClassVar[Literal["auto", "early", "late"]] = "auto"
     # Whether requests run on engines of one role if all engines of the other role are missing:
     # slow answers are better than none.
     colocate: ClassVar[bool] = True
@@ -844,12 +838,9 @@ class Retries(Strict):
     failures: ClassVar[frozenset[str]] = frozenset(
         {"refused", "dns", "tls", "unreachable", "reset", "timeout", "status"}
     )
-    statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
-        [429, 500, 502, 503, 504],
-        description="HTTP statuses of engines that count as failure `status`. 429 and 503 mean that the "
-        "engine is full, the others that it failed",
-        json_schema_extra={"when": "engines use a status in another way"},
-    )
+    # HTTP statuses of engines that count as failure `status`. 429 and 503 mean that the engine is
+    # full, the others that it failed.
+    statuses: ClassVar[frozenset[int]] = frozenset({429, 500, 502, 503, 504})
     # Retries per request of a model, over 10 s, beside `min_per_second`: enough for the loss of
     # one of five engines. More would multiply the load of engines that fail because they are
     # busy. Requests of a lost engine are retried in any case.
@@ -1198,11 +1189,9 @@ class ReplicasConfig(Strict):
     # Time between two load messages, seconds: most prefills take longer, so few requests arrive
     # between a placement and its message.
     interval: ClassVar[float] = 0.1
-    silent_after: Seconds = Field(
-        2.0,
-        description="ignore another router's load after this many seconds without a message from it",
-        json_schema_extra={"when": "the network between routers loses messages for seconds", "tuning": True},
-    )
+    # Time without a message, seconds, after which another router's load no longer counts: 20
+    # intervals.
+    silent_after: ClassVar[float] = 2.0
     token: Token | None = Field(
         None,
         description="bearer token between routers; required unless `host` and the hosts of `urls` are "

@@ -1,7 +1,7 @@
 """The section `tuning`: settings that only experts change. Any version may change or remove them.
 
 A field with the mark `{"tuning": True}` is declared in the section that uses it. Configurations
-have its key under `tuning`, by the same path: ``tuning: {replicas: {silent_after: 5}}``.
+have its key under `tuning`, by the same path: ``tuning: {admission: {room_seconds: 1}}``.
 """
 
 from __future__ import annotations

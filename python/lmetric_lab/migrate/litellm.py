@@ -49,7 +49,7 @@ _REASONS = {
     "failure_callback": "use /metrics, `records` and `tracing`",
     "callbacks": "use /metrics, `records` and `tracing`",
     "alerting": "alert on the metrics (docs/how-to/monitoring.md)",
-    "retry_policy": "`retries.failures` and `retries.statuses` say which failures are retried",
+    "retry_policy": "every failure that another engine may not have is retried",
     "retry_after": "a retry goes to another engine at once",
     "enable_pre_call_checks": "the engine refuses prompts that are too long",
 }

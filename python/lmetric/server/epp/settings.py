@@ -19,6 +19,7 @@ class GatewayRetries(Retries):
     """Retries by a gateway: it tries the next engine of the list if one refuses its connection."""
 
     failures: ClassVar[frozenset[str]] = frozenset({"refused"})
+    statuses: ClassVar[frozenset[int]] = frozenset()
 
 
 def for_gateway(config: ServerConfig) -> ServerConfig:
@@ -58,6 +59,6 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
     for engine in (*config.engines, *(each for model in config.models for each in model.engines)):
         check_address(engine.url)
     pool_changes: dict[str, Any] = {"stream_failover": False, "handover": "sidecar"}
-    retries = GatewayRetries(attempts=1 + config.epp.fallbacks, statuses=[])
+    retries = GatewayRetries(attempts=1 + config.epp.fallbacks)
     models = [model.model_copy(update=pool_changes) for model in config.models]
     return config.model_copy(update={"retries": retries, "models": models, **pool_changes})

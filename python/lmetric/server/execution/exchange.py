@@ -97,7 +97,7 @@ class Rules:
         return cls(
             retries.attempts,
             retries.failures,
-            frozenset(retries.statuses),
+            retries.statuses,
             config.errors.show_engines,
             config.timeouts,
         )

@@ -398,10 +398,6 @@ class Pool:
                 )
             elif does.needs_started_role and does.at_once and reported != role:
                 engine.unfit = f"role {role}, but it was started as {reported or 'another role'}"
-            elif does.at_once and self.settings.binding == "late":
-                engine.unfit = (
-                    "binding is late, but its engine needs both segments at once: set binding: early, or auto"
-                )
 
     def _note(self, engine: Engine, what: str, true: bool) -> None:
         (self._with[what].add if true else self._with[what].discard)(engine.name)

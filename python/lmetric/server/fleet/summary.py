@@ -45,7 +45,7 @@ def _without_effect(pool: Pool) -> Iterator[Problem]:
     decodes = [engine.name for engine in usable if engine.role == "decode"]
     if decodes and pool.policies.settings.decode_policy == "sibyl" and pool.binds_late:
         cause = "sibyl cannot look ahead: with late binding, the decode engine is chosen after the prefill"
-        fix = "set decode_policy: sibyl_plus (experimental) or least_requests, or binding: early"
+        fix = "set decode_policy: sibyl_plus (experimental) or least_requests"
         yield Problem("decode_policy", cause, cause, fix, decodes)
     if pool.mover is not None and pool.mover.rebalances and pool.mover.by != "recompute":
         names = [engine.name for engine in usable if engine.connector is None and engine.role != "prefill"]
