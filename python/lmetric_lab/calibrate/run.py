@@ -253,14 +253,6 @@ class Calibrator:
 
     # -- requests
 
-    async def time_to_first_token(self, prompt_tokens: int) -> float:
-        """Seconds to the first token of one more lone prompt, on our clock: to hold a fit
-        against."""
-        record = await self._lone(self._prompt(prompt_tokens), 1)
-        assert record.sent is not None
-        assert record.first_token is not None
-        return record.first_token - record.sent
-
     async def _lone(self, prompt: list[int], output_tokens: int) -> Record:
         record = await self._send(prompt, output_tokens)
         if record.error is not None:

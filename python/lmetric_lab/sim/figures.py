@@ -5,7 +5,6 @@ Each figure is one panel of the width of a phone. A policy has the same color in
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,11 +73,6 @@ class Drawing:
         self.figure.suptitle(self.title, x=0.01, horizontalalignment="left", fontsize=12)
         self.figure.savefig(file, format="png", dpi=160)
         return file.getvalue()
-
-    @property
-    def data_uri(self) -> str:
-        """The SVG for an ``<img>``, so that its IDs cannot collide with others."""
-        return "data:image/svg+xml;base64," + base64.b64encode(self.svg).decode()
 
 
 def require_matplotlib() -> None:

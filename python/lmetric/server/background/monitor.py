@@ -1,4 +1,4 @@
-"""Periodic tasks: engine checks, engine load, time limits, the hot-spot guard, rescheduling."""
+"""Periodic tasks: engine checks, engine load, time limits, the hot-spot guard, rebalancing."""
 
 import asyncio
 import logging
@@ -113,7 +113,7 @@ class Monitor:
         self._spawn("admission", ADMISSION_SECONDS, self._admission)
         self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
-        self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
+        self._tasks.append(asyncio.create_task(self._rebalance(), name="rebalancing"))
 
     async def stop(self) -> None:
         """Stops the periodic tasks."""
@@ -374,8 +374,8 @@ class Monitor:
         for context in self._certificates():
             context.refresh()
 
-    async def _reschedule(self) -> None:
-        """Runs the rescheduling rounds of each pool when they are due, forever."""
+    async def _rebalance(self) -> None:
+        """Runs the rebalancing rounds of each pool when they are due, forever."""
         while True:
             now = time.monotonic()
             following = now + 1.0
@@ -387,7 +387,7 @@ class Monitor:
                     try:
                         mover.round(now)
                     except Exception:
-                        log.exception("rescheduling failed", model=pool.name)
+                        log.exception("rebalancing failed", model=pool.name)
                 following = min(following, mover.due)
             await asyncio.sleep(max(following - time.monotonic(), 0.001))
 

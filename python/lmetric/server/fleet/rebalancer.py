@@ -1,4 +1,4 @@
-"""Rescheduling of running requests, in rounds (STAR, section 5.2).
+"""Rebalancing of running requests, in rounds (STAR, section 5.2).
 
 The core router chooses the moves (`Router.rebalance`); this module starts them.
 `execution/planners/migration.py` has the migration itself.
@@ -95,7 +95,7 @@ class Rebalancer:
             else:
                 self.outcomes["no_transfer"] += 1
         if moves:
-            log.debug("rescheduled", model=self._model, moves=moves, stop=stop)
+            log.debug("rebalanced", model=self._model, moves=moves, stop=stop)
 
     def _fetches(self, ticket: int, target: str) -> bool:
         chain, engine = self.running.get(ticket), self._engines.get(target)

@@ -26,9 +26,9 @@ class PrefixFetch:
     __slots__ = ("began", "from_token", "holder", "kv", "target", "tokens")
 
     def __init__(self, p: Progress, target: Engine, now: float) -> None:
-        pull = p.ticket.fetch
-        assert pull is not None  # the ticket plans a fetch
-        name, self.from_token, to_token = pull
+        planned = p.ticket.fetch
+        assert planned is not None  # the ticket plans a fetch
+        name, self.from_token, to_token = planned
         self.target = target
         self.holder = p.pool.engines.get(name)
         self.tokens = to_token - to_token % p.pool.block_size  # holders have only whole blocks
