@@ -172,6 +172,22 @@ def test_the_map_of_the_house_names_files_that_exist() -> None:
         assert any(file.endswith(f"/{name}") for file in files), name
 
 
+def test_research_is_small_and_each_page_can_be_reached_from_its_index() -> None:
+    """A reader finds every study from one page; 40,000 words leave out what does not decide."""
+    folder = ROOT / "docs" / "research"
+    pages = {page: page.read_text() for page in folder.glob("**/*.md")}
+    assert len(pages) <= 31
+    assert sum(len(text.split()) for text in pages.values()) <= 40_000
+    reached, todo = set(), [folder / "index.md"]
+    while todo:
+        if (page := todo.pop()) in reached:
+            continue
+        reached.add(page)
+        links = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)\s]*)?\)", pages[page])
+        todo += [path for link in links if (path := (page.parent / link).resolve()) in pages]
+    assert reached == set(pages)
+
+
 def test_each_entry_of_the_menu_names_pages() -> None:
     """UX 6: a pattern that matched nothing once moved pages to the end of the menu, silently."""
     for file in (ROOT / "docs").glob("**/.nav.yml"):
