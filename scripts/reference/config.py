@@ -28,7 +28,7 @@ Services of their namespace; the router ignores them. The log names other variab
 
 If a key has *yes* under "reload", SIGHUP and `POST /admin/reload` apply its new value without a restart. Running
 requests continue under the old value. A reload with an error changes nothing. Removed engines drain, as with
-[discovery](../how-to/discovery.md). The router logs changed keys that need a restart.
+[discovery](../how-to/deploying.md#engines). The router logs changed keys that need a restart.
 
 Set secrets in the file or the environment (`LMETRIC__REPLICAS__TOKEN`), not with flags: other users of the machine
 see flags in the process list. A secret may be `${NAME}`, the value of the environment variable `NAME`: `api_key: ${ENGINE_KEY}`. If the

@@ -84,7 +84,7 @@ GROUPS = {
         "knob",
     ),
     "Expressions": ("Expr", "check_expression", "evaluate"),
-    "Simulate": ("simulate", "Run", "Trace", "load_trace", "FleetChange", "forecast_function"),
+    "Simulate": ("simulate", "Scenario", "Run", "Trace", "load_trace", "FleetChange", "forecast_function"),
 }
 OPTIONS = """
 ## Options
