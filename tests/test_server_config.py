@@ -152,7 +152,7 @@ def test_the_rendered_configuration_is_one(tmp_path: Path) -> None:
     config = load("models: [{name: a, policy: {score: bs}, engines: [{url: 'http://h:1'}]}]", tmp_path)
     assert load(render(config), tmp_path) == config
     sources = "{file: a}, {dns: {name: n, port: 1}}, {kubernetes: {selector: s, port: http}}"
-    config = load(f"discovery: [{sources}, {{kubernetes: {{selector: s, port: '80'}}}}]", tmp_path)
+    config = load(f"discovery: [{sources}, {{kubernetes: {{selector: t, port: '80'}}}}]", tmp_path)
     assert load(render(config), tmp_path) == config
     assert [source.kubernetes.port for source in config.discovery if source.kubernetes] == ["http", 80]
 

@@ -135,10 +135,10 @@ def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
     )
     for name in ("given", "llm_native", *(name for _, name in marked)):
         assert f'"{name}"' not in schema
-        assert f"| `{name}` |" not in page
+        assert f".{name}` |" not in page
         assert f" {name}:" not in printed
     assert '"forecast"' in schema
-    assert "| `forecast` |" in page
+    assert "| `rebalance.forecast` |" in page
 
 
 def test_settings_of_servers_are_those_of_the_library() -> None:
@@ -167,6 +167,39 @@ def test_servers_refuse_other_values_of_constants(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split.probes = 8: 8 cannot be set .* expected 6"):
         load_config(file, None, {})
     assert parse("split", "libra(probes=8)") == LibraSplit(probes=8), "simulations accept it"
+
+
+def test_tuning_settings_are_under_their_path(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    text = "admission: {}\nmodels: [{name: a, admission: {ttft_seconds: 2}}, {name: b}]\n"
+    file.write_text(text + "tuning: {migration_max_gap_seconds: 3, admission: {room_seconds: 1}}")
+    config = load_config(file, {"tuning.policy_time_limit_seconds": "0.5"}, {})
+    assert (config.migration_max_gap_seconds, config.policy_time_limit_seconds) == (3.0, 0.5)
+    rooms = [pool.admission.room_seconds for pool in (config, config.models[0]) if pool.admission]
+    assert rooms == [1.0, 1.0]
+    file.write_text(render(config))
+    assert load_config(file, None, {}) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "migration_max_gap_seconds: 3",
+            "1: migration_max_gap_seconds: it is a tuning setting; set tuning.mig",
+        ),
+        ("tuning: {admission: {room_seconds: 1}}", "1: tuning.admission.room_seconds = 1: it has no effect"),
+        ("tuning: {migration_max_gap: 1}", "unknown key; did you mean 'migration_max_gap_seconds'?"),
+        ("tuning: {migration_max_gap_seconds: -1}", "1: tuning.migration_max_gap_seconds = -1: Input should"),
+        ("tuning: {admission: 1}", "tuning.admission = 1: expected a mapping"),
+        ("tuning: 1", "tuning = 1: expected a mapping"),
+    ],
+)
+def test_errors_of_tuning_settings(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(file, None, {})
 
 
 def test_options_are_words_texts_mappings_and_objects() -> None:

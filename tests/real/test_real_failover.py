@@ -15,7 +15,7 @@ import orjson
 import pytest
 from tokenizers import Tokenizer
 
-from lmetric.config import ServerConfig
+from constants import configured
 from lmetric.server import Server
 from lmetric.server.fleet.pool import Pool
 from split_world import CHAT, COMPLETIONS, equal, heard
@@ -93,20 +93,21 @@ class World:
 @contextlib.asynccontextmanager
 async def world(engines: list[VllmEngine], **config: Any) -> AsyncIterator[World]:
     values = PATIENT | {"port": 0, "engines": [{"url": e.url} for e in engines]} | config
-    server = Server(ServerConfig.model_validate(values))
-    await server.start()
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=900)) as session:
-            w = World(server, session, engines)
-            async with asyncio.timeout(60):
-                while not all(e.identified for e in w.pool.engines.values()):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            yield w
-            async with asyncio.timeout(60):
-                while w.pool.router.in_flight() or server.front.relays:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-    finally:
-        await server.stop()
+    with configured(values) as settings:
+        server = Server(settings)
+        await server.start()
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=900)) as session:
+                w = World(server, session, engines)
+                async with asyncio.timeout(60):
+                    while not all(e.identified for e in w.pool.engines.values()):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                yield w
+                async with asyncio.timeout(60):
+                    while w.pool.router.in_flight() or server.front.relays:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+        finally:
+            await server.stop()
 
 
 def kill_core(engine: VllmEngine) -> None:

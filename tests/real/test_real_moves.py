@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.config import ServerConfig
+from constants import configured
 from lmetric.options import SplitAt
 from lmetric.server import Server
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
@@ -122,28 +122,29 @@ async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here
         "experimental": True,
         "rebalance": {"kind": "star", "period_seconds": 3600.0},
     }
-    server = Server(ServerConfig.model_validate(PATIENT | given | config))
-    await server.start()
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-            here = Here(server, session, engines)
-            pool = server.fleet.pools[0]
-            await here.until(lambda: all(engine.identified for engine in pool.engines.values()))
-            yield here
-            router = pool.router
-            await here.until(lambda: not (router.in_flight() or server.front.relays))
-            assert not here.mover.running
-            assert not here.mover.moves
-            indicators = router.indicators()
-            for name in ("bound_bs", "bound_tokens", "tokens"):
-                assert not indicators[name].any(), name
-            # Engines were asked past the router, too, and their last reports may count that.
-            await here.until(lambda: not router.indicators()["bs"].any())
-        for engine in engines:
-            if engine.healthy():
-                assert await at_work(engine) == 0
-    finally:
-        await server.stop()
+    with configured(PATIENT | given | config) as settings:
+        server = Server(settings)
+        await server.start()
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+                here = Here(server, session, engines)
+                pool = server.fleet.pools[0]
+                await here.until(lambda: all(engine.identified for engine in pool.engines.values()))
+                yield here
+                router = pool.router
+                await here.until(lambda: not (router.in_flight() or server.front.relays))
+                assert not here.mover.running
+                assert not here.mover.moves
+                indicators = router.indicators()
+                for name in ("bound_bs", "bound_tokens", "tokens"):
+                    assert not indicators[name].any(), name
+                # Engines were asked past the router, too, and their last reports may count that.
+                await here.until(lambda: not router.indicators()["bs"].any())
+            for engine in engines:
+                if engine.healthy():
+                    assert await at_work(engine) == 0
+        finally:
+            await server.stop()
 
 
 async def at_work(engine: VllmEngine) -> float:
