@@ -800,11 +800,12 @@ def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
     cls, presets = _KINDS[what][kind]
     if server:
         _check_kind(what, kind)
-    for each in fields(cls) if server else ():
+    made = SimulatedFetch if cls is PrefixFetch else cls
+    for each in fields(made) if server else ():
         if each.name in given and is_study(each):
             problem = f"it is for simulations only ({each.metadata['because']}); remove it"
             raise _refused((each.name,), given[each.name], problem, what)
-    option = _checked(what, SimulatedFetch if cls is PrefixFetch else cls, {**presets, **given}, server)
+    option = _checked(what, made, {**presets, **given}, server)
     _check_range(what, option, list(given))
     if server:
         option = _for_server(what, option, tuple(given))
