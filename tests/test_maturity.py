@@ -94,7 +94,7 @@ def test_models_inherit_the_flag(tmp_path: Path) -> None:
 
 
 def test_help_and_schema_name_no_part_for_studies() -> None:
-    shown = CliRunner().invoke(build(["serve"]), ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    shown = CliRunner().invoke(build(["serve"]), ["serve", "--help-all"], env={"COLUMNS": "200"}).stdout
     schema = json.dumps(ServerConfig.model_json_schema())
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     names = [*STUDY_POLICIES, *STUDY_PLANNERS]

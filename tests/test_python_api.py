@@ -186,9 +186,11 @@ def test_what_is_no_request_is_refused_by_name() -> None:
     router = one_instance()
     with pytest.raises(lm.BadValueError, match=r"Router.route: list is not valid; expected an lmetric.Req"):
         router.route([1, 2, 3])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Router.route\(\) needs a request"):
+    with pytest.raises(
+        TypeError, match=r"Router.route\(\) missing 1 required positional argument: 'request'"
+    ):
         router.route()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Router.route\(\) accepts no 'session' with a request"):
+    with pytest.raises(TypeError, match=r"Router.route\(\) got an unexpected keyword argument 'session'"):
         router.route(lm.Request(TOKENS), session="s")  # type: ignore[call-arg]
     with pytest.raises(lm.BadValueError, match="an element of requests: int is not valid"):
         router.score_batch([1])  # type: ignore[list-item]
@@ -346,7 +348,7 @@ def test_a_planner_can_be_named() -> None:
     router.configure(split=lm.SplitBy("apart"))
     with pytest.raises(lm.UnknownNameError, match='did you mean "prior_tokens"'):
         router.configure(split=lm.SplitBy("apart", {"prior_token": 3}))
-    with pytest.raises(lm.BadValueError, match="expected none, libra, apart, force"):
+    with pytest.raises(lm.BadValueError, match="expected none, libra, apart, libra_three, force"):
         router.configure(split=lm.SplitBy("libre"))
 
 

@@ -268,7 +268,7 @@ def test_what_only_a_simulation_knows_is_refused(
     with pytest.raises(ConfigError, match=f"{re.escape('models[0].') if place else ''}{says}") as caught:
         load(f"{place}{key}: {value}{'}]' if place else ''}", tmp_path)
     assert f"router.yaml:1: {'models[0].' if place else ''}{key}" in str(caught.value)
-    kept = load("split: {kind: libra, parts: 2}\nrebalance: {kind: star, forecast: curve}", tmp_path)
+    kept = load("split: libra\nrebalance: {kind: star, forecast: curve}", tmp_path)
     assert (kept.split, kept.rebalance) == (LibraSplit(), Star())
 
 

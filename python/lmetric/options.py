@@ -8,7 +8,7 @@ reads: ``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
 
 Metadata of fields: ``maturity: study`` marks a field for simulations only, with the reason in
 ``because``. ``maturity: constant`` marks a field that is a constant of servers: studies chose its
-default, and no operator needs another value. Servers refuse every value but the default.
+default, and no operator needs another value. Servers refuse such fields.
 ``study_values`` marks single values in the same way. ``server`` is the default of servers, if it
 differs.
 """
@@ -803,7 +803,8 @@ def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
     made = SimulatedFetch if cls is PrefixFetch else cls
     for each in fields(made) if server else ():
         if each.name in given and is_study(each):
-            problem = f"it is for simulations only ({each.metadata['because']}); remove it"
+            whose = "cannot be set" if is_constant(each) else "is for simulations only"
+            problem = f"it {whose} ({each.metadata['because']}); remove it"
             raise _refused((each.name,), given[each.name], problem, what)
     option = _checked(what, made, {**presets, **given}, server)
     _check_range(what, option, list(given))

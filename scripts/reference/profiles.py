@@ -132,7 +132,7 @@ Decode steps of real GPUs are not linear in the batch ([accuracy](#accuracy)); t
 ## Learned while serving
 
 Without a profile, the router learns both times of each instance from its own traffic: `prefill_tokens_per_second` from first tokens, and
-`step_seconds` from streams ([indicators](../reference/indicators.md)). `Router.stats()` (`predicted_ttft_source`) shows the source of
+`step_seconds` from streams ([indicators](../reference/policies.md#indicators)). `Router.stats()` (`predicted_ttft_source`) shows the source of
 `predicted_ttft_seconds`: `profile`, `learned_step_time`, `learned_rate`, `pool_rate` (the other instances' mean), or `prior` (8,000 tokens/s).
 """
 

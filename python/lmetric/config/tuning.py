@@ -80,9 +80,9 @@ def unfolded(
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place((KEY,))}{KEY} = {given!r}: expected a mapping")
     for path, value in _leaves(given, (), known, place):
-        into = [model for _, model in _models(unfolded) if len(path) > 1 and model.get(path[0])]
+        into = [model for _, model in _models(unfolded) if len(path) > 1 and model.get(path[0]) is not None]
         optional = root.model_fields[path[0]].get_default(call_default_factory=True) is None
-        if len(path) == 1 or unfolded.get(path[0]) or not optional:
+        if len(path) == 1 or unfolded.get(path[0]) is not None or not optional:
             into.append(unfolded)
         if not into:
             off = f"it has no effect without `{path[0]}`"
