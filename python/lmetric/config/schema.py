@@ -1323,7 +1323,7 @@ class ServerConfig(PoolSettings):
     discovery: list[DiscoverySource] = Field(
         default_factory=list,
         description="service discovery: sources of more engines",
-        json_schema_extra={"when": "engines come and go"},
+        json_schema_extra={"when": "engines start and stop while the router runs"},
     )
     paths: list[Annotated[str, Field(pattern="^/")]] = Field(
         default_factory=list,
