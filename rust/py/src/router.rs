@@ -290,7 +290,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
 impl Router {
     #[new]
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
-        kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
+        kv_source="approximate", index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
         split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, fleet_changes=None,
         offers="study", tiers="auto", tier_load_ratio=0.02))]
