@@ -88,7 +88,7 @@ def _one(path: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
         done = subprocess.run(
             [str(word) for word in argv],
             # More threads only wait for each other in a network as small as a trace's.
-            env=os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'bench'}", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
             check=True,

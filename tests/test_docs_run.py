@@ -89,7 +89,7 @@ class Page:
         self.env = {
             **os.environ,
             "PATH": f"{tools}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT / "python"),
+            "PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'bench'}",
             "HOME": str(folder / "home"),
             "COLUMNS": "120",
         }

@@ -44,7 +44,7 @@ def main() -> None:
             save_samples(samples_from_trace(made(long, SEED).trace, at_most=6, seed=SEED), samples)
             command = [arguments.train_python, "-m", "train_lengths.train", samples, "--biases"]
             command += ["--out", PREDICTORS / f"{name}.npz", "--hidden", "64,16", "--epochs", "12"]
-            environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
+            environment = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'bench'}", "OMP_NUM_THREADS": "1"}
             subprocess.run([*map(str, command)], env=os.environ | environment, check=True)
 
 
