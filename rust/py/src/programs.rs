@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
 
-/// Returns the settings of this kind; `None` for `"none"`. `offers`: the least mature rules that are
-/// accepted.
+/// Returns the settings of this kind; `None` for `"none"`. `offers`: the least mature rules that
+/// are accepted.
 ///
 /// # Errors
 /// `BadValue` for an unknown kind or setting, or a value out of range; `Immature` for rules that

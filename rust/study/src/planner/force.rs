@@ -56,8 +56,8 @@ impl Force {
     }
 }
 
-/// Returns the split at `fraction` of P + D, clipped so that both parts have a token. Returns `None`
-/// for a request of fewer than two tokens or if `fraction` is NaN.
+/// Returns the split at `fraction` of P + D, clipped so that both parts have a token. Returns
+/// `None` for a request of fewer than two tokens or if `fraction` is NaN.
 fn force_at(fraction: f64, whole: &Whole) -> Option<u32> {
     let all = whole.tokens();
     (all >= 2 && !fraction.is_nan()).then(|| ((fraction * f64::from(all)).ceil() as u32).clamp(1, all - 1))
