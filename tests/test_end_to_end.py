@@ -196,6 +196,7 @@ def test_a_short_demo() -> None:
         assert any(line.startswith(verdicts) for line in done.stderr.splitlines())
 
 
+@pytest.mark.nightly
 def test_a_short_demo_of_agents() -> None:
     done = subprocess.run(
         [*COMMAND, "demo", "--agents", "--engines", "2", "--clock-speed", "50", "--json"],

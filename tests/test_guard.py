@@ -117,23 +117,22 @@ def test_an_expression_is_guarded_in_simulations_too() -> None:
 
 
 def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
-    """Fidelity gap 12: the configuration has all of the router's settings, with its defaults."""
+    """Fidelity gap 12: servers have the router's defaults."""
     assert dataclasses.asdict(lm.Guard()) == {"enabled": True, **SETTINGS}
     assert PoolSettings().guard is None
-    assert PoolSettings.model_validate({"guard": {"window_seconds": 15}}).guard == lm.Guard()
     assert PoolSettings.model_validate({"guard": "on"}).guard == lm.Guard()
     assert PoolSettings.model_validate({"guard": "off"}).guard == lm.Guard(enabled=False)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_of_the_guard_is_checked(name: str, tmp_path: Path) -> None:
-    """Fidelity gap 12: router, simulator, server and studies refuse values out of range."""
+    """Fidelity gap 12: router, simulator and studies refuse values out of range, servers all."""
     wrong: dict[str, Any] = {name: OUT_OF_RANGE[name]}
     with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {name}"):
         lm.Router("lmetric", guard=lm.Guard(**wrong))
     with pytest.raises(lm.BadValueError, match=f"guard.{name}: {OUT_OF_RANGE[name]} is not valid; expected"):
         simulate(hot_spot(), instances=1, guard=wrong)
-    with pytest.raises(ValidationError, match=f"guard.{name}: {OUT_OF_RANGE[name]} is not valid; expected"):
+    with pytest.raises(ValidationError, match=f"guard.{name}: .* it cannot be set"):
         PoolSettings.model_validate({"guard": wrong})
     study = tmp_path / "study.yaml"
     text = "traces: t.jsonl\npolicies: lmetric\nsettings: {guard: {%s: %s}}\n"

@@ -390,8 +390,8 @@ def test_training_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_module(name: str, *words: object, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, "-m", f"lmetric.lengths.{name}", *map(str, words)],
-        env=os.environ | {"PYTHONPATH": str(PYTHON), "OMP_NUM_THREADS": "1"},
+        [python, "-m", f"train_lengths.{name}", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": f"{PYTHON}:{PYTHON.parent / 'bench'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -407,7 +407,7 @@ def test_samples_are_made_by_a_command(tmp_path: Path) -> None:
     assert load_samples(out).remaining.tolist() == [44, 34, 24, 14, 4]
     done = run_module("from_trace", tmp_path / "none.csv", "--out", out)
     assert done.returncode == 2
-    assert done.stderr == f"lmetric.lengths: {tmp_path / 'none.csv'}: No such file or directory\n"
+    assert done.stderr == f"train_lengths: {tmp_path / 'none.csv'}: No such file or directory\n"
 
 
 @pytest.mark.nightly

@@ -26,13 +26,13 @@ def check(tmp_path: Path, text: str) -> None:
     check_config(load_config(file, environ={}))
 
 
-@pytest.mark.parametrize("rule", ["star", "{kind: star, threshold: 0.4}"])
+@pytest.mark.parametrize("rule", ["star", "{kind: star, forecast: curve}"])
 def test_serve_refuses_rules_that_move_by_recomputation(tmp_path: Path, rule: str) -> None:
     for text in (
         f"rebalance: {rule}\nmigration_by: recompute",
         f"models: [{{name: a, rebalance: {rule}, migration_by: recompute}}]",
     ):
-        with pytest.raises(ConfigError, match=r"migration_by = 'recompute': .*expected fetch .*Nixl"):
+        with pytest.raises(ConfigError, match=r"migration_by = 'recompute': .*expected fetch, .*Nixl"):
             check(tmp_path, text)
     check(tmp_path, f"rebalance: {rule}")
     check(tmp_path, "migration_by: recompute")

@@ -19,6 +19,7 @@ def study() -> Iterator[None]:
     yield from STUDY.importable()
 
 
+@pytest.mark.nightly
 def test_a_hot_spot_dissolves(tmp_path: Path) -> None:
     """On the page, fetches leave little of the hot spot, and so does the guard."""
     told = STUDY.made(tmp_path, "--quick", "--figure", "hot")["hot"]

@@ -258,7 +258,5 @@ def test_pull_that_there_is_not() -> None:
 
 
 def test_settings_that_there_are_not() -> None:
-    with pytest.raises(
-        ValidationError, match=r"prefix_fetch.most: .*known here: .*max_fetches, max_kv_usage"
-    ):
+    with pytest.raises(ValidationError, match=r"prefix_fetch.most: 3 is not valid; unknown setting"):
         ServerConfig.model_validate({"prefix_fetch": {"most": 3}})

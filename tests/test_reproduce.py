@@ -61,6 +61,7 @@ def test_a_trace_without_prefixes_is_a_scenario(tmp_path: Path) -> None:
     assert [row["stage"] for row in told["19"]["rows"]] == ["flat"]
 
 
+@pytest.mark.nightly
 def test_a_scenario_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     def error(*argv: str | Path) -> str:
         done = STUDY.run("--figure", "7", *argv)

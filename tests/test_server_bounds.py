@@ -334,7 +334,7 @@ async def test_connections_are_bounded() -> None:
 
     Others continue, and their end makes room.
     """
-    async with world(1, limits={"max_connections": 3}) as w:
+    async with world(1, limits={"max_connections": 3, "max_client_share": 1}) as w:
         async with client(w) as first, client(w), client(w):
             await w.until(lambda: w.server.front.clients.connections == 3)
             async with client(w) as fourth:
@@ -355,7 +355,7 @@ async def test_connections_are_bounded() -> None:
 
 async def test_connections_are_bounded_per_client() -> None:
     """Reliability H3: connections of one address have their own limit."""
-    async with world(1, limits={"max_connections_per_client": 1}) as w, client(w) as first:
+    async with world(1, limits={"max_connections": 4, "max_client_share": 0.25}) as w, client(w) as first:
         await first.send(post())
         assert (await first.answer())[0] == 200
         async with client(w) as second:

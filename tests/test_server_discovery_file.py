@@ -273,11 +273,11 @@ async def test_an_engine_that_two_sources_name_is_one(tmp_path: Path) -> None:
     async with engines(2) as (a, b):
         one.write_text(listing(a))
         two.write_text(yaml.safe_dump([{"url": a.url}, {"url": b.url, "name": "f0"}]))
-        sources = [{"file": one, "name": "one"}, {"file": two, "name": "two"}]
+        sources = [{"file": one}, {"file": two}]
         with structlog.testing.capture_logs() as logs:
             async with world(0, discovery=sources, admin=True, policy="lmetric") as it:
-                assert [(e.name, e.source) for e in it.server.fleet.engines()] == [("f0", "one")]
-                assert "two and one both list an engine f0; one's is used" in [
+                assert [(e.name, e.source) for e in it.server.fleet.engines()] == [("f0", f"file:{one}")]
+                assert f"file:{two} and file:{one} both list an engine f0; file:{one}'s is used" in [
                     entry.get("reason") for entry in logs
                 ]
                 async with it.client.delete(it.url + "/admin/engines/f0") as response:
@@ -285,6 +285,6 @@ async def test_an_engine_that_two_sources_name_is_one(tmp_path: Path) -> None:
                     assert "remove it there" in (await response.json())["error"]["message"]
                 assert (await it.post({"url": a.url, "name": "x"}, "/admin/engines"))[0] == 409
                 one.write_text("[]")
-                await it.until(lambda: {e.source for e in it.server.fleet.engines()} == {"two"})
+                await it.until(lambda: {e.source for e in it.server.fleet.engines()} == {f"file:{two}"})
                 fleet = {e.name: e.config.url for e in it.server.fleet.engines()}
                 assert fleet == {a.url.removeprefix("http://"): a.url, "f0": b.url}

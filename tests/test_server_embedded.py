@@ -160,6 +160,7 @@ async def streamed(
     return [(text, end) for text, end, _ in got], receipts, float(count)
 
 
+@pytest.mark.nightly
 async def test_cut_requests_say_what_whole_ones_say() -> None:
     prompts = ["Of the river, its banks and its bridges. " * n for n in (5, 60, 150, 300, 20, 90)]
     counter = "lmetric_split_requests_total"
@@ -192,6 +193,7 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
 
 
+@pytest.mark.nightly
 async def test_moved_requests_say_what_others_say() -> None:
     # One session, so they all begin on one engine.
     prompts = [f"Of river {n}, its banks and its bridges. " * (1 + n) for n in range(12)]

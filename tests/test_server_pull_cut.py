@@ -176,7 +176,7 @@ async def test_many_at_once(config: dict[str, Any]) -> None:
             {n for n, heard in enumerate(said) if heard["receipt"][name]}
             for name in ("cuts", "fetched_tokens")
         ]
-        inside = config["split"]["kind"] == "libra"  # it splits inside the prompts
+        inside = not isinstance(config["split"], SplitAt)  # it splits inside the prompts
         assert cut & pulled or inside
         assert cut
         assert pulled or inside

@@ -223,7 +223,7 @@ async def test_connections_without_a_handshake_are_bounded(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_listener, "HANDSHAKE_SECONDS", 1.0)
-    limits = {"max_connections_per_client": 3}
+    limits = {"max_connections": 12, "max_client_share": 0.25}
     async with secure_world(authority.issue("router"), limits=limits) as w:
         front = w.server.front
         idle = [await asyncio.open_connection("127.0.0.1", w.server.port) for _ in range(3)]

@@ -148,6 +148,7 @@ async def measure(out: Path, *flags: str) -> tuple[int | None, dict[str, Any]]:
     return code, json.loads(out.read_text())  # noqa: ASYNC240
 
 
+@pytest.mark.nightly
 async def test_live_engines_take_the_simulated_times(tmp_path: Path) -> None:
     """Real sockets, real time, the simulator's placements. Wide bounds for busy machines."""
     code, result = await measure(tmp_path / "clocks.json", "clocks", "--quick")

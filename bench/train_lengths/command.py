@@ -25,5 +25,5 @@ def run_command(command: Callable[..., None]) -> None:
 
 
 def _end(text: str, code: int) -> None:
-    print(f"lmetric.lengths: {text}", file=sys.stderr)
+    print(f"train_lengths: {text}", file=sys.stderr)
     sys.exit(code)

@@ -104,7 +104,7 @@ def families() -> list[Metric]:
     return [*asyncio.run(collect()), *watch.metrics()]
 
 
-INDICATORS = {f"lmetric_instance_{each['name']}" for each in indicator_table()}
+INDICATORS = {f"lmetric_instance_{each['name']}" for each in indicator_table() if each["owner"] != "declared"}
 
 
 def row(metric: Metric) -> str:

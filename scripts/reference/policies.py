@@ -166,7 +166,8 @@ def indicators() -> str:
     for scope, title in SCOPES.items():
         page += f"\n**{title[0].upper() + title[1:]}:**\n\n| name | unit | meaning |\n| --- | --- | --- |\n"
         for row in indicator_table():
-            if row["scope"] == scope:
+            # Not what a program that makes this page declares.
+            if row["scope"] == scope and row["owner"] != "declared":
                 meaning = cell(first_sentence(row["about"]))
                 page += f"| `{row['name']}` | {cell(row['unit'])} | {meaning} |\n"
     return page
