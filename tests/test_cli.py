@@ -119,8 +119,8 @@ UNUSABLE = [
     (["--policy", "lmetric", "--knob", "lam=1"], 'policy lmetric "lam"'),
     (["--decode-policy", "least_request"], "did you mean the policy 'least_requests'?"),
     (
-        ["--split", "libra", "--set", "split.probe=2"],
-        "split.probe = '2': unknown setting; did you mean 'probes'?",
+        ["--programs", "auto", "--set", "programs.thet=2"],
+        "programs.thet = '2': unknown setting; did you mean 'theta'?",
     ),
     (["--profile", "h100"], "profile 'h100'"),
     (["--api-keys", "none.yaml"], "none.yaml: cannot be read"),

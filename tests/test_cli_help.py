@@ -101,7 +101,7 @@ def test_the_help_of_the_server_is_one_screen_and_names_the_rest(name: str) -> N
     assert "--help-all" in text
     known = {param.name for param in COMMANDS[name].params} | {"help"}
     assert name == "config" or set(MAIN) - known == {"changed", "schema"}
-    assert len(help_of(name).splitlines()) > 100
+    assert len(help_of(name).splitlines()) > 70
 
 
 def test_serve_shows_the_defaults_of_the_configuration() -> None:

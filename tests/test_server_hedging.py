@@ -272,7 +272,9 @@ async def test_a_tenant_is_charged_once() -> None:
 async def test_a_reload_changes_hedging() -> None:
     async with two(later(3 * AFTER), answer, hedging={}) as w:
         config = w.server.config
-        new = ServerConfig.model_validate(config.model_dump(by_alias=True) | {"hedging": hedging()})
+        new = ServerConfig.model_validate(
+            config.model_dump(by_alias=True) | {"hedging": {"after_seconds": AFTER}}
+        )
         await w.server.reload(new)
         assert pool(w).hedging.after_seconds == AFTER
         _, headers, _ = await w.post(BODY)

@@ -236,7 +236,7 @@ def test_names_that_are_taken_are_told(name: str, message: str) -> None:
 
 
 def test_the_documented_declarations_can_be_used() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "how-to" / "extending.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "tutorials" / "your_own_policy.md").read_text()
     shown = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "indicators:" in block]
     assert len(shown) == 2
     for block in shown:
@@ -277,9 +277,9 @@ async def test_a_reload_declares_indicators_for_its_policies() -> None:
         assert shown(column(w, "srv_before")) == [None, None]  # no source reports it any more
         await w.until(lambda: column(w, "srv_after") == [9, 8])
         assert await placed(w, 2) == ["e1"] * 2
-        # Other settings need a restart, so nothing has changed.
-        given["indicators"] = declared("srv_after", "vllm:c_d")
-        with pytest.raises(lm.BadValueError, match=r"indicators\.srv_after: .*as it was declared before"):
+        # A wrong declaration changes nothing.
+        given["indicators"] = declared("lmetric", "vllm:c_d")
+        with pytest.raises(lm.BadValueError, match=r"indicators\.lmetric: .*the name of a policy"):
             await w.server.reload(ServerConfig.model_validate(given))
         assert await placed(w) == ["e1"]
 

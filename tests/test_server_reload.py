@@ -35,10 +35,12 @@ class Site:
         self.config = folder / "config.yaml"
         self.fake = fake
 
-    def write(self, keys: dict[str, str], engine_key: str, tenants: list[str], seed: int = 1) -> None:
+    def write(
+        self, keys: dict[str, str], engine_key: str, tenants: list[str], index_bytes: int = 2**28
+    ) -> None:
         self.keys.write_text(yaml.safe_dump(keys))
         values = {
-            "seed": seed,
+            "index_bytes": index_bytes,
             "auth": {"keys_file": str(self.keys)},
             "engines": [{"url": self.fake.url, "name": "e0", "api_key": engine_key}],
             "tenants": {name: {"weight": 2.0} for name in tenants},
@@ -62,12 +64,12 @@ async def test_sighup_reloads_keys_tenants_and_engine_keys(tmp_path: Path) -> No
             await r.listening()
             assert await status(client, r.url, "sk-old") == 200
             assert fake.requests[-1].headers["authorization"] == "Bearer engine-old"
-            site.write({"sk-new": "one", "sk-same": "two"}, "engine-new", ["one", "two"], seed=2)
+            site.write({"sk-new": "one", "sk-same": "two"}, "engine-new", ["one", "two"], index_bytes=2**29)
             r.process.send_signal(signal.SIGHUP)
             line = orjson.loads(await logged(r, "configuration reloaded"))
             assert (line["keys_added"], line["keys_removed"]) == (1, 1)
             assert (line["tenants_changed"], line["engine_keys_changed"]) == (["two"], ["e0"])
-            assert orjson.loads(await logged(r, "only with a restart"))["settings"] == ["seed"]
+            assert orjson.loads(await logged(r, "only with a restart"))["settings"] == ["index_bytes"]
             answers = [await status(client, r.url, key) for key in ("sk-old", "sk-same", "sk-new")]
             assert answers == [401, 200, 200]
             assert fake.requests[-1].headers["authorization"] == "Bearer engine-new"

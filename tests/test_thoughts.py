@@ -94,7 +94,7 @@ def test_what_cannot_be_is_named() -> None:
         replace(asks, think_tokens=asks.output_tokens + 1)
     with pytest.raises(lm.BadValueError, match="think_slo_seconds"):
         play(asks, think_slo_seconds=0.0)
-    with pytest.raises(lm.BadValueError, match="seconds a thought"):
+    with pytest.raises(lm.BadValueError, match="order_think_slo: -1"):
         play(asks, local_order="slo", order_think_slo=-1.0)
     with pytest.raises(lm.BadValueError, match="'parts' is not valid; expected NAME=VALUE"):
         play(asks, split="libra(parts)")

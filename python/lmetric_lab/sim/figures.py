@@ -5,6 +5,7 @@ Each figure is one panel of the width of a phone. A policy has the same color in
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ class Drawing:
     caption: str
     svg: bytes
     figure: Figure
+
+    @property
+    def data_uri(self) -> str:
+        """The SVG for an ``<img>`` of the template, so that its IDs cannot collide with others."""
+        return "data:image/svg+xml;base64," + base64.b64encode(self.svg).decode()
 
     def png(self) -> bytes:
         """The figure as PNG, with its title."""
