@@ -137,7 +137,7 @@ def settings_rows() -> dict[str, list[str]]:
 
 
 def test_a_server_has_few_settings() -> None:
-    """An issue that adds a setting raises the number."""
+    """A change that adds a setting raises the number."""
     sections = settings_rows()
     keys = [row.split("`")[1] for rows in sections.values() for row in rows]
     assert len(keys) == len(set(keys))
