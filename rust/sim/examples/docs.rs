@@ -63,12 +63,11 @@ mod tests {
         let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
         for (name, page) in PAGES {
             let page = page();
-            let folder = if name == "local_orders" { "research" } else { "reference" };
-            let stored = std::fs::read_to_string(format!("{docs}{folder}/{name}.md")).unwrap_or_default();
+            let stored = std::fs::read_to_string(format!("{docs}research/{name}.md")).unwrap_or_default();
             let first = stored.lines().zip(page.lines()).position(|(s, p)| s != p).unwrap_or(0) + 1;
             assert!(
                 stored == page,
-                "docs/{folder}/{name}.md is stale from line {first}: \
+                "docs/research/{name}.md is stale from line {first}: \
                  scripts/make_reference {name}"
             );
         }
