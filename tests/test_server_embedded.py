@@ -118,6 +118,13 @@ async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
         assert "2P4D" in "".join(r.log)
 
 
+# A router whose constants of options can be set, as in `constants.constant_options`.
+RUN_TUNED = (
+    "from lmetric import options; study = options.is_study; "
+    f"options.is_study = lambda each: study(each) and not options.is_constant(each); {RUN}"
+)
+
+
 async def streamed(
     counter: str,
     prompts: list[str],
@@ -182,14 +189,16 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     # In such a short burst, gains are small.
     gains = ["--experimental", "--split", "apart", "--set", "split.min_gain_seconds"]
     flags = ["--policy", "planner", *gains[:4], f"{gains[4]}=0"]
-    planned, receipts, counted = await streamed(counter, prompts, *flags)
+    planned, receipts, counted = await streamed(counter, prompts, *flags, run=RUN_TUNED)
     assert planned == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     for receipt in receipts:
         stay, apart = receipt["stay_seconds"], receipt["decode_placement_seconds"]
         assert (apart < stay) == bool(receipt["cuts"]) == (receipt["split_reason"] is None)
     for flags in (["--experimental", "--split", "none"], [*gains[:4], f"{gains[4]}=1e5"]):
-        _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
+        _, receipts, counted = await streamed(
+            counter, prompts[:8], "--policy", "planner", *flags, run=RUN_TUNED
+        )
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
 
 

@@ -73,7 +73,7 @@ class TurnGuard:
         self._seconds = min(speed() for _ in range(3))
         self._product = str(Path(sys.modules["lmetric"].__file__ or "").parent)
         # The tests' engines: the outermost function of the product is theirs.
-        self._emulated = str(Path(self._product, "engines", "emulated"))
+        self._emulated = str(Path(f"{self._product}_lab", "emulated"))
         self._stopped = threading.Event()
         self._looked: Counter[str] = Counter()  # CPU seconds by callback, since the last tick
         self._gc_begun = self._gc_seconds = 0.0
