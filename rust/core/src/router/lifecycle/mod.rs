@@ -8,6 +8,5 @@ mod moves;
 mod segments;
 mod writer;
 
-pub use machine::markdown;
 pub use moves::Carry;
 pub(super) use writer::Lifecycle;
