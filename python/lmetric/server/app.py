@@ -159,7 +159,7 @@ class Server:
             await self._listeners.start()
         except OSError as error:  # another process has begun to listen there
             await self._discovery.stop()
-            raise port_error(config, error) from None
+            raise port_error(config.host, config.port, error) from None
         if self.picker is not None:
             await self.picker.start()
         self._monitor.start()

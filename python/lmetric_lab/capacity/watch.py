@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import threading
@@ -30,9 +29,10 @@ from lmetric._core import LmetricError
 from lmetric.config import Log
 from lmetric.record_files import not_found
 from lmetric.record_schema import Records
-from lmetric.server.http.port import PortError
+from lmetric.server.http.port import port_error
 from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
 from lmetric.server.observe.logs import LogWriter, configure_logging, flush_logs
+from lmetric.server.observe.startup import url_at
 from lmetric_lab.capacity.advice import Advice
 from lmetric_lab.capacity.tail import Tail
 from lmetric_lab.capacity.twin import Twin
@@ -46,7 +46,6 @@ STALE_SECONDS = 300.0  # age of withdrawn advice; at least two intervals
 MAX_ROUND_SECONDS = 600.0  # of a round, before /health fails
 STOP_SECONDS = 2.0  # for the last answers
 OUTCOMES = ("advice", "refused", "failed")
-_ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -322,14 +321,12 @@ async def _serve(watch: Watch, rounds: _Rounds, host: str, port: int) -> int:
         try:
             await web.TCPSite(runner, host or None, port).start()
         except (OSError, OverflowError) as error:
-            raise _port_error(host, port, error) from None
+            raise port_error(host, port, error) from None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        shown = _ANY_ADDRESS.get(host, host)
-        url = f"http://{f'[{shown}]' if ':' in shown else shown}:{runner.addresses[0][1]}"
         log.info(
             "capacity advice is served",
-            url=url,
+            url=url_at("http", host, runner.addresses[0][1]),
             records=[str(path) for path in watch.paths],
             interval_seconds=watch.interval_seconds,
         )
@@ -340,15 +337,6 @@ async def _serve(watch: Watch, rounds: _Rounds, host: str, port: int) -> int:
     finally:
         rounds.stop()
         await runner.cleanup()
-
-
-def _port_error(host: str, port: int, error: Exception) -> PortError:
-    number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
-    reason = os.strerror(number) if number > 0 else str(error)
-    fix = "set --host to an address of this machine"
-    if number in (errno.EADDRINUSE, errno.EACCES):
-        fix = "stop the process that uses the port, or set another --port"
-    return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
 
 
 def run_watch(watch: Watch, *, host: str, port: int, json_lines: bool) -> int:

@@ -29,16 +29,19 @@ class PortError(OSError):
         return str(self.args[1])
 
 
-def port_error(config: ServerConfig, error: Exception) -> PortError:
-    """Returns the PortError for a failed bind or listen."""
+def port_error(host: str, port: int, error: Exception) -> PortError:
+    """Returns the PortError for a failed bind or listen.
+
+    ``host``, ``port``: as in the configuration.
+    """
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
     reason = os.strerror(number) if number > 0 else error
-    if unix_path(config.host) is not None:
+    if unix_path(host) is not None:
         fix = "stop the process that listens there, or set another --host"
         fix = fix if number == errno.EADDRINUSE else _UNIX_FIX
-        return PortError(number, f"cannot listen on {config.host}: {reason}; {fix}")
+        return PortError(number, f"cannot listen on {host}: {reason}; {fix}")
     fix = _FIXES.get(number, "set --host to an address of this machine")
-    return PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}; {fix}")
+    return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
 
 
 @dataclass
@@ -113,7 +116,7 @@ async def bind(config: ServerConfig) -> Bound:
                 each.bind(address)
                 sockets.append(each)
         except (OSError, OverflowError) as error:
-            raise port_error(config, error) from None
+            raise port_error(config.host, config.port, error) from None
         opened.pop_all()
     return Bound(sockets)
 
@@ -130,7 +133,7 @@ def _bind_unix(config: ServerConfig, path: Path) -> Bound:
         path.chmod(int(config.socket_mode, 8))
     except OSError as error:
         sock.close()
-        raise port_error(config, error) from None
+        raise port_error(config.host, config.port, error) from None
     return Bound([sock], path=path)
 
 

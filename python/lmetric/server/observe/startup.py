@@ -22,8 +22,12 @@ def url_of(config: ServerConfig, port: int) -> str:
     """Returns the URL of the router for clients on this machine; of a unix socket, unix:/path."""
     if unix_path(config.host) is not None:
         return config.host
-    scheme = "http" if config.tls is None else "https"
-    host = _ANY_ADDRESS.get(config.host, config.host)
+    return url_at("http" if config.tls is None else "https", config.host, port)
+
+
+def url_at(scheme: str, host: str, port: int) -> str:
+    """Returns the URL of an address to listen on, for clients on this machine."""
+    host = _ANY_ADDRESS.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
