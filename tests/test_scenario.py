@@ -10,9 +10,9 @@ import typer
 
 import lmetric as lm
 from lmetric import _core, options
-from lmetric.cli import scenario as flags
 from lmetric.cli.app import build
 from lmetric.config import ConfigError
+from lmetric_lab.cli import scenario as flags
 from lmetric_lab.sim.pools import Transfer
 from lmetric_lab.sim.scenario import Scenario
 from lmetric_lab.sim.setting import option_of, setting_of

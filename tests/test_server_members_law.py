@@ -11,10 +11,10 @@ from lmetric.server.discovery import Found, Members
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 
-SOURCES = (CONFIGURED, ADMIN, "a", "b")
+SOURCES = (CONFIGURED, ADMIN, "file:x", "file:y")
 CONFIG = ServerConfig.model_validate(
     {
-        "discovery": [{"file": "x", "name": "a"}, {"file": "y", "name": "b"}],
+        "discovery": [{"file": "x"}, {"file": "y"}],
         "engines": [{"url": "http://h:0", "name": "n0"}, {"url": "http://h:1", "name": "n1"}],
         "model": "m",
     }

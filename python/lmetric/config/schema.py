@@ -1186,11 +1186,13 @@ class ReplicasConfig(Strict):
         "router, and this router may be among them. Empty: no other routers",
         json_schema_extra={"when": "several routers use the same engines"},
     )
-    # Time between two load messages, seconds: most prefills take longer, so few requests arrive
-    # between a placement and its message.
-    interval: ClassVar[float] = 0.1
-    # Time without a message, seconds, after which another router's load no longer counts: 20
-    # intervals.
+    # At most a quarter of silent_after. The default is shorter than most prefills.
+    interval: Annotated[Seconds, Field(ge=0.01, le=0.5)] = Field(
+        0.1,
+        description="time between two load messages, seconds",
+        json_schema_extra={"when": "many routers exchange too many messages, or emulated engines run fast"},
+    )
+    # Time without a message, seconds, after which another router's load no longer counts.
     silent_after: ClassVar[float] = 2.0
     token: Token | None = Field(
         None,
