@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from lmetric import options
 from lmetric.config import ServerConfig
+from lmetric.config.kinds import Strict
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -77,7 +78,7 @@ def _without(
 
 
 def _section(kind: Any) -> type[BaseModel] | None:
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+    if isinstance(kind, type) and issubclass(kind, Strict):
         return kind
     return next((found for each in get_args(kind) if (found := _section(each)) is not None), None)
 

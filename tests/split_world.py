@@ -37,7 +37,7 @@ def body_of(path: str, prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
 
 def forced(at: float | None) -> SplitAt | None:
     """Splits every request at a fraction; None: by the policy."""
-    return None if at is None else SplitAt(at)
+    return None if at is None else SplitAt(fraction=at)
 
 
 @contextlib.asynccontextmanager

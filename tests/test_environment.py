@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from lmetric.config import ConfigError, EngineConfig, ServerConfig, load_config, read_secret
+from lmetric.config.kinds import Strict
 from lmetric.config.load import _SERVICE_LINK, ENV_PREFIX, _is_secret
 from lmetric.config.problems import SECRETS as SECRET_NAMES
 from lmetric.server.api.auth import Keys
@@ -61,7 +62,7 @@ def keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
         here = (*path, field.alias or name)
         yield here
         for inner in [field.annotation, *get_args(field.annotation)]:
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
+            if isinstance(inner, type) and issubclass(inner, Strict):
                 yield from keys(inner, here)
 
 
@@ -126,7 +127,7 @@ def secret_keys(section: type[BaseModel], seen: set[type[BaseModel]]) -> Iterato
 
 
 def sections(kind: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+    if isinstance(kind, type) and issubclass(kind, Strict):
         yield kind
     for part in get_args(kind):
         yield from sections(part)

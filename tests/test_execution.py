@@ -201,7 +201,7 @@ def _config(of: Setup) -> ServerConfig:
             "migration_max_gap_seconds": 1e-9 if of.long_gaps else 80_000.0,
         }
     if of.split_at is not None:
-        values |= {"split": SplitAt(of.split_at), "split_recompute": not of.nixl}
+        values |= {"split": SplitAt(fraction=of.split_at), "split_recompute": not of.nixl}
     if of.pulls:
         cost = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS}
         values |= {"prefix_fetch": cost}

@@ -552,7 +552,7 @@ def answered_first(w: World, first: Engine, second: Engine) -> None:
 
 
 def split_config(at: float, **more: Any) -> dict[str, Any]:
-    return {"split": SplitAt(at), **more}
+    return {"split": SplitAt(fraction=at), **more}
 
 
 def split_scenarios(what: str, at: float) -> None:

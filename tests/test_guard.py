@@ -1,6 +1,5 @@
 """The policies that the hot-spot guard filters, and its settings, wherever a router is made."""
 
-import dataclasses
 import re
 from functools import cache
 from pathlib import Path
@@ -118,7 +117,7 @@ def test_an_expression_is_guarded_in_simulations_too() -> None:
 
 def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
     """Fidelity gap 12: servers have the router's defaults."""
-    assert dataclasses.asdict(lm.Guard()) == {"enabled": True, **SETTINGS}
+    assert dict(lm.Guard()) == {"enabled": True, **SETTINGS}
     assert PoolSettings().guard is None
     assert PoolSettings.model_validate({"guard": "on"}).guard == lm.Guard()
     assert PoolSettings.model_validate({"guard": "off"}).guard == lm.Guard(enabled=False)

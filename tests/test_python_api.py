@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import doctest
 import importlib.metadata
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -197,7 +197,7 @@ def test_what_is_no_request_is_refused_by_name() -> None:
 
 def test_the_decision_record_says_why_a_request_is_not_split() -> None:
     router = one_instance()
-    router.configure(split=lm.SplitAt(0.5))
+    router.configure(split=lm.SplitAt(fraction=0.5))
     for fields, reason in (
         ({"split_reason": "it has a seed"}, "it has a seed"),
         ({}, "the caller does not allow it"),
@@ -264,10 +264,6 @@ def test_options_are_set_at_construction_or_later() -> None:
         ({"prefix_fetch": True}, r"prefix_fetch: True is not valid; expected lmetric.PrefixFetch\(...\) or"),
         ({"priority": lm.Star()}, r"priority: Star\(.*\) is not valid; expected lmetric.UniBoost"),
         ({"rebalance": lm.Star(threshold=2.0)}, "threshold"),
-        (
-            {"split": lm.LibraSplit(probes="6")},
-            "split: probes of LibraSplit: '6' is not valid; expected a num",
-        ),  # type: ignore[arg-type]
         ({"guard": lm.Guard()}, "guard: Guard is not valid; expected True or False"),
         ({"binding": "soon"}, 'binding: "soon" is not valid; expected "early" or "late"'),
     ],
@@ -275,6 +271,23 @@ def test_options_are_set_at_construction_or_later() -> None:
 def test_a_bad_option_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(lm.BadValueError, match=message):
         lm.Router().configure(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: lm.LibraSplit(probes="six"), "LibraSplit.probes: 'six' is not valid; expected an integer"),  # type: ignore[arg-type]
+        (
+            lambda: lm.LibraSplit(prob=6),
+            "LibraSplit.prob: 6 is not valid; unknown setting; did you mean 'probes'",
+        ),  # type: ignore[call-arg]
+        (lambda: lm.SplitAt(), "SplitAt.fraction: missing; 'force' needs it"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_option_with_a_bad_setting_is_not_made(made: Callable[[], object], message: str) -> None:
+    with pytest.raises(lm.BadValueError) as raised:
+        made()
+    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -342,24 +355,24 @@ PAGE = (PAGES / "python.md").read_text()
 
 
 def test_a_planner_can_be_named() -> None:
-    router = lm.Router("least_requests", split=lm.SplitBy("force", {"at": 0.5}))
-    router.configure(split=lm.SplitBy("apart"))
+    router = lm.Router("least_requests", split=lm.SplitBy(planner="force", settings={"at": 0.5}))
+    router.configure(split=lm.SplitBy(planner="apart"))
     with pytest.raises(lm.UnknownNameError, match='did you mean "prior_tokens"'):
-        router.configure(split=lm.SplitBy("apart", {"prior_token": 3}))
+        router.configure(split=lm.SplitBy(planner="apart", settings={"prior_token": 3}))
     with pytest.raises(lm.BadValueError, match="expected none, libra, apart, force, libra_three"):
-        router.configure(split=lm.SplitBy("libre"))
+        router.configure(split=lm.SplitBy(planner="libre"))
 
 
 def test_the_page_has_every_option_with_its_default() -> None:
     for name in lm.options.__all__:
         option = getattr(lm.options, name)
-        if not (isinstance(option, type) and dataclasses.is_dataclass(option)):
+        if not hasattr(option, "model_fields"):
             continue
         shown = re.search(rf"^- `(?:options\.)?{name}\((.*?)\)`: .", PAGE, re.MULTILINE)
         assert shown, name
         assert shown[1] == ", ".join(
-            each.name if each.default is dataclasses.MISSING else f"{each.name}={each.default!r}"
-            for each in dataclasses.fields(option)
+            field if each.is_required() else f"{field}={each.default!r}"
+            for field, each in option.model_fields.items()
         ), name
 
 

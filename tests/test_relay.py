@@ -269,7 +269,7 @@ async def test_a_data_parallel_rank_is_a_target(api: str) -> None:
 
 
 async def test_a_request_that_the_router_splits_is_refused() -> None:
-    router = lm.Router("least_requests", split=lm.SplitAt(0.5))
+    router = lm.Router("least_requests", split=lm.SplitAt(fraction=0.5))
     urls = {"gpu-0": "http://127.0.0.1:9", "gpu-1": "http://127.0.0.1:9"}
     for name in urls:
         router.add_instance(name)

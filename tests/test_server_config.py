@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from lmetric import Router
 from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
+from lmetric.config.kinds import Strict
 from lmetric.options import LibraSplit, Star
 from lmetric.server.api.auth import Keys
 
@@ -161,7 +162,7 @@ def test_every_setting_is_described() -> None:
     def walk(section: type[BaseModel], path: str) -> None:
         for name, field in section.model_fields.items():
             assert field.description, f"{path}{name}"
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Strict):
                 walk(field.annotation, f"{path}{name}.")
 
     walk(ServerConfig, "")

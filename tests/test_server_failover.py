@@ -171,7 +171,7 @@ async def test_a_decode_engine_fails(path: str) -> None:
 async def test_the_last_engine_of_a_split_fails(path: str, at: float) -> None:
     """Split inside its prompt, the engine's answer passes; inside its answer, it is merged."""
     kinds = [both(clock_speed=1.0) for _ in range(3)]
-    async with failover(*kinds, split=SplitAt(at)) as w:
+    async with failover(*kinds, split=SplitAt(fraction=at)) as w:
         body = stream_of(path, max_tokens=100)
         task = asyncio.create_task(asked(w, path, body))
 

@@ -144,7 +144,7 @@ async def test_decodes_move_between_decode_engines() -> None:
 @pytest.mark.parametrize("at", [0.5, 0.8])
 async def test_what_was_cut_moves_too(at: float) -> None:
     kinds = [both(clock_speed=2.0) for _ in range(3)]
-    async with moving(*kinds, split=SplitAt(at)) as w:
+    async with moving(*kinds, split=SplitAt(fraction=at)) as w:
         for path in PATHS:
             body = stream_of(path, stream_options=USAGE, max_tokens=400)
             task = asyncio.create_task(asked(w, path, body))

@@ -23,7 +23,7 @@ from test_pull_server_faults import occupied, waiting
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"stream_options": {"include_usage": True}}
-CUT: dict[str, Any] = {"split": SplitAt(0.5)}
+CUT: dict[str, Any] = {"split": SplitAt(fraction=0.5)}
 
 
 def engines(count: int = 3, **changes: Any) -> list[EngineOptions]:
@@ -157,7 +157,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
         {"policy": "planner", "split": {"kind": "apart", "min_gain_seconds": 0.0}},
         {"split": {"kind": "apart", "min_gain_seconds": 0.0}},
         {"split": {"kind": "libra", "min_gain": -1.0}},
-        {"split": SplitAt(0.9)},
+        {"split": SplitAt(fraction=0.9)},
     ],
 )
 async def test_many_at_once(config: dict[str, Any]) -> None:

@@ -353,7 +353,7 @@ async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIter
     fakes = [FakeEngine(behave=behave, metrics=NIXL_PAGE) for _ in range(number)]
     given = {
         "tokenizer": str(TOKENIZER_PATH.parent),
-        "split": SplitAt(40 / 70),
+        "split": SplitAt(fraction=40 / 70),
         "model": "tiny",
     }
     async with world(fakes, **(given | config)) as w:

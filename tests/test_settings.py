@@ -114,10 +114,10 @@ def test_the_configuration_that_is_printed_is_read_again(tmp_path: Path) -> None
 
 def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
     marked = {
-        (cls.__name__, each.name)
+        (cls.__name__, name)
         for what in options.OPTIONS
         for cls in options.classes(what).values()
-        for each in cls.__dataclass_fields__.values()
+        for name, each in cls.model_fields.items()
         if options.is_study(each) and not options.is_constant(each)
     }
     assert marked == {

@@ -243,7 +243,7 @@ def run(
         )
         told |= {"split": split, "output_known": system.known}
     if system.forced is not None:
-        told |= {"split": lm.SplitAt(system.forced)}
+        told |= {"split": lm.SplitAt(fraction=system.forced)}
     if system.fixed_pair:
         told |= {"policy": _by_number(1.0), "decode_policy": _by_number(-1.0)}
     return simulate(

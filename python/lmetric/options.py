@@ -1,27 +1,25 @@
 """Typed routing options of router, simulator, studies and server.
 
-Each option is a frozen dataclass with the defaults of the router. Units are in the names. The
-router raises `lmetric.BadValueError` for values out of range. `Routing` groups the options.
+Each option is a frozen pydantic model with the defaults of the router. Units are in the names. A
+model raises `lmetric.BadValueError` for unknown settings and types, and the router for values out
+of range. `Routing` groups the options.
 
 Files, command lines and `lmetric.simulate` also accept options as text or mappings, which `parse`
 reads: ``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
 
-Metadata of fields: ``maturity: study`` marks a field for simulations only, with the reason in
-``because``. ``maturity: constant`` marks a field that is a constant of servers: studies chose its
-default, and no operator needs another value. Servers refuse such fields.
-``study_values`` marks single values in the same way. ``server`` is the default of servers, if it
-differs.
+A setting is a constant of servers unless `Served` or `Study` annotates it: studies chose its
+default, and no operator needs another value. Servers refuse constants and settings for studies.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from functools import cache
-from numbers import Real
-from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from lmetric.defaults import DEFAULT_POLICY, PLANNER
 from lmetric.validation import expected
@@ -79,25 +77,68 @@ Failure = Literal[
 ]
 """The reason why a request failed. Only after the first seven the router tries another instance."""
 
-# Pydantic settings of the option classes.
-_CHECKS: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Annotates a setting that servers accept."""
+
+    when: str = ""
+    """The reason to change it."""
 
 
-# Metadata of the constants of servers: library, simulations and studies can set them.
-_CONSTANT = {"maturity": "constant", "because": "it is a constant of servers"}
-# Metadata of fields that only simulations can set, with the reason.
-_LENGTHS = {"maturity": "study", "because": "it needs the true length of each answer"}
-_FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the true length of each answer"}
-_REASONING = {"maturity": "study", "because": "requests do not contain the length of their reasoning"}
-_SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
-_GAPS = {"maturity": "study", "because": "it makes the learned gaps wrong"}
-_PLACES = {"maturity": "study", "because": "below its limit, an instance has nothing to lose"}
-_KEEP_ALIVE = {"server_range": (0.0, 3600.0), **_CONSTANT}  # the server reads it, the core does not have it
-_ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Annotates a setting for simulations only."""
+
+    because: str
+    """The reason why servers refuse it."""
+    values: tuple[str, ...] | None = None
+    """The values for simulations only; None: all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LibraSplit:
+@dataclass(frozen=True, slots=True)
+class ServerDefault:
+    """Annotates a setting with a different default in servers."""
+
+    value: Any
+
+
+_CONSTANT = Study("it is a constant of servers")
+_LENGTHS = Study("it needs the true length of each answer")
+_FORECASTS = Study("it needs the true length of each answer", get_args(Forecast)[1:])
+_REASONING = Study("requests do not contain the length of their reasoning")
+_SEED = Study("it is the seed of simulated forecasts")
+_GAPS = Study("it makes the learned gaps wrong")
+_PLACES = Study("below its limit, an instance has nothing to lose")
+_ENGINE = Study("it is a fact of the engines")
+
+
+class _Option(BaseModel):
+    """A routing option."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    core_kind: ClassVar[str]
+    # Settings that the server reads, and the core does not have.
+    of_servers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, /, **given: Any) -> None:
+        """Checks names and types.
+
+        Raises:
+            BadValueError: with the attributes `path`, `value` and `problem`.
+        """
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise _refusal(type(self), error) from None
+
+    def changed(self, **given: Any) -> Self:
+        """Returns a copy with other values."""
+        return type(self)(**{**dict(self), **given})
+
+
+class LibraSplit(_Option):
     """Split a request between two instances at the token that balances their load, if that saves
     time.
 
@@ -105,35 +146,33 @@ class LibraSplit:
     """
 
     core_kind: ClassVar[str] = "libra"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    parts: int = field(default=2, metadata=_REASONING)
+    parts: Annotated[int, _REASONING] = 2
     """Most parts. 3: also split off the reasoning of requests with `reasoning_tokens`
     (simulations)."""
-    probes: int = field(default=6, metadata=_CONSTANT)
+    probes: int = 6
     """Most split points to try per request; 1 to 32."""
-    epsilon: float = field(default=0.05, metadata=_CONSTANT)
+    epsilon: float = 0.05
     """Load difference that counts as balanced, as a fraction of the request's own time."""
-    min_gain: float = field(default=0.05, metadata=_CONSTANT)
+    min_gain: float = 0.05
     """Minimum gain of a split, as a fraction of the request's own time; below 0: any."""
-    min_tokens: int = field(default=32, metadata=_CONSTANT)
+    min_tokens: int = 32
     """Fewest tokens of each part."""
-    transfer_seconds_per_token: float = field(default=0.0, metadata=_CONSTANT)
+    transfer_seconds_per_token: float = 0.0
     """Time of a KV transfer that does not overlap with computation, per token."""
-    transfer_fixed_seconds: float = field(default=0.0, metadata=_CONSTANT)
+    transfer_fixed_seconds: float = 0.0
     """Fixed time of each KV transfer."""
-    quantile: float = field(default=0.5, metadata=_CONSTANT)
+    quantile: float = 0.5
     """Expected length as a quantile of similar answers, 0 to 1."""
-    margin_tokens: int = field(default=20, metadata=_CONSTANT)
+    margin_tokens: int = 20
     """Tokens to add to the expected length."""
-    bounded_batch: bool = field(default=False, metadata=_CONSTANT)
+    bounded_batch: bool = False
     """Predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)."""
-    lengths_given: bool = field(default=False, metadata=_LENGTHS)
+    lengths_given: Annotated[bool, _LENGTHS] = False
     """Whether `max_tokens` of a request is the exact length of its answer (simulations)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodePlacement:
+class DecodePlacement(_Option):
     """Decode a request on its prefill instance or on another: the choice with the least total
     delay.
 
@@ -141,172 +180,156 @@ class DecodePlacement:
     """
 
     core_kind: ClassVar[str] = "apart"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    recent_seconds: float = field(default=30.0, metadata=_CONSTANT)
+    recent_seconds: float = 30.0
     """Time constant of the average share of time that an instance spends on prefills."""
-    min_gain_seconds: float = field(default=0.3, metadata=_CONSTANT)
+    min_gain_seconds: float = 0.3
     """Minimum delay that another instance must save, summed over all requests."""
-    transfer_seconds_per_token: float = field(default=4e-6, metadata=_CONSTANT)
+    transfer_seconds_per_token: float = 4e-6
     """Time of a KV transfer per token; learned if prefix fetches are on."""
-    transfer_fixed_seconds: float = field(default=0.005, metadata=_CONSTANT)
+    transfer_fixed_seconds: float = 0.005
     """Fixed time of each KV transfer."""
-    max_stall_seconds: float = field(default=0.1, metadata=_CONSTANT)
+    max_stall_seconds: float = 0.1
     """The client gets the first token from the prefill instance if the transfer takes at most this
     long."""
-    prior_tokens: int = field(default=300, metadata=_CONSTANT)
+    prior_tokens: int = 300
     """Expected length of an answer until enough similar answers have ended."""
-    lengths_given: bool = field(default=False, metadata=_LENGTHS)
+    lengths_given: Annotated[bool, _LENGTHS] = False
     """Whether `max_tokens` of a request is the exact length of its answer (simulations)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitAt:
+class SplitAt(_Option):
     """Split every request at a fraction of its prompt and `max_tokens`; for tests of engines."""
 
     core_kind: ClassVar[str] = "force"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    fraction: float
+    fraction: Annotated[float, Served()]
     """Split point, 0 to 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixFetch:
+class PrefixFetch(_Option):
     """Fetch the part of a prompt's KV that another instance holds, if that is faster than computing
     it."""
 
     core_kind: ClassVar[str] = "on"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    seconds_per_token: float | None = field(default=None, metadata=_CONSTANT)
+    seconds_per_token: float | None = None
     """Time per fetched token until it is learned; None: 4e-6, in simulations the time in
     `transfer`."""
-    fixed_seconds: float | None = field(default=None, metadata=_CONSTANT)
+    fixed_seconds: float | None = None
     """Further time per fetch until it is learned; None: 0.005, in simulations as in `transfer`."""
-    min_tokens: int = field(default=256, metadata=_CONSTANT)
+    min_tokens: int = 256
     """Fewest tokens per fetch."""
-    max_fetches: int = field(default=4, metadata=_CONSTANT)
+    max_fetches: int = 4
     """Most concurrent fetches from one holder."""
     # vLLM keeps the blocks of a fetching request for another lease after its end. They could fill
     # the cache.
-    max_kv_usage: float = field(default=1.0, metadata={"server": 0.8, **_CONSTANT})
+    max_kv_usage: Annotated[float, ServerDefault(0.8)] = 1.0
     """Instances at or above this KV cache usage (fraction) fetch nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFetch(PrefixFetch):
     """A prefix fetch of the simulator, with its cost for the holder. Routers do not accept it."""
 
-    holder_seconds: float = field(default=0.0, metadata=_ENGINE)
+    holder_seconds: Annotated[float, _ENGINE] = 0.0
     """Time that a fetch adds to the next step of a busy holder."""
-    waits: bool = field(default=True, metadata=_ENGINE)
+    waits: Annotated[bool, _ENGINE] = True
     """Whether a fetch waits for the holder's current step. False: it reads the memory at once."""
-    pinned: bool = field(default=True, metadata=_ENGINE)
+    pinned: Annotated[bool, _ENGINE] = True
     """Whether the holder keeps the fetched blocks in its cache until the end of the transfer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UniBoost:
+class UniBoost(_Option):
     """Order the engines' queues by arrival minus a boost, which is larger if less is to compute.
 
     Source: UniBoost, section 3. Documentation: docs/how-to/overload.md.
     """
 
     core_kind: ClassVar[str] = "uniboost"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    gamma: float = field(default=0.1, metadata=_CONSTANT)
+    gamma: float = 0.1
     """Decay of the boost, 1/s. If `adaptive`: the value until enough requests have ended."""
-    adaptive: bool = field(default=True, metadata=_CONSTANT)
+    adaptive: bool = True
     """Whether gamma is learned from latencies. If not, the next six settings have no effect."""
-    window: int = field(default=1024, metadata=_CONSTANT)
+    window: int = 1024
     """Number of recent requests from which gamma is learned."""
-    min_requests: int | None = field(default=None, metadata=_CONSTANT)
+    min_requests: int | None = None
     """Completed requests before gamma is learned; None: the whole window."""
-    every: int = field(default=64, metadata=_CONSTANT)
+    every: int = 64
     """Requests between two estimates."""
-    smoothing: float = field(default=0.2, metadata=_CONSTANT)
+    smoothing: float = 0.2
     """Weight of a new estimate, 0 to 1."""
-    min_gamma: float = field(default=1e-3, metadata=_CONSTANT)
+    min_gamma: float = 1e-3
     """Lowest gamma, 1/s."""
-    max_gamma: float = field(default=10.0, metadata=_CONSTANT)
+    max_gamma: float = 10.0
     """Highest gamma, 1/s."""
-    bin_tokens: int = field(default=256, metadata=_CONSTANT)
+    bin_tokens: int = 256
     """Bin size, tokens: prompts with their work in the same bin get the same boost."""
-    max_boost_seconds: float = field(default=60.0, metadata=_CONSTANT)
+    max_boost_seconds: float = 60.0
     """Longest boost of one request over another."""
-    clock_offset_seconds: float | None = field(default=None, metadata=_CONSTANT)
+    clock_offset_seconds: float | None = None
     """Seconds added to the router's clock, so that all routers of the same engines agree.
 
     None: servers use the wall clock, others add nothing.
     """
 
 
-@dataclass(frozen=True, slots=True)
-class FairShares:
+class FairShares(_Option):
     """Order the engines' queues by tenants' shares of service (virtual token counters, OSDI
     2024)."""
 
     core_kind: ClassVar[str] = "vtc"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Star:
+class Star(_Option):
     """Move running requests from loaded to less loaded instances by predicted load.
 
     Source: STAR, Algorithm 1.
     """
 
     core_kind: ClassVar[str] = "star"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    prediction: bool = field(default=True, metadata=_CONSTANT)
+    prediction: bool = True
     """Whether to predict loads; False: use the current load."""
-    forecast: ForecastLike = field(
-        default="curve", metadata={**_FORECASTS, "when": "you have trained a predictor of lengths"}
-    )
+    forecast: Annotated[ForecastLike, _FORECASTS, Served("you have trained a predictor of lengths")] = "curve"
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
     Python function (docs/how-to/deploying.md); other names are for simulations."""
-    forecast_seed: int = field(default=0, metadata=_SEED)
+    forecast_seed: Annotated[int, _SEED] = 0
     """Seed of forecasts with random errors (simulations)."""
-    repredict_tokens: int = field(default=20, metadata=_CONSTANT)
+    repredict_tokens: int = 20
     """Output tokens between two length predictions of a request."""
-    period_seconds: float = field(default=0.5, metadata=_CONSTANT)
+    period_seconds: float = 0.5
     """Time between two rounds of migrations."""
-    max_moves: int = field(default=1, metadata=_CONSTANT)
+    max_moves: int = 1
     """Most migrations per round."""
-    horizon_steps: int = field(default=2048, metadata=_CONSTANT)
+    horizon_steps: int = 2048
     """Decode steps that the prediction looks ahead."""
-    points: int = field(default=32, metadata=_CONSTANT)
+    points: int = 32
     """Points on the horizon at which loads are compared."""
-    half_life_steps: float = field(default=512.0, metadata=_CONSTANT)
+    half_life_steps: float = 512.0
     """Steps after which the weight of a point halves; 0: equal weights."""
-    threshold: float = field(default=0.1, metadata=_CONSTANT)
+    threshold: float = 0.1
     """Imbalance above which requests migrate, as a fraction of the mean load."""
-    migration_seconds: float = field(default=0.1, metadata=_CONSTANT)
+    migration_seconds: float = 0.1
     """Fixed time of a migration."""
-    migration_seconds_per_token: float = field(default=2e-5, metadata=_CONSTANT)
+    migration_seconds_per_token: float = 2e-5
     """Further time of a migration per token of context."""
-    caution: float = field(default=0.0, metadata=_CONSTANT)
+    caution: float = 0.0
     """Standard deviations of the forecast to subtract from the gain of a migration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llumnix:
+class Llumnix(_Option):
     """Move running requests from instances with little free memory to instances with much.
 
     Source: Llumnix.
     """
 
     core_kind: ClassVar[str] = "llumnix"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
+    forecast: ForecastLike = "curve"
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
     Python function (docs/how-to/deploying.md); other names are for simulations."""
-    forecast_seed: int = field(default=0, metadata=_SEED)
+    forecast_seed: Annotated[int, _SEED] = 0
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
     """Output tokens between two length predictions of a request."""
@@ -320,48 +343,37 @@ class Llumnix:
     """Instances with free memory for more decode steps are targets of migrations."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class Guard(_Option):
     """The hot-spot guard. Documentation: docs/explanation/default_policy.md."""
 
     core_kind: ClassVar[str] = "guard"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    enabled: bool = True
+    enabled: Annotated[bool, Served()] = True
     """Whether the guard is on."""
-    window_seconds: float = field(default=15.0, metadata=_CONSTANT)
+    window_seconds: float = 15.0
     """Sliding window for the shares of prefixes in prompt tokens."""
-    period_seconds: float = field(default=1.0, metadata=_CONSTANT)
+    period_seconds: float = 1.0
     """Time between two checks."""
-    classes: int = field(default=64, metadata=_CONSTANT)
+    classes: int = 64
     """Number of prefixes to count."""
-    min_requests: int = field(default=16, metadata=_CONSTANT)
+    min_requests: int = 16
     """Fewest requests in the window for an alarm about a prefix."""
-    phase2_factor: float = field(default=2.0, metadata=_CONSTANT)
+    phase2_factor: float = 2.0
     """The guard filters after more than this many consecutive requests per holder of the prefix."""
-    release_factor: float = field(default=0.05, metadata=_CONSTANT)
+    release_factor: float = 0.05
     """An alarm ends at this fraction of the ratio that raised it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitBy:
+class SplitBy(_Option):
     """Split requests with a planner of the core, by name: for planners without a class."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
-
-    planner: str
+    planner: Annotated[str, Served()]
     """The planner's name."""
-    settings: Mapping[str, float] = field(default_factory=dict)
+    settings: Annotated[Mapping[str, float], Served()] = {}
     """Settings of the planner by name."""
 
-    @property
-    def core_kind(self) -> str:
-        """The planner's name."""
-        return self.planner
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramObservation:
+class ProgramObservation(_Option):
     """Follow agent programs and measure the working set of the caches. Hold nothing.
 
     A program is a chain of requests that share a growing context. Documentation:
@@ -369,66 +381,60 @@ class ProgramObservation:
     """
 
     core_kind: ClassVar[str] = "observe"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    theta: float = field(default=1.0, metadata={"when": "programs fill the caches too much, or too little"})
+    theta: Annotated[float, Served("programs fill the caches too much, or too little")] = 1.0
     """Share of an instance's cache that its programs may be expected to use."""
-    resume: float = field(default=0.85, metadata=_CONSTANT)
+    resume: float = 0.85
     """Share of `theta` up to which programs are admitted."""
-    growth: float = field(default=0.1, metadata=_CONSTANT)
+    growth: float = 0.1
     """Fewest tokens counted for a program, as a share of the mean context: room to grow."""
-    shortest_first: bool = field(default=True, metadata=_CONSTANT)
+    shortest_first: bool = True
     """Whether held programs with the fewest tokens are admitted first, not the oldest programs."""
-    backfill_seconds: float = field(default=120.0, metadata=_CONSTANT)
+    backfill_seconds: float = 120.0
     """How long smaller programs may pass a held program that does not fit."""
-    forget_seconds: float = field(default=300.0, metadata=_CONSTANT)
+    forget_seconds: float = 300.0
     """Length of a gap between two requests after which a program counts as ended until it
     returns."""
-    others_seconds: float = field(default=15.0, metadata=_CONSTANT)
+    others_seconds: float = 15.0
     """How long tokens of requests outside programs count after their end."""
-    min_tokens: int = field(default=2048, metadata=_CONSTANT)
+    min_tokens: int = 2048
     """Requests that continue no program and have fewer tokens of their own, apart from a shared
     prefix such as a system prompt, belong to no program: they are never held."""
-    max_hold_seconds: float = field(
-        default=300.0, metadata={"when": "clients wait longer, or give up earlier"}
-    )
+    max_hold_seconds: Annotated[float, Served("clients wait longer, or give up earlier")] = 300.0
     """Longest hold. A new program with a longer predicted hold and a program held for longer are
     refused (429)."""
-    max_held: int = field(default=4096, metadata=_CONSTANT)
+    max_held: int = 4096
     """Most held programs. A tenant with less than its share of them may hold more."""
-    sessions: bool = field(default=True, metadata=_CONSTANT)
+    sessions: bool = True
     """Whether the session that a request names identifies its program."""
-    finish_reason: bool = field(default=True, metadata=_CONSTANT)
+    finish_reason: bool = True
     """Whether gaps after tool calls and after other answers are learned apart."""
-    free: float = field(default=1.0, metadata=_PLACES)
+    free: Annotated[float, _PLACES] = 1.0
     """Share of `theta` below which the policy places the requests of an instance's programs, while
     no program waits; 0: never."""
-    gap_error: float = field(default=1.0, metadata=_GAPS)
+    gap_error: Annotated[float, _GAPS] = 1.0
     """Learned gaps are taken as this many times as long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramAdmission(ProgramObservation):
     """Hold requests of agent programs whose working set does not fit into the caches."""
 
     core_kind: ClassVar[str] = "admit"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    keep_alive_seconds: float = field(default=10.0, metadata=_KEEP_ALIVE)
+    of_servers: ClassVar[tuple[str, ...]] = ("keep_alive_seconds",)
+
+    keep_alive_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Time between two SSE comments to the client of a held stream, in servers; 0: none. With the
     first comment, the client gets the head of its answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramAuto(ProgramAdmission):
     """Hold requests of agent programs while most prefill work is recomputed contexts."""
 
     core_kind: ClassVar[str] = "auto"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThunderAgent:
+class ThunderAgent(_Option):
     """Hold requests of agent programs by the rules of ThunderAgent, to compare with them.
 
     A program counts with all its tokens; between two requests, with a share that halves at a fixed
@@ -438,7 +444,6 @@ class ThunderAgent:
     """
 
     core_kind: ClassVar[str] = "thunder_agent"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     theta: float = 1.0
     """Share of an instance's cache above which programs are paused."""
@@ -464,8 +469,7 @@ class ThunderAgent:
     """Whether the session that a request names identifies its program."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmChanges:
+class WarmChanges(_Option):
     """Let instances join and leave with warm caches.
 
     An instance that joins first fetches the prefixes that it will need, then takes requests. Before
@@ -473,27 +477,26 @@ class WarmChanges:
     """
 
     core_kind: ClassVar[str] = "warm"
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    max_seconds: float = field(default=30.0, metadata=_CONSTANT)
+    max_seconds: float = 30.0
     """Longest time that an instance fetches before it takes requests, or before it may leave."""
-    max_fetches: int = field(default=2, metadata=_CONSTANT)
+    max_fetches: int = 2
     """Most concurrent fetches from one instance, and to one instance."""
-    link_share: float = field(default=0.5, metadata=_CONSTANT)
+    link_share: float = 0.5
     """Share of the time that these fetches may use a source's link."""
-    cache_share: float = field(default=0.5, metadata=_CONSTANT)
+    cache_share: float = 0.5
     """Share of an instance's cache that these fetches may fill."""
-    min_tokens: int = field(default=256, metadata=_CONSTANT)
+    min_tokens: int = 256
     """Fewest tokens per fetch."""
-    seconds_per_token: float | None = field(default=None, metadata=_CONSTANT)
+    seconds_per_token: float | None = None
     """Time per fetched token, if prefix fetches have not learned it; None: 4e-6, in simulations the
     time in `transfer`."""
-    fixed_seconds: float | None = field(default=None, metadata=_CONSTANT)
+    fixed_seconds: float | None = None
     """Further time per fetch, likewise; None: 0.005, in simulations as in `transfer`."""
-    half_life_seconds: float = field(default=120.0, metadata=_CONSTANT)
+    half_life_seconds: float = 120.0
     """Time after which a recent prompt counts half. Prompts older than ten times this do not
     count."""
-    max_blocks: int = field(default=1048576, metadata=_CONSTANT)
+    max_blocks: int = 1048576
     """Most blocks of recent prompts to remember; 8 bytes each."""
 
 
@@ -504,11 +507,10 @@ ProgramOption: TypeAlias = ProgramObservation | ProgramAdmission | ThunderAgent
 Option: TypeAlias = ProgramOption | SplitOption | PrefixFetch | PriorityOption | RebalanceOption | WarmChanges
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class Routing(BaseModel):
     """Policies and options together, for router, simulator, studies and server."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     policy: Any = DEFAULT_POLICY
     """Name, expression, `Policy` or `policy_function`."""
@@ -549,7 +551,7 @@ class Routing:
         if fetch == "auto":
             fetch = default_of("prefix_fetch", policy)
             fetch = _for_server("prefix_fetch", fetch, ()) if server and fetch is not None else fetch
-        return replace(self, split=split, prefix_fetch=fetch)
+        return self.model_copy(update={"split": split, "prefix_fetch": fetch})
 
     @property
     def options(self) -> dict[str, Any]:
@@ -590,11 +592,10 @@ _STUDIED = {
     "llumnix": "it has the rules of a rival",
     "thunder_agent": "it has the rules of a rival",
 }
-# Constants of servers whose value is part of a kind.
-_OF_KINDS = ("prediction",)
 # Core names of fields, except the regular ones: `min_x` is `least_x` in the core, `max_x` is
 # `most_x`.
 _CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
+_SWITCH: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 _ADAPTIVE = ("window", "min_requests", "every", "smoothing", "min_gamma", "max_gamma")
 
 
@@ -623,56 +624,41 @@ def default_of(what: str, policy: str) -> Any:
     return {"split": DecodePlacement(), "prefix_fetch": PrefixFetch()}.get(what)
 
 
-def is_study(each: Field[Any]) -> bool:
-    """Whether servers do not offer a field: it is for simulations only, or a constant."""
-    return each.metadata.get("maturity") == "study" or is_constant(each)
+def _study(field: FieldInfo) -> Study:
+    """The reason why servers refuse a setting, or some of its values."""
+    return next((each for each in field.metadata if isinstance(each, Study)), _CONSTANT)
 
 
-def is_constant(each: Field[Any]) -> bool:
-    """Whether a field is a constant of servers."""
-    return each.metadata.get("maturity") == "constant"
+def is_study(field: FieldInfo) -> bool:
+    """Whether servers do not offer a setting: it is for simulations only, or a constant."""
+    return not any(isinstance(each, Served) for each in field.metadata)
 
 
-def _is_studied(each: Field[Any], value: object) -> bool:
-    """Whether a field has a value for simulations only."""
-    if isinstance(value, str) and value in each.metadata.get("study_values", ()):
+def is_constant(field: FieldInfo) -> bool:
+    """Whether a setting is a constant of servers."""
+    return not any(isinstance(each, Served | Study) for each in field.metadata)
+
+
+def when(field: FieldInfo) -> str:
+    """The reason to change a setting of servers."""
+    return next((each.when for each in field.metadata if isinstance(each, Served)), "")
+
+
+def server_default(field: FieldInfo) -> Any:
+    """The default of a setting in servers."""
+    return next((each.value for each in field.metadata if isinstance(each, ServerDefault)), field.default)
+
+
+def offered(cls: type[BaseModel], *, server: bool) -> dict[str, FieldInfo]:
+    """The settings of an option by name: all, or those of servers."""
+    return {name: each for name, each in cls.model_fields.items() if not (server and is_study(each))}
+
+
+def _is_studied(field: FieldInfo, value: object) -> bool:
+    """Whether a setting has a value for simulations only."""
+    if isinstance(value, str) and value in (_study(field).values or ()):
         return True
-    if each.name in _OF_KINDS:
-        return False
-    return is_study(each) and value not in (each.default, each.metadata.get("server", each.default))
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The description of each field of an option, from its declaration."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if "__dataclass_fields__" in base.__dict__:
-            own = _schema_of(base).get("properties", {})
-            found |= {name: each["description"] for name, each in own.items() if "description" in each}
-    return {name: " ".join(text.split()) for name, text in found.items()}
-
-
-def _schema_of(cls: type) -> dict[str, Any]:
-    """The JSON schema of an option. The schema of fields for Python objects is empty."""
-    from pydantic.json_schema import GenerateJsonSchema
-
-    class Schema(GenerateJsonSchema):
-        def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
-            return {}
-
-    schema: dict[str, Any] = _adapter(cls).json_schema(schema_generator=Schema)
-    return schema
-
-
-_ADAPTERS = Lock()  # pydantic parses source, and Python 3.11 cannot in two threads at once
-
-
-@cache
-def _adapter(cls: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    with _ADAPTERS:
-        return TypeAdapter(cls)
+    return is_study(field) and value not in (field.default, server_default(field))
 
 
 def kind_of(option: object) -> str:
@@ -683,6 +669,8 @@ def kind_of(option: object) -> str:
         if not option.prediction:
             return "star_current"
         return "star_oracle" if option.forecast == "given" else "star"
+    if isinstance(option, SplitBy):
+        return option.planner
     return str(option.core_kind)  # type: ignore[attr-defined]
 
 
@@ -744,7 +732,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
         BadValueError: with the attributes `path` (field names below `what`), `value` and `problem`.
     """
     if isinstance(value, _classes(what)):
-        _check_range(what, value, list(value.__dataclass_fields__))
+        _check_range(what, value, list(dict(value)))
         if not server:
             return value
         if not isinstance(value, SplitAt):
@@ -768,7 +756,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
     if what == "split" and selected not in (*_KINDS[what], "none") and selected in _planners():
         if server and selected not in _planners("experimental"):
             raise _refused((), selected, "it is for studies only: use it in simulate or study", what)
-        option = SplitBy(str(selected), _checked(what, dict[str, float], given))
+        option = _checked(what, SplitBy, {"planner": str(selected), "settings": given})
         _check_range(what, option, [])
         return option
     if selected == "none":
@@ -784,7 +772,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
 def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> Any:
     """Reads a prefix fetch or a guard, which can be on or off."""
     try:
-        on = _adapter(bool | None).validate_python(enabled)
+        on = _SWITCH.validate_python(enabled)
     except ValueError:
         expected = "expected on, off, auto, or settings as NAME=VALUE"
         raise _refused((), enabled, expected, what) from None
@@ -801,16 +789,19 @@ def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
     if server:
         _check_kind(what, kind)
     made = SimulatedFetch if cls is PrefixFetch else cls
-    for each in fields(made) if server else ():
-        if each.name in given and is_study(each):
-            whose = "cannot be set" if is_constant(each) else "is for simulations only"
-            problem = f"it {whose} ({each.metadata['because']}); remove it"
-            raise _refused((each.name,), given[each.name], problem, what)
+    for name, field in made.model_fields.items() if server else ():
+        if name in given and is_study(field):
+            raise _refused((name,), given[name], f"it {_unoffered(field)}; remove it", what)
     option = _checked(what, made, {**presets, **given}, server)
     _check_range(what, option, list(given))
     if server:
         option = _for_server(what, option, tuple(given))
     return _plain(option) if isinstance(option, SimulatedFetch) else option
+
+
+def _unoffered(field: FieldInfo) -> str:
+    whose = "cannot be set" if is_constant(field) else "is for simulations only"
+    return f"{whose} ({_study(field).because})"
 
 
 def _check_kind(what: str, kind: str) -> None:
@@ -824,23 +815,27 @@ def _check_kind(what: str, kind: str) -> None:
 def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
     """The option with the defaults of servers. Raises BadValueError for values for simulations
     only."""
-    for each in fields(option):
-        value = getattr(option, each.name)
-        if _is_studied(each, value):
-            told, expected = (v if isinstance(v, str) else f"{v!r}" for v in (value, each.default))
-            because = each.metadata["because"]
-            whose = "cannot be set" if is_constant(each) else "is for simulations only"
-            problem = f"{told} {whose} ({because}); expected {expected}"
-            raise _refused((each.name,), value, problem, what)
-        if "server" in each.metadata and each.name not in given and value == each.default:
-            option = replace(option, **{each.name: each.metadata["server"]})
+    for name, field in type(option).model_fields.items():
+        value = getattr(option, name)
+        if _is_studied(field, value):
+            told, expected = (
+                each if isinstance(each, str) else f"{each!r}" for each in (value, field.default)
+            )
+            raise _refused((name,), value, f"{told} {_unoffered(field)}; expected {expected}", what)
+        if name not in given and value == field.default != server_default(field):
+            option = option.changed(**{name: server_default(field)})
     return option
 
 
 def _plain(fetch: SimulatedFetch) -> PrefixFetch:
     """The fetch as a `PrefixFetch`, if it has no settings of the simulator."""
-    own = {each.name: getattr(fetch, each.name) for each in fields(PrefixFetch)}
-    return PrefixFetch(**own) if SimulatedFetch(**own) == fetch else fetch
+    own = _shared(fetch)
+    return own if SimulatedFetch(**dict(own)) == fetch else fetch
+
+
+def _shared(fetch: PrefixFetch) -> PrefixFetch:
+    """The settings that a fetch of the simulator has in common with others."""
+    return PrefixFetch(**{name: getattr(fetch, name) for name in PrefixFetch.model_fields})
 
 
 def _known(what: str, server: bool = False) -> list[str]:
@@ -865,21 +860,30 @@ def _options(what: str) -> str:
     return ", ".join(f"lmetric.{cls.__name__}(...)" for cls in _classes(what))
 
 
-def _checked(what: str, cls: Any, given: Mapping[str, Any], server: bool = False) -> Any:
+def _checked(what: str, cls: type[_Option], given: Mapping[str, Any], server: bool = False) -> Any:
     """Checks the values and returns an instance of `cls`."""
-    from pydantic import ValidationError
+    from lmetric._core import BadValueError
 
+    for name in given:
+        if name not in cls.model_fields:
+            known = list(offered(cls, server=server))
+            raise _refused((name,), given[name], "unknown setting", what, known)
     try:
-        return _adapter(cls).validate_python(dict(given))
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name = str(problem["loc"][0]) if problem["loc"] else ""
-        if problem["type"] == "missing":
-            raise _refused((name,), None, f"missing; {cls.core_kind!r} needs it", what) from None
-        if problem["type"] != "unexpected_keyword_argument":
-            raise _refused((name,), problem["input"], expected(problem), what) from None
-        known = [each.name for each in fields(cls) if not (server and is_study(each))]
-        raise _refused((name,), problem["input"], "unknown setting", what, known) from None
+        return cls(**given)
+    except BadValueError as error:
+        refused: Any = error
+    raise _refused(refused.path, refused.value, refused.problem, what)
+
+
+def _refusal(cls: type[_Option], error: ValidationError) -> Exception:
+    """Returns the first error of pydantic as a BadValueError."""
+    problem = error.errors(include_url=False)[0]
+    path = tuple(map(str, problem["loc"][-1:]))
+    if problem["type"] == "missing":
+        return _refused(path, None, f"missing; {cls.core_kind!r} needs it", cls.__name__)
+    if problem["type"] == "extra_forbidden":
+        return _refused(path, problem["input"], "unknown setting", cls.__name__, list(cls.model_fields))
+    return _refused(path, problem["input"], expected(problem), cls.__name__)
 
 
 def _check_range(what: str, option: Any, given: list[str]) -> None:
@@ -898,12 +902,8 @@ def _check_range(what: str, option: Any, given: list[str]) -> None:
         return None
 
     if isinstance(option, SimulatedFetch):
-        option = PrefixFetch(**{each.name: getattr(option, each.name) for each in fields(PrefixFetch)})
+        option = _shared(option)
         given = [name for name in given if hasattr(option, name)]
-    for name in _server_settings(option):
-        low, high = option.__dataclass_fields__[name].metadata["server_range"]
-        if not low <= (value := getattr(option, name)) <= high:
-            raise _refused((name,), value, f"expected {low:g} to {high:g}", what)
     whole = refused(option if what == "guard" else core_settings(what, option))
     if whole is None:
         return
@@ -949,9 +949,10 @@ def json_schema(what: str) -> dict[str, Any]:
     words: list[Any] = ["none", *served(what)] if selector == "kind" else [True, False, "none", "on"]
     mappings = []
     for kind, cls in served(what).items():
-        schema = _schema_of(cls)
-        hidden = {each.name for each in fields(cls) if is_study(each)}
-        own = {name: each for name, each in schema.get("properties", {}).items() if name not in hidden}
+        schema = cls.model_json_schema()
+        own = {
+            name: each for name, each in schema["properties"].items() if not is_study(cls.model_fields[name])
+        }
         switch = {"const": kind} if selector == "kind" else {"type": ["boolean", "null"]}
         required = [selector] if selector == "kind" else []
         mappings.append({**schema, "properties": {selector: switch, **own}, "required": required})
@@ -964,11 +965,10 @@ def as_settings(what: str, option: Any) -> Any:
         return option or ("auto" if what == "guard" else "none")
     if isinstance(option, SplitBy):
         return {"kind": option.planner, **option.settings}
-    values = {each.name: getattr(option, each.name) for each in fields(option)}
     shown = {
-        each.name: values[each.name]
-        for each in fields(option)
-        if not (is_study(each) and not _is_studied(each, values[each.name]))
+        name: getattr(option, name)
+        for name, field in type(option).model_fields.items()
+        if not is_study(field) or _is_studied(field, getattr(option, name))
     }
     if isinstance(option, PrefixFetch):
         return {"enabled": True, **shown}
@@ -1039,11 +1039,8 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
         raise _bad(what, option, f"{_options(what)} or None")
     if isinstance(option, SplitBy):
         ours = option.planner in _KINDS[what]  # others use the core names
-        return option.core_kind, {_core_name(k) if ours else k: v for k, v in option.settings.items()}
-    values = {each.name: getattr(option, each.name) for each in fields(option)}
-    for name, value in values.items():
-        if name != "forecast" and value is not None and not isinstance(value, Real):
-            raise _bad(f"{what}: {name} of {type(option).__name__}", value, "a number")
+        return option.planner, {_core_name(k) if ours else k: v for k, v in option.settings.items()}
+    values = dict(option)
     kind = option.core_kind
     if "forecast" in values and values["forecast"] not in get_args(Forecast):
         from lmetric.lengths.forecast import resolve_forecast
@@ -1057,13 +1054,8 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     return kind, {
         _core_name(name): float(value) if isinstance(value, bool) else value
         for name, value in values.items()
-        if value is not None and name not in (*dropped, *_server_settings(option))
+        if value is not None and name not in (*dropped, *option.of_servers)
     }
-
-
-def _server_settings(option: Any) -> list[str]:
-    """The settings that the server reads, and the core does not have."""
-    return [each.name for each in fields(option) if "server_range" in each.metadata]
 
 
 def _bad(what: str, got: object, expected: str) -> Exception:
@@ -1108,14 +1100,16 @@ __all__ = [
     "classes",
     "core_settings",
     "default_of",
-    "field_docs",
     "is_constant",
     "is_study",
     "json_schema",
     "kind_of",
+    "offered",
     "parse",
     "parse_settings",
     "served",
+    "server_default",
     "shown",
     "sweep",
+    "when",
 ]

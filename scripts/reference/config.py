@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin
@@ -12,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from lmetric import options
 from lmetric.config import PoolSettings, ServerConfig, reloads
+from lmetric.config.kinds import Strict
 from lmetric.config.tuning import KEY as TUNING
 from lmetric.config.tuning import is_tuning, tuning_fields
 
@@ -41,7 +41,7 @@ MANY = {list: "[]", dict: ".NAME"}
 
 def inner(annotation: Any) -> tuple[type[BaseModel] | None, str]:
     """Returns the section inside an annotation, and the suffix of its key in a list or mapping."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
         return annotation, ""
     for part in get_args(annotation):
         section, many = inner(part)
@@ -55,7 +55,7 @@ def default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is None or value in ([], {}) or isinstance(value, BaseModel | options.Guard):
+    if value is None or value in ([], {}) or isinstance(value, Strict | options.Guard):
         return ""
     if isinstance(value, options.ProgramObservation):
         value = options.kind_of(value)
@@ -135,22 +135,21 @@ def option_tables() -> Iterator[str]:
     """Yields the kinds of each option, and a table of their settings for servers."""
     for what, selector in options.SELECTORS.items():
         yield f"\n### {what}\n\n"
-        found: dict[str, tuple[Any, str]] = {}
+        found: dict[str, FieldInfo] = {}
         for kind, cls in options.served(what).items():
             if selector == "kind":
                 yield f"- `{kind}`: {(cls.__doc__ or '').strip().splitlines()[0]}\n"
-            docs = options.field_docs(cls)
-            own = [each for each in dataclasses.fields(cls) if not options.is_study(each)]
-            for each in own:
-                if each.name != selector:
-                    found.setdefault(each.name, (each, docs[each.name]))
+            for name, field in options.offered(cls, server=True).items():
+                if name != selector:
+                    found.setdefault(name, field)
         if selector != "kind":
             yield f"{(cls.__doc__ or '').strip().splitlines()[0]}\n"
         if found:
             yield "\n| key | default | | change it if |\n| --- | --- | --- | --- |\n"
-        for name, (each, doc) in found.items():
-            shown = "" if each.default is None else f"`{json.dumps(each.default)}`"
-            yield f"| `{what}.{name}` | {shown} | {doc} | {each.metadata.get('when', '')} |\n"
+        for name, field in found.items():
+            shown = "" if field.default is None else f"`{json.dumps(field.default)}`"
+            about = " ".join((field.description or "").split())
+            yield f"| `{what}.{name}` | {shown} | {about} | {options.when(field)} |\n"
 
 
 TAIL = """

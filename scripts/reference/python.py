@@ -6,7 +6,6 @@ come from the extension itself.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import re
@@ -125,8 +124,8 @@ def option(name: str) -> str:
     """Returns an option class with its fields and their defaults."""
     cls = getattr(options, name)
     fields = [
-        each.name if each.default is dataclasses.MISSING else f"{each.name}={each.default!r}"
-        for each in dataclasses.fields(cls)
+        name if field.is_required() else f"{name}={field.default!r}"
+        for name, field in cls.model_fields.items()
     ]
     shown = name if name in lm.__all__ else f"options.{name}"
     return f"- `{shown}({', '.join(fields)})`: {text(cls.__doc__ or '')}\n"
@@ -168,7 +167,7 @@ def files() -> dict[str, str]:
     )
     names = [name for name in lm.__all__ if not isinstance(getattr(lm, name), lm.Expr)]
     functions = [name for name in names if getattr(getattr(lm, name), "__module__", "") == "lmetric.expr"]
-    optional = [name for name in options.__all__ if dataclasses.is_dataclass(getattr(options, name))]
+    optional = [name for name in options.__all__ if hasattr(getattr(options, name), "model_fields")]
     optional += [name for name in names if hasattr(options, name) and name not in optional]
     errors = [
         name

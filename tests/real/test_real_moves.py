@@ -210,7 +210,7 @@ async def test_to_and_fro(vllm_engines: Start, flags: dict[str, Any]) -> None:
 
 async def test_what_was_cut_moves_too(vllm_engines: Start, flags: dict[str, Any]) -> None:
     engines = vllm_engines(2, **flags)
-    async with moving(engines, split=SplitAt(0.1), split_recompute=True) as here:
+    async with moving(engines, split=SplitAt(fraction=0.1), split_recompute=True) as here:
         for number, (path, body) in enumerate(streams(20, TOKENS)):
             want = await alone(here, engines[number % 2], path, body)
             # Its cut lies at about 300; what was made until then comes at once.

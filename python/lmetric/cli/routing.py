@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
 from functools import partial, wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from pydantic.fields import FieldInfo
 
 from lmetric import options
 from lmetric.cli.help import DISAGGREGATION, EXPERIMENTAL, POLICY
@@ -34,18 +34,18 @@ def _settings_of(what: str, *, server: bool) -> str:
     described = []
     classes = options.served(what) if server else options.classes(what)
     for cls in dict.fromkeys(classes.values()):
-        own = [each for each in fields(cls) if not (server and options.is_study(each))]
-        if shown := [_setting(each, server=server) for each in own if each.name != "enabled"]:
+        own = options.offered(cls, server=server).items()
+        if shown := [_setting(name, field, server=server) for name, field in own if name != "enabled"]:
             described.append(f"{cls.core_kind}: {', '.join(shown)}" if len(classes) > 1 else ", ".join(shown))
     return "; ".join(described)
 
 
-def _setting(each: Field[Any], *, server: bool) -> str:
+def _setting(name: str, field: FieldInfo, *, server: bool) -> str:
     """A setting as NAME=DEFAULT, or its name if it has no plain default."""
-    value = each.metadata.get("server", each.default) if server else each.default
-    if value is MISSING or value is None:
-        return each.name
-    return f"{each.name}={str(value).lower() if isinstance(value, bool) else value}"
+    value = options.server_default(field) if server else field.default
+    if field.is_required() or value is None:
+        return name
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _default(what: str, *, server: bool) -> str:

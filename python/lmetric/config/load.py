@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,6 +15,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from lmetric import options
 from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
+from lmetric.config.kinds import Strict
 from lmetric.config.problems import explain, place_of
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.config.tuning import KEY as TUNING
@@ -199,7 +199,7 @@ def _below(kind: Any, key: str) -> Any:
     """The type of a key of a section or mapping; None: unknown."""
     if kind is ServerConfig and key == TUNING:
         return kind  # it has the paths of the other sections
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+    if isinstance(kind, type) and issubclass(kind, Strict):
         fields = kind.model_fields.items()
         return next((field.annotation for name, field in fields if key in (name, field.alias)), None)
     if get_origin(kind) is dict:
@@ -209,7 +209,7 @@ def _below(kind: Any, key: str) -> Any:
 
 def _takes_yaml(kind: Any) -> bool:
     """Whether a type has values that are lists or mappings."""
-    if isinstance(kind, type) and (issubclass(kind, BaseModel | list | dict) or is_dataclass(kind)):
+    if isinstance(kind, type) and issubclass(kind, BaseModel | list | dict):
         return True
     return kind is Any or get_origin(kind) in (list, dict) or any(map(_takes_yaml, get_args(kind)))
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from lmetric.config.files import Lines
-from lmetric.config.kinds import OptionError
+from lmetric.config.kinds import OptionError, Strict
 from lmetric.config.tuning import KEY, in_configuration, is_tuning, tuning_fields
 from lmetric.validation import expected
 
@@ -90,6 +90,6 @@ def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
 
 def _section(annotation: Any) -> type[BaseModel] | None:
     """The model in an annotation such as ``list[EngineConfig] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
         return annotation
     return next((found for inner in get_args(annotation) if (found := _section(inner))), None)

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmetric.config.files import ConfigError
+from lmetric.config.kinds import Strict
 
 KEY = "tuning"
 
@@ -41,7 +42,7 @@ def _fields(section: type[BaseModel], above: Path) -> Iterator[tuple[Path, Field
         if get_origin(field.annotation) in (list, dict):
             continue
         kinds = [each for each in get_args(field.annotation) or [field.annotation] if each is not NoneType]
-        if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+        if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Strict):
             yield from _fields(kinds[0], (*above, name))
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmetric.cli import routing
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
 from lmetric.defaults import DEFAULT_POLICY, PLANNER
 from lmetric_lab.cli.options import (
@@ -46,6 +45,7 @@ def command() -> None:
 
 def build() -> Callable[..., None]:
     """The command with its options. Those of `Scenario` have a slow import."""
+    from lmetric.cli import routing
     from lmetric_lab.cli import scenario
 
     made = routing.command(_command, [*scenario.parameters(), *routing.parameters(server=False)])
@@ -250,6 +250,7 @@ def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any
     """The values of each swept option, and the settings of the other options."""
     from lmetric import options
     from lmetric._core import LmetricError
+    from lmetric.cli import routing
     from lmetric_lab.sim.setups import split_policies
 
     swept: dict[str, list[Any]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from lmetric._core import BadValueError
@@ -88,8 +88,8 @@ def fleet_change_constants(
     """Keyword arguments of `_core.simulate`. Missing costs of the option are `transfer`'s."""
     if option is not None and option.seconds_per_token is None:
         per_token = 0.0 if transfer is None else transfer.seconds_per_token(profile)
-        option = replace(option, seconds_per_token=per_token)
+        option = option.changed(seconds_per_token=per_token)
     if option is not None and option.fixed_seconds is None:
-        option = replace(option, fixed_seconds=0.0 if transfer is None else transfer.fixed_seconds)
+        option = option.changed(fixed_seconds=0.0 if transfer is None else transfer.fixed_seconds)
     kind, settings = core_settings("fleet_changes", option)
     return {"fleet_changes": kind, "fleet_change_settings": settings}

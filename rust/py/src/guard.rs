@@ -29,7 +29,7 @@ impl GuardSettings {
         if !guard.is_instance(&py.import("lmetric.options")?.getattr("Guard")?)? {
             return Err(bad(guard, "guard", "True, False, lmetric.Guard(...) or None"));
         }
-        let given = py.import("dataclasses")?.call_method1("asdict", (guard,))?;
+        let given = guard.call_method0("model_dump")?;
         let mut reader = settings::reader("hot-spot guard", Some(given.cast().map_err(PyErr::from)?))?;
         let settings = GuardSettings { on: reader.one("enabled")?, config: reader.read()? };
         reader.finish()?;

@@ -11,7 +11,6 @@ import random
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any
 
@@ -314,7 +313,7 @@ def _state(pool: Pool) -> Line:
         "model": pool.name,
         "policy": policy,
         "knobs": dict(settings.knobs),
-        **({} if settings.guard is None else {"guard": asdict(settings.guard)}),
+        **({} if settings.guard is None else {"guard": settings.guard.model_dump()}),
         **_on_trial(pool),
         "block_tokens": pool.block_size,
         "engines": [
