@@ -124,7 +124,7 @@ CALLS = {"cuts": "split_latency", "priorities": "priority_latency", "replicas": 
 
 def plans() -> Figures:
     """Measures searches for splits, whole decisions, priorities, load exchanged between replicas,
-    and rounds of rescheduling."""
+    and rounds of rebalancing."""
     calls = {
         what: {
             name: {"p50_us": float(p50), "p99_us": float(p99)} for name, p50, p99 in CUT.findall(example(by))

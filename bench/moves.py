@@ -149,7 +149,7 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             raise SystemExit(f"moves.py: {way.name}: {tokens} tokens were heard")
         loads = [dict(rank.driver.engine.load()) for engine in engines for rank in engine._ranks]
         computed = sum(
-            load["prompt_tokens"] - load["cached_prompt_tokens"] - load["pulled_prompt_tokens"]
+            load["prompt_tokens"] - load["cached_prompt_tokens"] - load["fetched_prompt_tokens"]
             for load in loads
         )
         stats = pool.router.stats()
@@ -161,7 +161,7 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             "largest_gap_p50_ms": percentile(sorted(heard.largest), 0.5) * 1e3,
             "largest_gap_ms": max(heard.largest) * 1e3,
             "computed_again": computed / given.requests - prompt_tokens,
-            "fetched": sum(load["pulled_prompt_tokens"] for load in loads) / given.requests,
+            "fetched": sum(load["fetched_prompt_tokens"] for load in loads) / given.requests,
             "tokens_per_second": tokens / seconds,
         }
 

@@ -165,7 +165,7 @@ def decision(result: Figures) -> str:
 
 
 def plans(result: Figures) -> str:
-    """Tables of splits, priorities, replicas and rescheduling rounds, in us."""
+    """Tables of splits, priorities, replicas and rebalancing rounds, in us."""
 
     def label(name: str) -> str:
         return name.replace("told,", "export,").replace("heard of one of three,", "import from one of three,")
@@ -186,7 +186,7 @@ def plans(result: Figures) -> str:
             calls("cuts"),
             calls("priorities"),
             calls("replicas"),
-            "Rounds of rescheduling, p50 / p99 in us, by instances and requests that decode on each:",
+            "Rounds of rebalancing, p50 / p99 in us, by instances and requests that decode on each:",
             table(["rule", *sizes], [[what, *cells] for what, cells in rounds.items()]),
         ]
     )

@@ -108,4 +108,4 @@ async def shoved(w: Pd, path: str, body: dict[str, Any], moves: list[int]) -> in
     shoving.cancel()
     await asyncio.gather(shoving, return_exceptions=True)
     equal(said, expected)
-    return len(said["receipt"]["migrations"])
+    return len(said["record"]["migrations"])

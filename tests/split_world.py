@@ -114,7 +114,7 @@ async def asked(world: Pd, path: str, body: dict[str, Any], url: str | None = No
         said = heard(raw) if body.get("stream") else told(orjson.loads(raw))
         if url is None:
             router = world.server.fleet.pools[0].router
-            said["receipt"] = router.explain(decision_id(response.headers))
+            said["record"] = router.explain(decision_id(response.headers))
             said["headers"] = dict(response.headers)
     return said
 

@@ -60,7 +60,7 @@ def test_records_of_a_large_fleet_keep_the_best_scores() -> None:
     """Defect 15: the records that fit into the ring do not depend on the number of instances."""
     kept = {}
     for n in (1024, 1025, 3000):
-        router = fleet(n, receipt_bytes=200_000)
+        router = fleet(n, record_bytes=200_000)
         for _ in range(400):
             decision, ticket = router.route(lm.Request(prompt_tokens=100))
             ticket.segment_done()
@@ -86,7 +86,7 @@ def test_records_of_a_large_fleet_keep_the_best_scores() -> None:
 
 def test_a_running_request_keeps_its_record_when_the_ring_wraps() -> None:
     """Defect 15: the outcome of a long request was lost."""
-    router = fleet(receipt_bytes=100_000)
+    router = fleet(record_bytes=100_000)
     decision, ticket = router.route(lm.Request(prompt_tokens=100))
     for _ in range(1000):
         router.route(lm.Request(prompt_tokens=100))[1].segment_done()

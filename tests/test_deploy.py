@@ -87,7 +87,7 @@ def buffers() -> dict[str, int]:
         "map from engines' block hashes to the index": config.index_bytes,
         "KV events of one engine that wait": EventFeed.MAX_SOURCE_BYTES,
         "tokens of known prompts": config.token_cache_bytes,
-        "decision records": config.receipt_bytes,
+        "decision records": config.record_bytes,
         "requests in upload, with their heads; bodies waiting for an engine": limits.max_body_bytes_total,
         "small requests": limits.max_concurrent_requests * SMALL_BODY,
         "small heads of pages": limits.max_connections * SMALL_HEAD,

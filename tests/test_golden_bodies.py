@@ -302,9 +302,9 @@ class Golden:
         pieces = shared_text().pieces
         expected = b"".join(pieces[said(prompt + n)] for n in range(count)).decode()
         assert (heard(answer) if self.stream else told(answer))["text"] == expected
-        receipt = pool(w).router.explain(int(headers["x-lmetric-decision"].split("-")[-2]))
-        assert receipt is not None
-        return {**receipt, "answered": headers["x-lmetric-instance"], "count": prompt}
+        record = pool(w).router.explain(int(headers["x-lmetric-decision"].split("-")[-2]))
+        assert record is not None
+        return {**record, "answered": headers["x-lmetric-instance"], "count": prompt}
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -414,8 +414,8 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     @scenario(name(""))
     async def _(g: Golden) -> None:
         async with g.router(prefill(), decode(), **config) as w:
-            receipt = await g.ask(w)
-            assert (receipt["answered"], handovers(w)) == ("d0", {"transferred": 1})
+            record = await g.ask(w)
+            assert (record["answered"], handovers(w)) == ("d0", {"transferred": 1})
             assert [each["engine"] for each in g.sent][:2] == ["p0 (prefill)", "d0 (decode)"]
             assert followed(g) is chained(g)
 
@@ -453,8 +453,8 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     @scenario(name("the decode engine refuses"))
     async def _(g: Golden) -> None:
         async with g.router(prefill(), decode(behave=refuses(503)), decode(), **config) as w:
-            receipt = await g.ask(w)
-            assert (receipt["answered"], handovers(w)["transferred"]) == ("d1", 1)
+            record = await g.ask(w)
+            assert (record["answered"], handovers(w)["transferred"]) == ("d1", 1)
             assert handovers(w)["spent"] == 1
 
     @scenario(name("the prefill engine dies"))
@@ -515,8 +515,8 @@ def sglang_scenario(name: str, *, decode_first: bool) -> None:
         first, second = prefill(sglang=True, nixl=False), decode(sglang=True, nixl=False)
         async with g.router(first, second) as w:
             answered_first(w, *((second, first) if decode_first else (first, second)))
-            receipt = await g.ask(w)
-            assert receipt["answered"] == "d0"
+            record = await g.ask(w)
+            assert record["answered"] == "d0"
             assert (len(g.sent), len(g.rooms)) == (2, 1)
             g.sent.sort(key=lambda each: str(each["engine"]))  # their order is random
 
@@ -558,10 +558,10 @@ def split_config(at: float, **more: Any) -> dict[str, Any]:
 def split_scenarios(what: str, at: float) -> None:
     """Declares the scenarios of a split at this fraction of prompt and answer."""
 
-    def cut_well(receipt: dict[str, Any]) -> None:
-        (cut,) = receipt["cuts"]
-        assert cut == math.ceil(at * (receipt["count"] + ANSWER_TOKENS))
-        assert (cut < receipt["count"]) is (what == "inside the prompt")
+    def cut_well(record: dict[str, Any]) -> None:
+        (cut,) = record["cuts"]
+        assert cut == math.ceil(at * (record["count"] + ANSWER_TOKENS))
+        assert (cut < record["count"]) is (what == "inside the prompt")
 
     @scenario(f"split, {what}")
     async def _(g: Golden) -> None:
@@ -591,16 +591,16 @@ split_scenarios("behind the prompt", 0.9)
 @scenario("split, at the prompt's end without the bidirectional mode")
 async def _(g: Golden) -> None:
     async with g.router(Engine(), Engine(), **split_config(0.5)) as w:
-        receipt = await g.ask(w)
-        assert receipt["cuts"] == [receipt["count"]]
+        record = await g.ask(w)
+        assert record["cuts"] == [record["count"]]
         assert handovers(w) == {"transferred": 1}
 
 
 @scenario("split, behind the prompt without the bidirectional mode")
 async def _(g: Golden) -> None:
     async with g.router(Engine(), Engine(), **split_config(0.9)) as w:
-        receipt = await g.ask(w)
-        assert receipt["cuts"][0] > receipt["count"]
+        record = await g.ask(w)
+        assert record["cuts"][0] > record["count"]
         assert handovers(w) == {"transferred": 1}
 
 
@@ -608,8 +608,8 @@ async def _(g: Golden) -> None:
 async def _(g: Golden) -> None:
     config = split_config(0.9, split_recompute=True)
     async with g.router(Engine(nixl=False), Engine(nixl=False), **config) as w:
-        receipt = await g.ask(w)
-        assert receipt["cuts"][0] > receipt["count"]
+        record = await g.ask(w)
+        assert record["cuts"][0] > record["count"]
         assert handovers(w) == {"no_connector": 1}
 
 
@@ -622,9 +622,9 @@ def move_scenarios(by: str) -> None:
     async def moves(g: Golden, w: World, source: str, target: str, **changes: Any) -> None:
         asking = asyncio.create_task(g.ask(w, **changes))
         begin_move(w, await at_token(w, HELD_AT), target)
-        receipt = await asking
-        assert receipt["migrations"] == [(receipt["count"] + HELD_AT, target)]
-        assert receipt["answered"] == source
+        record = await asking
+        assert record["migrations"] == [(record["count"] + HELD_AT, target)]
+        assert record["answered"] == source
         assert mover(w).outcomes == {"migrated": 1}
 
     config = MOVES | {"migration_by": by}
@@ -658,8 +658,8 @@ async def _(g: Golden) -> None:
         asking = asyncio.create_task(g.ask(w))
         await at_token(w, HELD_AT)
         await g.engines["e0"].stop()
-        receipt = await asking
-        assert receipt["migrations"] == [(receipt["count"] + HELD_AT, "e1")]
+        record = await asking
+        assert record["migrations"] == [(record["count"] + HELD_AT, "e1")]
         assert mover(w).outcomes == {"source_failed": 1}
 
 
@@ -692,12 +692,12 @@ async def pulls(g: Golden, w: World, **outcomes: int) -> None:
     """Lets one engine compute the prompt, then sends the request to another."""
     first = await g.ask(w)
     g.forget()
-    receipt = await g.ask(w)
-    assert (first["answered"], receipt["answered"], receipt["fetch_instance"]) == ("e0", "e1", "e0")
+    record = await g.ask(w)
+    assert (first["answered"], record["answered"], record["fetch_instance"]) == ("e0", "e1", "e0")
     assert pool(w).fetch_outcomes == outcomes
     assert [each["engine"] for each in g.sent][:2] == ["e0", "e1"]
-    blocks = receipt["count"] // BLOCK_TOKENS if "fetched" in outcomes else 0
-    assert receipt["fetched_tokens"] == blocks * BLOCK_TOKENS
+    blocks = record["count"] // BLOCK_TOKENS if "fetched" in outcomes else 0
+    assert record["fetched_tokens"] == blocks * BLOCK_TOKENS
 
 
 @scenario("the prompt's front is fetched")

@@ -66,8 +66,8 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     ticket.first_token(2.2)
     ticket.segment_done(now=3.0)
     assert router.stats()["migrated"] == 1
-    receipts = [router.explain(number) for number in range(1, 5)]
-    migrations = [each["migrations"] for each in receipts if each and each["migrations"]]
+    records = [router.explain(number) for number in range(1, 5)]
+    migrations = [each["migrations"] for each in records if each and each["migrations"]]
     assert migrations == [[(1010, move["target"])]]
     for each in tickets:
         if each.open:
@@ -113,19 +113,19 @@ def test_what_cannot_be_is_named() -> None:
         router.route(Request(prompt_tokens=1))
 
 
-def test_what_must_not_be_cut_does_not_move_either_and_its_receipt_says_why() -> None:
+def test_what_must_not_be_cut_does_not_move_either_and_its_record_says_why() -> None:
     for rule, why in (("star", "it has a seed"), ("none", None)):
         router = fleet(rule)
         decision, ticket = router.route(
             Request(prompt_tokens=10, allow_split=False, split_reason="it has a seed"), now=0.0
         )
-        receipt = router.explain(decision.id)
-        assert receipt is not None
-        assert receipt["split_reason"] == why
+        record = router.explain(decision.id)
+        assert record is not None
+        assert record["split_reason"] == why
         decision, other = router.route(Request(prompt_tokens=10), now=0.0)
-        receipt = router.explain(decision.id)
-        assert receipt is not None
-        assert receipt["split_reason"] is None
+        record = router.explain(decision.id)
+        assert record is not None
+        assert record["split_reason"] is None
         ticket.segment_done()
         other.segment_done()
 

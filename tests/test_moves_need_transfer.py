@@ -52,7 +52,7 @@ async def test_rounds_move_nothing_without_transfer_and_ready_warns() -> None:
         last.draining = False
         last.hold()
         for said in await asyncio.gather(*tasks):
-            assert said["receipt"]["migrations"] == []
+            assert said["record"]["migrations"] == []
         assert set(mover(w).outcomes) <= {"no_transfer"}
         (warning,) = [
             each for each in summary(w.server.fleet, names=True)["warnings"] if each["what"] == "rebalance"

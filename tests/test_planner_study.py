@@ -60,7 +60,7 @@ def test_what_counts_by_hand() -> None:
         hash_ids=np.array([1, 2, 3, 4, 1, 2, 3, 4], np.uint64), block_tokens=512,
     )  # fmt: skip
     run = lm.simulate(trace, instances=2, policy="round_robin", prefix_fetch="on", transfer="2, fixed=0.01")
-    assert run.pull_instance.tolist() == [-1, 0, -1]
+    assert run.fetch_instance.tolist() == [-1, 0, -1]
     told = outcome(run, np.array([True, True, False]))
     assert (told.pulls, told.found, told.instances) == (0.5, 0, 2)
     assert told.pulled == 2047 / 4096

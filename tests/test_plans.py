@@ -34,10 +34,10 @@ def test_a_request_goes_from_prefill_to_decode() -> None:
     assert ticket.segment_done(output_tokens=1, now=0.4) is None
     assert not ticket.open
     assert router.in_flight() == 0
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    assert (receipt["instance"], receipt["decode_instance"]) == ("p", bound)
-    assert receipt["handoff_seconds"] == pytest.approx(0.2)
+    record = router.explain(decision.id)
+    assert record is not None
+    assert (record["instance"], record["decode_instance"]) == ("p", bound)
+    assert record["handoff_seconds"] == pytest.approx(0.2)
 
 
 def test_late_binding_and_an_expression() -> None:

@@ -42,9 +42,9 @@ def test_nothing_is_pulled_for_a_request_that_must_not_be() -> None:
         lm.Request(token_ids=PROMPT, allow_fetch=False, fetch_reason="it says why"), now=1.0
     )
     assert (decision.instance, decision.fetch, ticket.fetch) == ("e1", None, None)
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    assert (receipt["fetch_reason"], receipt["fetch_instance"]) == ("it says why", None)
+    record = router.explain(decision.id)
+    assert record is not None
+    assert (record["fetch_reason"], record["fetch_instance"]) == ("it says why", None)
     router.add_instance("e2")  # nor where it goes when that fails
     assert ticket.failed("refused", now=1.1) == "e2"
     assert (ticket.fetch, router.stats()["fetches"]) == (None, 0)
@@ -52,9 +52,9 @@ def test_nothing_is_pulled_for_a_request_that_must_not_be() -> None:
     decision, _ = router.route(
         lm.Request(token_ids=PROMPT, allow_fetch=False, fetch_reason="it says why"), now=2.0
     )
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    assert receipt["fetch_reason"] is None
+    record = router.explain(decision.id)
+    assert record is not None
+    assert record["fetch_reason"] is None
 
 
 def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
@@ -62,14 +62,14 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     decision, ticket = router.route(lm.Request(token_ids=PROMPT), now=1.0)
     assert decision.instance == "e1"
     assert decision.fetch == ticket.fetch == ("e0", 0, 1600)
-    assert router.indicators(now=1.0)["pulls"].tolist() == [1, 0]
+    assert router.indicators(now=1.0)["fetches"].tolist() == [1, 0]
     ticket.sent(now=1.0)
     ticket.fetched(1600, 0.02, now=1.02)
     assert ticket.fetch is None
-    assert router.indicators(now=1.02)["pulls"].tolist() == [0, 0]
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    told = {name: receipt[name] for name in receipt if "fetch" in name}
+    assert router.indicators(now=1.02)["fetches"].tolist() == [0, 0]
+    record = router.explain(decision.id)
+    assert record is not None
+    told = {name: record[name] for name in record if "fetch" in name}
     assert told.pop("expected_fetch_seconds") == pytest.approx(0.018)
     assert told == {
         "fetch_instance": "e0", "fetch_from_token": 0, "fetch_to_token": 1600, "fetched_tokens": 1600,
@@ -85,14 +85,14 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
 
 
 def test_any_score_may_read_it() -> None:
-    router = fleet(lm.P_TOKEN - lm.PULL_TOKENS + lm.PULL_COST_TOKENS)
+    router = fleet(lm.P_TOKEN - lm.FETCH_TOKENS + lm.FETCH_COST_TOKENS)
     decision, _ticket = router.route(lm.Request(token_ids=PROMPT), now=1.0)
     assert decision.scores()[1] == pytest.approx(1 + 0.018 * 10_000)
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    terms = receipt["best"][0]["terms"]
-    assert terms["pull_tokens"] == 1600
-    assert terms["pull_cost_tokens"] == pytest.approx(180)
+    record = router.explain(decision.id)
+    assert record is not None
+    terms = record["best"][0]["terms"]
+    assert terms["fetch_tokens"] == 1600
+    assert terms["fetch_cost_tokens"] == pytest.approx(180)
 
 
 def test_switched_off_it_pulls_nothing() -> None:
@@ -141,20 +141,20 @@ def played(workload: Workload, **settings: object) -> Run:
 def test_prefixes_move_in_the_simulator(workload: Workload) -> None:
     """Fetched tokens are not computed, and arrive sooner over a faster link."""
     run = played(workload, prefix_fetch="on", transfer="25")
-    pulls = run.pull_instance >= 0
+    pulls = run.fetch_instance >= 0
     assert pulls.any()
-    assert (run.pull_instance[pulls] != run.instance[pulls]).all()
-    assert (run.pull_seconds[pulls] > 0).all()
-    assert np.isnan(run.pull_seconds[~pulls]).all()
-    assert (run.hit_tokens + run.pulled_tokens < run.input_tokens).all()
+    assert (run.fetch_instance[pulls] != run.instance[pulls]).all()
+    assert (run.fetch_seconds[pulls] > 0).all()
+    assert np.isnan(run.fetch_seconds[~pulls]).all()
+    assert (run.hit_tokens + run.fetched_tokens < run.input_tokens).all()
     computed = run.timeline.prefill_tokens.sum()
-    assert computed == pytest.approx((run.input_tokens - run.hit_tokens - run.pulled_tokens).sum())
+    assert computed == pytest.approx((run.input_tokens - run.hit_tokens - run.fetched_tokens).sum())
     plain = played(workload, policy="lmetric")
-    assert (plain.pull_instance < 0).all()
+    assert (plain.fetch_instance < 0).all()
     assert computed < plain.timeline.prefill_tokens.sum()
-    waiting = np.nanmean(run.pull_seconds)
-    assert np.nanmean(played(workload, prefix_fetch="waits=false", transfer="25").pull_seconds) < waiting
-    assert np.nanmean(played(workload, prefix_fetch="on", transfer="2").pull_seconds) > waiting
+    waiting = np.nanmean(run.fetch_seconds)
+    assert np.nanmean(played(workload, prefix_fetch="waits=false", transfer="25").fetch_seconds) < waiting
+    assert np.nanmean(played(workload, prefix_fetch="on", transfer="2").fetch_seconds) > waiting
 
 
 def test_without_pulls_the_score_is_lmetric(workload: Workload) -> None:
@@ -164,8 +164,8 @@ def test_without_pulls_the_score_is_lmetric(workload: Workload) -> None:
 def test_nothing_is_pulled_that_does_not_pay(workload: Workload) -> None:
     # The transfer takes 197 us a token; computing takes 100 us.
     run = played(workload, prefix_fetch="on", transfer="0.5")
-    assert (run.pull_instance < 0).all()
-    assert (played(workload, prefix_fetch="min_tokens=100000").pull_instance < 0).all()
+    assert (run.fetch_instance < 0).all()
+    assert (played(workload, prefix_fetch="min_tokens=100000").fetch_instance < 0).all()
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_the_command_line_pulls_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lmetric.cli", "simulate", *arguments]
     subprocess.run([*command, "--prefix-fetch", "waits=false", "--transfer", "20"], check=True, timeout=100)
     plain, pulling = json.loads(out.read_text())["runs"]
-    assert 0 < plain["pulls"] < pulling["pulls"]
-    assert 0 < plain["pulled_ratio"] < pulling["pulled_ratio"] < 1
+    assert 0 < plain["fetches"] < pulling["fetches"]
+    assert 0 < plain["fetched_ratio"] < pulling["fetched_ratio"] < 1
     done = subprocess.run([*command, "--prefix-fetch", "fast"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "expected on, off, auto, or settings" in done.stderr

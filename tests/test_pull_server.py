@@ -32,7 +32,7 @@ async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
     given = {"prefix_fetch": SETTINGS, "prefix_fetch_timeout_seconds": 5.0, "at": None}
     async with split(*kinds, **(given | config)) as world:
         yield world
-        assert not world.server.fleet.pools[0].router.indicators()["pulls"].any()
+        assert not world.server.fleet.pools[0].router.indicators()["fetches"].any()
 
 
 def outcomes(w: Pd) -> dict[str, int]:
@@ -52,7 +52,7 @@ async def heated(w: Pd, path: str = COMPLETIONS) -> str:
 
 def computed(load: dict[str, Any]) -> int:
     """Prompt tokens that an engine computed itself."""
-    return int(load["prompt_tokens"] - load["cached_prompt_tokens"] - load["pulled_prompt_tokens"])
+    return int(load["prompt_tokens"] - load["cached_prompt_tokens"] - load["fetched_prompt_tokens"])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -65,17 +65,17 @@ async def test_the_answer_is_one_engines(path: str, stream: bool) -> None:
         holder = await heated(w, path)
         said = await asked(w, path, body)
         equal(said, expected)
-        receipt = said["receipt"]
+        record = said["record"]
         target = said["headers"]["x-lmetric-instance"]
         assert target != holder
-        assert (receipt["fetch_instance"], said["headers"]["x-lmetric-prefill"]) == (holder, holder)
-        pulled = receipt["fetched_tokens"]
+        assert (record["fetch_instance"], said["headers"]["x-lmetric-prefill"]) == (holder, holder)
+        pulled = record["fetched_tokens"]
         prompt = expected["usage"]["prompt_tokens"]
         assert prompt - 64 < pulled < prompt
         assert pulled % 16 == 0
-        assert receipt["fetch_reason"] is None
+        assert record["fetch_reason"] is None
         load = w.load(target)
-        assert load["pulled_prompt_tokens"] == pulled
+        assert load["fetched_prompt_tokens"] == pulled
         assert computed(load) == prompt - pulled
         assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 1})
         assert (stats(w)["fetches"], stats(w)["fetched_tokens"]) == (1, pulled)
@@ -153,7 +153,7 @@ async def test_what_cannot_be_cut_can_be_pulled_for(fields: dict[str, Any]) -> N
         await asked(w, CHAT, body)
         said = await asked(w, CHAT, body)
         equal(said, expected)
-        assert said["receipt"]["fetched_tokens"] > 1000
+        assert said["record"]["fetched_tokens"] > 1000
         assert outcomes(w) == {"fetched": 1}
 
 
@@ -174,10 +174,10 @@ async def test_what_is_not_pulled_for_says_why(
         for _ in range(2):
             status, headers, _ = await w.post(body_of(COMPLETIONS, LONG) | fields)
             assert status == (200 if config else 400)  # these engines have one answer to one prompt
-            receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
-            assert receipt is not None
-            assert why in receipt["fetch_reason"]
-            assert receipt["fetch_instance"] is None
+            record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+            assert record is not None
+            assert why in record["fetch_reason"]
+            assert record["fetch_instance"] is None
         assert (outcomes(w), stats(w)["fetches"]) == ({}, 0)
 
 
@@ -187,7 +187,7 @@ async def test_engines_that_cannot_be_cut_inside_a_prompt_compute(kind: EngineOp
         await heated(w)
         said = await asked(w, COMPLETIONS, body := body_of(COMPLETIONS, LONG))
         equal(said, await alone(w, COMPLETIONS, body))
-        assert (said["receipt"]["fetch_instance"], stats(w)["fetches"]) == (None, 0)
+        assert (said["record"]["fetch_instance"], stats(w)["fetches"]) == (None, 0)
 
 
 @pytest.mark.parametrize("by", ["recompute", "fetch"])
@@ -200,7 +200,7 @@ async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> 
         await heated(w, path)
         said = await asked(w, path, body)
         equal(said, expected)
-        assert w.load(said["headers"]["x-lmetric-instance"])["pulled_prompt_tokens"] > 1000
+        assert w.load(said["headers"]["x-lmetric-instance"])["fetched_prompt_tokens"] > 1000
         assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 1})
 
 
@@ -215,7 +215,7 @@ async def test_a_stream_that_was_pulled_for_moves() -> None:
         assert await move(w, 10)
         said = await task
         equal(said, expected)
-        assert (len(said["receipt"]["migrations"]), outcomes(w)) == (1, {"fetched": 1})
+        assert (len(said["record"]["migrations"]), outcomes(w)) == (1, {"fetched": 1})
 
 
 async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
@@ -225,7 +225,7 @@ async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
     async with pulling(kind("prefill"), kind("prefill"), kind("decode")) as w:
         for _ in range(2):
             said = await asked(w, COMPLETIONS, body_of(COMPLETIONS, LONG, stream=True))
-            assert said["receipt"]["fetch_instance"] is None
+            assert said["record"]["fetch_instance"] is None
         assert w.outcomes == {"transferred": 2}
 
 

@@ -52,11 +52,11 @@ async def test_a_holder_that_is_gone(path: str, stream: bool) -> None:
         await w.kill(holder)
         said = await asked(w, path, body)
         equal(said, expected)
-        assert (said["receipt"]["fetch_instance"], said["receipt"]["fetched_tokens"]) == (holder, 0)
+        assert (said["record"]["fetch_instance"], said["record"]["fetched_tokens"]) == (holder, 0)
         assert "x-lmetric-prefill" not in said["headers"]
         assert (outcomes(w), w.outcomes) == ({"holder_failed": 1}, {})
         load = w.load(said["headers"]["x-lmetric-instance"])
-        assert (load["pulled_prompt_tokens"], load["cached_prompt_tokens"]) == (0, 0)
+        assert (load["fetched_prompt_tokens"], load["cached_prompt_tokens"]) == (0, 0)
 
 
 async def test_a_holder_that_dies_while_it_is_asked() -> None:
@@ -82,11 +82,11 @@ async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
             await w.until(lambda: not waiting(w, holder))  # what it was asked for is called off
             assert w.busy(holder) == 1
         equal(said, expected)
-        receipt = said["receipt"]
-        assert receipt["fetched_tokens"] == 0
-        assert 0.1 <= receipt["fetch_seconds"] < 2
+        record = said["record"]
+        assert record["fetched_tokens"] == 0
+        assert 0.1 <= record["fetch_seconds"] < 2
         assert (outcomes(w), w.outcomes) == ({"late": 1}, {})
-        assert computed(w.load(said["headers"]["x-lmetric-instance"])) == receipt["prompt_tokens"]
+        assert computed(w.load(said["headers"]["x-lmetric-instance"])) == record["prompt_tokens"]
 
 
 async def test_by_default_it_is_waited_for_as_long_as_computing_takes() -> None:
@@ -97,8 +97,8 @@ async def test_by_default_it_is_waited_for_as_long_as_computing_takes() -> None:
         pool = w.server.fleet.pools[0]
         target = pool.engines[said["headers"]["x-lmetric-instance"]]
         # It had computed nothing yet: as the router assumes of such.
-        tokens = said["receipt"]["fetch_to_token"]
-        assert said["receipt"]["fetch_seconds"] == pytest.approx(tokens / 8_000, abs=0.1)
+        tokens = said["record"]["fetch_to_token"]
+        assert said["record"]["fetch_seconds"] == pytest.approx(tokens / 8_000, abs=0.1)
         assert outcomes(w) == {"late": 1}
         assert pool.prefill_seconds(target, 1000) > 0
 
@@ -120,7 +120,7 @@ async def test_a_holder_that_has_evicted_the_prompt_computes_it() -> None:
         before = computed(w.load(holder))
         said = await asked(w, COMPLETIONS, BODY)
         equal(said, await alone(w, COMPLETIONS, BODY))
-        pulled = said["receipt"]["fetched_tokens"]
+        pulled = said["record"]["fetched_tokens"]
         assert computed(w.load(holder)) - before == pulled > 0
         assert outcomes(w) == {"fetched": 1}
 
@@ -130,7 +130,7 @@ async def test_what_is_held_too_long_is_not_fetched() -> None:
         await heated(w)
         said = await asked(w, COMPLETIONS, BODY)
         equal(said, await alone(w, COMPLETIONS, BODY))
-        assert w.load(said["headers"]["x-lmetric-instance"])["pulled_prompt_tokens"] == 0
+        assert w.load(said["headers"]["x-lmetric-instance"])["fetched_prompt_tokens"] == 0
         assert w.outcomes == {"late": 1}
 
 
@@ -160,7 +160,7 @@ async def test_the_target_is_gone_when_it_is_its_turn(path: str, stream: bool) -
         said = await asked(w, path, body)
         equal(said, expected)
         assert said["headers"]["x-lmetric-instance"] not in (target,)
-        assert said["receipt"]["outcome"] == "finished"
+        assert said["record"]["outcome"] == "finished"
         # Pulled for the first, and again for the next unless that is the holder itself.
         again = said["headers"]["x-lmetric-instance"] != holder
         assert outcomes(w) == {"fetched": 1 + again}
@@ -187,12 +187,12 @@ async def test_a_client_that_leaves_meanwhile(stream: bool) -> None:
             task = asyncio.create_task(asked(w, COMPLETIONS, BODY | {"stream": stream}))
             await w.until(lambda: waiting(w, holder))
             router = w.server.fleet.pools[0].router
-            assert router.indicators()["pulls"].sum() == 1
+            assert router.indicators()["fetches"].sum() == 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await w.until(lambda: not w.in_flight())
             await w.until(lambda: not waiting(w, holder))
-            assert not router.indicators()["pulls"].any()
+            assert not router.indicators()["fetches"].any()
         assert outcomes(w) == {"ended": 1}
         assert stats(w)["fetched_tokens"] == 0
 
@@ -220,10 +220,10 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
             renders_otherwise(w, name)
         body = body_of(CHAT, LONG, stream=stream)
         first, said, again = [await asked(w, CHAT, body) for _ in range(3)]
-        assert said["receipt"]["fetch_instance"]
+        assert said["record"]["fetch_instance"]
         assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 1, "other_tokens": 1})
         equal(said, first)
-        assert "tokenizes a chat differently" in again["receipt"]["fetch_reason"]
+        assert "tokenizes a chat differently" in again["record"]["fetch_reason"]
 
 
 async def test_engines_of_other_blocks_compute() -> None:
@@ -247,5 +247,5 @@ async def test_many_at_once_while_the_holder_dies() -> None:
         await w.until(lambda: outcomes(w).get("fetched"))
         await w.kill(holder)
         for body, said in zip(bodies, await asyncio.gather(*tasks), strict=True):
-            assert said["receipt"]["outcome"] == "finished"
+            assert said["record"]["outcome"] == "finished"
             equal(said, await alone(w, COMPLETIONS, body))

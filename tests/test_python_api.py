@@ -355,7 +355,7 @@ PAGE = (PAGES / "python.md").read_text()
 
 
 def test_a_planner_can_be_named() -> None:
-    router = lm.Router("least_requests", split=lm.SplitBy(planner="force", settings={"at": 0.5}))
+    router = lm.Router("least_requests", split=lm.SplitBy(planner="force", settings={"fraction": 0.5}))
     router.configure(split=lm.SplitBy(planner="apart"))
     with pytest.raises(lm.UnknownNameError, match='did you mean "prior_tokens"'):
         router.configure(split=lm.SplitBy(planner="apart", settings={"prior_token": 3}))

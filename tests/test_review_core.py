@@ -34,9 +34,9 @@ def policy(function: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def told(router: _core.Router, decision: _core.Decision) -> dict[str, Any]:
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    return receipt
+    record = router.explain(decision.id)
+    assert record is not None
+    return record
 
 
 def test_terms_belong_to_the_choice_that_they_explain() -> None:
@@ -46,10 +46,10 @@ def test_terms_belong_to_the_choice_that_they_explain() -> None:
     for name in ("d0", "d1", "d2"):
         router.add_instance(name, role="decode")
     decision, _ticket = router.route(lm.Request(prompt_tokens=1000))
-    receipt = told(router, decision)
-    assert receipt["decode_instance"] in ("d0", "d1", "d2")
-    assert receipt["best"] == [{"instance": "p", "score": 1.0, "terms": {"bs": 0.0, "instances": 1.0}}]
-    assert receipt["decode_score"] == 3.0
+    record = told(router, decision)
+    assert record["decode_instance"] in ("d0", "d1", "d2")
+    assert record["best"] == [{"instance": "p", "score": 1.0, "terms": {"bs": 0.0, "instances": 1.0}}]
+    assert record["decode_score"] == 3.0
 
 
 def test_a_second_segment_counts_the_instances_that_may_take_it() -> None:
@@ -57,10 +57,10 @@ def test_a_second_segment_counts_the_instances_that_may_take_it() -> None:
     router = fleet(decode_policy="bs / instances")
     router.configure(split=lm.SplitAt(fraction=0.5))
     decision, _ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
-    receipt = told(router, decision)
-    assert receipt["split_reason"] is None
-    assert receipt["cuts"] == [550]
-    assert receipt["decode_instance"] not in (None, decision.instance)
+    record = told(router, decision)
+    assert record["split_reason"] is None
+    assert record["cuts"] == [550]
+    assert record["decode_instance"] not in (None, decision.instance)
 
 
 def test_decode_instances_that_take_whole_requests_are_counted() -> None:
@@ -305,9 +305,9 @@ def test_a_retry_says_why_the_request_is_not_cut_now() -> None:
     decision, ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
     assert told(router, decision)["split_reason"] is None
     assert ticket.failed("refused") is not None
-    receipt = told(router, decision)
-    assert receipt["cuts"] == []
-    assert receipt["split_reason"] == "no second instance is available"
+    record = told(router, decision)
+    assert record["cuts"] == []
+    assert record["split_reason"] == "no second instance is available"
     # A request that its caller keeps whole keeps the caller's reason.
     decision, ticket = router.route(
         lm.Request(prompt_tokens=1000, allow_split=False, split_reason="it has a seed")

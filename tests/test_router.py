@@ -35,7 +35,7 @@ def placed(router: _core.Router, **prompt: object) -> _core.Decision:
     return decision
 
 
-def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
+def test_a_request_goes_back_to_its_cache_and_the_record_says_why() -> None:
     router = fleet()
     first, ticket = router.route(lm.Request(token_ids=TOKENS, request_id="r-1"))
     assert first.predicted_cached_tokens == 0
@@ -47,13 +47,13 @@ def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
     assert second.instance == first.instance
     assert second.predicted_cached_tokens == 8176  # whole blocks, never the last token
     assert second.ranking()[0] == second.instance
-    receipt = router.explain(first.id)
-    assert receipt is not None
-    assert receipt["request_id"] == "r-1"
-    assert receipt["outcome"] == "finished"
-    assert receipt["cached_tokens"] == 0
-    assert set(receipt["best"][0]["terms"]) == {"p_token", "bs"}
-    assert len(receipt["scores"]) == 4
+    record = router.explain(first.id)
+    assert record is not None
+    assert record["request_id"] == "r-1"
+    assert record["outcome"] == "finished"
+    assert record["cached_tokens"] == 0
+    assert set(record["best"][0]["terms"]) == {"p_token", "bs"}
+    assert len(record["scores"]) == 4
     assert router.explain(10**9) is None
 
 
@@ -356,10 +356,10 @@ def test_a_policy_that_scores_nobody_falls_back_to_least_requests(policy: Any) -
     """UX scores absent: the request goes by least requests, is counted, and shown in its record."""
     router = fleet(policy)
     decision, ticket = router.route(lm.Request(token_ids=TOKENS))
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    assert receipt["unscored"]
-    assert set(receipt["scores"].values()) == {0.0}
+    record = router.explain(decision.id)
+    assert record is not None
+    assert record["unscored"]
+    assert set(record["scores"].values()) == {0.0}
     assert (router.unscored, router.stats()["unscored"], router.stats()["no_instance"]) == (1, 1, 0)
     if policy != "p_token / bs":  # the expression chooses the busy instance from now on
         idle = {*router.instances()} - {decision.instance}
@@ -435,9 +435,9 @@ def test_a_request_may_move_to_an_instance_newer_than_its_decision() -> None:
     decision, ticket = router.route(lm.Request(token_ids=TOKENS))
     router.add_instance("new")
     assert ticket.failed("refused") == "new"
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    assert receipt["tried"] == ["e0", "new"]
+    record = router.explain(decision.id)
+    assert record is not None
+    assert record["tried"] == ["e0", "new"]
     assert ticket.failed("status", retry=False) is None
     assert router.explain(decision.id)["outcome"] == "status"  # type: ignore[index]
 

@@ -260,8 +260,8 @@ async def test_models() -> None:
             _, headers, _ = await w.post({"model": model, "prompt": "x" * 600})
             assert headers["x-lmetric-instance"] == instance
         assert headers["x-lmetric-decision"].startswith("1-")
-        receipt = orjson.loads((await w.get("/debug/decisions/" + headers["x-lmetric-decision"]))[1])
-        assert (receipt["model"], receipt["policy"]) == ("other", "expression")
+        record = orjson.loads((await w.get("/debug/decisions/" + headers["x-lmetric-decision"]))[1])
+        assert (record["model"], record["policy"]) == ("other", "expression")
         status, _, got = await w.post({"model": "othr", "prompt": "x"})
         assert (status, got["error"]["code"]) == (404, "model_not_found")
         assert "'other'" in got["error"]["message"]
@@ -297,8 +297,8 @@ async def test_adapters_and_salts_never_share_a_prefix() -> None:
             {"model": "tiny", "cache_salt": "s"},
         ):
             _, headers, _ = await w.post(body | {"prompt": prompt})
-            receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
-            hits.append(receipt["predicted_cached_tokens"] > 0)
+            record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+            hits.append(record["predicted_cached_tokens"] > 0)
         assert hits == [False, True, False, False]
 
 

@@ -37,9 +37,9 @@ async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
             )
             assert plain.headers["x-lmetric-instance"].startswith("embedded-")
             decision = plain.headers["x-lmetric-decision"]
-            receipt = await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str)
-            receipt = orjson.loads(receipt)
-            assert (receipt["outcome"], receipt["output_tokens"], receipt["prompt_tokens"]) == (
+            record = await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str)
+            record = orjson.loads(record)
+            assert (record["outcome"], record["output_tokens"], record["prompt_tokens"]) == (
                 "finished",
                 3,
                 3,
@@ -67,14 +67,14 @@ async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> Non
                 chat = answer.parse()
                 messages.append({"role": "assistant", "content": chat.choices[0].message.content})
                 decision = answer.headers["x-lmetric-decision"]
-                receipt = orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
+                record = orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
                 assert chat.usage is not None
                 assert chat.usage.prompt_tokens_details is not None
                 cached = chat.usage.prompt_tokens_details.cached_tokens
                 # Known to the block, with the answer's own tokens, which no estimate from sent
                 # requests has.
-                assert receipt["prompt_tokens"] == chat.usage.prompt_tokens
-                assert receipt["predicted_cached_tokens"] == receipt["cached_tokens"] == cached
+                assert record["prompt_tokens"] == chat.usage.prompt_tokens
+                assert record["predicted_cached_tokens"] == record["cached_tokens"] == cached
                 assert (cached or 0) >= 16 * ((chat.usage.prompt_tokens - 200) // 16) or turn == 0
                 await asyncio.sleep(0.1)  # events come a few milliseconds after the answer
         r.process.terminate()
@@ -154,7 +154,7 @@ async def streamed(
                 return text, str(got[-1].choices[0].finish_reason), chunks.headers["x-lmetric-decision"]
 
             got = await asyncio.gather(*(chat(prompt) for prompt in prompts))
-            receipts = [
+            records = [
                 orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}?full=1", cast_to=str))
                 for *_, decision in got
             ]
@@ -164,21 +164,21 @@ async def streamed(
     (line,) = (line for line in page.splitlines() if line.startswith(counter))
     name, _, count = line.rpartition(" ")
     assert name == counter + '{model="emulated"}'
-    return [(text, end) for text, end, _ in got], receipts, float(count)
+    return [(text, end) for text, end, _ in got], records, float(count)
 
 
 @pytest.mark.nightly
 async def test_cut_requests_say_what_whole_ones_say() -> None:
     prompts = ["Of the river, its banks and its bridges. " * n for n in (5, 60, 150, 300, 20, 90)]
     counter = "lmetric_split_requests_total"
-    whole, receipts, counted = await streamed(counter, prompts)
-    assert all(not receipt["cuts"] for receipt in receipts)
+    whole, records, counted = await streamed(counter, prompts)
+    assert all(not record["cuts"] for record in records)
     assert counted == 0
     forced = ("--split", "force", "--split-settings", "fraction=0.6", "--experimental")
-    cut, receipts, counted = await streamed(counter, prompts, *forced, run=RUN_FORCED)
+    cut, records, counted = await streamed(counter, prompts, *forced, run=RUN_FORCED)
     assert cut == whole
-    assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
-    assert all(receipt["split_reason"] for receipt in receipts if not receipt["cuts"])
+    assert counted == sum(bool(record["cuts"]) for record in records) > 0
+    assert all(record["split_reason"] for record in records if not record["cuts"])
 
 
 async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
@@ -189,17 +189,17 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     # In such a short burst, gains are small.
     gains = ["--experimental", "--split", "apart", "--set", "split.min_gain_seconds"]
     flags = ["--policy", "planner", *gains[:4], f"{gains[4]}=0"]
-    planned, receipts, counted = await streamed(counter, prompts, *flags, run=RUN_TUNED)
+    planned, records, counted = await streamed(counter, prompts, *flags, run=RUN_TUNED)
     assert planned == whole
-    assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
-    for receipt in receipts:
-        stay, apart = receipt["stay_seconds"], receipt["decode_placement_seconds"]
-        assert (apart < stay) == bool(receipt["cuts"]) == (receipt["split_reason"] is None)
+    assert counted == sum(bool(record["cuts"]) for record in records) > 0
+    for record in records:
+        stay, apart = record["stay_seconds"], record["decode_placement_seconds"]
+        assert (apart < stay) == bool(record["cuts"]) == (record["split_reason"] is None)
     for flags in (["--experimental", "--split", "none"], [*gains[:4], f"{gains[4]}=1e5"]):
-        _, receipts, counted = await streamed(
+        _, records, counted = await streamed(
             counter, prompts[:8], "--policy", "planner", *flags, run=RUN_TUNED
         )
-        assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
+        assert (counted, [record["cuts"] for record in records]) == (0, [[]] * 8)
 
 
 @pytest.mark.nightly
@@ -211,8 +211,8 @@ async def test_moved_requests_say_what_others_say() -> None:
     whole, _, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert counted == 0
     flags += ["--rebalance", "star", "--rebalance-settings", "period_seconds=0.1"]
-    moved, receipts, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
+    moved, records, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert moved == whole
-    assert counted == sum(len(receipt["migrations"]) for receipt in receipts) > 0
-    assert len({receipt["instance"] for receipt in receipts}) == 1
-    assert len({target for receipt in receipts for _, target in receipt["migrations"]}) > 1
+    assert counted == sum(len(record["migrations"]) for record in records) > 0
+    assert len({record["instance"] for record in records}) == 1
+    assert len({target for record in records for _, target in record["migrations"]}) > 1

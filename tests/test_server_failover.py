@@ -82,7 +82,7 @@ async def test_a_stream_continues_on_another_engine(path: str, ids: bool, how: s
             said = await asked(w, path, body)
             equal(said, expected)
             assert said["roles"] == (path == CHAT)
-            assert [to for _, to in said["receipt"]["migrations"]] == ["b1"] * (number == 0)
+            assert [to for _, to in said["record"]["migrations"]] == ["b1"] * (number == 0)
         assert pool(w).failovers == {"continued": 1}
         assert not pool(w).not_resumable
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
@@ -95,7 +95,7 @@ async def test_a_stream_continues_more_than_once(path: str) -> None:
         body = stream_of(path)
         said = await asked(w, path, body)
         equal(said, await alone(w, path, body))
-        assert [to for _, to in said["receipt"]["migrations"]] == ["b1", "b2"]
+        assert [to for _, to in said["record"]["migrations"]] == ["b1", "b2"]
         assert pool(w).failovers == {"continued": 2}
 
 
@@ -177,7 +177,7 @@ async def test_the_last_engine_of_a_split_fails(path: str, at: float) -> None:
 
         def last() -> list[str]:
             loads = {name: w.load(name) for name in w.engines if name not in w.stopped}
-            return [n for n, x in loads.items() if x["pulled_prompt_tokens"] and x["generation_tokens"] > 5]
+            return [n for n, x in loads.items() if x["fetched_prompt_tokens"] and x["generation_tokens"] > 5]
 
         await w.until(last)
         await w.kill(last()[0])

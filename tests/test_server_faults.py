@@ -50,9 +50,9 @@ async def test_used_up_attempts_are_booked_as_what_they_were() -> None:
         status, headers, _ = await it.post()
         assert status == 503
         router = it.server.fleet.pools[0].router
-        receipt = router.explain(decision_id(headers))
-        assert receipt is not None
-        assert (len(receipt["tried"]), receipt["outcome"]) == (3, "status")
+        record = router.explain(decision_id(headers))
+        assert record is not None
+        assert (len(record["tried"]), record["outcome"]) == (3, "status")
         stats = router.stats()
         assert (stats["retries"], stats["failed"]["status"]) == (2, 1)
 

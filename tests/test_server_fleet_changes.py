@@ -47,7 +47,7 @@ async def admin(w: Pd, name: str, verb: str) -> None:
 def computed(w: Pd, name: str) -> int:
     """Prompt tokens that an engine has computed itself."""
     load = w.load(name)
-    return int(load["prompt_tokens"] - load["cached_prompt_tokens"] - load["pulled_prompt_tokens"])
+    return int(load["prompt_tokens"] - load["cached_prompt_tokens"] - load["fetched_prompt_tokens"])
 
 
 async def added(w: Pd, options: EngineOptions, stack: contextlib.AsyncExitStack, name: str) -> None:
@@ -74,7 +74,7 @@ async def test_a_new_engine_fetches_prefixes_before_it_gets_requests(path: str) 
         load = w.load("b1")
         # The system prompt that all share, and two of four conversations.
         assert changes(w).outcomes == {"fetched": 3}
-        assert load["pulled_prompt_tokens"] > 1000
+        assert load["fetched_prompt_tokens"] > 1000
         assert computed(w, "b1") <= 3 * 16, "only what no whole block covers"
         for number in range(4):
             said = await asked(w, path, talk(number, path))
@@ -119,7 +119,7 @@ async def test_the_streams_of_an_engine_that_leaves_move() -> None:
         assert not running.done()
         said = await running
         equal(said, await alone(w, COMPLETIONS, body))
-        assert said["receipt"]["migrations"]
+        assert said["record"]["migrations"]
 
 
 async def test_a_fetch_never_crosses_revisions() -> None:
@@ -130,7 +130,7 @@ async def test_a_fetch_never_crosses_revisions() -> None:
         outcomes = changes(w).outcomes
         assert outcomes["other_revision"] > 0
         assert set(outcomes) == {"other_revision"}
-        assert w.load("b1")["pulled_prompt_tokens"] == 0
+        assert w.load("b1")["fetched_prompt_tokens"] == 0
 
 
 async def test_engines_without_a_transfer_say_so() -> None:
@@ -212,7 +212,7 @@ async def test_a_rolling_restart_loses_nothing() -> None:
             await w.engines[name].start()
             await ready(w, name)
             assert changes(w).fetched_tokens > before, "prefixes before requests"
-            pulled = w.load(name)["pulled_prompt_tokens"]
+            pulled = w.load(name)["fetched_prompt_tokens"]
             assert pulled > 0
             await admin(w, name, "undrain")
             await asyncio.sleep(1.0)

@@ -315,7 +315,7 @@ async def test_a_hedged_answer_is_that_of_one_engine(path: str, ids: bool) -> No
         equal(said, expected)
         assert pool(w).hedging.outcomes == {"won": 1}
         await w.until(lambda: not w.busy("b0"))
-        assert said["receipt"]["instance"] == "b1"
+        assert said["record"]["instance"] == "b1"
 
 
 async def test_a_flood_of_hedges_leaves_nothing_behind() -> None:

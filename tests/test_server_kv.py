@@ -73,10 +73,10 @@ async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]
     """
     _, headers, answer = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1, **body})
     [pool] = w.server.fleet.pools
-    receipt = pool.router.explain(decision_id(headers))
-    assert receipt is not None
+    record = pool.router.explain(decision_id(headers))
+    assert record is not None
     found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return headers["x-lmetric-instance"], receipt["predicted_cached_tokens"], found
+    return headers["x-lmetric-instance"], record["predicted_cached_tokens"], found
 
 
 async def hears(w: World, name: str, ids: list[int], tokens: int) -> None:

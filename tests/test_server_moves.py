@@ -37,7 +37,7 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
         said = await task
         equal(said, expected)
         assert said["roles"] == (path == CHAT)
-        ((token, target),) = said["receipt"]["migrations"]
+        ((token, target),) = said["record"]["migrations"]
         prompt = expected["usage"]["prompt_tokens"]
         assert prompt + 10 <= token < prompt + 120
         assert target != source
@@ -116,7 +116,7 @@ async def test_star_moves_what_piles_up(by: str) -> None:
             most = max(most, len(mover(w).moves))
             await asyncio.sleep(0.001)
         said = await asyncio.gather(*tasks)
-        moves = [heard["receipt"]["migrations"] for heard in said]
+        moves = [heard["record"]["migrations"] for heard in said]
         assert sum(map(len, moves)) >= 4
         assert {target for each in moves for _, target in each} >= {"b1", "b2"}
         assert 0 < most <= 3
@@ -136,7 +136,7 @@ async def test_decodes_move_between_decode_engines() -> None:
             assert await move(w, 10, target)
             said = await task
             equal(said, expected)
-            assert [to for _, to in said["receipt"]["migrations"]] == [target]
+            assert [to for _, to in said["record"]["migrations"]] == [target]
             assert said["headers"]["x-lmetric-prefill"] == "p0"
         assert w.outcomes == {"transferred": 2}
 
@@ -152,8 +152,8 @@ async def test_what_was_cut_moves_too(at: float) -> None:
                 await asyncio.sleep(0.001)
             said = await task
             equal(said, await alone(w, path, body))
-            assert len(said["receipt"]["cuts"]) == 1
-            assert len(said["receipt"]["migrations"]) == 1
+            assert len(said["record"]["cuts"]) == 1
+            assert len(said["record"]["migrations"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ async def test_what_stays_says_why(fields: dict[str, Any], why: str) -> None:
     async with moving(plain(clock_speed=50.0, max_model_len=2048)) as w:
         body = stream_of(CHAT, "a river") | fields
         said = await asked(w, CHAT, body)
-        assert why in said["receipt"]["split_reason"]
-        assert said["receipt"]["migrations"] == []
+        assert why in said["record"]["split_reason"]
+        assert said["record"]["migrations"] == []
 
 
 async def test_no_gap_longer_than_allowed() -> None:
@@ -180,7 +180,7 @@ async def test_no_gap_longer_than_allowed() -> None:
             assert await move(w, 10) is cache
             said = await task
             equal(said, await alone(w, CHAT, body))
-            assert said["receipt"]["migrations"] == []
+            assert said["record"]["migrations"] == []
             assert mover(w).outcomes == {"long_gap": 1}
 
 

@@ -58,7 +58,7 @@ async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
         assert await move(w, 12, third)
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["migrations"]] == [third]
+        assert [to for _, to in said["record"]["migrations"]] == [third]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -68,7 +68,7 @@ async def test_the_source_dies_while_the_target_computes_ahead(path: str) -> Non
         await w.kill(source)
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["migrations"]] == [target]
+        assert [to for _, to in said["record"]["migrations"]] == [target]
         assert mover(w).outcomes == {"source_failed": 1}
 
 
@@ -81,7 +81,7 @@ async def test_source_and_target_die(path: str) -> None:
         await w.kill(target)
         said = await task
         equal(said, expected)
-        assert said["receipt"]["outcome"] == "finished"
+        assert said["record"]["outcome"] == "finished"
         assert w.server.fleet.pools[0].router.stats()["migrated"] == 1
 
 
@@ -99,7 +99,7 @@ async def test_the_target_dies_in_the_gap(path: str) -> None:
         await w.kill(target)
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["migrations"]] == [target]
+        assert [to for _, to in said["record"]["migrations"]] == [target]
         assert w.server.fleet.pools[0].router.stats()["retries"] == 1
 
 
@@ -155,7 +155,7 @@ async def test_a_stream_that_ends_while_its_target_computes_ahead() -> None:
         assert await move(w, 3, "b1")
         said = await task
         equal(said, expected)
-        assert said["receipt"]["migrations"] == []
+        assert said["record"]["migrations"] == []
         assert mover(w).outcomes == {"ended": 1}
 
 
@@ -230,19 +230,19 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
     status, headers, raw = await task
     moves.outcomes.clear()
     assert status == 200
-    receipt = pool.router.explain(decision_id(headers))
-    assert receipt is not None
-    return began, heard(raw), receipt
+    record = pool.router.explain(decision_id(headers))
+    assert record is not None
+    return began, heard(raw), record
 
 
 async def test_a_seam_inside_a_character() -> None:
     async with tellers(tale()) as w:
         tokens = []
         for count in range(1, 36, 2):
-            began, said, receipt = await told_in_two(w, count)
+            began, said, record = await told_in_two(w, count)
             assert began
             assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
-            tokens += [token - len(START) for token, _ in receipt["migrations"]]
+            tokens += [token - len(START) for token, _ in record["migrations"]]
         halves = [n for n in tokens if TOKENIZER.decode(STORY[:n]).endswith("\N{REPLACEMENT CHARACTER}")]
         assert len(tokens) > 9
         assert halves
@@ -250,9 +250,9 @@ async def test_a_seam_inside_a_character() -> None:
 
 async def test_a_stream_that_has_said_its_last_token_stays() -> None:
     async with tellers(tale(lingers=0.1)) as w:
-        began, said, receipt = await told_in_two(w, len(STORY))
+        began, said, record = await told_in_two(w, len(STORY))
         assert not began
-        assert (said["text"], said["finish"], receipt["migrations"]) == (STORY_TEXT, "length", [])
+        assert (said["text"], said["finish"], record["migrations"]) == (STORY_TEXT, "length", [])
 
 
 @pytest.mark.parametrize(
@@ -264,15 +264,15 @@ async def test_a_stream_that_has_said_its_last_token_stays() -> None:
 )
 async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
     async with tellers(behave) as w:
-        began, said, receipt = await told_in_two(w, 5)
-        assert (began, said["finish"], receipt["migrations"]) == (False, "length", [])
+        began, said, record = await told_in_two(w, 5)
+        assert (began, said["finish"], record["migrations"]) == (False, "length", [])
         assert said["text"] == (STORY_TEXT if why.startswith("does") else "something else" * len(STORY))
         # From now on, such requests are forwarded unchanged, with the reason in their decision
         # records.
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         _, headers, _ = await w.post(body)
-        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers)) or {}
-        assert why in receipt["split_reason"]
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers)) or {}
+        assert why in record["split_reason"]
         last = [fake.requests[-1].json for fake in w.engines if fake.requests]
         assert any("return_token_ids" not in asked for asked in last)
 

@@ -40,16 +40,16 @@ async def test_the_answer_is_one_engines(path: str, two_ways: bool) -> None:
         assert await move(w, 10) is True
         said = await task
         equal(said, expected)
-        ((_, target),) = said["receipt"]["migrations"]
+        ((_, target),) = said["record"]["migrations"]
         assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {"transferred": 1})
         # The source finds the fetched tokens in its cache, and no engine computes a prompt token
         # twice.
         prompt = expected["usage"]["prompt_tokens"]
         at_source, at_target = w.load(source), w.load(target)
         assert at_source["cached_prompt_tokens"] > prompt - 16
-        assert at_target["pulled_prompt_tokens"] > prompt
+        assert at_target["fetched_prompt_tokens"] > prompt
         computed = at_target["prompt_tokens"] - at_target["cached_prompt_tokens"]
-        assert computed - at_target["pulled_prompt_tokens"] < 64
+        assert computed - at_target["fetched_prompt_tokens"] < 64
 
 
 async def test_any_stream_moved_anywhere() -> None:
@@ -95,7 +95,7 @@ async def test_an_engine_dies_meanwhile(path: str, which: str) -> None:
         await w.kill({"source": source, "target": target}[which])
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["migrations"]] == ([target] if which == "source" else [])
+        assert [to for _, to in said["record"]["migrations"]] == ([target] if which == "source" else [])
         assert mover(w).outcomes == ({"source_failed": 1} if which == "source" else {"target_failed": 1})
 
 
@@ -111,7 +111,7 @@ async def test_a_target_that_cannot_fetch_computes(policy: str) -> None:
         assert await move(w, 5)
         said = await task
         equal(said, expected)
-        assert len(said["receipt"]["migrations"]) == 1
+        assert len(said["record"]["migrations"]) == 1
         assert w.outcomes == {"transferred": 1} | ({"broken": 1} if policy == "fail" else {})
 
 
@@ -133,7 +133,7 @@ async def test_what_is_late_is_not_fetched() -> None:
         assert await move(w, 5)
         said = await task
         equal(said, await alone(w, COMPLETIONS, body))
-        assert len(said["receipt"]["migrations"]) == 1
+        assert len(said["record"]["migrations"]) == 1
         assert w.outcomes == {"late": 1}
 
 
@@ -153,9 +153,9 @@ async def test_a_stream_whose_engine_dies_goes_on_elsewhere(path: str, given: di
             await w.kill(gone[-1])
         said = await task
         equal(said, expected)
-        assert len({to for _, to in said["receipt"]["migrations"]} - {gone[0]}) == 2
+        assert len({to for _, to in said["record"]["migrations"]} - {gone[0]}) == 2
         assert mover(w).outcomes == {"source_failed": 2}
-        assert said["receipt"]["outcome"] == "finished"
+        assert said["record"]["outcome"] == "finished"
 
 
 async def test_a_stream_that_nobody_takes_over_breaks_off() -> None:

@@ -78,7 +78,7 @@ async def test_a_migration() -> None:
         task = asyncio.create_task(asked(w, COMPLETIONS, body))
         source = place(await at_token(w, 10))
         assert await move(w, 10)
-        ((_, target),) = (await task)["receipt"]["migrations"]
+        ((_, target),) = (await task)["record"]["migrations"]
         await shown(page, "document.getElementById('events').textContent.includes('migration')")
         text = await page.inner_text("#events li")
         assert re.search(rf"{source} → {target}, \d+ tokens", text), text

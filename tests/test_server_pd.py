@@ -32,12 +32,12 @@ async def test_the_answer_is_one_engines(binding: str) -> None:
             assert headers["x-lmetric-instance"][0] == "d"
             assert said["usage"]["completion_tokens"] == 20
             assert "kv_transfer_params" not in said or said["kv_transfer_params"] is None
-            receipt = pool.router.explain(decision_id(headers))
-            assert receipt is not None
-            assert (receipt["outcome"], receipt["instance"]) == ("finished", headers["x-lmetric-prefill"])
+            record = pool.router.explain(decision_id(headers))
+            assert record is not None
+            assert (record["outcome"], record["instance"]) == ("finished", headers["x-lmetric-prefill"])
             assert await w.stream() == alone
         # Decode engines compute no prompt, and prefill engines produce one token each.
-        pulled = sum(w.load(name)["pulled_prompt_tokens"] for name in ("d0", "d1"))
+        pulled = sum(w.load(name)["fetched_prompt_tokens"] for name in ("d0", "d1"))
         assert pulled > 0
         assert sum(w.load(name)["generation_tokens"] for name in ("p0", "p1")) == 4
         assert sum(w.load(name)["generation_tokens"] for name in ("d0", "d1")) == 80
@@ -66,7 +66,7 @@ async def test_what_is_late_is_computed_again() -> None:
     async with pd(*late, handover_seconds=1e-9) as w:
         assert await w.text() == await w.alone()
         assert w.outcomes == {"late": 1}
-        assert w.load("d0")["pulled_prompt_tokens"] == 0
+        assert w.load("d0")["fetched_prompt_tokens"] == 0
         # With a longer trusted time, the answer would have been wrong without notice.
         engine = w.server.fleet.pools[0].engines["p0"]
         assert engine.connector is not None

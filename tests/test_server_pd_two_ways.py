@@ -38,7 +38,7 @@ async def test_the_answer_is_one_engines(path: str, stream: bool) -> None:
             equal(said, await alone(w, path, body))
             assert said["headers"]["x-lmetric-prefill"] == "p0"
             assert said["headers"]["x-lmetric-instance"].startswith("d")
-            assert said["receipt"]["outcome"] == "finished"
+            assert said["record"]["outcome"] == "finished"
         assert w.outcomes == {"transferred": 2}
 
 

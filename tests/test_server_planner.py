@@ -35,31 +35,31 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         assert (told["policy"], pool.splits) == ("planner", True)
         first = await asked(w, COMPLETIONS, bodies(1)[0])
         unknown = "the speed of the instances is unknown"
-        assert first["receipt"]["split_reason"] == unknown
-        assert first["receipt"]["stay_seconds"] is None
+        assert first["record"]["split_reason"] == unknown
+        assert first["record"]["stay_seconds"] is None
         # Until its step times are known.
         before = [await asked(w, COMPLETIONS, each) for each in bodies(24)]
-        while before[-1]["receipt"]["split_reason"] == unknown:  # a busy machine measures too little
+        while before[-1]["record"]["split_reason"] == unknown:  # a busy machine measures too little
             before += [await asked(w, COMPLETIONS, each) for each in bodies(8)]
         asking = [(path, body) for path in (CHAT, COMPLETIONS) for body in bodies(40, path)]
         heard = await asyncio.gather(*(asked(w, path, body) for path, body in asking))
-        cut = [said for said in heard if said["receipt"]["cuts"]]
+        cut = [said for said in heard if said["record"]["cuts"]]
         assert 0 < len(cut) < len(heard)
         for said in heard:
-            receipt = said["receipt"]
-            stay, apart = receipt["stay_seconds"], receipt["decode_placement_seconds"]
-            if receipt["cuts"]:
+            record = said["record"]
+            stay, apart = record["stay_seconds"], record["decode_placement_seconds"]
+            if record["cuts"]:
                 # The prefill produces the first token: these settings make a KV transfer free.
-                assert receipt["cuts"] == [receipt["prompt_tokens"] + 1]
-                assert receipt["decode_instance"] != receipt["instance"]
-                assert (receipt["split_reason"], receipt["decode_score"]) == (None, apart)
+                assert record["cuts"] == [record["prompt_tokens"] + 1]
+                assert record["decode_instance"] != record["instance"]
+                assert (record["split_reason"], record["decode_score"]) == (None, apart)
                 assert 0 < apart < stay
             else:
-                assert receipt["split_reason"] == "a decode on another instance gains too little"
+                assert record["split_reason"] == "a decode on another instance gains too little"
                 assert 0 < stay <= apart
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))
-        all_cut = len(cut) + sum(bool(said["receipt"]["cuts"]) for said in before)
+        all_cut = len(cut) + sum(bool(said["record"]["cuts"]) for said in before)
         pulled = pool.fetch_outcomes["fetched"]
         assert pool.fetch_outcomes.keys() <= {"fetched", "late"}  # the clock is fast, waits are not
         assert w.outcomes == {"transferred": all_cut + pulled}
@@ -72,8 +72,8 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
         for body in bodies(6):
             said = await asked(w, COMPLETIONS, body)
             equal(said, await alone(w, COMPLETIONS, body))
-            receipt = said["receipt"]
-            assert (receipt["cuts"], receipt["split_reason"]) == ([], "its instance cannot transfer KV")
+            record = said["record"]
+            assert (record["cuts"], record["split_reason"]) == ([], "its instance cannot transfer KV")
         assert not w.outcomes
 
 

@@ -71,17 +71,17 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, tokens: int) -
         holder, expected = await ready(w, path, body, tokens)
         said = await asked(w, path, body)
         equal(said, expected)
-        receipt, prompt = said["receipt"], said["receipt"]["prompt_tokens"]
-        first, last, pulled = receipt["instance"], receipt["decode_instance"], receipt["fetched_tokens"]
+        record, prompt = said["record"], said["record"]["prompt_tokens"]
+        first, last, pulled = record["instance"], record["decode_instance"], record["fetched_tokens"]
         assert len({first, holder}) == len({first, last}) == 2
-        assert (receipt["fetch_instance"], receipt["cuts"]) == (holder, [prompt + tokens])
+        assert (record["fetch_instance"], record["cuts"]) == (holder, [prompt + tokens])
         assert prompt - 64 < pulled < prompt
         # The prefix was fetched, the rest computed, and everything transferred.
-        assert w.load(first)["pulled_prompt_tokens"] == pulled
+        assert w.load(first)["fetched_prompt_tokens"] == pulled
         assert computed(w.load(first)) == prompt - pulled
         assert (said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]) == (first, last)
         if last != holder:  # it has most tokens in its own cache
-            assert w.load(last)["pulled_prompt_tokens"] == prompt + tokens
+            assert w.load(last)["fetched_prompt_tokens"] == prompt + tokens
         assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 2})
         assert (stats(w)["fetches"], stats(w)["fetched_tokens"], stats(w)["split"]) == (1, pulled, 1)
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
@@ -96,8 +96,8 @@ async def test_a_cut_inside_the_prompt_pulls_nothing() -> None:
         cut_at(w, 0.5)
         said = await asked(w, COMPLETIONS, body)
         equal(said, expected)
-        assert said["receipt"]["cuts"][0] < said["receipt"]["prompt_tokens"]
-        assert said["receipt"]["fetch_instance"] is None
+        assert said["record"]["cuts"][0] < said["record"]["prompt_tokens"]
+        assert said["record"]["fetch_instance"] is None
         assert (outcomes(w), w.outcomes) == ({}, {"transferred": 1})
 
 
@@ -139,7 +139,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
             cut_at(w, (prompt + case["at"] * (most - 1) - 0.5) / (prompt + most))
             said = await asked(w, path, body)
             equal(said, await alone(w, path, body))
-            both_ways.append(bool(said["receipt"]["cuts"] and said["receipt"]["fetched_tokens"]))
+            both_ways.append(bool(said["record"]["cuts"] and said["record"]["fetched_tokens"]))
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
@@ -173,7 +173,7 @@ async def test_many_at_once(config: dict[str, Any]) -> None:
         for (path, body), heard in list(zip(bodies, said, strict=True))[::4]:
             equal(heard, await alone(w, path, body))
         cut, pulled = [
-            {n for n, heard in enumerate(said) if heard["receipt"][name]}
+            {n for n, heard in enumerate(said) if heard["record"][name]}
             for name in ("cuts", "fetched_tokens")
         ]
         inside = not isinstance(config["split"], SplitAt)  # it splits inside the prompts
@@ -196,7 +196,7 @@ async def test_and_then_it_moves(by: str, path: str) -> None:
         assert await move(w, 10), mover(w).outcomes
         said = await task
         equal(said, expected)
-        assert (len(said["receipt"]["migrations"]), outcomes(w)) == (1, {"fetched": 1})
+        assert (len(said["record"]["migrations"]), outcomes(w)) == (1, {"fetched": 1})
         assert mover(w).outcomes == {"migrated": 1}
 
 
@@ -212,9 +212,9 @@ async def test_a_holder_that_is_gone(path: str, stream: bool) -> None:
         await w.kill(holder)
         said = await asked(w, path, body)
         equal(said, expected)
-        receipt = said["receipt"]
-        assert (receipt["fetch_instance"], receipt["fetched_tokens"]) == (holder, 0)
-        assert computed(w.load(receipt["instance"])) == expected["usage"]["prompt_tokens"]
+        record = said["record"]
+        assert (record["fetch_instance"], record["fetched_tokens"]) == (holder, 0)
+        assert computed(w.load(record["instance"])) == expected["usage"]["prompt_tokens"]
         assert (outcomes(w), w.outcomes) == ({"holder_failed": 1}, {"transferred": 1})
 
 
@@ -259,7 +259,7 @@ async def test_what_is_held_too_long_is_not_fetched() -> None:
         _, expected = await ready(w, COMPLETIONS, body)
         equal(await asked(w, COMPLETIONS, body), expected)
         assert w.outcomes == {"late": 2}
-        assert not any(w.load(name)["pulled_prompt_tokens"] for name in w.engines)
+        assert not any(w.load(name)["fetched_prompt_tokens"] for name in w.engines)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -276,8 +276,8 @@ async def test_an_engine_that_cannot_fetch_computes_and_hands_on(
         equal(said, expected)
         assert outcomes(w) == {"fetched": 1}
         assert w.outcomes == {"transferred": 2} | ({"broken": 1} if policy == "fail" else {})
-        first = said["receipt"]["instance"]
-        assert computed(w.load(first)) == said["receipt"]["prompt_tokens"]
+        first = said["record"]["instance"]
+        assert computed(w.load(first)) == said["record"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -290,11 +290,11 @@ async def test_the_first_engine_is_gone_when_it_is_its_turn(path: str, stream: b
         await w.kill(first)
         said = await asked(w, path, body)
         equal(said, expected)
-        receipt = said["receipt"]
-        assert receipt["tried"] == [first, receipt["instance"]]
-        assert receipt["outcome"] == "finished"
+        record = said["record"]
+        assert record["tried"] == [first, record["instance"]]
+        assert record["outcome"] == "finished"
         # Fetched for the first segment, and again for the next unless that runs on the holder.
-        assert outcomes(w) == {"fetched": 1 + (receipt["instance"] != holder)}
+        assert outcomes(w) == {"fetched": 1 + (record["instance"] != holder)}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -308,7 +308,7 @@ async def test_the_first_engine_dies_in_its_leg(path: str) -> None:
         await w.kill(busy(w, others)[0])
         said = await task
         equal(said, expected)
-        assert said["receipt"]["outcome"] == "finished"
+        assert said["record"]["outcome"] == "finished"
         assert outcomes(w)["fetched"] >= 1
 
 
@@ -327,7 +327,7 @@ async def test_the_last_engine_is_gone_when_it_is_its_turn(path: str) -> None:
         await w.kill(last)
         said = await task
         equal(said, expected)
-        assert said["receipt"]["decode_instance"] not in (None, last)
+        assert said["record"]["decode_instance"] not in (None, last)
 
 
 @pytest.mark.parametrize("when", ["pull", "first leg", "last leg"])
@@ -368,13 +368,13 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool, tokens: int
             renders_otherwise(w, name)
         cut_at(w, None)
         whole = await asked(w, CHAT, body)
-        prompt = whole["receipt"]["prompt_tokens"]
+        prompt = whole["record"]["prompt_tokens"]
         cut_at(w, (prompt + tokens - 0.5) / (prompt + body["max_tokens"]))
         said, again = [await asked(w, CHAT, body) for _ in range(2)]
-        assert said["receipt"]["fetch_instance"]
+        assert said["record"]["fetch_instance"]
         assert outcomes(w)["fetched"] == 1
         assert w.outcomes["other_tokens"] == 1
         equal(said, whole)
-        assert "tokenizes a chat differently" in again["receipt"]["fetch_reason"]
-        assert "tokenizes a chat differently" in again["receipt"]["split_reason"]
+        assert "tokenizes a chat differently" in again["record"]["fetch_reason"]
+        assert "tokenizes a chat differently" in again["record"]["split_reason"]
         equal(again, whole)

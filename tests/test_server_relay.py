@@ -31,18 +31,18 @@ STREAM = {"model": "tiny", "prompt": "hello", "stream": True}
 FAST = {"timeouts": {"first_byte": 0.2, "answer": 0.2, "between_chunks": 0.2}}
 
 
-async def test_plain_answer_and_its_receipt() -> None:
+async def test_plain_answer_and_its_record() -> None:
     async with world(1) as w:
         status, headers, got = await w.post(headers={"x-request-id": "rid-7"})
         assert (status, got["choices"][0]["text"]) == (200, "from e0")
         assert headers["x-lmetric-instance"] == "e0"
         assert headers["x-request-id"] == w.engines[0].requests[0].headers["x-request-id"] == "rid-7"
-        code, receipt = await w.get("/debug/decisions/" + headers["x-lmetric-decision"])
-        receipt = orjson.loads(receipt)
+        code, record = await w.get("/debug/decisions/" + headers["x-lmetric-decision"])
+        record = orjson.loads(record)
         assert code == 200
-        assert (receipt["instance"], receipt["outcome"], receipt["request_id"]) == ("e0", "finished", "rid-7")
-        assert (receipt["cached_tokens"], receipt["output_tokens"]) == (4, 3)
-        assert receipt["model"] == "tiny"
+        assert (record["instance"], record["outcome"], record["request_id"]) == ("e0", "finished", "rid-7")
+        assert (record["cached_tokens"], record["output_tokens"]) == (4, 3)
+        assert record["model"] == "tiny"
 
 
 async def test_stream_passes_bytes_exactly_and_counts_tokens() -> None:
@@ -51,10 +51,10 @@ async def test_stream_passes_bytes_exactly_and_counts_tokens() -> None:
         usage_event = event({"choices": [], "usage": usage()})
         assert got == token("a") + token("b") + token("c", "length") + usage_event + event(b"[DONE]")
         assert (status, headers["transfer-encoding"]) == (200, "chunked")
-        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
-        assert receipt is not None
-        assert (receipt["outcome"], receipt["output_tokens"]) == ("finished", 3)
-        assert receipt["ttft_seconds"] > 0
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        assert record is not None
+        assert (record["outcome"], record["output_tokens"]) == ("finished", 3)
+        assert record["ttft_seconds"] > 0
 
 
 async def test_each_chunk_arrives_before_the_next_is_sent() -> None:
@@ -244,9 +244,9 @@ async def test_dying_in_mid_stream_ends_with_an_error_event(tail: bytes, then: s
         problem = orjson.loads(error.removeprefix(b"data: "))["error"]
         assert problem["message"].startswith("the engine failed in the middle of its answer (e0: ")
         assert (done, rest) == (b"data: [DONE]", b"")
-        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
-        assert receipt is not None
-        assert receipt["outcome"] not in ("finished", "running", "dropped")
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        assert record is not None
+        assert record["outcome"] not in ("finished", "running", "dropped")
         # The client's connection is intact and serves the next request.
         w.engines[0].behave = answer
         assert (await w.post())[0] == 200
@@ -259,9 +259,9 @@ async def test_an_engine_that_aborts_is_no_success() -> None:
     async with world([FakeEngine(behave=fault)]) as w:
         _, headers, got = await w.post(STREAM)
         assert b'"abort"' in got
-        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
-        assert receipt is not None
-        assert receipt["outcome"] == "engine_error"
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        assert record is not None
+        assert record["outcome"] == "engine_error"
 
 
 async def test_a_client_that_leaves_stops_the_engine() -> None:

@@ -28,9 +28,9 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, at: float) -> 
         for _ in range(2):
             said = await asked(w, path, body)
             equal(said, expected)
-            receipt = said["receipt"]
-            assert receipt["cuts"] == [math.ceil(at * (expected["usage"]["prompt_tokens"] + 24))]
-            assert (receipt["split_reason"], receipt["outcome"]) == (None, "finished")
+            record = said["record"]
+            assert record["cuts"] == [math.ceil(at * (expected["usage"]["prompt_tokens"] + 24))]
+            assert (record["split_reason"], record["outcome"]) == (None, "finished")
             assert said["headers"]["x-lmetric-prefill"] != said["headers"]["x-lmetric-instance"]
         assert w.outcomes == {"transferred": 2}
         if stream:  # without streaming, the router gets no tokens before the end
@@ -71,8 +71,8 @@ async def test_any_request_cut_anywhere() -> None:
             )
             said = await asked(w, case["path"], body)
             equal(said, await alone(w, case["path"], body))
-            cuts.extend(said["receipt"]["cuts"])
-            assert said["receipt"]["cuts"] or said["receipt"]["split_reason"]
+            cuts.extend(said["record"]["cuts"])
+            assert said["record"]["cuts"] or said["record"]["split_reason"]
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
@@ -112,17 +112,17 @@ async def test_what_stays_whole_says_why(fields: dict[str, Any], why: str) -> No
         body = body_of(CHAT, **fields)
         said = await asked(w, CHAT, body)
         equal(said, await alone(w, CHAT, body))
-        assert said["receipt"]["cuts"] == []
-        assert why in said["receipt"]["split_reason"]
+        assert said["record"]["cuts"] == []
+        assert why in said["record"]["split_reason"]
         assert "x-lmetric-prefill" not in said["headers"]
 
 
 async def test_without_a_tokenizer_nothing_is_cut() -> None:
     async with split(tokenizer="off") as w:
         said = await asked(w, COMPLETIONS, body_of(COMPLETIONS))
-        assert said["receipt"]["split_reason"] == "its prompt is not known as token ids"
+        assert said["record"]["split_reason"] == "its prompt is not known as token ids"
         said = await asked(w, COMPLETIONS, body_of(COMPLETIONS) | {"prompt": [7] * 30})
-        assert "tokenizer is not known" in said["receipt"]["split_reason"]
+        assert "tokenizer is not known" in said["record"]["split_reason"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -139,10 +139,10 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
             said = await asked(w, path, stopping)
             equal(said, await alone(w, path, stopping))
             assert (said["finish"], said["stop"]) == ("stop", stop)
-            assert said["receipt"]["outcome"] == "finished"
-            assert said["receipt"]["cuts"]
+            assert said["record"]["outcome"] == "finished"
+            assert said["record"]["cuts"]
             # The first engine produced all of it, whichever engine was to continue.
-            assert said["headers"]["x-lmetric-instance"] == said["receipt"]["instance"]
+            assert said["headers"]["x-lmetric-instance"] == said["record"]["instance"]
         assert w.outcomes == {}
         # After the split it ends like on one engine, too.
         w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=(prompt + 4) / (prompt + 40)))
@@ -162,9 +162,9 @@ async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
                 said = await asked(w, path, body)
                 equal(said, await alone(w, path, body))
                 if recompute:
-                    assert said["receipt"]["cuts"]
+                    assert said["record"]["cuts"]
                 else:
-                    assert said["receipt"]["split_reason"] == "its instance cannot transfer KV"
+                    assert said["record"]["split_reason"] == "its instance cannot transfer KV"
         assert w.outcomes == ({"no_connector": 4} if recompute else {})
 
 
@@ -175,7 +175,7 @@ async def test_only_the_output_is_cut_without_the_bidirectional_mode() -> None:
         said = await asked(w, COMPLETIONS, body)
         expected = await alone(w, COMPLETIONS, body)
         equal(said, expected)
-        assert said["receipt"]["cuts"] == [expected["usage"]["prompt_tokens"]]
+        assert said["record"]["cuts"] == [expected["usage"]["prompt_tokens"]]
         w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=0.95))
         equal(await asked(w, COMPLETIONS, body), expected)
         assert w.outcomes == {"transferred": 2}

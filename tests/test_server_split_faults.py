@@ -102,7 +102,7 @@ async def test_the_last_engine_dies_in_mid_stream(path: str) -> None:
 
         def lasts() -> list[str]:
             loads = {name: w.load(name) for name in w.engines}
-            return [n for n, x in loads.items() if x["pulled_prompt_tokens"] and x["generation_tokens"] > 3]
+            return [n for n, x in loads.items() if x["fetched_prompt_tokens"] and x["generation_tokens"] > 3]
 
         await w.until(lasts)
         await w.kill(lasts()[0])
@@ -160,8 +160,8 @@ async def test_engines_of_another_model_take_nothing_over() -> None:
             async with w.client.get(
                 f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}?full=1"
             ) as response:
-                receipt = await response.json()
-            assert (receipt["cuts"], receipt["split_reason"]) == ([], "no second instance is available")
+                record = await response.json()
+            assert (record["cuts"], record["split_reason"]) == ([], "no second instance is available")
         assert w.outcomes == {}
 
 
@@ -385,9 +385,9 @@ async def test_a_seam_inside_a_character(stream: bool) -> None:
             pool.router.configure(split=SplitAt(fraction=(29.5 + cut) / 70))
             status, headers, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)
-            receipt = pool.router.explain(decision_id(headers))
-            assert receipt is not None
-            assert receipt["cuts"] == [30 + cut]
+            record = pool.router.explain(decision_id(headers))
+            assert record is not None
+            assert record["cuts"] == [30 + cut]
         assert dict(pool.kv_transfers) == {"transferred": 38}
 
 
@@ -472,9 +472,9 @@ async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, s
             assert said_in(got) == STORY_TEXT
         # From now on, no request is split, and the decision record has the reason.
         _, headers, _ = await w.post(ASKED)
-        receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
-        assert receipt is not None
-        assert why in receipt["split_reason"]
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        assert record is not None
+        assert why in record["split_reason"]
 
 
 async def test_a_last_leg_that_says_nothing() -> None:
@@ -515,12 +515,12 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
             renders_otherwise(w, name)
         body = body_of(CHAT, stream=stream)
         said = await asked(w, CHAT, body)
-        assert said["receipt"]["cuts"]
+        assert said["record"]["cuts"]
         assert w.outcomes == {"transferred": 1, "other_tokens": 1}
         # As without a split.
         again = await asked(w, CHAT, body)
         equal(said, again)
-        assert "it tokenizes a chat differently from the router" in again["receipt"]["split_reason"]
+        assert "it tokenizes a chat differently from the router" in again["record"]["split_reason"]
         async with w.client.post(w.engines["b0"].url + CHAT, json=body) as response:
             raw = await response.read()
         assert said["text"] == (heard(raw) if stream else told(orjson.loads(raw)))["text"]
@@ -577,8 +577,8 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         cuts = []
         for _ in range(2):
             _, headers, _ = await w.post(ASKED)
-            receipt = router.explain(decision_id(headers)) or {}
-            cuts.append((receipt["cuts"], receipt["split_reason"]))
+            record = router.explain(decision_id(headers)) or {}
+            cuts.append((record["cuts"], record["split_reason"]))
         assert cuts[0] == ([40], None)
         assert "the engine's text differs from the text of its tokens" in cuts[1][1]
         pool = w.server.fleet.pools[0]
@@ -587,8 +587,8 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         pool._not_joinable[COMPLETIONS] = (why, time.monotonic())
         status, headers, got = await w.post(ASKED)
         assert (status, said_in(got)) == (200, STORY_TEXT)
-        receipt = router.explain(decision_id(headers)) or {}
-        assert (receipt["cuts"], receipt["split_reason"]) == ([40], None)
+        record = router.explain(decision_id(headers)) or {}
+        assert (record["cuts"], record["split_reason"]) == ([40], None)
         # A changed engine allows a new try at once.
         pool.not_joinable(COMPLETIONS, "as a test wants")
         engine = pool.engines["e0"]
@@ -596,5 +596,5 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         engine.ask_anew()
         await w.server._monitor.check([engine])
         _, headers, _ = await w.post(ASKED)
-        receipt = router.explain(decision_id(headers)) or {}
-        assert receipt["split_reason"] is None
+        record = router.explain(decision_id(headers)) or {}
+        assert record["split_reason"] is None

@@ -33,7 +33,7 @@ def chat(*contents: str, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": messages, **more}
 
 
-async def receipt(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+async def record(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
     """Returns the decision record of a successful request."""
     status, headers, answer = await w.post(body, path)
     assert status == 200, answer
@@ -52,21 +52,19 @@ async def test_chats_and_completions_are_matched_by_token(folder: Path) -> None:
     async with world(1, tokenizer=str(folder), block_size=4) as w:
         first = chat("What is a router?")
         tokens = tokenizer.chat(first)
-        assert (await receipt(w, first))["prompt_tokens"] == len(tokens)
+        assert (await record(w, first))["prompt_tokens"] == len(tokens)
         longer = chat("What is a router?", "It sends requests on.", "Why?")
-        got = await receipt(w, longer)
+        got = await record(w, longer)
         # All full blocks that both share: the first prompt ends where the answer continues.
         assert got["predicted_cached_tokens"] == len(tokens) // 4 * 4
         text = {"model": "tiny", "prompt": "<|im_start|>user\nWhat is a router?<|im_end|>\n"}
-        got = await receipt(w, text, "/v1/completions")
+        got = await record(w, text, "/v1/completions")
         ids = tokenizer.completion(text["prompt"])
         assert got["prompt_tokens"] == len(ids)
         assert got["predicted_cached_tokens"] == len(ids) // 4 * 4
         # Token ids take another path, and match the same blocks.
         ids_given = {"model": "tiny", "prompt": ids.tolist()}
-        assert (await receipt(w, ids_given, "/v1/completions"))["predicted_cached_tokens"] == len(
-            ids
-        ) // 4 * 4
+        assert (await record(w, ids_given, "/v1/completions"))["predicted_cached_tokens"] == len(ids) // 4 * 4
         assert not w.server.fleet.pools[0].text_prompts
 
 
@@ -74,7 +72,7 @@ async def test_several_prompts_count_as_load(folder: Path) -> None:
     async with world(1, tokenizer=str(folder)) as w:
         body = {"model": "tiny", "prompt": ["the router", "word " * 400]}
         alone = len(PromptTokenizer.load(folder).completion("the router"))
-        assert (await receipt(w, body, "/v1/completions"))["prompt_tokens"] > alone + 200
+        assert (await record(w, body, "/v1/completions"))["prompt_tokens"] > alone + 200
 
 
 async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path: Path) -> None:
@@ -102,7 +100,7 @@ async def test_off_and_other_paths_stay_text(folder: Path) -> None:
     async with world(1, tokenizer="off") as w:
         pool = w.server.fleet.pools[0]
         assert (pool.tokenizer, pool.tokenizer_note) == (None, "tokenizer: off")
-        assert (await receipt(w, chat("hi")))["prompt_tokens"]
+        assert (await record(w, chat("hi")))["prompt_tokens"]
     async with world(1, tokenizer=str(folder)) as w:
         tokenizer = w.server.fleet.pools[0].tokenizer
         assert tokenizer is not None

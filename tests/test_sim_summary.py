@@ -27,8 +27,8 @@ def run_of(n: int = 4) -> Any:
         first_token_seconds=first[:n], finished_seconds=finished[:n], output_tokens=output[:n],
         input_tokens=np.array([100, 300, 200, 400])[:n], hit_tokens=np.array([0, 150, 50, 300])[:n],
         split="libra", cut_tokens=np.array([-1, 40, 0, 9])[:n],
-        pull_instance=np.array([-1, 1, 0, 1])[:n], pulled_tokens=np.array([0, 60, 0, 40])[:n],
-        reschedule="none", moves=np.array([0, 0, 3, 1])[:n],
+        fetch_instance=np.array([-1, 1, 0, 1])[:n], fetched_tokens=np.array([0, 60, 0, 40])[:n],
+        rebalance="none", moves=np.array([0, 0, 3, 1])[:n],
         oom=6, step_variance=0.5, token_slo_seconds=0.1, slow_tokens=np.array([2, 0, 5, 1])[:n],
         gap_seconds=lambda quantile: 0.05 * quantile,
         local_order="srpt", preemptions=np.array([5, 0, 2, 1])[:n],
@@ -46,8 +46,8 @@ def test_a_runs_figures() -> None:
     assert (figures.decode_policy, figures.optimal_assignment_ratio) == ("sibyl", 2 / 3)
     assert (figures.policy, figures.seed, figures.requests, figures.failed) == ("lmetric", 7, 4, 0)
     assert (figures.local_order, figures.preemptions) == ("srpt", 8)
-    assert (figures.pulls, figures.pulled_ratio) == (3, 0.1)
-    assert (figures.split, figures.splits, figures.reschedule, figures.moves) == ("libra", 3, "none", 4)
+    assert (figures.fetches, figures.fetched_ratio) == (3, 0.1)
+    assert (figures.split, figures.splits, figures.rebalance, figures.moves) == ("libra", 3, "none", 4)
     # Of 44 tokens, 8 came later than 0.1 s after the one before, of 40 that could.
     assert figures.step_variance == 0.5
     assert (figures.oom, figures.token_goodput) == (6, pytest.approx(36 / 7))

@@ -115,7 +115,7 @@ def test_splits_are_runs_of_their_own() -> None:
     ]
     assert "split" not in answer["setting"]["settings"]
     assert runs[0]["splits"] == 0 < runs[1]["splits"] <= runs[1]["requests"]
-    assert {"reschedule", "moves", "oom", "token_goodput", "tbt_p99_seconds"} <= runs[1].keys()
+    assert {"rebalance", "moves", "oom", "token_goodput", "tbt_p99_seconds"} <= runs[1].keys()
     done = simulate(*BASE, *busy, "--split", "none,libra")
     assert done.returncode == 0, done.stderr
     assert "least_requests, libra" in done.stdout or "least_requests + least_requests, libra" in done.stdout

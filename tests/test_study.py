@@ -144,7 +144,7 @@ def test_every_option_is_varied_with_its_settings(tmp_path: Path) -> None:
     )  # fmt: skip
     assert kept.figures.e2e_seconds is not None
     assert kept.figures.e2e_seconds.mean == pytest.approx(float(plain.e2e_seconds.mean()))
-    assert (kept.figures.split, kept.figures.reschedule) == ("libra", "star")
+    assert (kept.figures.split, kept.figures.rebalance) == ("libra", "star")
 
 
 def test_a_study_varies_all_that_simulations_take() -> None:

@@ -49,15 +49,15 @@ def test_the_router_cuts_a_request_that_thinks_in_three_and_says_so() -> None:
     router.configure(split=lm.LibraSplit(parts=3, lengths_given=True, min_gain=-1))
     told = {"prompt_tokens": 512, "max_tokens": 1536}
     decision, ticket = router.route(lm.Request(**told, reasoning_tokens=1200))
-    receipt = router.explain(decision.id)
-    assert receipt is not None
-    first, second = receipt["cuts"]
+    record = router.explain(decision.id)
+    assert record is not None
+    first, second = record["cuts"]
     assert 0 < first < second <= 1712
-    assert {decision.instance, receipt["decode_instance"], receipt["answer_instance"]} == set("abc")
-    assert receipt["balance_third_seconds"] > 0
-    assert receipt["balance_cut_seconds"] is None
-    assert ticket.segment_done() == receipt["decode_instance"]
-    assert ticket.segment_done() == receipt["answer_instance"]
+    assert {decision.instance, record["decode_instance"], record["answer_instance"]} == set("abc")
+    assert record["balance_third_seconds"] > 0
+    assert record["balance_cut_seconds"] is None
+    assert ticket.segment_done() == record["decode_instance"]
+    assert ticket.segment_done() == record["answer_instance"]
     assert ticket.segment_done() is None
     assert router.in_flight() == 0
     decision, _ = router.route(lm.Request(**told))

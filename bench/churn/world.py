@@ -141,7 +141,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     inside = (at >= CHANGE_SECONDS) & (at < stage.ends)
     first = (at >= CHANGE_SECONDS) & (at < CHANGE_SECONDS + 60.0)
     ttft = run.ttft_seconds
-    found = run.hit_tokens + run.pulled_tokens
+    found = run.hit_tokens + run.fetched_tokens
     lasts = [each.done_seconds - each.change.at_seconds for each in run.changes]
     return Outcome(
         requests=float(inside.sum()),

@@ -68,7 +68,7 @@ def knobs(world: Pool) -> Row:
     chunked = [(n, engine.model_copy(update={"max_batch_tokens": n})) for n in (1024, 2048)]
     steps = [Rival(f"steps of {n} tokens", "planner", settings={"profile": each}) for n, each in chunked]
     uniboost = {"local_order": "priority", "priority": "uniboost"}
-    cost, new = "p_token - pull_tokens + pull_cost_tokens", "(new_tokens - pull_tokens)"
+    cost, new = "p_token - fetch_tokens + fetch_cost_tokens", "(new_tokens - fetch_tokens)"
     both = {"split": "apart", "prefix_fetch": "on"}
     summed = [
         Rival(f"all that wait, {w:g}", f"{cost} + {w:g} * {new} * bs", settings=both) for w in (0.1, 0.3, 1.0)

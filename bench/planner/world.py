@@ -148,7 +148,7 @@ def outcome(run: Run, counts: NDArray[np.bool_]) -> Outcome:
     """Returns the figures of a run."""
     ttft, tpot = run.ttft_seconds[counts], run.tpot_seconds[counts] * 1e3
     tpot, others = tpot[~np.isnan(tpot)], run.tpot_seconds[~counts] * 1e3
-    prompt, pulled = run.input_tokens[counts].sum(), run.pull_instance[counts] >= 0
+    prompt, pulled = run.input_tokens[counts].sum(), run.fetch_instance[counts] >= 0
     return Outcome(
         ttft=float(ttft.mean()),
         ttft_p50=float(np.median(ttft)),
@@ -158,9 +158,9 @@ def outcome(run: Run, counts: NDArray[np.bool_]) -> Outcome:
         tpot_p99=float(np.percentile(tpot, 99)),
         others=float(np.nanmean(others)) if len(others) else 0.0,
         found=float(run.hit_tokens[counts].sum() / prompt),
-        pulled=float(run.pulled_tokens[counts].sum() / prompt),
+        pulled=float(run.fetched_tokens[counts].sum() / prompt),
         pulls=float(pulled.mean()),
-        wait=float(run.pull_seconds[counts][pulled].mean()) if pulled.any() else 0.0,
+        wait=float(run.fetch_seconds[counts][pulled].mean()) if pulled.any() else 0.0,
         instances=float(len(np.unique(run.instance[counts]))),
         filters=float(run.guard_filters),
     )

@@ -244,7 +244,7 @@ class Router:
         domain: Sequence[str | None] | None = None,
         kv_source: KvSource = "approximate",
         index_bytes: int = 536870912,
-        receipt_bytes: int = 16777216,
+        record_bytes: int = 16777216,
         guard: bool | Guard | None = None,  # None: off, unless the policy turns it on
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         decay_queued_prefill: bool = True,
@@ -445,7 +445,7 @@ class EventFeed:
     def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
     # By rank. `state` is "connecting", "live" or "incomplete". `skipped` is {reason: count},
     # `tiers` {medium: blocks}, `groups` the number of KV cache groups apart from full attention,
-    # `group_blocks` their blocks. `least_delay_seconds` is from the engine's timestamp of a batch.
+    # `group_blocks` their blocks. `min_delay_seconds` is from the engine's timestamp of a batch.
     # The others: `connected`, `batches`, `replayed`, `events`, `blocks_stored`, `blocks_removed`,
     # `cleared`, `gaps`, `resyncs`, `restarts`, `unanswered`, `unknown_parent`, `unknown_removed`,
     # `last_sequence`, `last_batch_age_seconds`, `block_size`, `reported_rank`, `other_topic`,
@@ -929,7 +929,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         report_cached: bool = False,  # report cached blocks of the prompt as stored again
-        pulled_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
+        fetched_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
     ) -> int: ...  # the request's key; BadValueError if the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: unknown request
     def next_load(self) -> float | None: ...  # end of the first load from the host tier under way
@@ -1077,10 +1077,10 @@ def simulate(
     transfer_overlap: str = "end",
     transfer_chunk_tokens: int = 256,
     transfer_unshared: bool = False,
-    pull: Mapping[str, float] | None = None,
-    pull_holder_seconds: float = 0.0,
-    pull_waits: bool = True,
-    pull_pinned: bool = True,
+    fetch: Mapping[str, float] | None = None,
+    fetch_holder_seconds: float = 0.0,
+    fetch_waits: bool = True,
+    fetch_pinned: bool = True,
     local_order: str = "fcfs",
     order_slo_seconds: float = 0.1,
     order_think_slo_seconds: float | None = None,
@@ -1089,8 +1089,8 @@ def simulate(
     priority_settings: Mapping[str, float] | None = None,
     split: str = "none",
     split_settings: Mapping[str, float] | None = None,
-    reschedule: str = "none",
-    reschedule_settings: Mapping[str, float | str] | None = None,
+    rebalance: str = "none",
+    rebalance_settings: Mapping[str, float | str] | None = None,
     migration_by: str = "fetch",
     migration_max_concurrent: int = 4,
     migration_max_gap_seconds: float = 1.0,

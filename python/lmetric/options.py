@@ -592,18 +592,8 @@ _STUDIED = {
     "llumnix": "it has the rules of a rival",
     "thunder_agent": "it has the rules of a rival",
 }
-# Core names of fields, except the regular ones: `min_x` is `least_x` in the core, `max_x` is
-# `most_x`.
-_CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
 _SWITCH: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 _ADAPTIVE = ("window", "min_requests", "every", "smoothing", "min_gamma", "max_gamma")
-
-
-def _core_name(name: str) -> str:
-    for ours, cores in (("min_", "least_"), ("max_", "most_")):
-        if name.startswith(ours) and name not in _CORE_NAMES:
-            return cores + name.removeprefix(ours)
-    return _CORE_NAMES.get(name, name)
 
 
 def served(what: str) -> dict[str, Any]:
@@ -913,8 +903,7 @@ def _check_range(what: str, option: Any, given: list[str]) -> None:
             alone: Any = Guard(**{name: value})
         else:
             kind, settings = core_settings(what, option)
-            core = _core_name(name)
-            alone = kind, {core: settings[core]} if core in settings else {}
+            alone = kind, {name: settings[name]} if name in settings else {}
         if error := refused(alone):
             expected = str(error).rpartition("expected ")[2]
             raise _refused((name,), value, f"expected {expected}", what) from None
@@ -1025,7 +1014,7 @@ def sweep(value: Any) -> Iterator[Any]:
 
 
 def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
-    """An option in the core's form: its kind (``"none"`` for None) and its settings by core name.
+    """An option in the core's form: its kind (``"none"`` for None) and its settings.
 
     Args:
         what: ``split``, ``prefix_fetch``, ``priority`` or ``rebalance``.
@@ -1038,8 +1027,7 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(option, _classes(what)):
         raise _bad(what, option, f"{_options(what)} or None")
     if isinstance(option, SplitBy):
-        ours = option.planner in _KINDS[what]  # others use the core names
-        return option.planner, {_core_name(k) if ours else k: v for k, v in option.settings.items()}
+        return option.planner, dict(option.settings)
     values = dict(option)
     kind = option.core_kind
     if "forecast" in values and values["forecast"] not in get_args(Forecast):
@@ -1052,7 +1040,7 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     if isinstance(option, SimulatedFetch):
         raise _bad(what, option, "lmetric.PrefixFetch(...) or None; SimulatedFetch is for simulations only")
     return kind, {
-        _core_name(name): float(value) if isinstance(value, bool) else value
+        name: float(value) if isinstance(value, bool) else value
         for name, value in values.items()
         if value is not None and name not in (*dropped, *option.of_servers)
     }

@@ -110,7 +110,7 @@ class InstanceStats(TypedDict):
     bound_tokens: float
     remaining_tokens: float
     index_blocks: float
-    pulls: float
+    fetches: float
     cache_free_tokens: float | None
     prefill_tokens_per_second: float | None
     prefill_relative_error: float | None

@@ -185,7 +185,7 @@ def _product(left: str) -> Arithmetic:
 
     def text(terms: Terms, score: float) -> str:
         work = (
-            _value(terms, left) - (terms.get("pull_tokens") or 0.0) + (terms.get("pull_cost_tokens") or 0.0)
+            _value(terms, left) - (terms.get("fetch_tokens") or 0.0) + (terms.get("fetch_cost_tokens") or 0.0)
         )
         factor, requests = score / work, terms.get("bs")
         # The request itself counts. The table beside the sentence has the requests without it.

@@ -44,15 +44,15 @@ class Served:
         (model,) = (await self.page("/debug/indicators")).values()
         return {engine: values[name] for engine, values in model.items()}
 
-    async def receipt(self, headers: Any) -> dict[str, Any]:
+    async def record(self, headers: Any) -> dict[str, Any]:
         """The decision record of an answer, once the outcome is in it."""
         async with asyncio.timeout(30):
             while True:
-                receipt: dict[str, Any] = await self.page(
+                record: dict[str, Any] = await self.page(
                     f"/debug/decisions/{headers['x-lmetric-decision']}?full=1"
                 )
-                if receipt.get("outcome"):
-                    return receipt
+                if record.get("outcome"):
+                    return record
                 await asyncio.sleep(0.01)
 
     async def until(self, true: Callable[[], Any], seconds: float = 10.0) -> None:

@@ -71,7 +71,7 @@ async def test_prefixes_of_an_engine_that_leaves_are_fetched_first(
             equal(said, want)
             successor = said["headers"]["x-lmetric-instance"]
             assert successor != holder
-            assert (await world.receipt(said["headers"]))["cached_tokens"] >= tokens - BLOCK
+            assert (await world.record(said["headers"]))["cached_tokens"] >= tokens - BLOCK
             async with world.session.post(f"{world.url}/admin/engines/{holder}/undrain") as response:
                 assert response.status == 200, await response.read()
             holder = successor

@@ -99,14 +99,14 @@ async def test_adapters_have_caches_of_their_own_and_each_is_predicted(
             ) as response:
                 answer = await response.json()
                 assert response.status == 200, answer
-                receipt = await w.receipt(response.headers)
+                record = await w.record(response.headers)
             usage = answer["usage"]
             real = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-            assert receipt["prompt_tokens"] == usage["prompt_tokens"]
+            assert record["prompt_tokens"] == usage["prompt_tokens"]
             # The engine computes at least one token of every prompt.
-            predicted = min(receipt["predicted_cached_tokens"], (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
+            predicted = min(record["predicted_cached_tokens"], (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
             feed = (await w.engines())[engine.name]["kv_events"]
-            assert predicted == real, (path, body["model"], receipt, usage, feed)
+            assert predicted == real, (path, body["model"], record, usage, feed)
             await asyncio.sleep(0.05)  # events of its last blocks are on their way
             choice = answer["choices"][0]
             return real, choice["text"] if "text" in choice else choice["message"]["content"]

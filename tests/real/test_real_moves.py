@@ -103,13 +103,13 @@ class Here:
                 await self.move(stream, count)
             said = await stream
             equal(said, want)
-            receipt = self.receipt(said)
-            if len(receipt["migrations"]) == len(counts):
-                return said, receipt
-            print("not moved:", receipt["migrations"], dict(self.mover.outcomes))
+            record = self.record(said)
+            if len(record["migrations"]) == len(counts):
+                return said, record
+            print("not moved:", record["migrations"], dict(self.mover.outcomes))
         raise AssertionError(f"not moved {len(counts)} times in {ATTEMPTS} attempts: {self.mover.outcomes}")
 
-    def receipt(self, said: dict[str, Any]) -> Any:
+    def record(self, said: dict[str, Any]) -> Any:
         return self.server.fleet.pools[0].router.explain(decision_id(said["headers"]))
 
 
@@ -194,11 +194,11 @@ async def test_to_and_fro(vllm_engines: Start, flags: dict[str, Any]) -> None:
         bodies = [each for shape in [(20, TOKENS), (900, TOKENS)] for each in streams(*shape)]
         for number, (path, body) in enumerate(bodies):
             want = await alone(here, engines[number % 2], path, body)
-            said, receipt = await here.moved(path, body, want, FIRST, SECOND)
-            (first, to), (second, back) = receipt["migrations"]
+            said, record = await here.moved(path, body, want, FIRST, SECOND)
+            (first, to), (second, back) = record["migrations"]
             assert {to, back} == {engine.name for engine in engines}
-            assert (said["headers"]["x-lmetric-instance"], receipt["outcome"]) == (back, "finished")
-            prompt = receipt["prompt_tokens"]
+            assert (said["headers"]["x-lmetric-instance"], record["outcome"]) == (back, "finished")
+            prompt = record["prompt_tokens"]
             assert prompt + FIRST <= first < second < prompt + TOKENS
             assert second >= prompt + SECOND
             print(
@@ -214,8 +214,8 @@ async def test_what_was_cut_moves_too(vllm_engines: Start, flags: dict[str, Any]
         for number, (path, body) in enumerate(streams(20, TOKENS)):
             want = await alone(here, engines[number % 2], path, body)
             # Its cut lies at about 300; what was made until then comes at once.
-            _, receipt = await here.moved(path, body, want, SECOND)
-            assert (len(receipt["cuts"]), receipt["outcome"]) == (1, "finished")
+            _, record = await here.moved(path, body, want, SECOND)
+            assert (len(record["cuts"]), record["outcome"]) == (1, "finished")
         assert set(here.mover.outcomes) <= HARMLESS
 
 
@@ -264,10 +264,10 @@ async def test_star_moves_what_piles_up(vllm_engines: Start, tmp_path: Path) -> 
         moves = 0
         for said, one in zip(await asyncio.gather(*tasks), want, strict=True):
             equal(said, one)
-            receipt = await world.receipt(said["headers"])
+            record = await world.record(said["headers"])
             assert said["headers"]["x-lmetric-instance"] == engines[0].name
-            moves += len(receipt["migrations"])
-            print("moves", receipt["migrations"], f"longest gap {said['gap'] * 1e3:.0f} ms")
+            moves += len(record["migrations"])
+            print("moves", record["migrations"], f"longest gap {said['gap'] * 1e3:.0f} ms")
         page = (await world.page("/metrics")).splitlines()
         counts = [
             line

@@ -39,10 +39,10 @@ async def test_to_and_fro(vllm_engines: Start, words: int) -> None:
         for number, (path, body) in enumerate(bodies):
             want = await alone(here, engines[number % 2], path, body)
             before = await fetched(engines)
-            said, receipt = await here.moved(path, body, want, FIRST, SECOND)
-            (first, to), (second, back) = receipt["migrations"]
+            said, record = await here.moved(path, body, want, FIRST, SECOND)
+            (first, to), (second, back) = record["migrations"]
             assert {to, back} == {engine.name for engine in engines}
-            prompt = receipt["prompt_tokens"]
+            prompt = record["prompt_tokens"]
             assert prompt + FIRST <= first < second < prompt + TOKENS
             came = await fetched(engines) - before
             print(
@@ -99,4 +99,4 @@ async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start) -
         equal(await task, want)
         # The router may see the end of the move or the engine's death first, within milliseconds.
         assert set(here.mover.outcomes) <= {"migrated", "source_failed"}, here.mover.outcomes
-        assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["migrations"]
+        assert "source_failed" in here.mover.outcomes or here.record(task.result())["migrations"]

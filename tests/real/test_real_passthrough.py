@@ -256,7 +256,7 @@ async def test_token_ids_hit_the_cache_of_a_chat(vllm_engines: Start) -> None:
         world = both.world
         async with world.session.post(f"{world.url}{GENERATE}", json=body) as response:
             answer = await response.json()
-            record = await world.receipt(response.headers)
+            record = await world.record(response.headers)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 100
         assert record["predicted_cached_tokens"] == cached

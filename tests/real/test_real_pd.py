@@ -120,8 +120,8 @@ async def test_the_answer_is_one_engines_and_the_prompt_comes_over(
                 said, headers = await ask(world, body)
                 assert headers["x-lmetric-prefill"] in [engine.name for engine in prefill]
                 assert headers["x-lmetric-instance"] in [engine.name for engine in decode]
-                receipt = await world.receipt(headers)
-                assert receipt["outcome"] == "finished"
+                record = await world.record(headers)
+                assert record["outcome"] == "finished"
             assert said == await alone(prefill[0], body), seed
             prompt_tokens += await _length(prefill[0], body["prompt"])
         assert await fetched(decode) - before == prompt_tokens

@@ -95,8 +95,8 @@ async def queues_of(world: Served, engines: list[VllmEngine], words: list[int]) 
         await tell("resume")
     await asyncio.gather(*tasks)
     for waited, headers in decisions:
-        receipt = await world.receipt(headers)
-        waited.priority, waited.sent = receipt["priority"], receipt.get("priority_sent")
+        record = await world.record(headers)
+        waited.priority, waited.sent = record["priority"], record.get("priority_sent")
     for name, queue in taken.items():
         print(name, *queue, sep="\n  ")
     return taken

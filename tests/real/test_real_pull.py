@@ -31,7 +31,7 @@ PAIR = NIXL | WHERE_IT_FAILS | {"kv_connector_extra_config": BOTH_WAYS}
 # Computing is said to take so long that a pull pays, however long two crowded cores take for one.
 SLOW_SECONDS_PER_TOKEN = 1.0
 PULLS: dict[str, Any] = {
-    "policy": "0 - pull_tokens",  # wherever most is to be pulled
+    "policy": "0 - fetch_tokens",  # wherever most is to be pulled
     "prefix_fetch": {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": 2 * BLOCK},
     "prefix_fetch_timeout_seconds": 120.0,
     # An engine that fails is known by that only.
@@ -60,7 +60,7 @@ async def pulling(
         yield world
 
         async def over() -> bool:
-            return not any((await world.indicator("pulls")).values())
+            return not any((await world.indicator("fetches")).values())
 
         await world.until(over)
 
@@ -155,7 +155,7 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
     """The other engine answers, with what it fetches; then the router knows that both hold it."""
     engines = vllm_engines(2, kv_transfer_config=PAIR)
     holder, target = engines
-    pulled_tokens = 0
+    fetched_tokens = 0
     async with pulling(engines, tmp_path) as world:
         for number, (path, fields) in enumerate(KINDS, 1):
             first = request(path, WORDS, 16, **fields)
@@ -170,13 +170,13 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
             gave, took = [
                 less(await sources(engine), was) for engine, was in zip(engines, before, strict=True)
             ]
-            receipt = await world.receipt(said["headers"])
-            held = receipt["fetch_seconds"]
+            record = await world.record(said["headers"])
+            held = record["fetch_seconds"]
             print(f"{path} {list(fields)}: {seconds:.2f} s, the holder took {held:.2f} s,", gave, took)
             equal(said, want)
             assert said["headers"]["x-lmetric-instance"] == target.name
-            assert said["headers"]["x-lmetric-prefill"] == receipt["fetch_instance"] == holder.name
-            prompt, tokens = want["usage"]["prompt_tokens"], receipt["fetched_tokens"]
+            assert said["headers"]["x-lmetric-prefill"] == record["fetch_instance"] == holder.name
+            prompt, tokens = want["usage"]["prompt_tokens"], record["fetched_tokens"]
             assert tokens == (prompt - 1) // BLOCK * BLOCK
             assert took == {
                 "external_kv_transfer": tokens,
@@ -191,22 +191,22 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
             }
             if details := said["usage"].get("prompt_tokens_details"):
                 assert details["cached_tokens"] == tokens
-            pulled_tokens += tokens
+            fetched_tokens += tokens
             answered: set[str] = set()
             async with asyncio.timeout(60):
                 while len(answered) < 2:  # drawn by lot between equals
                     again = await asked(world, path, body)
                     equal(again, want)
-                    receipt = await world.receipt(again["headers"])
-                    assert receipt["fetch_instance"] is None
-                    assert receipt["predicted_cached_tokens"] == receipt["cached_tokens"] >= tokens
+                    record = await world.record(again["headers"])
+                    assert record["fetch_instance"] is None
+                    assert record["predicted_cached_tokens"] == record["cached_tokens"] >= tokens
                     answered.add(again["headers"]["x-lmetric-instance"])
             assert (await pulls(world), await outcomes(world)) == (
                 {"fetched": number},
                 {"transferred": number},
             )
         page = await world.page("/metrics")
-        assert f'lmetric_prefix_fetched_tokens_total{{model="tiny"}} {pulled_tokens}.0' in page
+        assert f'lmetric_prefix_fetched_tokens_total{{model="tiny"}} {fetched_tokens}.0' in page
 
 
 async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
@@ -229,19 +229,19 @@ async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
             gave, took = [
                 less(await sources(engine), was) for engine, was in zip(engines, before, strict=True)
             ]
-            receipt = await world.receipt(said["headers"])
-            print(path, list(fields), receipt["cuts"], receipt["split_reason"], gave, took, flush=True)
+            record = await world.record(said["headers"])
+            print(path, list(fields), record["cuts"], record["split_reason"], gave, took, flush=True)
             equal(said, want)
-            assert (receipt["instance"], receipt["fetch_instance"]) == (target.name, holder.name)
-            prompt, tokens = want["usage"]["prompt_tokens"], receipt["fetched_tokens"]
+            assert (record["instance"], record["fetch_instance"]) == (target.name, holder.name)
+            prompt, tokens = want["usage"]["prompt_tokens"], record["fetched_tokens"]
             assert took["external_kv_transfer"] == tokens == (prompt - 1) // BLOCK * BLOCK
             assert took["local_compute"] == prompt - tokens
-            if not receipt["cuts"]:
+            if not record["cuts"]:
                 # Nothing speaks for another engine until this one has computed a prompt.
-                assert (went, receipt["split_reason"]) == (0, "a decode on another instance gains too little")
+                assert (went, record["split_reason"]) == (0, "a decode on another instance gains too little")
                 continue
             went += 1
-            assert (receipt["cuts"], receipt["decode_instance"]) == ([prompt + 1], holder.name)
+            assert (record["cuts"], record["decode_instance"]) == ([prompt + 1], holder.name)
             # It fetches what it does not hold, and computes the first token's.
             assert gave["external_kv_transfer"] == prompt - tokens
             assert gave["local_compute"] == BLOCK + 1
@@ -288,8 +288,8 @@ async def test_a_holder_that_dies(vllm_engines: Start, tmp_path: Path, when: str
             await asyncio.to_thread(holder.kill)
             said = await task
         equal(said, want)
-        receipt = await world.receipt(said["headers"])
-        assert (receipt["fetch_instance"], receipt["fetched_tokens"]) == (holder.name, 0)
+        record = await world.record(said["headers"])
+        assert (record["fetch_instance"], record["fetched_tokens"]) == (holder.name, 0)
         assert "x-lmetric-prefill" not in said["headers"]
         assert (await pulls(world), await outcomes(world)) == ({"holder_failed": 1}, {})
         # Nobody holds it any more.
@@ -302,7 +302,7 @@ async def test_a_holder_that_dies(vllm_engines: Start, tmp_path: Path, when: str
 
 async def until_pulling(world: Served, holder: VllmEngine) -> None:
     async def asked_for() -> bool:
-        return (await world.indicator("pulls"))[holder.name] == 1
+        return (await world.indicator("fetches"))[holder.name] == 1
 
     await world.until(asked_for)
 
@@ -330,8 +330,8 @@ async def test_a_holder_that_dies_before_the_target_has_fetched(vllm_engines: St
         said = await task
         print(f"answered {time.monotonic() - began:.2f} s after", less(await sources(target), before))
         equal(said, want)
-        receipt = await world.receipt(said["headers"])
-        print(receipt, await pulls(world), await outcomes(world))
+        record = await world.record(said["headers"])
+        print(record, await pulls(world), await outcomes(world))
 
 
 @pytest.mark.parametrize("which", ["holder", "target"])
@@ -373,7 +373,7 @@ async def test_a_client_that_leaves(vllm_engines: Start, tmp_path: Path, which: 
 
 async def nothing(world: Served) -> bool:
     """Nothing is in flight, as the router counts."""
-    return not any([*(await world.indicator("bs")).values(), *(await world.indicator("pulls")).values()])
+    return not any([*(await world.indicator("bs")).values(), *(await world.indicator("fetches")).values()])
 
 
 async def rests(world: Served, engine: VllmEngine) -> bool:
@@ -410,16 +410,14 @@ async def test_a_holder_that_has_evicted_the_prefix(vllm_engines: Start, tmp_pat
                 less(await sources(engine), was) for engine, was in zip((holder, target), before, strict=True)
             ]
             equal(said, await asked(world, path, body, target.url))
-            receipt = await world.receipt(said["headers"])
-            print(path, receipt["fetch_instance"], receipt["fetched_tokens"], gave, took)
+            record = await world.record(said["headers"])
+            print(path, record["fetch_instance"], record["fetched_tokens"], gave, took)
             if exact:
-                assert receipt["fetch_instance"] is None
-                assert receipt["cached_tokens"] == 0
+                assert record["fetch_instance"] is None
+                assert record["cached_tokens"] == 0
             else:
-                assert receipt["fetch_instance"] == holder.name
-                assert (
-                    gave["local_compute"] == receipt["fetched_tokens"] == took["external_kv_transfer"] > 400
-                )
+                assert record["fetch_instance"] == holder.name
+                assert gave["local_compute"] == record["fetched_tokens"] == took["external_kv_transfer"] > 400
         assert await pulls(world) == ({} if exact else {"fetched": 4})
 
 
@@ -434,8 +432,8 @@ async def test_what_is_pulled_does_not_fill_its_engine(vllm_engines: Start, tmp_
             began = time.monotonic()
             said = await asked(world, COMPLETIONS, behind(first, " and then the river"))
             seconds = time.monotonic() - began
-            receipt = await world.receipt(said["headers"])
-            tokens.append(receipt["fetched_tokens"] or 0)
+            record = await world.record(said["headers"])
+            tokens.append(record["fetched_tokens"] or 0)
             used = await counted(target, "kv_cache_usage_perc")
             shown = (await world.indicator("kv_usage"))[target.name]
             print(

@@ -132,7 +132,7 @@ class Conversation:
                 model=MODEL, prompt=self.prompt, max_tokens=20, extra_body=FIXED
             )
             self.prompt += answer.parse().choices[0].text
-            return await world.receipt(answer.headers)
+            return await world.record(answer.headers)
         parts = [{"type": "text", "text": more}, {"type": "text", "text": " And then?"}]
         self.messages.append({"role": "user", "content": parts if self.kind == "parts" else more})
         extra: dict[str, Any] = {"tools": TOOLS, "tool_choice": "none"} if self.kind == "tools" else {}
@@ -140,7 +140,7 @@ class Conversation:
             model=MODEL, messages=self.messages, max_tokens=20, extra_body=FIXED, **extra
         )
         self.messages.append({"role": "assistant", "content": answer.parse().choices[0].message.content})
-        return await world.receipt(answer.headers)
+        return await world.record(answer.headers)
 
 
 async def test_the_prediction_is_what_the_engine_finds(vllm_engines: Start) -> None:
@@ -155,12 +155,12 @@ async def test_the_prediction_is_what_the_engine_finds(vllm_engines: Start) -> N
         cached, instances = 0, set()
         for turn in range(8):
             for conversation in conversations:
-                receipt = await conversation.turn(world)
-                told = (conversation.kind, turn, receipt)
-                assert receipt["predicted_cached_tokens"] == receipt["cached_tokens"], told
-                assert receipt["cached_tokens"] % BLOCK == 0, told
-                cached += receipt["cached_tokens"]
-                instances.add(receipt["instance"])
+                record = await conversation.turn(world)
+                told = (conversation.kind, turn, record)
+                assert record["predicted_cached_tokens"] == record["cached_tokens"], told
+                assert record["cached_tokens"] % BLOCK == 0, told
+                cached += record["cached_tokens"]
+                instances.add(record["instance"])
                 await asyncio.sleep(0.05)  # events of the answer's last blocks are on their way
         assert cached > 10_000
         assert instances == {engine.name for engine in engines}
@@ -195,7 +195,7 @@ async def test_an_engine_that_dies_and_comes_back(vllm_engines: Start) -> None:
                 model=MODEL, prompt=shared, max_tokens=2, extra_body=FIXED
             )
             await asyncio.sleep(0.1)
-            return await world.receipt(answer.headers)
+            return await world.record(answer.headers)
 
         await ask()
         second = await ask()

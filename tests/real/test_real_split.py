@@ -136,9 +136,9 @@ async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> N
             prompt = await length(world, engines[0], body)
             before = await fetched(engines), await computed(engines)
             said = await asked(world, path, body)
-            receipt = await world.receipt(said["headers"])
+            record = await world.record(said["headers"])
             cut = math.ceil(at * (prompt + body["max_tokens"]))
-            assert (receipt["cuts"], receipt["split_reason"], receipt["outcome"]) == ([cut], None, "finished")
+            assert (record["cuts"], record["split_reason"], record["outcome"]) == ([cut], None, "finished")
             first, second = said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]
             assert {first, second} == {engine.name for engine in engines}
             after = await fetched(engines), await computed(engines)
@@ -178,7 +178,7 @@ async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> 
         shapes = [(300, 60), (40, 200), (500, 30)]
         # It knows of no length at first, and cuts nothing.
         learned = [(await asked(world, *each))["headers"] for shape in shapes for each in kinds(*shape)]
-        assert "output lengths are unknown" in (await world.receipt(learned[0]))["split_reason"]
+        assert "output lengths are unknown" in (await world.record(learned[0]))["split_reason"]
         requests = [each for shape in shapes for each in kinds(*shape)]
         wanted = [await asked(world, path, body, engines[0].url) for path, body in requests]
         turns = asyncio.Semaphore(8)
@@ -190,12 +190,12 @@ async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> 
         got = await asyncio.gather(*(one(path, body) for path, body in requests))
         for said, want in zip(got, wanted, strict=True):
             equal(said, want)
-        receipts = [await world.receipt(headers) for headers in [*learned, *(s["headers"] for s in got)]]
-        cuts = sum(bool(receipt["cuts"]) for receipt in receipts[len(learned) :])
+        records = [await world.record(headers) for headers in [*learned, *(s["headers"] for s in got)]]
+        cuts = sum(bool(record["cuts"]) for record in records[len(learned) :])
         print("cut:", cuts, "of", len(requests), await outcomes(world))
-        print("whole:", Counter(receipt["split_reason"] for receipt in receipts if receipt["split_reason"]))
+        print("whole:", Counter(record["split_reason"] for record in records if record["split_reason"]))
         assert cuts > 0
-        assert sum(bool(receipt["cuts"]) for receipt in receipts) == await cut_requests(world)
+        assert sum(bool(record["cuts"]) for record in records) == await cut_requests(world)
 
 
 async def test_log_probabilities_are_joined(vllm_engines: Start, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def test_log_probabilities_are_joined(vllm_engines: Start, tmp_path: Path)
         for stream in (False, True):
             body = request(COMPLETIONS, 10, 60, logprobs=2, return_token_ids=True, stream=stream)
             got, want = [await logprobs(world, body, url) for url in (world.url, engines[0].url)]
-            assert len((await world.receipt(got["headers"]))["cuts"]) == 1
+            assert len((await world.record(got["headers"]))["cuts"]) == 1
             assert got["tokens"] == want["tokens"]
             # In a stream they depend on which tokens come in one chunk.
             assert stream or got["text_offset"] == want["text_offset"]
@@ -247,9 +247,9 @@ async def test_what_stays_whole_says_why_and_is_right(vllm_engines: Start, tmp_p
                     assert response.status == 200, await response.read()
                     answers.append((await response.json())["choices"][0])
                     headers.append(response.headers)
-            receipt = await world.receipt(headers[0])
-            assert (receipt["cuts"], receipt["outcome"]) == ([], "finished")
-            assert why in receipt["split_reason"]
+            record = await world.record(headers[0])
+            assert (record["cuts"], record["outcome"]) == ([], "finished")
+            assert why in record["split_reason"]
             for answer in answers:
                 for call in answer["message"].get("tool_calls") or ():
                     assert call.pop("id")  # drawn at random
@@ -320,9 +320,9 @@ async def test_plain_nixl_cuts_at_the_prompts_end_or_behind(vllm_engines: Start,
             prompt = await length(world, engines[0], body)
             before = await fetched(engines), await computed(engines)
             said = await asked(world, path, body)
-            receipt = await world.receipt(said["headers"])
+            record = await world.record(said["headers"])
             cut = max(prompt, math.ceil(0.4 * (prompt + body["max_tokens"])))
-            assert (receipt["cuts"], receipt["split_reason"], receipt["outcome"]) == ([cut], None, "finished")
+            assert (record["cuts"], record["split_reason"], record["outcome"]) == ([cut], None, "finished")
             after = await fetched(engines), await computed(engines)
             assert (after[0] - before[0], after[1] - before[1]) == (cut, prompt), (path, body, cut)
             equal(said, await asked(world, path, body, engines[number % 2].url))
@@ -340,13 +340,13 @@ async def test_without_a_connector_it_is_computed_again(vllm_engines: Start, tmp
             prompt = await length(world, engines[0], body)
             before = await computed(engines)
             said = await asked(world, path, body)
-            receipt = await world.receipt(said["headers"])
+            record = await world.record(said["headers"])
             again = await computed(engines) - before - prompt
             # A cut inside the prompt would save nobody anything.
             cut = math.ceil(0.6 * (prompt + body["max_tokens"]))
-            print(prompt, body["max_tokens"], cut, receipt["cuts"], receipt["split_reason"], again)
-            assert again == sum(receipt["cuts"])
-            cuts += len(receipt["cuts"])
+            print(prompt, body["max_tokens"], cut, record["cuts"], record["split_reason"], again)
+            assert again == sum(record["cuts"])
+            cuts += len(record["cuts"])
             equal(said, await asked(world, path, body, engines[number % 2].url))
         assert await fetched(engines) == 0
         assert await outcomes(world) == {"no_connector": cuts}

@@ -42,16 +42,16 @@ async def test_hits_in_the_cpu_tier_are_predicted_exactly(
             async with w.session.post(w.url + "/v1/completions", json=body) as response:
                 lines = (await response.text()).split("data: ")[1:-1]
                 assert response.status == 200, lines
-                receipt = await w.receipt(response.headers)
+                record = await w.record(response.headers)
             chunks = [json.loads(line) for line in lines]
             text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
             real = (chunks[-1]["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
             feed = (await w.engines())[engine.name]["kv_events"]
             # Of a prompt of whole blocks, vLLM loads the last one, too, and computes a token again.
             least = real - BLOCK if len(prompt) % BLOCK == 0 else real
-            assert least <= receipt["predicted_cached_tokens"] <= real, (len(prompt), receipt, feed)
+            assert least <= record["predicted_cached_tokens"] <= real, (len(prompt), record, feed)
             await asyncio.sleep(0.15)  # events of its last blocks are on their way
-            return real, receipt["predicted_tier_tokens"], text
+            return real, record["predicted_tier_tokens"], text
 
         texts = [(await ask(prompt[:1000]))[2] for prompt in prompts]
         feed = (await w.engines())[engine.name]["kv_events"]["ranks"]["0"]

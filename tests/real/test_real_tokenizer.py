@@ -64,7 +64,7 @@ async def test_doctor_and_router_reach_exact_after_the_export(
             answer = await world.client.chat.completions.with_raw_response.create(
                 model=MODEL, messages=prompt, max_tokens=1
             )
-            record = await world.receipt(answer.headers)
+            record = await world.record(answer.headers)
             usage = answer.parse().usage
             assert usage is not None
             assert usage.prompt_tokens_details is not None

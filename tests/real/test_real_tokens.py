@@ -376,13 +376,13 @@ async def test_a_running_engine_agrees_and_its_cache_is_predicted(
             async with w.session.post(w.url + path, json=body) as response:
                 answer = await response.json()
                 assert response.status == 200, answer
-                receipt = await w.receipt(response.headers)
+                record = await w.record(response.headers)
             usage = answer["usage"]
-            assert receipt["prompt_tokens"] == usage["prompt_tokens"]
+            assert record["prompt_tokens"] == usage["prompt_tokens"]
             # The engine computes at least one token of every prompt.
-            predicted = min(receipt["predicted_cached_tokens"], (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
+            predicted = min(record["predicted_cached_tokens"], (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
             real = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-            assert predicted == real, (path, body, receipt, usage)
+            assert predicted == real, (path, body, record, usage)
             seen.append(real)
             await asyncio.sleep(0.05)  # events of its last blocks are on their way
 
@@ -431,12 +431,12 @@ async def test_an_agents_session_is_predicted_exactly(
             turns = [json.loads(line) for line in out.splitlines()]
             assert len(turns) == 30
             for turn in turns:
-                receipt = await w.receipt({"x-lmetric-decision": turn["decision"]})
-                assert receipt["prompt_tokens"] == turn["prompt_tokens"], (api, turn)
+                record = await w.record({"x-lmetric-decision": turn["decision"]})
+                assert record["prompt_tokens"] == turn["prompt_tokens"], (api, turn)
                 # The engine computes at least one token of every prompt.
                 most = (turn["prompt_tokens"] - 1) // BLOCK * BLOCK
-                predicted = min(receipt["predicted_cached_tokens"], most)
-                assert predicted == turn["cached"], (api, receipt, turn)
+                predicted = min(record["predicted_cached_tokens"], most)
+                assert predicted == turn["cached"], (api, record, turn)
             cached = [turn["cached"] for turn in turns]
             assert cached[1:] == sorted(cached[1:])
             assert cached[-1] > 50 * BLOCK

@@ -540,7 +540,7 @@ class PoolSettings(Strict):
     # until the router has learned the ratio from an engine's loads.
     tier_load_ratio: ClassVar[float] = 0.02
     # Memory for decision records, bytes: enough to look up recent requests.
-    receipt_bytes: ClassVar[int] = 16 << 20
+    record_bytes: ClassVar[int] = 16 << 20
     guard: Annotated[Guard | None, Option("guard")] = Field(
         None,
         description="hot-spot guard (docs/explanation/default_policy.md): on, off, or settings for a guard "

@@ -82,7 +82,7 @@ async def _check_rank(
             heard = await _heard(ear, subject.name, rank, probes, seconds)
             if heard or not ear.connected(subject.name, rank):
                 break
-        if ear and heard and (delay := ear.least_delay(subject.name, rank)) is not None:
+        if ear and heard and (delay := ear.min_delay(subject.name, rank)) is not None:
             clocks.append(ahead_by_events(delay, time.monotonic() - began))
         predicted = ear.predict(subject.name, probes.second) if ear else None
         before = await _counted(subject)

@@ -30,14 +30,14 @@ def judge_date(subject: Subject, date: str | None, before: float, after: float) 
     _judge(subject, (told - after, told + DATE_SECONDS - before), "its Date, which has whole seconds")
 
 
-def ahead_by_events(least_delay: float, took: float) -> Ahead:
+def ahead_by_events(min_delay: float, took: float) -> Ahead:
     """Bounds of the clock difference from event batches.
 
     Args:
-        least_delay: shortest delay of a batch according to both clocks, seconds.
+        min_delay: shortest delay of a batch according to both clocks, seconds.
         took: upper bound of the true delay of one batch, and so of the shortest delay, seconds.
     """
-    return -least_delay, took - least_delay
+    return -min_delay, took - min_delay
 
 
 def judge_events(subject: Subject, ranks: Sequence[Ahead]) -> None:

@@ -45,10 +45,10 @@ class Ear:
         """Number of live batches from a rank, without replayed batches."""
         return int(self._feed.status(name)[rank]["messages"])
 
-    def least_delay(self, name: str, rank: int) -> float | None:
+    def min_delay(self, name: str, rank: int) -> float | None:
         """Shortest delay of a batch, seconds: from its creation (rank's clock) to its arrival (our
         clock)."""
-        seconds: float | None = self._feed.status(name)[rank]["least_delay_seconds"]
+        seconds: float | None = self._feed.status(name)[rank]["min_delay_seconds"]
         return seconds
 
     def mismatch(self, name: str) -> Mode | None:

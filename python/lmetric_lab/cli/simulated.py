@@ -110,7 +110,7 @@ def _labels(cells: list[Cell]) -> list[str]:
     firsts = [cell.results[0] for cell in cells]
     columns = [
         [_way(each, figure, setting) for each in firsts]
-        for figure, setting in (("local_order", ""), ("split", "split"), ("reschedule", "rebalance"))
+        for figure, setting in (("local_order", ""), ("split", "split"), ("rebalance", "rebalance"))
     ]
     shown = [names for names in columns if len(set(names)) > 1]
     return [", ".join([cell.policy, *each]) for cell, *each in zip(cells, *shown, strict=True)]

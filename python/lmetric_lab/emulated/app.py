@@ -336,7 +336,7 @@ class Api:
             if self._options.kv_load_failure_policy == "fail":
                 raise ApiError(500, "Internal server error") from None
             return
-        generation.pulled_tokens = count
+        generation.fetched_tokens = count
         generation.garbage = None if same else self._text.words
         await self._transfer(rank, count)
 

@@ -81,7 +81,7 @@ class Driver:
             priority=priority,
             salt=salt,
             report_cached=report_cached,
-            pulled_tokens=generation.pulled_tokens,
+            fetched_tokens=generation.fetched_tokens,
         )
         generation.arrived = now
         self._live[generation.key] = generation

@@ -73,7 +73,7 @@ class Generation:
         self.first_token = 0.0
         self.interrupted = 0.0  # by a preemption; 0: not, or over
         self.cached_tokens = 0
-        self.pulled_tokens = 0  # of the prompt, from another engine
+        self.fetched_tokens = 0  # of the prompt, from another engine
         self.garbage: array[int] | None = None  # words of an answer with wrong KV
         self.kv_transfer_params: dict[str, Any] | None = None  # for the engine that takes over
         self.tokens: list[int] = []

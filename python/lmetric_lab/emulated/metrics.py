@@ -139,11 +139,11 @@ class EngineMetrics:
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
         load = self._load()
-        cached, pulled = load["cached_prompt_tokens"], load["pulled_prompt_tokens"]
+        cached, fetched = load["cached_prompt_tokens"], load["fetched_prompt_tokens"]
         by_source = {
-            "local_compute": load["prompt_tokens"] - cached - pulled,
+            "local_compute": load["prompt_tokens"] - cached - fetched,
             "local_cache_hit": cached,
-            "external_kv_transfer": pulled,
+            "external_kv_transfer": fetched,
         }
         reasons = {"capacity": load["waiting"], "deferred": self.transfers}
         endings = {

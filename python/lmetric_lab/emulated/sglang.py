@@ -203,7 +203,7 @@ class SglangApi(Api):
         """Waits for the prompt's KV cache, then decodes."""
         prompt = generation.shape.prompt
         await fetch(body.bootstrap_host or "", body.bootstrap_port or _BOOTSTRAP_PORT, number, prompt)
-        generation.pulled_tokens = len(prompt)
+        generation.fetched_tokens = len(prompt)
         await self._transfer(rank, len(prompt))
         await super()._run(generation, rank, priority, body)
 

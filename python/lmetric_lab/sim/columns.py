@@ -31,7 +31,7 @@ class Columns:
     roles: Roles | None
     local_order: str  # of the engines
     split: str  # method of splits without roles
-    reschedule: str  # method of migrations
+    rebalance: str  # method of migrations
     seed: int
     arrival_seconds: NDArray[np.float64]  # closed loop: after the previous answer
     hold_seconds: NDArray[np.float64]  # from the arrival to the placement; 0: not held
@@ -58,9 +58,9 @@ class Columns:
     cut_tokens: NDArray[np.int64]  # split position, prompt and output tokens; -1: none, or by roles
     answer_cut_tokens: NDArray[np.int64]  # position of the second split; -1: none
     moves: NDArray[np.int64]  # number of migrations
-    pull_instance: NDArray[np.int64]  # source of a prefix fetch; -1: none
-    pulled_tokens: NDArray[np.int64]  # fetched tokens when first admitted
-    pull_seconds: NDArray[np.float64]  # time of the fetch with all waits; NaN: no fetch
+    fetch_instance: NDArray[np.int64]  # source of a prefix fetch; -1: none
+    fetched_tokens: NDArray[np.int64]  # fetched tokens when first admitted
+    fetch_seconds: NDArray[np.float64]  # time of the fetch with all waits; NaN: no fetch
     slow_tokens: NDArray[np.int64]  # number of token gaps above the SLO
     worst_gap_seconds: NDArray[np.float64]  # longest token gap; 0: none
     token_slo_seconds: float

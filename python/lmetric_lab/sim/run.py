@@ -23,10 +23,10 @@ from lmetric.profiles import Profile
 from lmetric_lab.queueing import HostTier, Swap
 from lmetric_lab.sim.churn import ChangeResult, fleet_change_constants, listed
 from lmetric_lab.sim.columns import Timeline
+from lmetric_lab.sim.fetches import constants
 from lmetric_lab.sim.fleet import resolve_fleet, resolve_profile
 from lmetric_lab.sim.pools import Roles, Transfer
 from lmetric_lab.sim.programs import has_programs, ideal_arrival_seconds
-from lmetric_lab.sim.pulls import constants
 from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.scenario import Scenario, check_names
 from lmetric_lab.sim.setting import option_of, setting_of
@@ -95,8 +95,8 @@ def simulate(trace: str | Path | Trace | Workload, scenario: Scenario | None = N
         priority_settings=shared["priority"][1],
         split=shared["split"][0],
         split_settings=shared["split"][1],
-        reschedule=shared["rebalance"][0],
-        reschedule_settings=shared["rebalance"][1],
+        rebalance=shared["rebalance"][0],
+        rebalance_settings=shared["rebalance"][1],
         programs=shared["programs"][0],
         program_settings=shared["programs"][1],
         host_tier=None if tier is None else tier.constants(chosen),
@@ -130,7 +130,7 @@ def simulate(trace: str | Path | Trace | Workload, scenario: Scenario | None = N
         roles=pools,
         local_order=scenario.local_order,
         split=kind_of(routing.split),
-        reschedule=kind_of(routing.rebalance),
+        rebalance=kind_of(routing.rebalance),
         token_slo_seconds=token_slo,
         think_slo_seconds=token_slo if think_slo is None else think_slo,
         seed=scenario.seed,

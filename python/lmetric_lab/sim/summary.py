@@ -128,10 +128,10 @@ class RunFigures:
     preemptions: int = 0  # preemptions of measured requests
     split: str = "none"  # method of splits without roles
     splits: int = 0  # number of split measured requests
-    reschedule: str = "none"  # method of migrations
+    rebalance: str = "none"  # method of migrations
     moves: int = 0  # migrations of measured requests
-    pulls: int = 0  # measured requests with a prefix fetch
-    pulled_ratio: float | None = None  # fetched prompt tokens / all
+    fetches: int = 0  # measured requests with a prefix fetch
+    fetched_ratio: float | None = None  # fetched prompt tokens / all
     step_variance: float = 0.0  # of decode step times over instances, mean over the run, s^2
     oom: int = 0  # number of out-of-memory events in the whole run
     token_slo_seconds: float = 0.1
@@ -190,10 +190,10 @@ def figures(
         preemptions=int(run.preemptions[kept].sum()),
         split=run.split,
         splits=int((run.cut_tokens[kept] >= 0).sum()),
-        reschedule=run.reschedule,
+        rebalance=run.rebalance,
         moves=int(run.moves[kept].sum()),
-        pulls=int((run.pull_instance[kept] >= 0).sum()),
-        pulled_ratio=_ratio(run.pulled_tokens[done], run.input_tokens[done]),
+        fetches=int((run.fetch_instance[kept] >= 0).sum()),
+        fetched_ratio=_ratio(run.fetched_tokens[done], run.input_tokens[done]),
         step_variance=run.step_variance,
         oom=run.oom,
         token_slo_seconds=run.token_slo_seconds,

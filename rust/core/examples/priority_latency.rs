@@ -103,7 +103,7 @@ fn main() {
     });
     let uniboost = Priorities::UniBoost {
         settings: Settings::default(),
-        most_seconds: Priorities::MOST_SECONDS,
+        max_seconds: Priorities::MAX_SECONDS,
         clock_offset_seconds: 0.0,
     };
     for instances in [2, 256] {

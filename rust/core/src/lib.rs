@@ -47,7 +47,7 @@ pub mod policy;
 pub mod priority;
 pub mod program;
 pub mod rebalance;
-pub mod receipt;
+pub mod record;
 pub mod registry;
 pub mod request;
 pub mod router;

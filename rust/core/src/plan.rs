@@ -80,7 +80,7 @@ impl Cuts {
 /// request begins. The plan then has one more segment, `[0, to_token)` on the holder, without
 /// computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pull {
+pub struct PrefixFetch {
     /// Instance that holds the KV.
     pub holder: InstanceId,
     /// First token. Earlier tokens are in the instance's own cache.
@@ -89,7 +89,7 @@ pub struct Pull {
     pub to_token: u32,
 }
 
-impl Pull {
+impl PrefixFetch {
     /// Returns the number of tokens to transfer.
     pub fn tokens(&self) -> u32 {
         self.to_token - self.from_token
@@ -102,7 +102,7 @@ pub enum Event {
     /// The request was sent to the instance; an approximate index records its prompt now.
     Sent,
     /// The prefix fetch is over. The instance computes the missing tokens and begins now.
-    Pulled {
+    Fetched {
         /// Fetched tokens, counted from the start of the fetch; 0: none arrived.
         tokens: u32,
         /// Seconds from the start of the fetch, waiting included.

@@ -134,7 +134,7 @@ fn unknown<'a>(kind: &str, name: &str, known: impl Iterator<Item = &'a str>) -> 
 }
 
 /// Maximum length of an indicator's name and of its unit, in characters.
-const MOST_LETTERS: usize = 64;
+const MAX_LETTERS: usize = 64;
 
 /// Declares an indicator for the whole process: one number per instance, reported by its producers.
 /// Expressions and policies built later can read it. A second declaration with equal attributes
@@ -156,12 +156,12 @@ pub fn declare_indicator(
     };
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     if !(name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain))
-        || name.len() > MOST_LETTERS
+        || name.len() > MAX_LETTERS
     {
         let expected = "at most 64 lowercase letters, digits and `_`, a letter first";
         return bad("name of an indicator", format!("{name:?}"), expected);
     }
-    if unit.chars().count() > MOST_LETTERS {
+    if unit.chars().count() > MAX_LETTERS {
         return bad(&format!("unit of indicator {name}"), format!("{unit:?}"), "at most 64 characters");
     }
     let taken = match () {

@@ -27,10 +27,10 @@ pub struct Request<'a> {
     pub session: Option<u64>,
     /// Reason not to split the request, for the decision record. Pools of prefill and decode
     /// instances split it anyway.
-    pub uncut: Option<&'a str>,
+    pub split_reason: Option<&'a str>,
     /// Reason not to fetch a prefix, if there is one. The decision record shows it if prefix
     /// fetches are on.
-    pub unpulled: Option<&'a str>,
+    pub fetch_reason: Option<&'a str>,
     /// The only instances that may take the request or a segment of it; `None`: all instances may.
     pub instances: Option<&'a Allowed>,
     /// Arrival of the request, as [`Router::arrive`](crate::router::Router::arrive) returned it.

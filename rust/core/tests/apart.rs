@@ -13,14 +13,14 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Segment, Usage};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{FetchConfig, Router, RouterConfig, Split};
 use lmetric_core::split::apart::Settings;
 use lmetric_core::{CoreError, Registry};
 
 const SETTINGS: Settings = Settings {
-    most_stall_seconds: 0.0,
+    max_stall_seconds: 0.0,
     recent_seconds: 10.0,
-    least_gain_seconds: 0.0,
+    min_gain_seconds: 0.0,
     transfer_seconds_per_token: 1e-5,
     transfer_fixed_seconds: 0.002,
 };
@@ -28,9 +28,9 @@ const SETTINGS: Settings = Settings {
 /// Returns the planner with [`SETTINGS`], extended or replaced by these settings.
 fn with(settings: &[(&str, f64)]) -> Result<Split, CoreError> {
     let usual = [
-        ("most_stall_seconds", SETTINGS.most_stall_seconds),
+        ("max_stall_seconds", SETTINGS.max_stall_seconds),
         ("recent_seconds", SETTINGS.recent_seconds),
-        ("least_gain_seconds", SETTINGS.least_gain_seconds),
+        ("min_gain_seconds", SETTINGS.min_gain_seconds),
         ("transfer_seconds_per_token", SETTINGS.transfer_seconds_per_token),
         ("transfer_fixed_seconds", SETTINGS.transfer_fixed_seconds),
     ];
@@ -61,8 +61,8 @@ const ASKED: Request<'static> = Request {
     think_tokens: None,
     length_class: None,
     session: None,
-    uncut: None,
-    unpulled: None,
+    split_reason: None,
+    fetch_reason: None,
     instances: None,
     tenant: lmetric_core::request::Tenant::NOBODY,
     lora: None,
@@ -77,7 +77,7 @@ const ASKED: Request<'static> = Request {
 };
 
 fn costs(router: &Router, id: u64) -> (f64, f64) {
-    let balance = router.receipt(id).unwrap().balance.expect("asked");
+    let balance = router.record(id).unwrap().balance.expect("asked");
     assert!(balance.whole_seconds.is_nan() && balance.first_seconds.is_nan());
     (balance.stay_seconds, balance.apart_seconds)
 }
@@ -94,7 +94,7 @@ fn near(got: (f64, f64), expected: (f64, f64)) {
 }
 
 #[test]
-fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
+fn a_request_leaves_an_instance_that_prefills_and_the_record_has_both_costs() {
     let mut router = fleet(given(apart(&[])), 2);
     // Alone on another instance: 100 steps of 10 + 0.1 + 1.05 ms, and 2 + 10 ms for the transfer.
     // On the first instance: 99 steps with half a context token less.
@@ -102,8 +102,8 @@ fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
     let (stays, alone) = (99.0 * 0.0111495, 100.0 * 0.01115);
     near(costs(&router, first.id), (stays, alone + 0.012));
     assert_eq!((first.segment.to_token, first.next), (None, None));
-    let receipt = router.receipt(first.id).unwrap();
-    assert_eq!(receipt.uncut.as_deref(), Some("a decode on another instance gains too little"));
+    let record = router.record(first.id).unwrap();
+    assert_eq!(record.split_reason.as_deref(), Some("a decode on another instance gains too little"));
     // The least loaded instance takes the next request, 2 s later, and is otherwise empty. The
     // first instance has a queued prefill of 0.105 s, which has decayed by exp(-0.2) in 2 s of the
     // 10 s. The share of prefills is therefore this over 10 (1 - exp(-0.2)).
@@ -139,7 +139,10 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
     for d in &stays {
         assert_eq!((d.segment.instance, d.next), (InstanceId(2), None));
-        assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance is available"));
+        assert_eq!(
+            router.record(d.id).unwrap().split_reason.as_deref(),
+            Some("no second instance is available")
+        );
     }
     let id = router.fleet_mut().find("engine-1").unwrap();
     router.fleet_mut().set_draining(id, false).unwrap();
@@ -151,9 +154,9 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     assert_eq!((d.segment.instance, d.segment.to_token, next), (InstanceId(2), Some(1000), expected));
     let (stay, away) = costs(&router, d.id);
     assert!(away < stay, "{away} {stay}");
-    let receipt = router.receipt(d.id).unwrap();
-    assert_eq!((receipt.cuts.to_vec(), receipt.uncut.as_deref()), (vec![1000], None));
-    assert_eq!((&*receipt.next[0].name, receipt.next[0].score), ("engine-1", away));
+    let record = router.record(d.id).unwrap();
+    assert_eq!((record.cuts.to_vec(), record.split_reason.as_deref()), (vec![1000], None));
+    assert_eq!((&*record.next[0].name, record.next[0].score), ("engine-1", away));
     router.derive_all(1.0);
     let at = |router: &Router, id: Indicator| router.columns().get(id)[1];
     assert_eq!((at(&router, Indicator::BoundBs), at(&router, Indicator::Tokens)), (1.0, 1000.0));
@@ -172,7 +175,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
 #[test]
 fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
     // The transfer takes 2 + 10 ms.
-    for (most_stall_seconds, cuts, kv_usage, from_token) in [
+    for (max_stall_seconds, cuts, kv_usage, from_token) in [
         (0.012, [Cuts::Anywhere; 2], None, 1001),
         (0.011, [Cuts::Anywhere; 2], None, 1000),
         (1.0, [Cuts::Output, Cuts::Anywhere], None, 1000),
@@ -180,7 +183,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         (1.0, [Cuts::Anywhere; 2], Some(0.79), 1001),
         (1.0, [Cuts::Anywhere; 2], Some(0.8), 1000), // keeps the fetched KV for long
     ] {
-        let mut router = fleet(given(apart(&[("most_stall_seconds", most_stall_seconds)])), 2);
+        let mut router = fleet(given(apart(&[("max_stall_seconds", max_stall_seconds)])), 2);
         let ids = ["engine-0", "engine-1"].map(|name| router.fleet().find(name).unwrap());
         ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts).unwrap());
         // Engine 0 has five prompts; engine 1 has external requests.
@@ -200,7 +203,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         if from_token == 1001 {
             // The token arrives while the first segment is open, and counts.
             assert_eq!(router.advance(d.ticket, Event::FirstToken, 1.5).unwrap(), None);
-            assert_eq!(router.receipt(d.id).unwrap().outcome.ttft_seconds, Some(0.5));
+            assert_eq!(router.record(d.id).unwrap().outcome.ttft_seconds, Some(0.5));
         }
         let opened = router.advance(d.ticket, Event::Finished(Usage::default()), 2.0).unwrap();
         assert_eq!(opened, Some(expected));
@@ -217,7 +220,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
 }
 
 #[test]
-fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
+fn what_is_there_need_not_move_and_fetches_say_what_moving_takes() {
     let chain: Vec<u64> = (1..=62).collect();
     let held = Request { chain: &chain, ..ASKED };
     let mut router = fleet(given(apart(&[])), 2);
@@ -238,7 +241,11 @@ fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
     assert!((away - (alone + 0.002 + 8e-5)).abs() < 1e-9, "{away}");
     router.drop_ticket(d.ticket);
     router
-        .set_pull(Some(PullConfig { seconds_per_token: 1e-3, fixed_seconds: 0.5, ..PullConfig::default() }))
+        .set_fetch(Some(FetchConfig {
+            seconds_per_token: 1e-3,
+            fixed_seconds: 0.5,
+            ..FetchConfig::default()
+        }))
         .unwrap();
     let d = router.route(&held, 1e4).unwrap();
     let (_, away) = costs(&router, d.id);
@@ -251,16 +258,16 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     let why = |router: &mut Router, request: &Request<'_>| {
         let d = router.route(request, 0.0).unwrap();
         assert_eq!((d.next, d.segment.to_token), (None, None));
-        let receipt = router.receipt(d.id).unwrap();
-        assert!(receipt.balance.is_none());
-        receipt.uncut.clone().unwrap()
+        let record = router.record(d.id).unwrap();
+        assert!(record.balance.is_none());
+        record.split_reason.clone().unwrap()
     };
     let two = || fleet(given(apart(&[])), 2);
     let short = Request { expected_output_tokens: Some(1), ..ASKED };
     assert_eq!(&*why(&mut two(), &short), "its output ends with its prefill");
     let unknown = Request { expected_output_tokens: None, ..ASKED };
     assert_eq!(&*why(&mut two(), &unknown), "output lengths are unknown");
-    let said = Request { uncut: Some("it carries a picture"), ..ASKED };
+    let said = Request { split_reason: Some("it carries a picture"), ..ASKED };
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
     assert_eq!(&*why(&mut fleet(given(apart(&[])), 1), &ASKED), "no second instance is available");
     let mut router = two();
@@ -269,7 +276,7 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     // KV transfer at the end of the prompt is enough.
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
-    assert!(router.receipt(d.id).unwrap().balance.is_some());
+    assert!(router.record(d.id).unwrap().balance.is_some());
     let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
     let mut router = Router::new(policy, RouterConfig::default()).unwrap();
     router.set_split(&given(apart(&[]))).unwrap();
@@ -294,7 +301,7 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
     let mut stay = |router: &mut Router, request: &Request<'_>, made: u32| {
         now += 1e4;
         let d = router.route(request, now).unwrap();
-        let seconds = router.receipt(d.id).unwrap().balance.map(|balance| balance.stay_seconds);
+        let seconds = router.record(d.id).unwrap().balance.map(|balance| balance.stay_seconds);
         let usage = Usage { output_tokens: Some(made), ..Usage::default() };
         router.advance(d.ticket, Event::FirstToken, now).unwrap();
         router.advance(d.ticket, Event::Ended(usage), now).unwrap();
@@ -319,7 +326,7 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
 fn settings_are_checked() {
     for bad in [
         ("recent_seconds", 0.0),
-        ("least_gain_seconds", f64::NAN),
+        ("min_gain_seconds", f64::NAN),
         ("transfer_seconds_per_token", -1.0),
         ("transfer_fixed_seconds", f64::INFINITY),
         ("prior_tokens", 0.0),

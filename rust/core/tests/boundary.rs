@@ -139,12 +139,12 @@ fn a_retry_leaves_nothing_to_the_next_commit() {
     let retried = router.route(&request, 0.0).unwrap();
     assert!(retried.next.is_some());
     assert!(router.advance(retried.ticket, Event::Failed(Failure::Refused), 0.1).unwrap().is_some());
-    let why = router.receipt(retried.id).unwrap().uncut.clone();
+    let why = router.record(retried.id).unwrap().split_reason.clone();
     assert_eq!(why.as_deref(), Some("no second instance is available"));
     router.match_prefix(&request);
     let chosen = router.score(&request, 0.2).unwrap();
     let next = router.commit(&request, None, chosen, 0.2).unwrap();
-    assert_eq!(router.receipt(next.id).unwrap().uncut, None);
+    assert_eq!(router.record(next.id).unwrap().split_reason, None);
 }
 
 /// rust 7.5: a request on its program's instance is not guarded, and its record does not show the
@@ -163,8 +163,8 @@ fn the_guards_result_is_not_kept_for_a_programs_request() {
         router.tick(now);
         let decision = router.route(request, now).unwrap();
         router.advance(decision.ticket, Event::FirstToken, now).unwrap();
-        let receipt = router.receipt(decision.id).unwrap();
-        (receipt.guard_excluded, receipt.balance_only, decision.segment.instance)
+        let record = router.record(decision.id).unwrap();
+        (record.guard_excluded, record.balance_only, decision.segment.instance)
     };
     let filtered = (0..20).map(|_| ask(&mut router, &request(&prompt))).find(|seen| seen.0 > 0);
     let (excluded, _, chosen) = filtered.expect("a filter");

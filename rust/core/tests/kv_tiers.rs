@@ -8,7 +8,9 @@ use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::{Allowed, Request};
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
-use lmetric_core::router::{Decision, IndexFeed, PullConfig, Router, RouterConfig, SharedRouter, TierConfig};
+use lmetric_core::router::{
+    Decision, FetchConfig, IndexFeed, Router, RouterConfig, SharedRouter, TierConfig,
+};
 use proptest::prelude::*;
 use std::collections::HashSet;
 
@@ -233,23 +235,23 @@ fn lmetric_prefers_a_tier_to_computing_and_the_gpu_to_a_tier() {
 
 #[test]
 fn a_prefix_is_not_fetched_from_elsewhere_if_a_tier_of_the_instance_holds_it() {
-    let pull =
-        PullConfig { least_tokens: 16, seconds_per_token: 1e-9, fixed_seconds: 0.0, ..PullConfig::default() };
-    let bed = Bed::with(RouterConfig { pull: Some(pull), ..RouterConfig::default() });
+    let fetch =
+        FetchConfig { min_tokens: 16, seconds_per_token: 1e-9, fixed_seconds: 0.0, ..FetchConfig::default() };
+    let bed = Bed::with(RouterConfig { fetch: Some(fetch), ..RouterConfig::default() });
     bed.store(bed.a, Tier::Gpu, 1, 0..64);
     bed.store(bed.b, Tier::Gpu, 1, 0..32);
     bed.name(bed.b, Tier::Cpu, 1, 0..32);
     bed.remove(bed.b, Tier::Gpu, 1, 0..32);
     let (from, to) = bed.route(1, 64, Some("b"), |_, decision| {
-        let pull = decision.pull.expect("the other half is worth a fetch");
-        (pull.from_token, pull.to_token)
+        let fetch = decision.fetch.expect("the other half is worth a fetch");
+        (fetch.from_token, fetch.to_token)
     });
     assert_eq!((from, to), (32 * 16, 64 * 16));
     bed.store(bed.b, Tier::Cpu, 1, 32..64);
-    assert!(bed.route(1, 64, Some("b"), |_, decision| decision.pull.is_none()));
+    assert!(bed.route(1, 64, Some("b"), |_, decision| decision.fetch.is_none()));
     // Nothing is fetched from a lower tier of another instance.
     bed.remove(bed.a, Tier::Gpu, 1, 0..64);
-    assert!(bed.route(1, 64, Some("a"), |_, decision| decision.pull.is_none()));
+    assert!(bed.route(1, 64, Some("a"), |_, decision| decision.fetch.is_none()));
 }
 
 #[test]

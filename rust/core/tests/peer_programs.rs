@@ -7,7 +7,7 @@ use lmetric_core::admission::Verdict;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::program::peers::MOST_ROOTS;
+use lmetric_core::program::peers::MAX_ROOTS;
 use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode, ProgramRules, Terms};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Published;
@@ -42,7 +42,7 @@ fn config(mode: ProgramMode) -> ProgramConfig {
         rules: Some(rules),
         ..Default::default()
     };
-    ProgramConfig { least_tokens: 100, most_hold_seconds: 1e9, ..exact }
+    ProgramConfig { min_tokens: 100, max_hold_seconds: 1e9, ..exact }
 }
 
 /// Routers before the same instances, and what their clients wait for.
@@ -310,7 +310,7 @@ fn a_router_predicts_holds_by_what_all_routers_admit() {
     // One program fits, and the first router admits it.
     let blocks = (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32;
     let mut fleet = Fleet::new(2, &["x"], blocks, ProgramMode::Admit);
-    let limited = ProgramConfig { most_hold_seconds: 80.0, ..config(ProgramMode::Admit) };
+    let limited = ProgramConfig { max_hold_seconds: 80.0, ..config(ProgramMode::Admit) };
     fleet.routers.iter_mut().for_each(|router| router.set_programs(Some(limited.clone())).unwrap());
     fleet.ask(0, prompt(0, 1, 0));
     assert_eq!(fleet.running[0].len(), 1);
@@ -361,7 +361,7 @@ fn impossible_roots_are_refused_and_change_nothing() {
         (vec![root(-1.0, 0.5)], "tokens of a root"),
         (vec![root(1.0, 1.5)], "probability of a root"),
         (vec![root(1.0, f64::NAN)], "probability of a root"),
-        (vec![root(1.0, 1.0); MOST_ROOTS + 1], "roots on x"),
+        (vec![root(1.0, 1.0); MAX_ROOTS + 1], "roots on x"),
     ] {
         let told = [("x", Published { share, roots })];
         let message = fleet.routers[0].hear("a", told, 0.0).unwrap_err().to_string();

@@ -64,9 +64,9 @@ fn the_decode_instance_is_booked_at_the_decision() {
     assert_eq!(router.advance(first.ticket, DONE, 1.0).unwrap(), None);
     router.drop_ticket(other.ticket);
     is(&mut router, Bs, &[0.0; 3]);
-    let receipt = router.receipt(first.id).unwrap();
-    assert_eq!(receipt.next[0].slot, next.instance.0);
-    assert_eq!((receipt.outcome.handed_over_seconds, receipt.outcome.ttft_seconds), (Some(0.5), Some(0.6)));
+    let record = router.record(first.id).unwrap();
+    assert_eq!(record.next[0].slot, next.instance.0);
+    assert_eq!((record.outcome.handed_over_seconds, record.outcome.ttft_seconds), (Some(0.5), Some(0.6)));
     assert_eq!(router.totals().finished, 1);
 }
 
@@ -84,7 +84,7 @@ fn bound_late_it_is_chosen_when_the_prefill_ends() {
 }
 
 #[test]
-fn a_first_token_while_both_legs_run_ends_the_first() {
+fn a_first_token_while_both_segments_run_ends_the_first() {
     let mut router = fleet(RouterConfig::default(), &[Prefill, Decode]);
     let d = route(&mut router, 0.0);
     assert_eq!(router.advance(d.ticket, Event::FirstToken, 0.4).unwrap(), d.next);
@@ -179,12 +179,12 @@ fn cutting(fraction: f64, equals: usize) -> Router {
     router
 }
 
-fn route_expecting(router: &mut Router, output: Option<u32>, uncut: Option<&str>) -> Decision {
+fn route_expecting(router: &mut Router, output: Option<u32>, split_reason: Option<&str>) -> Decision {
     let request = Request {
         prompt_tokens: 1000,
         tokens_per_block: 16.0,
         expected_output_tokens: output,
-        uncut,
+        split_reason,
         ..Request::default()
     };
     router.route(&request, 0.0).unwrap()
@@ -197,7 +197,7 @@ fn a_cut_behind_the_prompt_leaves_the_first_segment_some_of_the_output() {
     let (a, b) = (d.segment.instance.index(), d.next.unwrap().instance.index());
     assert_ne!(a, b);
     assert_eq!((d.segment.to_token, d.next.unwrap().from_token), (Some(1050), 1050));
-    assert_eq!(router.receipt(d.id).unwrap().cuts[..], [1050]);
+    assert_eq!(router.record(d.id).unwrap().cuts[..], [1050]);
     router.derive_all(0.0);
     let at = |router: &mut Router, id, slot: usize| router.columns().get(id)[slot];
     assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, a), 1000.0);
@@ -214,7 +214,7 @@ fn a_cut_behind_the_prompt_leaves_the_first_segment_some_of_the_output() {
     assert_eq!(router.advance(d.ticket, DONE, 2.0).unwrap(), None);
     is(&mut router, Bs, &[0.0; 3]);
     is(&mut router, Indicator::Tokens, &[0.0; 3]);
-    let outcome = router.receipt(d.id).unwrap().outcome;
+    let outcome = router.record(d.id).unwrap().outcome;
     assert_eq!((outcome.ttft_seconds, outcome.handed_over_seconds), (Some(0.5), Some(1.0)));
     assert_eq!((router.totals().split, router.totals().output_tokens), (1, 51));
 }
@@ -224,7 +224,7 @@ fn a_segment_that_says_nothing_until_its_end_gives_its_first_token_then() {
     let mut router = cutting(0.875, 2);
     let d = route_expecting(&mut router, Some(200), None);
     router.advance(d.ticket, DONE, 1.0).unwrap();
-    assert_eq!(router.receipt(d.id).unwrap().outcome.ttft_seconds, Some(1.0));
+    assert_eq!(router.record(d.id).unwrap().outcome.ttft_seconds, Some(1.0));
     assert_eq!(router.totals().output_tokens, 50);
     // The rest fails and continues on the first instance, from the same token.
     let back = router.advance(d.ticket, Event::Failed(Failure::Reset), 1.1).unwrap().unwrap();
@@ -240,7 +240,7 @@ fn a_cut_inside_the_prompt_leaves_its_rest_to_the_second_segment() {
     let (a, b) = (d.segment.instance.index(), d.next.unwrap().instance.index());
     assert_eq!(d.segment.to_token, Some(600));
     let queued = |router: &mut Router| {
-        router.derive_all(router.receipt(1).unwrap().at);
+        router.derive_all(router.record(1).unwrap().at);
         router.columns().get(Indicator::QueuedPrefillTokens).to_vec()
     };
     assert_eq!(queued(&mut router)[a], 600.0);
@@ -267,12 +267,12 @@ fn an_answer_that_ends_before_the_cut_ends_the_request() {
 }
 
 #[test]
-fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_receipt_says_why() {
+fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_record_says_why() {
     let whole = |router: &mut Router, d: &Decision| {
         assert_eq!((d.segment.to_token, d.next), (None, None));
-        let receipt = router.receipt(d.id).unwrap();
-        assert!(receipt.cuts.is_empty());
-        receipt.uncut.as_deref().unwrap().to_owned()
+        let record = router.record(d.id).unwrap();
+        assert!(record.cuts.is_empty());
+        record.split_reason.as_deref().unwrap().to_owned()
     };
     for (cuts, token) in [(Cuts::Output, 1000), (Cuts::PromptEnd, 1000), (Cuts::Anywhere, 600)] {
         let mut router = cutting(0.5, 2);
@@ -299,7 +299,7 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     assert_eq!(router.totals().split, 0);
     for bad in [0.0, 1.0, -1.0, f64::NAN] {
         let error = force(bad).unwrap_err().to_string();
-        assert!(error.contains("parameter at of split force"), "{error}");
+        assert!(error.contains("parameter fraction of split force"), "{error}");
     }
 }
 
@@ -334,9 +334,9 @@ fn a_running_request_moves_and_its_books_with_it() {
     assert_eq!(router.advance(d.ticket, Event::Failed(Failure::Reset), 3.0).unwrap(), None);
     is(&mut router, Indicator::Tokens, &[0.0; 3]);
     assert_eq!((router.totals().moved, router.totals().output_tokens, router.in_flight()), (1, 51, 0));
-    let receipt = router.receipt(d.id).unwrap();
-    assert_eq!(receipt.moves.iter().map(|m| (m.0, m.1)).collect::<Vec<_>>(), [(1050, target.0)]);
-    assert_eq!(receipt.outcome.ttft_seconds, Some(0.5));
+    let record = router.record(d.id).unwrap();
+    assert_eq!(record.moves.iter().map(|m| (m.0, m.1)).collect::<Vec<_>>(), [(1050, target.0)]);
+    assert_eq!(record.outcome.ttft_seconds, Some(0.5));
 }
 
 #[test]

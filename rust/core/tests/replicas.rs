@@ -8,7 +8,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::router::ledger::{Published, Report};
-use lmetric_core::router::{MOST_REPLICAS, Router, RouterConfig, Share, TicketId};
+use lmetric_core::router::{MAX_REPLICAS, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -117,12 +117,12 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
         assert!(message.contains("decode_tokens on x in the load of router a"), "{message}");
     }
     assert_eq!(b.replicas().count(), 0);
-    for i in 0..MOST_REPLICAS {
+    for i in 0..MAX_REPLICAS {
         b.hear(&format!("router-{i}"), [("x", Share { decoding: 1.0, ..Share::default() })], 0.0).unwrap();
     }
     let message = b.hear("one more", [("x", Share::default())], 0.0).unwrap_err().to_string();
     assert!(message.contains("after 64 others"), "{message}");
-    assert_eq!(value(&b, Indicator::Bs, "x"), MOST_REPLICAS as f64);
+    assert_eq!(value(&b, Indicator::Bs, "x"), MAX_REPLICAS as f64);
     assert_eq!(
         Share::of(b.share(0.0).first().map_or([0.0; Share::NAMES.len()], |s| s.1.share.numbers())),
         Share::default()

@@ -38,11 +38,11 @@ fn lmetric_by_hand_goes_back_to_its_cache_until_load_outweighs_it() {
     let second = router.route(&request(&prompt), 0.2).unwrap();
     assert_eq!(second.segment.instance, home);
     assert_eq!(second.predicted_hit_tokens, 1600);
-    let receipt = router.receipt(second.id).unwrap();
-    let mut scores = receipt.scores.clone();
+    let record = router.record(second.id).unwrap();
+    let mut scores = record.scores.clone();
     scores.sort_by(f32::total_cmp);
     assert_eq!(scores, [2.0, 1601.0]);
-    assert_eq!(receipt.margin, Some(1599.0));
+    assert_eq!(record.margin, Some(1599.0));
     // A cold prompt weighs the batch at home: 1,601 + 1 queued x (2 + 1). The other instance: 1,601
     // x 1.
     let cold = chain(1000, 100);
@@ -65,9 +65,9 @@ fn a_failed_request_walks_its_ranking_and_then_closes() {
     assert_eq!(router.advance(decision.ticket, Event::Failed(Failure::Refused), 0.2).unwrap(), None);
     assert_eq!(router.in_flight(), 0);
     assert_eq!(router.totals().retries, 2);
-    let receipt = router.receipt(decision.id).unwrap();
-    assert_eq!(receipt.tried().count(), 3);
-    assert_eq!(receipt.outcome.ended, Some(Some(Failure::Refused)));
+    let record = router.record(decision.id).unwrap();
+    assert_eq!(record.tried().count(), 3);
+    assert_eq!(record.outcome.ended, Some(Some(Failure::Refused)));
 }
 
 #[test]
@@ -80,19 +80,19 @@ fn after_the_first_token_nothing_moves() {
 }
 
 #[test]
-fn a_retry_survives_a_lost_receipt_and_may_go_to_an_instance_that_is_new() {
-    let config = RouterConfig { receipt_bytes: 1, ..RouterConfig::default() };
+fn a_retry_survives_a_lost_record_and_may_go_to_an_instance_that_is_new() {
+    let config = RouterConfig { record_bytes: 1, ..RouterConfig::default() };
     let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     router.add_instance("e0", Role::Both, None).unwrap();
     let first = router.route(&request(&[]), 0.0).unwrap();
     let second = router.route(&request(&[]), 0.0).unwrap();
-    assert!(router.receipt(first.id).is_none());
+    assert!(router.record(first.id).is_none());
     let new = router.add_instance("new", Role::Both, None).unwrap();
     for decision in [first, second] {
         let next = router.advance(decision.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
         assert_eq!(next.instance, new);
     }
-    let tried: Vec<_> = router.receipt(second.id).unwrap().tried().map(|name| name.to_string()).collect();
+    let tried: Vec<_> = router.record(second.id).unwrap().tried().map(|name| name.to_string()).collect();
     assert_eq!(tried, ["e0", "new"]);
 }
 
@@ -117,8 +117,8 @@ fn giving_up_closes_with_the_true_failure() {
     let decision = router.route(&request(&[]), 0.0).unwrap();
     assert_eq!(router.advance(decision.ticket, Event::GaveUp(Failure::Status), 0.1).unwrap(), None);
     assert_eq!((router.in_flight(), router.totals().retries), (0, 0));
-    let receipt = router.receipt(decision.id).unwrap();
-    assert_eq!((receipt.outcome.ended, receipt.tried().count()), (Some(Some(Failure::Status)), 1));
+    let record = router.record(decision.id).unwrap();
+    assert_eq!((record.outcome.ended, record.tried().count()), (Some(Some(Failure::Status)), 1));
 }
 
 #[test]
@@ -205,8 +205,8 @@ fn time_does_not_run_back() {
     router.advance(first.ticket, Event::FirstToken, 11.0).unwrap();
     router.advance(first.ticket, Event::Finished(Usage::default()), 11.0).unwrap();
     let late = router.route(&request(&chain(1, 100)), 2.0).unwrap();
-    assert_eq!(router.receipt(late.id).unwrap().at, 11.0);
-    assert_eq!(router.receipt(late.id).unwrap().scores[0], 1.0, "one uncached token, nothing queued");
+    assert_eq!(router.record(late.id).unwrap().at, 11.0);
+    assert_eq!(router.record(late.id).unwrap().scores[0], 1.0, "one uncached token, nothing queued");
     router.route(&request(&[]), f64::NAN).unwrap();
     router.route(&request(&[]), f64::INFINITY).unwrap();
     assert!(router.tick(f64::INFINITY).1.is_finite());
@@ -293,7 +293,7 @@ fn the_guard_takes_a_hot_prefix_off_its_holders() {
         prompt.extend(chain(10_000 + i * 10, 1));
         let decision = router.route(&request(&prompt), now).unwrap();
         elsewhere.extend((decision.segment.instance != ids[0]).then_some(decision.segment.instance));
-        excluded += usize::from(router.receipt(decision.id).unwrap().guard_excluded > 0);
+        excluded += usize::from(router.record(decision.id).unwrap().guard_excluded > 0);
         router.advance(decision.ticket, Event::FirstToken, now).unwrap();
         router.advance(decision.ticket, Event::Finished(Usage::default()), now).unwrap();
         let (events, _) = router.tick(now);

@@ -50,7 +50,7 @@ fn a_shadow_changes_no_decision() {
         shadowed.set_shadow(Some((policy(shadow), true))).unwrap();
         assert_eq!(run(&mut shadowed, |_, asked| asked.shadow = true), plain, "{shadow}");
         assert_eq!(shadowed.totals(), alone.totals());
-        let seen = shadowed.receipt(40).unwrap().shadow.clone().unwrap();
+        let seen = shadowed.record(40).unwrap().shadow.clone().unwrap();
         assert_eq!(&*seen.policy, shadow);
         let (_, hit, ttft) = seen.choice.unwrap();
         assert!(hit <= 800 && ttft > 0.0 && seen.chosen_ttft_seconds > 0.0);
@@ -62,7 +62,7 @@ fn a_shadow_takes_turns_of_its_own() {
     let mut router = router("lmetric", true);
     router.set_shadow(Some((policy("round_robin"), false))).unwrap();
     run(&mut router, |_, asked| asked.shadow = true);
-    let seen = (1..=5).map(|id| router.receipt(id).unwrap().shadow.clone().unwrap().choice.unwrap().0);
+    let seen = (1..=5).map(|id| router.record(id).unwrap().shadow.clone().unwrap().choice.unwrap().0);
     assert_eq!(seen.map(|name| name.to_string()).collect::<Vec<_>>(), ["e0", "e1", "e2", "e3", "e0"]);
 }
 
@@ -71,11 +71,11 @@ fn requests_without_the_flag_have_no_shadow() {
     let mut router = router("lmetric", true);
     router.set_shadow(Some((policy("vllm"), true))).unwrap();
     run(&mut router, |i, asked| asked.shadow = i == 1);
-    assert!(router.receipt(1).unwrap().shadow.is_none());
-    assert!(router.receipt(2).unwrap().shadow.is_some());
+    assert!(router.record(1).unwrap().shadow.is_none());
+    assert!(router.record(2).unwrap().shadow.is_some());
     router.set_shadow(None).unwrap();
     run(&mut router, |_, asked| asked.shadow = true);
-    assert!(router.receipt(80).unwrap().shadow.is_none());
+    assert!(router.record(80).unwrap().shadow.is_none());
 }
 
 #[test]
@@ -85,12 +85,12 @@ fn the_canary_decides_its_arm_alone() {
     let placed = run(&mut router, |i, asked| asked.arm = if i % 2 == 1 { Arm::Canary } else { Arm::Stable });
     let canary: Vec<u32> = placed.iter().copied().skip(1).step_by(2).collect();
     assert_eq!(canary[..6], [0, 1, 2, 3, 0, 1], "its own turns");
-    let (first, second) = (router.receipt(1).unwrap(), router.receipt(2).unwrap());
+    let (first, second) = (router.record(1).unwrap(), router.record(2).unwrap());
     assert_eq!((first.policy.as_deref(), first.arm), (Some("least_requests"), Arm::Stable));
     assert_eq!((second.policy.as_deref(), second.arm), (Some("round_robin"), Arm::Canary));
     router.set_canary(None).unwrap();
     run(&mut router, |_, asked| asked.arm = Arm::Canary);
-    let last = router.receipt(80).unwrap();
+    let last = router.record(80).unwrap();
     assert_eq!((last.policy.as_deref(), last.arm), (Some("least_requests"), Arm::Stable));
 }
 

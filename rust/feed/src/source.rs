@@ -287,7 +287,7 @@ impl Source {
         match &mut self.kind {
             Kind::Blocks(blocks) => {
                 if let Some(delay) = moment_of(payload).and_then(delay_since) {
-                    let least = &mut self.status.least_delay_seconds;
+                    let least = &mut self.status.min_delay_seconds;
                     *least = Some(least.map_or(delay, |known| known.min(delay)));
                 }
                 blocks.stream.live(number, payload, now, &mut blocks.hands);

@@ -29,7 +29,7 @@ pub struct Status {
     pub last_message_at: Option<f64>,
     /// Smallest delay in seconds from a batch's creation (engine's clock) to its arrival (this
     /// machine's clock). Replayed batches do not count. Negative if the engine's clock is ahead.
-    pub least_delay_seconds: Option<f64>,
+    pub min_delay_seconds: Option<f64>,
     /// The limit that the source has exceeded: its events are ignored for a while.
     pub over_limit: Option<String>,
     /// Number of the last applied batch.

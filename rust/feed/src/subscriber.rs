@@ -589,7 +589,7 @@ impl Worker {
             connections: 0,
             messages: 0,
             last_message_at: None,
-            least_delay_seconds: None,
+            min_delay_seconds: None,
             over_limit: None,
             last_sequence: None,
             other_topic: None,

@@ -18,7 +18,7 @@ const IDLE: usize = 96;
 /// Messages of the one other engine, one by one.
 const MESSAGES: u64 = 100;
 /// Most readings of the clock for a message: a few turns of the loop, each with a visit or two.
-const MOST_READINGS: usize = 30;
+const MAX_READINGS: usize = 30;
 
 /// Returns the number of threads of this process.
 fn threads() -> usize {
@@ -68,5 +68,5 @@ fn a_message_costs_no_visit_of_idle_links() {
         await_all(&|name| name != "e0" || events.status(name)[0].messages == number);
     }
     let readings = readings.load(Ordering::Relaxed) - first;
-    assert!(readings <= MESSAGES as usize * MOST_READINGS, "{readings} readings of the clock");
+    assert!(readings <= MESSAGES as usize * MAX_READINGS, "{readings} readings of the clock");
 }

@@ -20,9 +20,8 @@ pub type Released = (Vec<(u64, f64)>, Vec<(u64, &'static str, f64)>);
 /// `BadValue` for an unknown setting or a value out of range.
 pub fn load_of(settings: Option<&Bound<'_, PyDict>>) -> Result<Option<LoadConfig>> {
     let Some(settings) = settings else { return Ok(None) };
-    let settings = settings.copy()?;
     let tenants = settings.get_item("tenants")?;
-    let mut reader = settings::reader("admission", Some(&in_core_names(&settings)?))?;
+    let mut reader = settings::reader("admission", Some(settings))?;
     reader.skip("tenants");
     let mut config: LoadConfig = reader.read()?;
     reader.finish()?;
@@ -30,27 +29,13 @@ pub fn load_of(settings: Option<&Bound<'_, PyDict>>) -> Result<Option<LoadConfig
         for (name, limits) in tenants.cast::<PyDict>().map_err(PyErr::from)? {
             let name: String = name.extract()?;
             let limits = limits.cast::<PyDict>().map_err(PyErr::from)?;
-            let mut reader =
-                settings::reader(&format!("limits of tenant {name:?}"), Some(&in_core_names(limits)?))?;
+            let mut reader = settings::reader(&format!("limits of tenant {name:?}"), Some(limits))?;
             let limits: TenantLimits = reader.read()?;
             reader.finish()?;
             config.tenants.insert(xxh3_64(name.as_bytes()), limits);
         }
     }
     Ok(Some(config.checked()?))
-}
-
-/// Returns settings with the names of the core: `max_x` is `most_x` there.
-fn in_core_names<'py>(settings: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyDict>> {
-    let own = PyDict::new(settings.py());
-    for (name, value) in settings {
-        let name: String = name.extract()?;
-        match name.strip_prefix("max_") {
-            Some(rest) => own.set_item(format!("most_{rest}"), value)?,
-            None => own.set_item(name, value)?,
-        }
-    }
-    Ok(own)
 }
 
 /// A request from its arrival to its placement: whether it runs now, waits or is refused.
@@ -172,7 +157,7 @@ impl Arrival {
 }
 
 /// Most tenants in a snapshot.
-const MOST_TENANTS: usize = 16;
+const MAX_TENANTS: usize = 16;
 
 /// Returns the numbers of admission by load as a dictionary.
 pub fn dict<'py>(py: Python<'py>, snapshot: &LoadSnapshot) -> PyResult<Bound<'py, PyDict>> {
@@ -190,7 +175,7 @@ pub fn dict<'py>(py: Python<'py>, snapshot: &LoadSnapshot) -> PyResult<Bound<'py
         refused.set_item(name, count)?;
     }
     dict.set_item("refused", refused)?;
-    let longest: Vec<(u64, usize)> = snapshot.waiting_by_tenant.iter().take(MOST_TENANTS).copied().collect();
+    let longest: Vec<(u64, usize)> = snapshot.waiting_by_tenant.iter().take(MAX_TENANTS).copied().collect();
     dict.set_item("waiting_by_tenant", longest)?;
     Ok(dict)
 }

@@ -127,7 +127,7 @@ impl EventFeed {
     ///   stored or removed. `session_blocks`: blocks stored with the session of their request.
     /// - `over_limit`: the limit that the source has exceeded (size of a message, work of a batch),
     ///   while the feed ignores it: for a minute, doubled each time, at most an hour. Else None.
-    /// - `least_delay_seconds`: least time from a batch's timestamp (engine's clock) to its arrival
+    /// - `min_delay_seconds`: least time from a batch's timestamp (engine's clock) to its arrival
     ///   (this machine's clock), without replayed batches.
     fn status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Bound<'py, PyDict>> {
         let ranks = PyDict::new(py);
@@ -214,7 +214,7 @@ impl EventFeed {
         let now = self.router.get().clock().read();
         let age = status.last_message_at.map(|at| (now - at).max(0.0));
         dict.set_item("last_batch_age_seconds", age)?;
-        dict.set_item("least_delay_seconds", status.least_delay_seconds)?;
+        dict.set_item("min_delay_seconds", status.min_delay_seconds)?;
         dict.set_item("block_size", tally.block_size)?;
         dict.set_item("reported_rank", tally.reported_rank)?;
         Ok(dict)

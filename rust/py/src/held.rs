@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 const DAY: f64 = 86_400.0;
 /// How long a policy function may wait for another router. That router's holder may wait for the
 /// function's own router.
-const MOST_NESTED_WAIT: Duration = Duration::from_secs(1);
+const MAX_NESTED_WAIT: Duration = Duration::from_secs(1);
 
 /// Python's monotonic clock, in seconds, read without calling Python.
 #[derive(Clone, Copy)]
@@ -81,7 +81,7 @@ pub fn with_router<T: Send>(
     }
     let nested = SharedRouter::any_is_held_here();
     py.detach(|| {
-        let router = if nested { shared.lock_within(MOST_NESTED_WAIT) } else { Some(shared.lock_next()) };
+        let router = if nested { shared.lock_within(MAX_NESTED_WAIT) } else { Some(shared.lock_next()) };
         let busy = "it waited for another router, which stays busy: that router's holder may wait for the function's own router";
         let mut router = router.ok_or_else(|| problem(busy))?;
         shared.check()?;

@@ -22,10 +22,10 @@ pub fn priorities_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
             // No hysteresis: routers do not put running requests back into the queue.
             let mut memguard = MemGuard::default();
             memguard.bin_tokens = reader.one("bin_tokens")?.unwrap_or(memguard.bin_tokens);
-            let most_seconds = reader.one("most_boost_seconds")?.unwrap_or(Priorities::MOST_SECONDS);
+            let max_seconds = reader.one("max_boost_seconds")?.unwrap_or(Priorities::MAX_SECONDS);
             let clock_offset_seconds = reader.one("clock_offset_seconds")?.unwrap_or(0.0);
             let settings = Settings { memguard: Some(memguard), ..learned };
-            Some(Priorities::UniBoost { settings, most_seconds, clock_offset_seconds })
+            Some(Priorities::UniBoost { settings, max_seconds, clock_offset_seconds })
         }
         other => {
             let expected = "\"none\", \"uniboost\" or \"vtc\"".into();

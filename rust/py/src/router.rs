@@ -68,7 +68,7 @@ const ROWS_PER_PIECE: usize = 256;
 /// - `domain`: values that prompts must share to match (model, tokenizer).
 /// - `kv_source`: source of the KV index, `"approximate"` (where requests were placed) or `"exact"`
 ///   (engines' KV events: `EventFeed`, `blocks_stored`, ...).
-/// - `index_bytes`, `receipt_bytes`: hard bounds of the index and of the decision records.
+/// - `index_bytes`, `record_bytes`: hard bounds of the index and of the decision records.
 /// - `tiers`: the tiers below the GPU whose blocks count in scores. `"auto"`: the CPU tier, and
 ///   other tiers from their first removal on; `"all"`; `"off"`. Their blocks come from KV events.
 /// - `tier_load_ratio`: seconds to load one token from such a tier, divided by the seconds to
@@ -152,8 +152,8 @@ impl Router {
                 self.with_core(py, |router| Ok(router.set_split(&split)?))
             }
             "prefix_fetch" => {
-                let fetch = crate::settings::pull_of(settings)?;
-                self.with_core(py, |router| Ok(router.set_pull((kind != "none").then_some(fetch))?))
+                let fetch = crate::settings::fetch_of(settings)?;
+                self.with_core(py, |router| Ok(router.set_fetch((kind != "none").then_some(fetch))?))
             }
             "priority" => {
                 let priorities = crate::priorities::priorities_of(&kind, settings)?;
@@ -275,7 +275,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
     let settings = Some(settings);
     Ok(match what {
         "split" => format!("{:?}", crate::split::split_of(REGISTRY, kind, settings)?),
-        "prefix_fetch" => format!("{:?}", crate::settings::pull_of(settings)?),
+        "prefix_fetch" => format!("{:?}", crate::settings::fetch_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => {
             format!("{:?}", crate::rebalance::rebalance_of(Maturity::Study, kind, settings, false)?)
@@ -290,7 +290,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
 impl Router {
     #[new]
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
-        kv_source="approximate", index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None,
+        kv_source="approximate", index_bytes=536870912, record_bytes=16777216, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
         split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, fleet_changes=None,
         offers="study", tiers="auto", tier_load_ratio=0.02))]
@@ -303,7 +303,7 @@ impl Router {
         domain: Option<Vec<Option<String>>>,
         kv_source: &str,
         index_bytes: usize,
-        receipt_bytes: usize,
+        record_bytes: usize,
         guard: Option<Bound<'_, PyAny>>,
         step_time: Option<&Bound<'_, PyDict>>,
         decay_queued_prefill: bool,
@@ -333,7 +333,7 @@ impl Router {
         let config = RouterConfig {
             index_feed,
             index_bytes,
-            receipt_bytes,
+            record_bytes,
             seed,
             drain: decay_queued_prefill,
             guard,
@@ -599,7 +599,7 @@ impl Router {
         self.with_request(py, given.get(), |request, chain| {
             let arm = if canary { Arm::Canary } else { Arm::Stable };
             let prompt_tokens = request.prompt_tokens;
-            let (decision, name, next, pull, seen) = self.with_core(py, |router| {
+            let (decision, name, next, fetch, seen) = self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
                 // Last: an error before keeps the arrival for its handle, one after ends it.
                 let arrival = arrival.map(Arrival::take).transpose()?;
@@ -607,14 +607,14 @@ impl Router {
                 let decision = router.route_taking(&request, chain, id, now)?;
                 let name = router.fleet().name(decision.segment.instance).clone();
                 let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
-                let pull = decision.pull.map(|pull| crate::ticket::pull_told(router, pull));
+                let fetch = decision.fetch.map(|fetch| crate::ticket::fetch_range(router, fetch));
                 let seen =
-                    if shadow { router.receipt(decision.id).and_then(|r| r.shadow.clone()) } else { None };
-                Ok((decision, name, next, pull, seen))
+                    if shadow { router.record(decision.id).and_then(|r| r.shadow.clone()) } else { None };
+                Ok((decision, name, next, fetch, seen))
             })?;
             let ticket = self.shared.ticket(&decision);
             Ok((
-                Decision::new(&decision, prompt_tokens, name.clone(), next, pull, seen, self.shared.clone()),
+                Decision::new(&decision, prompt_tokens, name.clone(), next, fetch, seen, self.shared.clone()),
                 Ticket::new(ticket, decision.segment, name, self.clock),
             ))
         })
@@ -1090,8 +1090,8 @@ impl Router {
             Ok(decision) => decision.get().id,
             Err(_) => decision.extract()?,
         };
-        let kept = self.with_core(py, |router| Ok(router.receipt(decision_id).cloned()))?;
-        kept.map(|receipt| crate::ticket::receipt_dict(py, &receipt)).transpose()
+        let kept = self.with_core(py, |router| Ok(router.record(decision_id).cloned()))?;
+        kept.map(|record| crate::ticket::record_dict(py, &record)).transpose()
     }
 
     /// Runs the periodic work; call it about once a second. Returns the actions of the hot-spot
@@ -1134,7 +1134,7 @@ impl Router {
                 .into_iter()
                 .map(|(id, _)| (router.fleet().name(id).clone(), rate(id)))
                 .collect();
-            Ok((router.gamma(), router.pull_cost(), curves, rates))
+            Ok((router.gamma(), router.fetch_cost(), curves, rates))
         })?;
         let dict = PyDict::new(py);
         dict.set_item("gamma", gamma.map(|(gamma, _)| gamma))?;

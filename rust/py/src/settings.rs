@@ -1,7 +1,7 @@
 //! Settings in Python dictionaries.
 use crate::errors::Result;
 use lmetric_core::CoreError;
-use lmetric_core::router::PullConfig;
+use lmetric_core::router::FetchConfig;
 use lmetric_core::settings::SettingsReader;
 use lmetric_core::warm::WarmConfig;
 use pyo3::prelude::*;
@@ -41,10 +41,10 @@ pub fn warm_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Optio
 ///
 /// # Errors
 /// `BadValue` for an unknown setting or a value out of range.
-pub fn pull_of(settings: Option<&Bound<'_, PyDict>>) -> Result<PullConfig> {
+pub fn fetch_of(settings: Option<&Bound<'_, PyDict>>) -> Result<FetchConfig> {
     let mut reader = reader("prefix_fetch", settings)?;
-    let pull: PullConfig = reader.read()?;
+    let fetch: FetchConfig = reader.read()?;
     reader.finish()?;
-    pull.check()?;
-    Ok(pull)
+    fetch.check()?;
+    Ok(fetch)
 }

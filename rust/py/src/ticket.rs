@@ -5,10 +5,10 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardEvent, Phase};
 use lmetric_core::kv::index::KvIndex;
 use lmetric_core::kv::tier::Tier;
-use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
+use lmetric_core::plan::{Event, Failure, PrefixFetch, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::program::Finish;
-use lmetric_core::receipt::{Balance, Receipt, Shadow};
+use lmetric_core::record::{Balance, DecisionRecord, Shadow};
 use lmetric_core::router::{
     Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket, Totals,
 };
@@ -45,17 +45,17 @@ pub struct Decision {
     /// Name of the decode instance, if it is chosen.
     next: Option<Arc<str>>,
     /// The prefix fetch before the request begins.
-    pull: Option<PullTold>,
+    fetch: Option<FetchRange>,
     shadow: Option<Box<Shadow>>,
     shared: SharedRouter,
 }
 
 /// The holder of a prefix to fetch, its first token, and one past its last token.
-pub type PullTold = (Arc<str>, u32, u32);
+pub type FetchRange = (Arc<str>, u32, u32);
 
 /// A prefix fetch with its holder's name.
-pub fn pull_told(router: &Router, pull: Pull) -> PullTold {
-    (router.fleet().name(pull.holder).clone(), pull.from_token, pull.to_token)
+pub fn fetch_range(router: &Router, fetch: PrefixFetch) -> FetchRange {
+    (router.fleet().name(fetch.holder).clone(), fetch.from_token, fetch.to_token)
 }
 
 impl Decision {
@@ -65,7 +65,7 @@ impl Decision {
         prompt_tokens: u32,
         name: Arc<str>,
         next: Option<Arc<str>>,
-        pull: Option<PullTold>,
+        fetch: Option<FetchRange>,
         shadow: Option<Box<Shadow>>,
         shared: SharedRouter,
     ) -> Decision {
@@ -78,19 +78,19 @@ impl Decision {
             priority: decision.priority.map(|priority| priority.value),
             name,
             next,
-            pull,
+            fetch,
             shadow,
             shared,
         }
     }
 
-    fn receipt<T: Send>(&self, py: Python<'_>, read: impl FnOnce(&Receipt) -> T + Send) -> Result<T> {
+    fn record<T: Send>(&self, py: Python<'_>, read: impl FnOnce(&DecisionRecord) -> T + Send) -> Result<T> {
         let id = self.id;
-        with_router(&self.shared, py, |router| match router.receipt(id) {
-            Some(receipt) => Ok(read(receipt)),
+        with_router(&self.shared, py, |router| match router.record(id) {
+            Some(record) => Ok(read(record)),
             None => {
                 let problem =
-                    "its decision record is gone; a larger receipt_bytes= keeps records longer".into();
+                    "its decision record is gone; a larger record_bytes= keeps records longer".into();
                 Err(CoreError::Ticket { ticket: id, problem }.into())
             }
         })
@@ -118,7 +118,7 @@ impl Decision {
     /// `Ticket.fetched`.
     #[getter]
     fn fetch(&self) -> Option<(&str, u32, u32)> {
-        self.pull.as_ref().map(|(holder, from, to)| (&**holder, *from, *to))
+        self.fetch.as_ref().map(|(holder, from, to)| (&**holder, *from, *to))
     }
 
     /// The choice of the shadow policy: name of the instance, predicted prompt tokens in its cache,
@@ -139,15 +139,15 @@ impl Decision {
     /// slots, or if the decision is old and its request still runs, only the 8 best scores are
     /// known, and the others are NaN. Raises `TicketError` if the decision record is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
-        Ok(PyArray1::from_vec(py, self.receipt(py, Receipt::known_scores)?))
+        Ok(PyArray1::from_vec(py, self.record(py, DecisionRecord::known_scores)?))
     }
 
     /// Names of the candidates whose scores are known (`scores()`), best first; the chosen instance
     /// comes before instances with equal scores. Raises `TicketError` if the decision record is
     /// gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
-        let known = |r: &Receipt| (r.known_scores(), r.names.clone(), r.prefer);
-        let (scores, names, prefer) = self.receipt(py, known)?;
+        let known = |r: &DecisionRecord| (r.known_scores(), r.names.clone(), r.prefer);
+        let (scores, names, prefer) = self.record(py, known)?;
         let sign = if prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
         let first = self.slot as usize;
@@ -258,8 +258,8 @@ impl Ticket {
     #[getter]
     fn fetch(&self, py: Python<'_>) -> Result<Option<(String, u32, u32)>> {
         self.with_core(py, |router| {
-            let pull = router.pull_of(self.ticket.id()).map(|pull| pull_told(router, pull));
-            Ok(pull.map(|(holder, from, to)| (holder.to_string(), from, to)))
+            let fetch = router.fetch_of(self.ticket.id()).map(|fetch| fetch_range(router, fetch));
+            Ok(fetch.map(|(holder, from, to)| (holder.to_string(), from, to)))
         })
     }
 
@@ -269,7 +269,7 @@ impl Ticket {
     /// tokens than the prefix has.
     #[pyo3(signature = (tokens, seconds, now=None))]
     fn fetched(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>) -> Result<()> {
-        self.advance(py, Event::Pulled { tokens, seconds }, now).map(drop)
+        self.advance(py, Event::Fetched { tokens, seconds }, now).map(drop)
     }
 
     /// Number of the ticket, unique among open tickets. `Router.rebalance` names moves by it.
@@ -455,72 +455,72 @@ impl Ticket {
 }
 
 /// A decision record as a dictionary that `json` can write; absent numbers are None.
-pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py, PyDict>> {
+pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Bound<'py, PyDict>> {
     let number = |v: f64| v.is_finite().then_some(v);
-    let name = |slot: u32| &*receipt.names[slot as usize];
+    let name = |slot: u32| &*record.names[slot as usize];
     let dict = PyDict::new(py);
-    dict.set_item("id", receipt.id)?;
-    dict.set_item("at_seconds", receipt.at)?;
-    dict.set_item("policy", receipt.policy.as_deref())?;
-    dict.set_item("arm", receipt.arm.name())?;
-    dict.set_item("request_id", receipt.request_id.as_deref())?;
-    dict.set_item("prompt_tokens", receipt.prompt_tokens)?;
-    let tried: Vec<&str> = receipt.tried().map(|name| &**name).collect();
+    dict.set_item("id", record.id)?;
+    dict.set_item("at_seconds", record.at)?;
+    dict.set_item("policy", record.policy.as_deref())?;
+    dict.set_item("arm", record.arm.name())?;
+    dict.set_item("request_id", record.request_id.as_deref())?;
+    dict.set_item("prompt_tokens", record.prompt_tokens)?;
+    let tried: Vec<&str> = record.tried().map(|name| &**name).collect();
     dict.set_item("instance", tried.last())?;
     dict.set_item("tried", tried)?;
-    dict.set_item("prefer", if receipt.prefer == Prefer::Max { "max" } else { "min" })?;
+    dict.set_item("prefer", if record.prefer == Prefer::Max { "max" } else { "min" })?;
     let scores = PyDict::new(py);
     // Free slots have no name.
-    for (name, score) in receipt.names.iter().zip(&receipt.scores).filter(|(name, _)| !name.is_empty()) {
+    for (name, score) in record.names.iter().zip(&record.scores).filter(|(name, _)| !name.is_empty()) {
         scores.set_item(&**name, number(f64::from(*score)))?;
     }
     // All scores are kept in single precision; those of the best are as in `best`.
-    for best in &receipt.best {
+    for best in &record.best {
         scores.set_item(name(best.slot), number(best.score))?;
     }
     dict.set_item("scores", scores)?;
-    dict.set_item("scored", receipt.scored)?;
+    dict.set_item("scored", record.scored)?;
     let best = PyList::empty(py);
-    for (candidate, values) in receipt.explained() {
+    for (candidate, values) in record.explained() {
         let row = PyDict::new(py);
         row.set_item("instance", name(candidate.slot))?;
         row.set_item("score", number(candidate.score))?;
         let terms = PyDict::new(py);
-        for (indicator, value) in receipt.reads.iter().zip(values) {
+        for (indicator, value) in record.reads.iter().zip(values) {
             terms.set_item(indicator.decl().name, number(*value))?;
         }
-        for (declared, value) in receipt.declared.iter().zip(&values[receipt.reads.iter().count()..]) {
+        for (declared, value) in record.declared.iter().zip(&values[record.reads.iter().count()..]) {
             terms.set_item(declared.decl().name, number(*value))?;
         }
         row.set_item("terms", terms)?;
         best.append(row)?;
     }
     dict.set_item("best", best)?;
-    dict.set_item("margin_to_runner_up", receipt.margin.and_then(number))?;
-    dict.set_item("load_report_age_seconds", receipt.report_age_seconds)?;
-    dict.set_item("left_out", receipt.left_out)?;
-    dict.set_item("filter_waived", receipt.filter_waived)?;
-    dict.set_item("unscored", receipt.unscored)?;
-    dict.set_item("guard_excluded", receipt.guard_excluded)?;
-    dict.set_item("guard_balance_only", receipt.balance_only)?;
-    let next = receipt.next.first();
+    dict.set_item("margin_to_runner_up", record.margin.and_then(number))?;
+    dict.set_item("load_report_age_seconds", record.report_age_seconds)?;
+    dict.set_item("left_out", record.left_out)?;
+    dict.set_item("filter_waived", record.filter_waived)?;
+    dict.set_item("unscored", record.unscored)?;
+    dict.set_item("guard_excluded", record.guard_excluded)?;
+    dict.set_item("guard_balance_only", record.balance_only)?;
+    let next = record.next.first();
     dict.set_item("decode_instance", next.map(|n| &*n.name))?;
-    dict.set_item("answer_instance", receipt.next.get(1).map(|n| &*n.name))?;
+    dict.set_item("answer_instance", record.next.get(1).map(|n| &*n.name))?;
     dict.set_item("decode_score", next.and_then(|n| number(n.score)))?;
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
-    dict.set_item("cuts", receipt.cuts.to_vec())?;
-    dict.set_item("split_reason", receipt.uncut.as_deref())?;
-    dict.set_item("priority", receipt.priority.map(|p| p.value))?;
-    dict.set_item("boost_seconds", receipt.priority.map(|p| p.boost_seconds))?;
-    let pull = receipt.pull.as_ref();
-    dict.set_item("fetch_reason", receipt.unpulled.as_deref())?;
-    dict.set_item("fetch_instance", pull.map(|p| &*p.name))?;
-    dict.set_item("fetch_from_token", pull.map(|p| p.from_token))?;
-    dict.set_item("fetch_to_token", pull.map(|p| p.to_token))?;
-    dict.set_item("expected_fetch_seconds", pull.map(|p| p.expected_seconds))?;
-    dict.set_item("fetched_tokens", pull.and_then(|p| p.tokens))?;
-    dict.set_item("fetch_seconds", pull.and_then(|p| p.seconds))?;
-    let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
+    dict.set_item("cuts", record.cuts.to_vec())?;
+    dict.set_item("split_reason", record.split_reason.as_deref())?;
+    dict.set_item("priority", record.priority.map(|p| p.value))?;
+    dict.set_item("boost_seconds", record.priority.map(|p| p.boost_seconds))?;
+    let fetch = record.fetch.as_ref();
+    dict.set_item("fetch_reason", record.fetch_reason.as_deref())?;
+    dict.set_item("fetch_instance", fetch.map(|p| &*p.name))?;
+    dict.set_item("fetch_from_token", fetch.map(|p| p.from_token))?;
+    dict.set_item("fetch_to_token", fetch.map(|p| p.to_token))?;
+    dict.set_item("expected_fetch_seconds", fetch.map(|p| p.expected_seconds))?;
+    dict.set_item("fetched_tokens", fetch.and_then(|p| p.tokens))?;
+    dict.set_item("fetch_seconds", fetch.and_then(|p| p.seconds))?;
+    let balance = |of: fn(&Balance) -> f64| record.balance.as_ref().and_then(|balance| number(of(balance)));
     dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
     dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;
     dict.set_item("balance_third_seconds", balance(|b| b.third_seconds))?;
@@ -528,14 +528,14 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py
     dict.set_item("balance_whole_seconds", balance(|b| b.whole_seconds))?;
     dict.set_item("stay_seconds", balance(|b| b.stay_seconds))?;
     dict.set_item("decode_placement_seconds", balance(|b| b.apart_seconds))?;
-    let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));
+    let moves = record.moves.iter().map(|(token, _, name)| (*token, &**name));
     dict.set_item("migrations", PyList::new(py, moves)?)?;
-    dict.set_item("program", receipt.program.map(|note| note.program))?;
-    dict.set_item("program_tokens", receipt.program.map(|note| note.context_tokens))?;
-    dict.set_item("held_seconds", receipt.program.map(|note| note.held_seconds))?;
-    dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
-    dict.set_item("predicted_tier_tokens", receipt.predicted_tier_tokens)?;
-    let shadow = receipt.shadow.as_deref().map(|shadow| {
+    dict.set_item("program", record.program.map(|note| note.program))?;
+    dict.set_item("program_tokens", record.program.map(|note| note.context_tokens))?;
+    dict.set_item("held_seconds", record.program.map(|note| note.held_seconds))?;
+    dict.set_item("predicted_cached_tokens", record.predicted_hit_tokens)?;
+    dict.set_item("predicted_tier_tokens", record.predicted_tier_tokens)?;
+    let shadow = record.shadow.as_deref().map(|shadow| {
         let told = PyDict::new(py);
         let choice = shadow.choice.as_ref();
         told.set_item("policy", &*shadow.policy)?;
@@ -546,7 +546,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py
         Ok::<_, PyErr>(told)
     });
     dict.set_item("shadow", shadow.transpose()?)?;
-    let outcome = &receipt.outcome;
+    let outcome = &record.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
     dict.set_item("output_tokens", outcome.usage.output_tokens)?;
     dict.set_item("handoff_seconds", outcome.handed_over_seconds)?;
@@ -662,8 +662,8 @@ impl Stats {
             ("filter_waived", totals.filter_waived),
             ("split", totals.split),
             ("migrated", totals.moved),
-            ("fetches", totals.pulls),
-            ("fetched_tokens", totals.pulled_tokens),
+            ("fetches", totals.fetches),
+            ("fetched_tokens", totals.fetched_tokens),
             ("finished", totals.finished),
             ("dropped", totals.dropped),
             ("prompt_tokens", totals.prompt_tokens),

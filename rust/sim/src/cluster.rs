@@ -24,6 +24,8 @@ use crate::transfer::{Links, Transfer};
 use crate::workload::{Waiting, Workload};
 pub use churn::{ChangeRecord, FleetChange};
 use churn::{Churn, fetch_of};
+pub use fetches::SimulatedFetch;
+use fetches::UnderWay;
 use handover::Part;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
@@ -36,8 +38,6 @@ use lmetric_core::plan::Usage;
 use lmetric_core::program::Finish;
 use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RebalanceConfig, Router, RouterConfig, Split};
-pub use pulls::Pulling;
-use pulls::UnderWay;
 pub use recompute::{MoveBy, Recompute};
 use recompute::{Warming, ahead_of};
 use std::cmp::Reverse;
@@ -56,7 +56,7 @@ pub struct ClusterConfig {
     /// Cost of a KV transfer after a prefill on another instance.
     pub transfer: Transfer,
     /// Effects of prefix fetches on their holders. The router's settings turn prefix fetches on.
-    pub pulling: Pulling,
+    pub fetching: SimulatedFetch,
     /// How requests get memory.
     pub admission: Admission,
     /// Whether the next turn's prompt finds the blocks of an answer in the cache, as on real
@@ -153,9 +153,9 @@ enum Event {
     /// The KV of a segment has arrived at the next segment's instance.
     HandOver { request: u32 },
     /// The holder of a prefix can send it.
-    PullBegins { request: u32 },
+    FetchBegins { request: u32 },
     /// A prefix fetch has ended.
-    PullEnds { request: u32 },
+    FetchEnds { request: u32 },
     /// An instance joins or leaves.
     FleetChange { number: u32 },
     /// A fleet change begins further fetches.
@@ -232,7 +232,7 @@ struct Cluster<'a> {
     links: Links,
     churn: Churn,
     /// Prefix fetches that have not ended, by request.
-    pulls: HashMap<u32, UnderWay>,
+    fetches: HashMap<u32, UnderWay>,
     /// Requests that wait for others.
     waiting: Waiting,
     /// The running part of each request, and whether its engine has made a token of it.
@@ -359,8 +359,8 @@ impl Cluster<'_> {
                 }
             }
             Event::HandOver { request } => self.hand_over(request as usize)?,
-            Event::PullBegins { request } => self.begin_pull(request as usize),
-            Event::PullEnds { request } => self.end_pull(request as usize)?,
+            Event::FetchBegins { request } => self.begin_fetch(request as usize),
+            Event::FetchEnds { request } => self.end_fetch(request as usize)?,
             Event::FleetChange { number } => self.begin_change(number as usize)?,
             Event::ContinueChange { number } => self.continue_change(number as usize)?,
             Event::PrefixBegins { fetch } => self.begin_prefix(fetch as usize)?,
@@ -444,8 +444,8 @@ impl Cluster<'_> {
             self.records.decode_instance[request] = next.instance.index() as i64;
         }
         self.begin(request, decision.segment);
-        if let Some(pull) = decision.pull {
-            self.ask_for_pull(request, pull);
+        if let Some(fetch) = decision.fetch {
+            self.ask_for_fetch(request, fetch);
             return Ok(());
         }
         if decision.segment.to_token.is_some() && self.config.router.unlimited_prefill {
@@ -464,7 +464,7 @@ impl Cluster<'_> {
         if part.recomputed {
             let hashes = self.chain_with_answer(request, part.from);
             let prompt = Prompt::Chain { hashes: &hashes, tokens: part.from };
-            return self.put(&Request { prompt, pulled_tokens: 0, ..asked }, instance);
+            return self.put(&Request { prompt, fetched_tokens: 0, ..asked }, instance);
         }
         self.put(&asked, instance)
     }
@@ -513,7 +513,7 @@ impl Cluster<'_> {
                 } else {
                     self.records.scheduled_seconds[request] = self.now;
                     self.records.hit_tokens[request] = i64::from(admitted.cached_tokens);
-                    self.records.pulled_tokens[request] = i64::from(admitted.pulled_tokens);
+                    self.records.fetched_tokens[request] = i64::from(admitted.fetched_tokens);
                     self.records.loaded_tokens[request] = i64::from(admitted.loaded_tokens);
                 }
             }
@@ -743,15 +743,15 @@ fn engine_request<'w>(
         priority: 0, // set at submission
         salt: None,
         report_cached: false,
-        pulled_tokens: part.from.max(part.pulled.min(tokens)),
+        fetched_tokens: part.from.max(part.fetched.min(tokens)),
     }
 }
 
 mod admit;
 mod churn;
+mod fetches;
 mod handover;
 mod moves;
-mod pulls;
 mod recompute;
 mod start;
 #[cfg(test)]

@@ -116,7 +116,7 @@ pub struct Request<'a> {
     /// engine. Tokens in the cache are not fetched. The fetched KV is lost if the request is
     /// preempted (but see [`Preempt::Swap`]). 0: the engine computes the whole prompt. (A prefill
     /// for another engine is a request of one output token.)
-    pub pulled_tokens: u32,
+    pub fetched_tokens: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -306,7 +306,7 @@ impl Engine {
         sequence.root = hash::root(request.salt);
         sequence.salt = request.salt.map(Arc::from);
         sequence.report_cached = request.report_cached;
-        sequence.pulled = request.pulled_tokens;
+        sequence.fetched = request.fetched_tokens;
         match request.prompt {
             Prompt::Tokens(tokens) => {
                 sequence.prompt_tokens = tokens.len() as u32;
@@ -351,8 +351,8 @@ impl Engine {
         if request.output_tokens == 0 {
             return bad("output tokens", "0".into(), "at least 1".into());
         }
-        if request.pulled_tokens as usize > prompt_tokens {
-            let got = request.pulled_tokens.to_string();
+        if request.fetched_tokens as usize > prompt_tokens {
+            let got = request.fetched_tokens.to_string();
             return bad("fetched tokens", got, format!("at most the prompt's {prompt_tokens}"));
         }
         if request.think_tokens > request.output_tokens {

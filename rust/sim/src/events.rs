@@ -37,7 +37,7 @@ pub struct Admitted {
     /// Prompt tokens found in the cache.
     pub cached_tokens: u32,
     /// Tokens behind the cached ones whose KV came from another engine or the host's memory.
-    pub pulled_tokens: u32,
+    pub fetched_tokens: u32,
     /// Part of the cached tokens that was loaded from the host tier for this admission.
     pub loaded_tokens: u32,
     /// False after a preemption.
@@ -179,7 +179,7 @@ pub struct Counters {
     /// Prompt tokens found there.
     pub prefix_cache_hits: u64,
     /// Prompt tokens whose KV came from another engine.
-    pub pulled_prompt_tokens: u64,
+    pub fetched_prompt_tokens: u64,
     /// Tokens whose KV was copied to the host's memory.
     pub swapped_out_tokens: u64,
     /// Tokens whose KV was copied back from the host's memory.

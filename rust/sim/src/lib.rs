@@ -23,7 +23,9 @@ pub mod text;
 pub mod transfer;
 pub mod workload;
 
-pub use cluster::{ChangeRecord, ClusterConfig, FleetChange, MoveBy, Outcome, Pulling, Recompute, simulate};
+pub use cluster::{
+    ChangeRecord, ClusterConfig, FleetChange, MoveBy, Outcome, Recompute, SimulatedFetch, simulate,
+};
 pub use engine::order::{Order, OrderSpec, TOKEN_SECONDS};
 pub use engine::{Admission, Engine, HostTier, Preempt, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};

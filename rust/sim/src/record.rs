@@ -24,11 +24,11 @@ pub struct Records {
     /// Part of these tokens that was loaded from the host tier.
     pub loaded_tokens: Vec<i64>,
     /// Holder of the prefix that it fetched before it queued; -1: no prefix fetch.
-    pub pull_instance: Vec<i64>,
+    pub fetch_instance: Vec<i64>,
     /// Fetched prompt tokens at its first admission.
-    pub pulled_tokens: Vec<i64>,
+    pub fetched_tokens: Vec<i64>,
     /// Seconds of the prefix fetch, including all waits.
-    pub pull_seconds: Vec<Seconds>,
+    pub fetch_seconds: Vec<Seconds>,
     /// First admission.
     pub scheduled_seconds: Vec<Seconds>,
     /// First output token.
@@ -74,7 +74,7 @@ impl PartialEq for Records {
                 &r.handoff_seconds,
                 &r.decode_start_seconds,
                 &r.worst_gap_seconds,
-                &r.pull_seconds,
+                &r.fetch_seconds,
             ]
             .map(|column| column.iter().map(|at| at.to_bits()).collect::<Vec<_>>())
         };
@@ -92,8 +92,8 @@ impl PartialEq for Records {
                 r.answer_cut_tokens.clone(),
                 r.slow_tokens.clone(),
                 r.moves.clone(),
-                r.pull_instance.clone(),
-                r.pulled_tokens.clone(),
+                r.fetch_instance.clone(),
+                r.fetched_tokens.clone(),
             ]
         };
         times(self) == times(other) && counts(self) == counts(other)
@@ -116,9 +116,9 @@ impl Records {
             first_token_seconds: times.clone(),
             finished_seconds: times.clone(),
             preemptions: counts.clone(),
-            pull_instance: none.clone(),
-            pulled_tokens: counts,
-            pull_seconds: times.clone(),
+            fetch_instance: none.clone(),
+            fetched_tokens: counts,
+            fetch_seconds: times.clone(),
             decode_instance: none.clone(),
             handoff_seconds: times.clone(),
             decode_start_seconds: times,
@@ -133,7 +133,7 @@ impl Records {
 
     /// Returns the prompt tokens that a request did not have to compute at its first admission.
     pub(crate) fn found_tokens(&self, request: usize) -> u32 {
-        (self.hit_tokens[request] + self.pulled_tokens[request]) as u32
+        (self.hit_tokens[request] + self.fetched_tokens[request]) as u32
     }
 
     pub(crate) fn add_gaps(&mut self, request: usize, gaps: Gaps) {

@@ -48,7 +48,7 @@ pub struct Sequence {
     pub cached: Option<u32>,
     /// Leading tokens whose KV is copied in at admission: from another engine or, after a
     /// preemption, from the host's memory.
-    pub pulled: u32,
+    pub fetched: u32,
     /// Tokens whose KV the host's memory holds while it waits.
     pub in_host: u32,
     /// Tokens loaded from the host tier, in blocks that it holds while it waits.

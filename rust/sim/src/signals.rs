@@ -163,14 +163,14 @@ impl Observer {
     }
 
     /// Reports the end of a request's prefix fetch, with the tokens that arrived.
-    pub fn pulled(
+    pub fn fetched(
         &mut self,
         request: u64,
         tokens: u32,
         seconds: Seconds,
         now: Seconds,
     ) -> Result<(), CoreError> {
-        self.tell(request, Event::Pulled { tokens, seconds }, now).map(drop)
+        self.tell(request, Event::Fetched { tokens, seconds }, now).map(drop)
     }
 
     /// Brings the router up to date before a decision or a tick: reads the signals that only these
@@ -235,7 +235,7 @@ impl Observer {
     /// Reports that a request was taken off a queue.
     pub fn started(&mut self, admitted: &Admitted, now: Seconds) -> Result<(), CoreError> {
         if self.signals.progress {
-            let there = admitted.cached_tokens + admitted.pulled_tokens;
+            let there = admitted.cached_tokens + admitted.fetched_tokens;
             self.tell(admitted.id, Event::Scheduled(Some(there)), now)?;
         }
         Ok(())

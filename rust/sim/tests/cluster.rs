@@ -8,10 +8,10 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::plan::Binding;
-use lmetric_core::router::{IndexFeed, PullConfig, Split};
+use lmetric_core::router::{FetchConfig, IndexFeed, Split};
 use lmetric_sim::{
-    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Policies, Profile, Pulling,
-    Quantity, Signals, TokenSlo, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, DecodeThroughput, Order, Outcome, Overlap, Policies, Profile, Quantity,
+    Signals, SimulatedFetch, TokenSlo, Trace, Transfer, Workload, simulate,
 };
 use lmetric_study::REGISTRY;
 use lmetric_study::planner::given;
@@ -109,7 +109,7 @@ fn requests_cut_at_any_token_by_hand() {
     let one = workload(&[ask(0.0, 20, 4, &[1, 2])]);
     let cut_at = |fraction, silent_segments, one: &Workload| {
         let mut config = ClusterConfig { transfer, silent_segments, ..config(2) };
-        config.split = REGISTRY.split("force", &[("at", fraction)]).unwrap();
+        config.split = REGISTRY.split("force", &[("fraction", fraction)]).unwrap();
         play(one, "round_robin", &config).unwrap()
     };
     // Split at 22 of 24 tokens. Prefill: 1 + 0.2. Decodes of 21 and 22 tokens, the last of which
@@ -148,10 +148,10 @@ fn requests_cut_at_any_token_by_hand() {
 #[test]
 fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
     let one = |output| workload(&[ask(0.0, 20, output, &[1, 2])]);
-    let play = |most_stall_seconds, w: &Workload| {
+    let play = |max_stall_seconds, w: &Workload| {
         let mut config = config(2);
         config.transfer = Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() };
-        config.split = apart(most_stall_seconds);
+        config.split = apart(max_stall_seconds);
         // It begins on the instance whose steps supposedly take ten times as long.
         config.step_times = vec![StepTime { fixed_seconds: 10.0, ..STEP }, STEP];
         play(w, "round_robin", &config).unwrap()
@@ -346,19 +346,19 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for requests that reason, two for other requests, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0)];
+    let settings = [("min_gain", -1.0), ("min_tokens", 1.0)];
     given(REGISTRY.split("libra_three", &settings).unwrap())
 }
 
 /// Decode placement on the instance where all requests lose least, if that gains anything; lengths
 /// are unknown.
-fn apart(most_stall_seconds: f64) -> Split {
+fn apart(max_stall_seconds: f64) -> Split {
     let settings = [
-        ("most_stall_seconds", most_stall_seconds),
+        ("max_stall_seconds", max_stall_seconds),
         ("recent_seconds", 30.0),
         ("transfer_seconds_per_token", 4e-6),
         ("transfer_fixed_seconds", 0.005),
-        ("least_gain_seconds", 0.0),
+        ("min_gain_seconds", 0.0),
         ("prior_tokens", 9.0),
     ];
     REGISTRY.split("apart", &settings).unwrap()
@@ -400,7 +400,7 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
             config.router.guard.on = seed % 2 == 0;
             if config.roles.is_empty() && seed % 5 < 3 {
                 config.split =
-                    REGISTRY.split("force", &[("at", (seed % 97) as f64 / 100.0 + 0.015)]).unwrap();
+                    REGISTRY.split("force", &[("fraction", (seed % 97) as f64 / 100.0 + 0.015)]).unwrap();
                 config.silent_segments = seed % 5 == 1;
                 config.transfer.seconds_per_token = 0.015625;
             }
@@ -418,16 +418,17 @@ fn configs() -> impl Strategy<Value = ClusterConfig> {
             }
             config.token_slo.think_seconds = 1.5;
             if seed % 7 < 4 && !config.router.unlimited_prefill {
-                let most_pulls = 1 + (seed % 3) as u32;
-                config.router.pull = Some(PullConfig {
+                let max_fetches = 1 + (seed % 3) as u32;
+                config.router.fetch = Some(FetchConfig {
                     seconds_per_token: 1e-3,
                     fixed_seconds: 0.0,
-                    least_tokens: 1,
-                    most_pulls,
-                    most_kv_usage: 1.0,
+                    min_tokens: 1,
+                    max_fetches,
+                    max_kv_usage: 1.0,
                 });
                 let holder_seconds = [0.0, 0.25][(seed % 2) as usize];
-                config.pulling = Pulling { holder_seconds, waits: seed % 7 < 3, pinned: seed % 7 < 2 };
+                config.fetching =
+                    SimulatedFetch { holder_seconds, waits: seed % 7 < 3, pinned: seed % 7 < 2 };
                 config.transfer.seconds_per_token = 0.015625;
             }
             config
@@ -491,16 +492,16 @@ proptest! {
             prop_assert!((0..ask.input).contains(&r.hit_tokens[i]));
             prop_assert!((0..ask.input).contains(&r.predicted_hit_tokens[i]));
             prop_assert!((0..config.profiles.len() as i64).contains(&r.instance[i]));
-            prop_assert!((0..ask.input).contains(&(r.hit_tokens[i] + r.pulled_tokens[i])));
-            if r.pull_instance[i] >= 0 {
-                prop_assert!(r.pull_instance[i] != r.instance[i] && r.pull_seconds[i] >= 0.0);
+            prop_assert!((0..ask.input).contains(&(r.hit_tokens[i] + r.fetched_tokens[i])));
+            if r.fetch_instance[i] >= 0 {
+                prop_assert!(r.fetch_instance[i] != r.instance[i] && r.fetch_seconds[i] >= 0.0);
                 // It queues after the prefix fetch. (Its seconds are a difference of times that are
                 // rounded.)
-                prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i] + r.pull_seconds[i] - 1e-9);
+                prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i] + r.fetch_seconds[i] - 1e-9);
             } else {
-                prop_assert!(r.pulled_tokens[i] == 0 && r.pull_seconds[i].is_nan());
+                prop_assert!(r.fetched_tokens[i] == 0 && r.fetch_seconds[i].is_nan());
             }
-            prefilled += (ask.input - r.hit_tokens[i] - r.pulled_tokens[i]) as f64;
+            prefilled += (ask.input - r.hit_tokens[i] - r.fetched_tokens[i]) as f64;
             running += r.finished_seconds[i] - r.scheduled_seconds[i];
             waiting += r.scheduled_seconds[i] - r.arrival_seconds[i];
         }
@@ -526,7 +527,7 @@ proptest! {
         let router = &mut out.routers[0];
         prop_assert_eq!((router.in_flight(), router.totals().finished), (0, asks.len() as u64));
         router.derive_all(1e9);
-        for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens", "pulls"] {
+        for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens", "fetches"] {
             let column = router.columns().get(lmetric_core::indicators::Indicator::from_name(id).unwrap());
             // External load in a report stays until the next report.
             let foreign = config.signals.report_period_seconds.is_some() && id.ends_with("bs");
@@ -567,7 +568,7 @@ proptest! {
             // The load decides where a split request continues, and all known values decide about
             // prefix fetches.
             config.split = Split::NONE;
-            config.router.pull = None;
+            config.router.fetch = None;
             let r = play(&w, "round_robin", &config).unwrap().records;
             (r.instance, r.hit_tokens, r.scheduled_seconds, r.first_token_seconds, r.finished_seconds)
         };
@@ -585,7 +586,7 @@ proptest! {
             config.split = Split::NONE; // it reads inferred backlogs, with time constants
         }
         if config.signals.report_period_seconds.is_some() {
-            config.router.pull = None; // it reads an index whose event delay is not doubled
+            config.router.fetch = None; // it reads an index whose event delay is not doubled
         }
         let mut slow = config.clone();
         for profile in &mut slow.profiles {
@@ -610,10 +611,10 @@ proptest! {
         }
         slow.transfer.seconds_per_token *= 2.0;
         slow.transfer.fixed_seconds *= 2.0;
-        slow.pulling.holder_seconds *= 2.0;
+        slow.fetching.holder_seconds *= 2.0;
         slow.router.prior_prefill_tokens_per_second /= 2.0;
-        if let Some(pull) = &mut slow.router.pull {
-            pull.seconds_per_token *= 2.0;
+        if let Some(fetch) = &mut slow.router.fetch {
+            fetch.seconds_per_token *= 2.0;
         }
         let slow_asks: Vec<Ask> =
             asks.iter().map(|a| Ask { at: a.at * 2.0, think: a.think * 2.0, ..a.clone() }).collect();

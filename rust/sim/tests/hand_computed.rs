@@ -32,7 +32,7 @@ fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
         priority: 0,
         salt: None,
         report_cached: false,
-        pulled_tokens: 0,
+        fetched_tokens: 0,
         think_tokens: 0,
     }
 }
@@ -269,7 +269,7 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
         priority: 0,
         salt: None,
         report_cached: false,
-        pulled_tokens: 0,
+        fetched_tokens: 0,
         think_tokens: 0,
     };
     engine.submit(&chain(1, &[1, 2], 20, 5), 0.0).unwrap();
@@ -367,11 +367,13 @@ fn chain(id: u64, hashes: &[u64], tokens: u32, output_tokens: u32) -> Request<'_
 }
 
 #[test]
-fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
+fn a_fetched_prompt_computes_its_last_token_as_a_decode_does() {
     for admission in [Admission::Vllm, Admission::Reserve] {
         let settings = Settings { admission, kv_events: true, ..Settings::default() };
         let mut engine = Engine::new(round(), settings, None).unwrap();
-        engine.submit(&Request { pulled_tokens: 100, ..chain(1, &[1, 2, 3, 4, 5, 6], 100, 3) }, 0.0).unwrap();
+        engine
+            .submit(&Request { fetched_tokens: 100, ..chain(1, &[1, 2, 3, 4, 5, 6], 100, 3) }, 0.0)
+            .unwrap();
         // Three tokens at 100, 101 and 102 tokens of context: 1 + 0.1 + 0.1, and so on. There is no
         // prefill.
         let end = engine.start_step(0.0).unwrap();
@@ -382,7 +384,7 @@ fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
         );
         let events = engine.finish_step();
         let admitted = events.admitted[0];
-        assert_eq!((admitted.cached_tokens, admitted.pulled_tokens, admitted.first_time), (0, 99, true));
+        assert_eq!((admitted.cached_tokens, admitted.fetched_tokens, admitted.first_time), (0, 99, true));
         assert_eq!((events.prefilled[0].tokens, events.prefilled[0].done), (1, true));
         let last = engine.start_steps(end, f64::INFINITY).unwrap();
         close(last - end, 1.201 + 1.202);
@@ -390,34 +392,34 @@ fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
         // Fetched blocks can be found: the next request fetches only the tokens behind them.
         assert_eq!(engine.hit_tokens(&[1, 2, 3, 4, 5, 6], 100), 96);
         let next = chain(2, &[1, 2, 3, 4, 5, 6, 7, 8], 128, 1);
-        engine.submit(&Request { pulled_tokens: 128, ..next }, last).unwrap();
+        engine.submit(&Request { fetched_tokens: 128, ..next }, last).unwrap();
         engine.start_step(last).unwrap();
         let admitted = engine.finish_step().admitted[0];
-        assert_eq!((admitted.cached_tokens, admitted.pulled_tokens), (96, 31));
+        assert_eq!((admitted.cached_tokens, admitted.fetched_tokens), (96, 31));
         let c = engine.load().counters;
-        assert_eq!((c.prefix_cache_hits, c.pulled_prompt_tokens, c.prompt_tokens), (96, 130, 228));
+        assert_eq!((c.prefix_cache_hits, c.fetched_prompt_tokens, c.prompt_tokens), (96, 130, 228));
     }
 }
 
 #[test]
-fn a_part_that_is_pulled_is_not_computed_and_the_rest_is() {
+fn a_part_that_is_fetched_is_not_computed_and_the_rest_is() {
     let mut engine = Engine::new(round(), Settings::default(), None).unwrap();
-    engine.submit(&Request { pulled_tokens: 40, ..chain(1, &[], 60, 1) }, 0.0).unwrap();
+    engine.submit(&Request { fetched_tokens: 40, ..chain(1, &[], 60, 1) }, 0.0).unwrap();
     // 20 tokens behind 40: 1 + 20 x 0.01 + 20 x (40 + 10) x 0.0001.
     close(engine.start_step(0.0).unwrap(), 1.3);
-    let error = engine.submit(&Request { pulled_tokens: 61, ..chain(2, &[], 60, 1) }, 0.0).unwrap_err();
+    let error = engine.submit(&Request { fetched_tokens: 61, ..chain(2, &[], 60, 1) }, 0.0).unwrap_err();
     assert!(error.to_string().contains("fetched tokens of request 2"), "{error}");
 }
 
 #[test]
-fn a_pulled_request_waits_for_a_place_in_the_batch_and_for_memory() {
+fn a_fetched_request_waits_for_a_place_in_the_batch_and_for_memory() {
     for profile in [Profile { max_sequences: 1, ..round() }, Profile { cache_blocks: 5, ..round() }] {
         for admission in [Admission::Vllm, Admission::Reserve] {
             let settings = Settings { admission, ..Settings::default() };
             let mut engine = Engine::new(profile.clone(), settings, None).unwrap();
             for id in [1, 2] {
                 let hashes = [id * 10, id * 10 + 1, id * 10 + 2];
-                engine.submit(&Request { pulled_tokens: 42, ..chain(id, &hashes, 42, 2) }, 0.0).unwrap();
+                engine.submit(&Request { fetched_tokens: 42, ..chain(id, &hashes, 42, 2) }, 0.0).unwrap();
             }
             let end = engine.start_step(0.0).unwrap();
             engine.finish_step();
@@ -431,24 +433,24 @@ fn a_pulled_request_waits_for_a_place_in_the_batch_and_for_memory() {
 }
 
 #[test]
-fn what_was_pulled_is_lost_with_a_preemption() {
+fn what_was_fetched_is_lost_with_a_preemption() {
     // 4 blocks: both fit with 2 blocks each, until the first needs its third one.
-    assert_eq!(pulled_again(Preempt::Recompute), (2, 0));
+    assert_eq!(fetched_again(Preempt::Recompute), (2, 0));
     // The host keeps 32 of its tokens. The cache had to evict the second block.
-    assert_eq!(pulled_again(Preempt::Swap { seconds_per_token: 0.1, host_tokens: 40 }), (2, 32));
+    assert_eq!(fetched_again(Preempt::Swap { seconds_per_token: 0.1, host_tokens: 40 }), (2, 32));
 }
 
 /// Returns the preemptions, and the tokens that the preempted request copies in when it returns.
-fn pulled_again(preempt: Preempt) -> (u64, u32) {
+fn fetched_again(preempt: Preempt) -> (u64, u32) {
     let settings = Settings { preempt, ..Settings::default() };
     let mut engine = Engine::new(Profile { cache_blocks: 4, ..round() }, settings, None).unwrap();
     for id in [1, 2] {
-        engine.submit(&Request { pulled_tokens: 30, ..chain(id, &[], 30, 20) }, 0.0).unwrap();
+        engine.submit(&Request { fetched_tokens: 30, ..chain(id, &[], 30, 20) }, 0.0).unwrap();
     }
     let (mut now, mut again) = (0.0, vec![]);
     while let Some(end) = engine.start_step(now) {
         let events = engine.finish_step();
-        again.extend(events.admitted.iter().filter(|a| !a.first_time).map(|a| (a.id, a.pulled_tokens)));
+        again.extend(events.admitted.iter().filter(|a| !a.first_time).map(|a| (a.id, a.fetched_tokens)));
         now = end;
     }
     assert_eq!(engine.load().counters.finished, 2);
@@ -465,14 +467,14 @@ fn an_engine_past_the_end_of_its_throughput_stands_still() {
             Engine::new(Profile { decode_throughput, ..round() }, Settings::default(), None).unwrap();
         // Two of them make 2 tokens/s; three as printed none, held at the peak (1.5 of them) 2.25.
         for id in [1, 2] {
-            engine.submit(&Request { pulled_tokens: 8, ..chain(id, &[], 8, 50) }, 0.0).unwrap();
+            engine.submit(&Request { fetched_tokens: 8, ..chain(id, &[], 8, 50) }, 0.0).unwrap();
         }
         let two = if hold_peak { 2.0 / 2.25 } else { 1.0 };
         close(engine.start_step(0.0).unwrap(), two);
         engine.finish_step();
         close(engine.start_steps(1.0, 1.0).unwrap() - 1.0, two);
         engine.finish_step();
-        engine.submit(&Request { pulled_tokens: 8, ..chain(3, &[], 8, 50) }, 2.0).unwrap();
+        engine.submit(&Request { fetched_tokens: 8, ..chain(3, &[], 8, 50) }, 2.0).unwrap();
         let took = engine.start_steps(2.0, f64::INFINITY).unwrap() - 2.0;
         assert!(took == end || (took - end).abs() < 1e-9, "{took}");
         assert_eq!(engine.interrupt(5.0), None);

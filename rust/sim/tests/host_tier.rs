@@ -28,7 +28,7 @@ fn ask(id: u64, hashes: &[u64], tokens: u32, output_tokens: u32) -> Request<'_> 
         priority: 0,
         salt: None,
         report_cached: false,
-        pulled_tokens: 0,
+        fetched_tokens: 0,
         think_tokens: 0,
     }
 }

@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 
 #[derive(Clone, Debug)]
 enum Do {
-    Submit { family: u32, shared: u32, own: u32, output: u32, priority: i64, pulled: u32 },
+    Submit { family: u32, shared: u32, own: u32, output: u32, priority: i64, fetched: u32 },
     Abort(u64),
     Start,
     Finish,
@@ -19,10 +19,10 @@ enum Do {
 fn action() -> impl Strategy<Value = Do> {
     prop_oneof![
         3 => (0u32..3, 0u32..40, 1u32..20, 1u32..30, -1i64..2, 0u32..60).prop_map(
-            |(family, shared, own, output, priority, pulled)| {
+            |(family, shared, own, output, priority, fetched)| {
                 // Half of them compute their prompts, the others fetch some or all tokens.
-                let pulled = if pulled < 30 { 0 } else { (pulled * 2).min(shared + own) };
-                Do::Submit { family, shared, own, output, priority, pulled }
+                let fetched = if fetched < 30 { 0 } else { (fetched * 2).min(shared + own) };
+                Do::Submit { family, shared, own, output, priority, fetched }
             }
         ),
         1 => (0u64..40).prop_map(Do::Abort),
@@ -121,7 +121,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
     let rest = std::iter::repeat_n(&[Do::Start, Do::Finish], 20_000).flatten();
     for (i, action) in actions.iter().chain(rest).enumerate() {
         match *action {
-            Do::Submit { family, shared, own, output, priority, pulled } => {
+            Do::Submit { family, shared, own, output, priority, fetched } => {
                 let common = (0..shared).map(|i| 100 + family * 50 + i);
                 let prompt: Vec<u32> =
                     common.chain((0..own).map(|i| 500 + (id as u32 * 7 + i) % 400)).collect();
@@ -132,7 +132,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                     priority,
                     salt: None,
                     report_cached: false,
-                    pulled_tokens: pulled,
+                    fetched_tokens: fetched,
                     think_tokens: own % (output + 1),
                 };
                 engine.submit(&request, now).unwrap();
@@ -161,7 +161,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                 for admitted in &events.admitted {
                     prop_assert!(admitted.loaded_tokens <= admitted.cached_tokens);
                     let swaps = settings.preempt != Preempt::Recompute;
-                    prop_assert!(admitted.first_time || admitted.pulled_tokens == 0 || swaps);
+                    prop_assert!(admitted.first_time || admitted.fetched_tokens == 0 || swaps);
                 }
                 let decoded = events.tokens.iter().filter(|t| !t.from_prefill).count() as u32;
                 prop_assert!(computed + decoded <= profile.max_batch_tokens);
@@ -238,8 +238,8 @@ proptest! {
                     let (at, tokens, output_tokens) = arrivals[next];
                     let hashes: Vec<u64> = (0..u64::from(tokens.div_ceil(profile.block_tokens))).collect();
                     let prompt = Prompt::Chain { hashes: &hashes, tokens };
-                    let pulled_tokens = if next % 2 == 0 { tokens } else { 0 };
-                    let request = Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false, pulled_tokens, think_tokens: output_tokens / 2 };
+                    let fetched_tokens = if next % 2 == 0 { tokens } else { 0 };
+                    let request = Request { id: next as u64, prompt, output_tokens, priority: 0, salt: None, report_cached: false, fetched_tokens, think_tokens: output_tokens / 2 };
                     engine.submit(&request, at).unwrap();
                     next += 1;
                 }

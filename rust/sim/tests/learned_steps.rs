@@ -70,7 +70,7 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
                             priority: 0,
                             salt: None,
                             report_cached: false,
-                            pulled_tokens: 0,
+                            fetched_tokens: 0,
                             think_tokens: 0,
                         },
                         at,

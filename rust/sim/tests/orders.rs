@@ -90,7 +90,7 @@ fn play_with(profile: &Profile, settings: Settings, asks: &[Ask], jumps: bool) -
                 priority: 0,
                 salt: None,
                 report_cached: false,
-                pulled_tokens: 0,
+                fetched_tokens: 0,
                 think_tokens: 0,
             };
             engine.submit(&request, ask.at).unwrap();
@@ -639,7 +639,7 @@ fn settings_are_those_of_the_order() {
         ("uniboost", "window", 500.5, "local order: window: 500.5 is not valid; expected a whole number"),
         ("uniboost", "bin_tokens", 0.0, "bin tokens"),
         ("uniboost", "gamma", f64::NAN, "gamma"),
-        ("uniboost", "most_gamma", 1e-9, "bounds"),
+        ("uniboost", "max_gamma", 1e-9, "bounds"),
         ("ltr", "quantum_steps", 0.5, "a whole number"),
         ("trail", "threshold", 1.5, "0 to 1"),
         ("uniboost", "decodes_wait", 0.5, "decodes_wait: 0.5 is not valid; expected 0 (false) or 1 (true)"),

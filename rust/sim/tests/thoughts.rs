@@ -38,7 +38,7 @@ fn gaps(settings: Settings, slo: TokenSlo, asks: &[(f64, Ask)], jumps: bool, blo
                 priority: 0,
                 salt: None,
                 report_cached: false,
-                pulled_tokens: 0,
+                fetched_tokens: 0,
             };
             engine.submit(&request, *at).unwrap();
             next += 1;
@@ -149,7 +149,7 @@ fn play(asks: &[Ask], instances: usize, change: impl FnOnce(&mut ClusterConfig))
         max_batch_tokens: 64.0,
         max_sequences: f64::INFINITY,
     };
-    let libra = [("least_gain", -1.0), ("least_tokens", 4.0)];
+    let libra = [("min_gain", -1.0), ("min_tokens", 4.0)];
     let mut config = ClusterConfig {
         transfer: Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() },
         admission: Admission::Vllm,

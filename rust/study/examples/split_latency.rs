@@ -9,7 +9,7 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::request::Request;
-use lmetric_core::router::{PullConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{FetchConfig, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Settings, Whole, search};
 use lmetric_study::REGISTRY;
@@ -78,9 +78,9 @@ const RUNNING: usize = 32;
 /// Times whole decisions for uncached prompts of 64 to 16,384 tokens, on busy instances.
 fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
     let mut rng = Pcg64::seed_from_u64(2);
-    let pull = (policy == "planner").then(PullConfig::default);
+    let fetch = (policy == "planner").then(FetchConfig::default);
     let policy = REGISTRY.policy(policy, &[]).expect("registered");
-    let config = RouterConfig { step_time: Some(STEP), pull, ..RouterConfig::default() };
+    let config = RouterConfig { step_time: Some(STEP), fetch, ..RouterConfig::default() };
     let mut router = Router::new(policy, config).expect("good settings");
     router.set_split(&split).expect("good settings");
     for i in 0..instances {

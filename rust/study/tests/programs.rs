@@ -37,7 +37,7 @@ fn finish(programs: &mut Programs, turn: TurnId, at: Seconds) {
 
 #[test]
 fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
-    let config = ProgramConfig { least_tokens: 1000, theta: 1.0, resume: 1.0, ..ProgramConfig::default() };
+    let config = ProgramConfig { min_tokens: 1000, theta: 1.0, resume: 1.0, ..ProgramConfig::default() };
     let mut programs = Programs::new(Thunder::default().rule(config).unwrap()).unwrap();
     programs.set_instance(InstanceId(0), Some(20_000.0), true);
     let long = run(&mut programs, &chain(1, 200), 0.0);

@@ -41,7 +41,7 @@ fn llumnix_by_hand() {
     assert_eq!(run(&[full, InstanceLoad { accepts: false, ..free }]).stop, Stop::NoneUnderloaded);
     assert_eq!(run(&[full, instance(1, 580, &b)]).stop, Stop::NoRoom);
     // The least free instance is paired with the freest, the next with the next.
-    let settings = LlumnixSettings { most_moves: 9, ..LlumnixSettings::default() };
+    let settings = LlumnixSettings { max_moves: 9, ..LlumnixSettings::default() };
     let fuller = InstanceLoad { instance: InstanceId(2), other_tokens: 20, ..full };
     let loads = [full, free, fuller, instance(3, 5000, &[])];
     let round = Llumnix::new(settings).unwrap().round(&loads).unwrap();
@@ -87,10 +87,10 @@ fn names_and_settings_are_checked() {
     assert_eq!(told, "unknown rebalancer \"stars\"; did you mean \"star\"?");
     for (name, setting, value) in [
         ("llumnix", "target_above_steps", 1.0),
-        ("llumnix", "most_moves", 0.0),
+        ("llumnix", "max_moves", 0.0),
         ("llumnix", "threshold", 0.5),
         ("star_current", "threshold", 2.0),
-        ("star_current", "most_moves", 0.0),
+        ("star_current", "max_moves", 0.0),
         ("star_oracle", "half_life_steps", 0.5),
         ("star_oracle", "period_seconds", 0.0),
     ] {
@@ -189,8 +189,8 @@ proptest! {
     #[test]
     fn rounds_keep_the_rules_in_any_order(fleet in fleets(), threshold in 0.0..0.4f64, turn in 0usize..14) {
         let given = loads(&fleet);
-        let llumnix = LlumnixSettings { most_moves: 5, source_below_steps: 200.0, target_above_steps: 300.0 };
-        let star = StarSettings { most_moves: 5, threshold, ..StarSettings::default() };
+        let llumnix = LlumnixSettings { max_moves: 5, source_below_steps: 200.0, target_above_steps: 300.0 };
+        let star = StarSettings { max_moves: 5, threshold, ..StarSettings::default() };
         let rules: [Box<dyn Rebalancer>; 2] =
             [Box::new(StarCurrent::new(star).unwrap()), Box::new(Llumnix::new(llumnix).unwrap())];
         for mut rule in rules {

@@ -23,7 +23,7 @@ const DONE: Event = Event::Finished(Usage {
 
 fn libra(parts: u32) -> Split {
     let planner = if parts == 3 { "libra_three" } else { "libra" };
-    given(REGISTRY.split(planner, &[("least_gain", -1.0)]).unwrap())
+    given(REGISTRY.split(planner, &[("min_gain", -1.0)]).unwrap())
 }
 
 fn fleet(split: Split, instances: usize) -> Router {
@@ -45,8 +45,8 @@ const THINKS: Request<'static> = Request {
     think_tokens: Some(1200),
     length_class: None,
     session: None,
-    uncut: None,
-    unpulled: None,
+    split_reason: None,
+    fetch_reason: None,
     instances: None,
     tenant: Tenant::NOBODY,
     lora: None,
@@ -73,7 +73,7 @@ fn all_zero(router: &mut Router) {
 }
 
 #[test]
-fn each_part_is_on_an_instance_of_its_own_and_the_receipt_says_which() {
+fn each_part_is_on_an_instance_of_its_own_and_the_record_says_which() {
     let mut router = fleet(libra(3), 4);
     let d = router.route(&THINKS, 0.0).unwrap();
     let plan = segments(&mut router, &d);
@@ -87,13 +87,13 @@ fn each_part_is_on_an_instance_of_its_own_and_the_receipt_says_which() {
         |router: &Router, s: Segment| router.columns().get(Indicator::BoundTokens)[s.instance.index()];
     assert_eq!(bound(&router, b), f64::from(b.from_token.max(512)));
     assert_eq!(bound(&router, c), f64::from(c.from_token));
-    let receipt = router.receipt(d.id).unwrap().clone();
-    assert_eq!(receipt.cuts[..], [b.from_token, c.from_token]);
-    assert_eq!(receipt.next.iter().map(|next| next.slot).collect::<Vec<_>>(), [b.instance.0, c.instance.0]);
-    assert!(receipt.next[0].handoff_seconds < receipt.next[1].handoff_seconds, "{:?}", receipt.next);
-    let balance = receipt.balance.unwrap();
+    let record = router.record(d.id).unwrap().clone();
+    assert_eq!(record.cuts[..], [b.from_token, c.from_token]);
+    assert_eq!(record.next.iter().map(|next| next.slot).collect::<Vec<_>>(), [b.instance.0, c.instance.0]);
+    assert!(record.next[0].handoff_seconds < record.next[1].handoff_seconds, "{:?}", record.next);
+    let balance = record.balance.unwrap();
     assert!(balance.third_seconds > 0.0 && balance.cut_seconds.is_nan());
-    assert_eq!((receipt.uncut, router.totals().split), (None, 1));
+    assert_eq!((record.split_reason, router.totals().split), (None, 1));
     for segment in [b, c] {
         assert_eq!(router.advance(d.ticket, DONE, 1.0).unwrap(), Some(segment));
         router.advance(d.ticket, Event::FirstToken, 1.1).unwrap();
@@ -154,9 +154,9 @@ fn a_thinking_segment_that_fails_leaves_the_answer_to_who_takes_it_over() {
     let next = router.advance(d.ticket, Event::Failed(Failure::Reset), 1.1).unwrap().unwrap();
     assert!(next.instance != plan[1].instance && next.from_token == plan[1].from_token);
     assert_eq!((next.to_token, router.bound(d.ticket).count()), (None, 0));
-    let receipt = router.receipt(d.id).unwrap();
-    assert_eq!((&receipt.cuts[..], receipt.next.len()), (&[next.from_token][..], 1));
-    assert_eq!(receipt.next[0].slot, next.instance.0);
+    let record = router.record(d.id).unwrap();
+    assert_eq!((&record.cuts[..], record.next.len()), (&[next.from_token][..], 1));
+    assert_eq!(record.next[0].slot, next.instance.0);
     router.advance(d.ticket, DONE, 2.0).unwrap();
     all_zero(&mut router);
 }
@@ -172,7 +172,7 @@ fn bound_instances_that_are_gone_are_replaced_each_by_itself() {
     assert_eq!((next.from_token, next.to_token), (plan[1].from_token, plan[1].to_token));
     assert_eq!(router.bound(d.ticket).collect::<Vec<_>>(), [plan[2]]);
     let named =
-        |router: &Router| router.receipt(d.id).unwrap().next.iter().map(|n| n.slot).collect::<Vec<_>>();
+        |router: &Router| router.record(d.id).unwrap().next.iter().map(|n| n.slot).collect::<Vec<_>>();
     assert_eq!(named(&router), [next.instance.0, plan[2].instance.0]);
     router.fleet_mut().set_healthy(plan[2].instance, false).unwrap();
     let last = router.advance(d.ticket, DONE, 2.0).unwrap().unwrap();
@@ -193,7 +193,7 @@ fn who_takes_the_request_whole_leaves_nothing_to_those_bound_behind() {
     router.fleet_mut().set_healthy(plan[1].instance, false).unwrap();
     let next = router.advance(d.ticket, DONE, 1.0).unwrap().unwrap();
     assert_eq!((next.from_token, next.to_token, router.bound(d.ticket).count()), (0, None, 0));
-    assert_eq!(router.receipt(d.id).unwrap().next.len(), 1);
+    assert_eq!(router.record(d.id).unwrap().next.len(), 1);
     router.derive_all(1.0);
     assert_eq!(router.columns().get(Indicator::Bs).iter().sum::<f64>(), 1.0);
     router.advance(d.ticket, DONE, 2.0).unwrap();
@@ -201,11 +201,11 @@ fn who_takes_the_request_whole_leaves_nothing_to_those_bound_behind() {
 }
 
 #[test]
-fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
+fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_record_says_why() {
     let parts = |router: &mut Router, request: &Request<'_>| {
         let d = router.route(request, 0.0).unwrap();
-        let receipt = router.receipt(d.id).unwrap();
-        let told = (receipt.cuts.len() + 1, receipt.uncut.as_deref().map(str::to_owned));
+        let record = router.record(d.id).unwrap();
+        let told = (record.cuts.len() + 1, record.split_reason.as_deref().map(str::to_owned));
         router.drop_ticket(d.ticket);
         told
     };
@@ -227,8 +227,8 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
     for bad in [
         ("probes", 0.0),
         ("epsilon", f64::NAN),
-        ("least_gain", 2.0),
-        ("least_tokens", 0.0),
+        ("min_gain", 2.0),
+        ("min_tokens", 0.0),
         ("transfer_seconds_per_token", -1.0),
         ("transfer_fixed_seconds", f64::INFINITY),
         ("quantile", 1.5),

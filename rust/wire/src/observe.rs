@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Templates made for a stream. The events of some streams have further differences (usage so far).
-const MOST_TEMPLATES: u8 = 8;
+const MAX_TEMPLATES: u8 = 8;
 /// Longest event of an observed stream that is withheld until its end, in bytes: its first event
 /// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
@@ -228,7 +228,7 @@ impl Observer {
             [only] => self.hide_ids && *only == ids,
             _ => false,
         };
-        if only_ids && self.lost.is_none() && self.templates < MOST_TEMPLATES {
+        if only_ids && self.lost.is_none() && self.templates < MAX_TEMPLATES {
             self.templates += 1;
             let within = |range: Range<usize>| range.start - start..range.end - start;
             self.template = Template::new(event, within(text), within(ids));

@@ -162,7 +162,7 @@ class Pool:
             text_block_bytes=settings.text_block_bytes,
             domain=[name],
             index_bytes=settings.index_bytes,
-            receipt_bytes=settings.receipt_bytes,
+            record_bytes=settings.record_bytes,
             tiers=settings.tiers,
             tier_load_ratio=settings.tier_load_ratio,
             **routing.options,

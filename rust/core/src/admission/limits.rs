@@ -5,7 +5,7 @@ use hashbrown::HashMap;
 
 /// Tenants from which on those that lose nothing are dropped: without requests on engines, and with
 /// a full rate. The others are at most the running requests and the tenants with a configured rate.
-const MOST_TENANTS: usize = 65_536;
+const MAX_TENANTS: usize = 65_536;
 
 /// Use of a tenant's limits.
 #[derive(Clone, Copy, Debug)]
@@ -52,7 +52,7 @@ impl Limits {
     /// Counts an arriving request against its tenant's rate. Returns the seconds until a request
     /// may come if the rate is used up.
     pub fn arrive(&mut self, tenant: u64, limits: &TenantLimits, now: Seconds) -> Option<Seconds> {
-        let rate = limits.most_requests_per_second?;
+        let rate = limits.max_requests_per_second?;
         let burst = limits.burst.unwrap_or(rate).max(1.0);
         let usage = self.usage(tenant, now);
         (usage.rate, usage.burst) = (rate, burst);
@@ -101,7 +101,7 @@ impl Limits {
     }
 
     fn usage(&mut self, tenant: u64, now: Seconds) -> &mut Usage {
-        if self.tenants.len() >= self.sweep_at.max(MOST_TENANTS) && !self.tenants.contains_key(&tenant) {
+        if self.tenants.len() >= self.sweep_at.max(MAX_TENANTS) && !self.tenants.contains_key(&tenant) {
             self.tenants.retain(|_, usage| !usage.is_full(now));
             // So that a table of tenants that stay is not walked through for each new one.
             self.sweep_at = 2 * self.tenants.len();
@@ -121,17 +121,17 @@ mod tests {
     #[test]
     fn a_flood_of_tenants_resets_no_rate_and_is_bounded() {
         let rate =
-            TenantLimits { most_requests_per_second: Some(0.01), burst: Some(2.0), ..Default::default() };
+            TenantLimits { max_requests_per_second: Some(0.01), burst: Some(2.0), ..Default::default() };
         let mut limits = Limits::default();
         assert_eq!((limits.arrive(0, &rate, 0.0), limits.arrive(0, &rate, 0.0)), (None, None));
-        for tenant in 1..4 * MOST_TENANTS as u64 {
+        for tenant in 1..4 * MAX_TENANTS as u64 {
             limits.begin(tenant, 1.0, 1.0);
             limits.end(tenant);
-            assert!(limits.tenants.len() <= MOST_TENANTS);
+            assert!(limits.tenants.len() <= MAX_TENANTS);
         }
         assert!(limits.arrive(0, &rate, 1.0).is_some());
         // With its rate full again, its entry goes.
-        for tenant in 1..2 * MOST_TENANTS as u64 {
+        for tenant in 1..2 * MAX_TENANTS as u64 {
             limits.begin(tenant, 1.0, 1000.0);
             limits.end(tenant);
         }

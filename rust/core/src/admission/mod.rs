@@ -51,9 +51,9 @@ use std::collections::BinaryHeap;
 /// errors of the prediction.
 const WAIT_SHARE: f64 = 0.5;
 /// The same for prompts so long that their prefill alone takes the time to the deadline.
-const LEAST_WAIT_SHARE: f64 = 0.1;
+const MIN_WAIT_SHARE: f64 = 0.1;
 /// Most requests that one round lets run on an instance.
-const MOST_PER_ROUND: f64 = 16.0;
+const MAX_PER_ROUND: f64 = 16.0;
 /// Waiting requests of a tenant considered per round, if their programs' instances have no room.
 const CANDIDATES: usize = 16;
 
@@ -291,17 +291,17 @@ impl Admission {
         let Asked { tenant, prefill_seconds, .. } = asked;
         let expected_seconds = load.expected_seconds(tenant, room);
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
-        let most_own = limits.most_waiting.unwrap_or(load.config.most_waiting_per_tenant);
+        let max_own = limits.max_waiting.unwrap_or(load.config.max_waiting_per_tenant);
         let own = load.queue.line(tenant).map_or(0, |line| line.len());
         let late = deadline.is_some_and(|deadline| {
             let left = deadline - now;
-            expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * LEAST_WAIT_SHARE)
+            expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * MIN_WAIT_SHARE)
         });
         // A full line loses its last request: the one with the latest deadline.
-        let full = load.queue.len() > load.config.most_waiting;
+        let full = load.queue.len() > load.config.max_waiting;
         let last = || load.queue.line(tenant).and_then(Line::last);
         let loses = match () {
-            () if own > most_own => last(),
+            () if own > max_own => last(),
             () if full => load.queue.last_of_longest(tenant).or_else(last),
             () => None,
         };
@@ -319,7 +319,7 @@ impl Admission {
         if let Some(last) = loses {
             self.refuse_waiting(last, RefusedFor::Queue, room, now);
         }
-        let limited = limits.most_concurrent.is_some_and(|most| self.running(tenant) >= most);
+        let limited = limits.max_concurrent.is_some_and(|most| self.running(tenant) >= most);
         let by = if limited { HeldFor::Concurrency } else { HeldFor::Room };
         Verdict::Held { by, expected_seconds }
     }
@@ -455,7 +455,7 @@ impl Admission {
         arrival.stage = Stage::Ready(Some(share));
         arrival.slot = slot;
         if let Some(slot) = slot {
-            room.take(slot, prefill_seconds.max(load.config.room() / MOST_PER_ROUND));
+            room.take(slot, prefill_seconds.max(load.config.room() / MAX_PER_ROUND));
         }
         let waited_seconds = now - arrival.since;
         if waited_seconds > 0.0 {
@@ -586,7 +586,7 @@ impl Admission {
 impl Load {
     /// Returns whether a tenant's limit allows a further request on engines.
     fn may_run(&self, tenant: u64) -> bool {
-        let most = self.config.tenants.get(&tenant).and_then(|limits| limits.most_concurrent);
+        let most = self.config.tenants.get(&tenant).and_then(|limits| limits.max_concurrent);
         most.is_none_or(|most| self.limits.running(tenant) < most)
     }
 

@@ -4,7 +4,7 @@ use crate::ids::Seconds;
 /// Time constant of the rate, in seconds during which requests wait.
 const SECONDS: f64 = 20.0;
 /// Seconds of waiting from which the learned rate counts fully.
-const LEAST_SECONDS: f64 = 2.0;
+const MIN_SECONDS: f64 = 2.0;
 /// Weight of the latest answer in the mean.
 const ANSWER: f64 = 0.02;
 
@@ -48,7 +48,7 @@ impl Service {
 
     /// Returns the rate in tokens of work per second. `prior`: the rate until one is learned.
     pub fn rate(&self, prior: f64) -> f64 {
-        let seconds = self.seconds + LEAST_SECONDS;
-        ((self.work + prior * LEAST_SECONDS) / seconds).max(1.0)
+        let seconds = self.seconds + MIN_SECONDS;
+        ((self.work + prior * MIN_SECONDS) / seconds).max(1.0)
     }
 }

@@ -23,9 +23,9 @@ pub struct LoadConfig {
     /// the deadline, or 0.1 s. Infinite: requests wait only for limits of their tenants.
     pub room_seconds: Option<Seconds>,
     /// Maximum number of waiting requests.
-    pub most_waiting: usize,
+    pub max_waiting: usize,
     /// Maximum number of waiting requests of a tenant, unless its limits say otherwise.
-    pub most_waiting_per_tenant: usize,
+    pub max_waiting_per_tenant: usize,
     /// Limits by the hash of the tenant's name.
     #[serde(skip)]
     pub tenants: HashMap<u64, TenantLimits>,
@@ -37,8 +37,8 @@ impl Default for LoadConfig {
             ttft_seconds: None,
             tpot_seconds: None,
             room_seconds: None,
-            most_waiting: 4096,
-            most_waiting_per_tenant: 1024,
+            max_waiting: 4096,
+            max_waiting_per_tenant: 1024,
             tenants: HashMap::new(),
         }
     }
@@ -49,13 +49,13 @@ impl Default for LoadConfig {
 #[serde(default)]
 pub struct TenantLimits {
     /// Maximum number of requests on engines; further requests wait.
-    pub most_concurrent: Option<u32>,
+    pub max_concurrent: Option<u32>,
     /// Maximum rate of requests; requests above it are refused.
-    pub most_requests_per_second: Option<f64>,
+    pub max_requests_per_second: Option<f64>,
     /// Requests that may come at once within the rate; at least 1. `None`: those of one second.
     pub burst: Option<f64>,
     /// Maximum number of waiting requests.
-    pub most_waiting: Option<usize>,
+    pub max_waiting: Option<usize>,
 }
 
 impl LoadConfig {
@@ -70,13 +70,13 @@ impl LoadConfig {
             return bad("room_seconds", room, "at least 0 seconds");
         }
         for limits in self.tenants.values() {
-            positive("max_requests_per_second", limits.most_requests_per_second)?;
+            positive("max_requests_per_second", limits.max_requests_per_second)?;
             if let Some(burst) = limits.burst
                 && !(1.0..=1e9).contains(&burst)
             {
                 return bad("burst", burst, "1 to 1e9 requests");
             }
-            if limits.most_concurrent == Some(0) {
+            if limits.max_concurrent == Some(0) {
                 return bad("max_concurrent", 0, "at least 1 request");
             }
         }

@@ -134,7 +134,7 @@ fn requests_that_never_wait_teach_no_rate() {
 
 #[test]
 fn a_tenant_at_its_limit_is_no_overload() {
-    let limits = TenantLimits { most_concurrent: Some(1), ..Default::default() };
+    let limits = TenantLimits { max_concurrent: Some(1), ..Default::default() };
     let mut admission = admission(limited(1, limits));
     for _ in 0..10 {
         arrive(&mut admission, asked(1), 0.0, 0.0);
@@ -202,7 +202,7 @@ fn a_waiting_request_whose_deadline_passes_is_refused() {
 
 #[test]
 fn a_rate_has_a_burst_and_says_when_the_next_request_may_come() {
-    let limits = TenantLimits { most_requests_per_second: Some(0.5), burst: Some(2.0), ..Default::default() };
+    let limits = TenantLimits { max_requests_per_second: Some(0.5), burst: Some(2.0), ..Default::default() };
     let mut admission = admission(limited(1, limits));
     for _ in 0..2 {
         assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
@@ -214,7 +214,7 @@ fn a_rate_has_a_burst_and_says_when_the_next_request_may_come() {
 
 #[test]
 fn requests_above_a_tenants_concurrency_wait_for_an_end() {
-    let limits = TenantLimits { most_concurrent: Some(1), ..Default::default() };
+    let limits = TenantLimits { max_concurrent: Some(1), ..Default::default() };
     let mut admission = admission(limited(1, limits));
     let (running, _) = arrive(&mut admission, asked(1), 0.0, 0.0);
     let (waiting, verdict) = arrive(&mut admission, asked(1), 0.0, 0.0);
@@ -228,7 +228,7 @@ fn requests_above_a_tenants_concurrency_wait_for_an_end() {
 
 #[test]
 fn a_full_queue_takes_places_from_the_longest_line_only() {
-    let mut admission = admission(LoadConfig { most_waiting: 4, most_waiting_per_tenant: 3, ..config() });
+    let mut admission = admission(LoadConfig { max_waiting: 4, max_waiting_per_tenant: 3, ..config() });
     let flood: Vec<_> = (0..3).map(|_| held(&mut admission, 1, 0.0)).collect();
     assert_eq!(refused(arrive(&mut admission, asked(1), 1.0, 0.0).1).0, RefusedFor::Queue);
     held(&mut admission, 2, 0.0);
@@ -243,8 +243,8 @@ fn a_full_queue_takes_places_from_the_longest_line_only() {
 #[test]
 fn a_full_line_loses_the_request_with_the_latest_deadline() {
     let with = |ttft: f64| Asked { ttft_seconds: Some(ttft), ..asked(1) };
-    for (most_waiting, most_waiting_per_tenant) in [(100, 4), (4, 100)] {
-        let mut admission = admission(LoadConfig { most_waiting, most_waiting_per_tenant, ..config() });
+    for (max_waiting, max_waiting_per_tenant) in [(100, 4), (4, 100)] {
+        let mut admission = admission(LoadConfig { max_waiting, max_waiting_per_tenant, ..config() });
         let batch: Vec<_> =
             (0..4).map(|_| arrive(&mut admission, with(3600.0), 1.0, 0.0).0.unwrap()).collect();
         // One more of the same class is the last itself.
@@ -325,7 +325,7 @@ fn settings_out_of_range_are_named() {
         (LoadConfig { room_seconds: Some(f64::NAN), ..config() }, "admission: room_seconds: NaN"),
         (limited(1, TenantLimits { burst: Some(0.5), ..Default::default() }), "admission: burst: 0.5"),
         (
-            limited(1, TenantLimits { most_concurrent: Some(0), ..Default::default() }),
+            limited(1, TenantLimits { max_concurrent: Some(0), ..Default::default() }),
             "admission: max_concurrent: 0",
         ),
     ] {
@@ -362,8 +362,8 @@ proptest! {
     /// Each request ends once, bounds hold at all times, and at the end nothing is left.
     #[test]
     fn every_request_ends_once(steps in steps()) {
-        let limits = TenantLimits { most_concurrent: Some(2), ..Default::default() };
-        let config = LoadConfig { most_waiting: 10, most_waiting_per_tenant: 6, ..limited(1, limits) };
+        let limits = TenantLimits { max_concurrent: Some(2), ..Default::default() };
+        let config = LoadConfig { max_waiting: 10, max_waiting_per_tenant: 6, ..limited(1, limits) };
         let mut admission = admission(config);
         let (mut waiting, mut ready, mut running) = (Vec::new(), Vec::new(), Vec::new());
         let (mut now, mut arrived, mut ended, mut of_tenant) = (0.0, 0, 0, HashMap::new());

@@ -6,10 +6,10 @@ const KEEP: f64 = 0.98;
 /// Weight that a prediction error keeps when the next one arrives: the last twenty count.
 const KEEP_ERROR: f64 = 0.95;
 /// Minimum decayed number of predictions before their error is returned: four predictions.
-const LEAST_JUDGED: f64 = 3.0;
+const MIN_JUDGED: f64 = 3.0;
 /// Token and pair costs are separated if at least this fraction of the pairs is not proportional to
 /// the tokens.
-const LEAST_INDEPENDENT: f64 = 1e-3;
+const MIN_INDEPENDENT: f64 = 1e-3;
 
 /// Returns the attention pairs of a prefill of `new` tokens after `hit` cached tokens.
 pub fn attention_pairs(hit: f64, new: f64) -> f64 {
@@ -63,7 +63,7 @@ impl PrefillRate {
     /// Returns the root mean square relative error of the predictions made before each of about the
     /// last 20 prefills; `None` before enough prefills.
     pub fn relative_error(&self) -> Option<f64> {
-        (self.judged >= LEAST_JUDGED).then(|| (self.errors / self.judged).sqrt())
+        (self.judged >= MIN_JUDGED).then(|| (self.errors / self.judged).sqrt())
     }
 
     /// Returns the seconds of a prefill of `tokens` tokens with `pairs` attention pairs; `None`
@@ -74,7 +74,7 @@ impl PrefillRate {
         }
         let determinant = self.tokens * self.pairs_pairs - self.pairs * self.pairs;
         let (mut a, mut b) = (self.seconds / self.tokens, 0.0);
-        if determinant > LEAST_INDEPENDENT * self.tokens * self.pairs_pairs {
+        if determinant > MIN_INDEPENDENT * self.tokens * self.pairs_pairs {
             let by_pairs = self.tokens * self.pairs_seconds - self.seconds * self.pairs;
             let by_tokens = self.seconds * self.pairs_pairs - self.pairs_seconds * self.pairs;
             if by_tokens < 0.0 {

@@ -19,11 +19,11 @@ const LEAST: f64 = 8.0;
 /// Maximum influence of an observation, in multiples of the usual error.
 const PULL: f64 = 3.0;
 /// Minimum value of the usual error.
-const LEAST_ERROR: f64 = 0.05;
+const MIN_ERROR: f64 = 0.05;
 /// Maximum error that one prediction counts for. The first predictions, before the terms are
 /// separated, can be off by a factor of a hundred. Squared, they would dominate the error for two
 /// hundred observations.
-const MOST_ERROR: f64 = 1.0;
+const MAX_ERROR: f64 = 1.0;
 /// Regularization towards the current costs, as a fraction of a term's observations. It decides
 /// what the observations leave open.
 const HOLD: f64 = 1e-3;
@@ -87,11 +87,11 @@ impl StepFit {
         // For a rarely observed term, a prediction is a guess: its error does not make the
         // observation an outlier.
         if (0..TERMS).all(|i| work[i] == 0.0 || self.seen[i] > LEAST) {
-            let most = PULL * self.error().max(LEAST_ERROR);
+            let most = PULL * self.error().max(MIN_ERROR);
             error = error.clamp(-most, most);
         }
         if self.observations > 0.0 {
-            self.errors = self.errors * KEEP_ERROR + error.min(MOST_ERROR).powi(2);
+            self.errors = self.errors * KEEP_ERROR + error.min(MAX_ERROR).powi(2);
             self.judged = self.judged * KEEP_ERROR + 1.0;
         }
         self.observations = self.observations * KEEP + 1.0;

@@ -11,11 +11,11 @@ use crate::ids::Seconds;
 
 /// Minimum steps of an observation: a token's arrival time at the router is its step's end plus
 /// network jitter.
-const LEAST_STEPS: f64 = 8.0;
+const MIN_STEPS: f64 = 8.0;
 /// Minimum steps of an observation at the lead's end.
-const LEAST_LAST_STEPS: f64 = 2.0;
+const MIN_LAST_STEPS: f64 = 2.0;
 /// Maximum steps of an observation without a clean end; then it is dropped.
-const MOST_STEPS: f64 = 1024.0;
+const MAX_STEPS: f64 = 1024.0;
 /// First tokens within this fraction of a decode step after the lead's token belong to the same
 /// step.
 const SAME_STEP: f64 = 0.25;
@@ -55,7 +55,7 @@ pub struct StepWatch {
     /// waits for a clean token.
     since: Option<Seconds>,
     work: Work,
-    least_steps: f64,
+    min_steps: f64,
     /// Prefills that ended since `at`, and their number.
     ended: Prefilled,
     ends: u32,
@@ -95,7 +95,7 @@ impl StepWatch {
         if idle_since.is_some() {
             self.work[0] = self.fit.steps(ended.tokens);
             self.add(ended);
-            self.least_steps = 1.0;
+            self.min_steps = 1.0;
         }
         self.ends = 1;
         self.passed(now, batch, prefilling);
@@ -120,7 +120,7 @@ impl StepWatch {
                     self.work[1] += n * (self.batch.sequences + batch.sequences) / 2.0;
                     self.work[2] += n * (self.batch.context + batch.context) / 2.0;
                     self.add(self.ended);
-                    if self.work[0] > MOST_STEPS {
+                    if self.work[0] > MAX_STEPS {
                         self.disturbed();
                     }
                 }
@@ -134,7 +134,7 @@ impl StepWatch {
     /// Records the end of a stream.
     pub fn ended(&mut self, ticket: u32) {
         if self.lead == Some(ticket) {
-            self.least_steps = self.least_steps.min(LEAST_LAST_STEPS);
+            self.min_steps = self.min_steps.min(MIN_LAST_STEPS);
             self.cut();
             (self.lead, self.since) = (None, None);
         }
@@ -157,7 +157,7 @@ impl StepWatch {
     fn cut(&mut self) -> bool {
         let mut learned = false;
         if let Some(since) = self.since {
-            if !self.clean || self.work[0] < self.least_steps {
+            if !self.clean || self.work[0] < self.min_steps {
                 return false;
             }
             self.fit.observe(&self.work, self.at - since);
@@ -167,7 +167,7 @@ impl StepWatch {
             learned = true;
         }
         if self.clean {
-            (self.since, self.work, self.least_steps) = (Some(self.at), Work::default(), LEAST_STEPS);
+            (self.since, self.work, self.min_steps) = (Some(self.at), Work::default(), MIN_STEPS);
         }
         learned
     }

@@ -7,7 +7,7 @@ const KEEP: f64 = 0.98;
 const PRIOR_LOADS: f64 = 1.0;
 const PRIOR_TOKENS: f64 = 512.0;
 /// Tokens added to a prefill's length in its weight, so that short prefills do not dominate.
-const LEAST_TOKENS: f64 = 64.0;
+const MIN_TOKENS: f64 = 64.0;
 
 /// Decayed least squares of seconds = fixed + a x computed tokens + b x loaded tokens. The ratio is
 /// b / a. Prefills that load nothing teach the first two terms, so that the fixed time of a step
@@ -29,7 +29,7 @@ impl TierLoad {
             return;
         }
         let terms = [1.0, computed, loaded];
-        let weight = 1.0 / (computed + loaded + LEAST_TOKENS);
+        let weight = 1.0 / (computed + loaded + MIN_TOKENS);
         for (row, one) in terms.iter().enumerate() {
             for (column, other) in terms.iter().enumerate() {
                 let sum = &mut self.products[row][column];
@@ -57,7 +57,7 @@ impl TierLoad {
     /// fixed part if it would be negative.
     fn solved(&self, prior: f64) -> f64 {
         let mut products = self.products;
-        let weight = PRIOR_LOADS * PRIOR_TOKENS * PRIOR_TOKENS / (PRIOR_TOKENS + LEAST_TOKENS);
+        let weight = PRIOR_LOADS * PRIOR_TOKENS * PRIOR_TOKENS / (PRIOR_TOKENS + MIN_TOKENS);
         let features = [0.0, -prior, 1.0];
         for (row, one) in features.iter().enumerate() {
             for (column, other) in features.iter().enumerate() {

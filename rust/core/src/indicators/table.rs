@@ -84,7 +84,7 @@ indicators! {
         "Output tokens that the running requests on the instance have yet to generate, as far as known.";
     IndexBlocks "index_blocks", "blocks", Instance, Router, "at each event or placement", "never",
         "Blocks of the instance's GPU in the KV index (the size of its tree).";
-    Pulls "pulls", "requests", Instance, Router, "at once", "never",
+    Fetches "fetches", "requests", Instance, Router, "at once", "never",
         "Prefixes that other instances fetch from this instance now.";
     CacheFreeTokens "cache_free_tokens", "tokens", Instance, Router, "as fresh as the KV index", "if the instance's cache size is unknown",
         "Free tokens in the instance's KV cache before it evicts, by the KV index: capacity minus cached tokens, at least 0.";
@@ -120,10 +120,10 @@ indicators! {
         "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
     PSeconds "p_seconds", "s", Pair, Router, "at once; the rate is learned from first tokens", "never: without a learned prefill rate, the router uses the pool's mean, or else 8,000 tokens/s",
         "`p_token` in seconds: `p_token` divided by the instance's learned `prefill_tokens_per_second`.";
-    PullTokens "pull_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 if the router fetches nothing or a fetch does not pay",
+    FetchTokens "fetch_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 if the router fetches nothing or a fetch does not pay",
         "Part of `new_tokens` that the instance would fetch from the instance with the longest cached prefix among those free to serve it.";
-    PullCostTokens "pull_cost_tokens", "tokens", Pair, Router, "as fresh as the KV index; the cost is learned from prefix fetches", "never: 0 if `pull_tokens` is 0",
-        "Cost of fetching `pull_tokens`: the prefill tokens that the instance would compute in the fetch's expected time. Computed by its configured or learned step-time model, else at its learned rate.";
+    FetchCostTokens "fetch_cost_tokens", "tokens", Pair, Router, "as fresh as the KV index; the cost is learned from prefix fetches", "never: 0 if `fetch_tokens` is 0",
+        "Cost of fetching `fetch_tokens`: the prefill tokens that the instance would compute in the fetch's expected time. Computed by its configured or learned step-time model, else at its learned rate.";
     PredictedTtftSeconds "predicted_ttft_seconds", "s", Pair, Router, "at once", "never: without a learned prefill rate, the router uses the pool's mean, or else 8,000 tokens/s",
         "Time to first token if placed here. Computed by the step-time model of the profile, or by a learned model with an error below one third, else from `p_token` at the learned rate. `Router.stats()` and `/metrics` show the source.";
     PredictedTpotSeconds "predicted_tpot_seconds", "s", Pair, Router, "at once", "without a profile, until the instance's step time is learned",
@@ -212,8 +212,8 @@ impl IndicatorSet {
         Indicator::NewTokens,
         Indicator::PToken,
         Indicator::PSeconds,
-        Indicator::PullTokens,
-        Indicator::PullCostTokens,
+        Indicator::FetchTokens,
+        Indicator::FetchCostTokens,
         Indicator::PredictedTtftSeconds,
         Indicator::PredictedTpotSeconds,
         Indicator::DecodeTokensPerSecond,

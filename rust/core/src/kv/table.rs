@@ -91,7 +91,7 @@ impl<S> fmt::Debug for Table<S> {
 
 impl<S: Slot> Table<S> {
     /// Bytes of a segment with its first few entries.
-    pub(crate) const LEAST_SEGMENT_BYTES: usize = (16 + PAD) * size_of::<S>() + MALLOC_OVERHEAD;
+    pub(crate) const MIN_SEGMENT_BYTES: usize = (16 + PAD) * size_of::<S>() + MALLOC_OVERHEAD;
 
     /// Creates an empty table of 2^`bits` segments.
     pub(crate) fn new(bits: u32) -> Table<S> {

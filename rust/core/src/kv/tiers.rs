@@ -35,7 +35,7 @@ pub struct Prompt<'a> {
     /// Chained hashes of its blocks.
     pub chain: &'a [u64],
     /// Blocks that a hit may have at most.
-    pub most_blocks: u32,
+    pub max_blocks: u32,
 }
 
 /// The index of a lower tier.
@@ -154,7 +154,7 @@ impl Tiers {
         scratch: &mut Vec<u32>,
         (more, tiers): (&mut Vec<u32>, &mut Vec<Tier>),
     ) {
-        let Prompt { chain, most_blocks } = prompt;
+        let Prompt { chain, max_blocks } = prompt;
         more.resize(gpu_blocks.len(), 0);
         tiers.clear();
         tiers.resize(gpu_blocks.len(), Tier::Gpu);
@@ -175,7 +175,7 @@ impl Tiers {
                 if adds <= *more || !(always || lower.removes.get(slot) == Some(&true)) {
                     continue;
                 }
-                let adds = groups.shorten_tier(id, chain, most_blocks, *tier, *gpu, adds);
+                let adds = groups.shorten_tier(id, chain, max_blocks, *tier, *gpu, adds);
                 if adds > *more {
                     (*more, tiers[slot], any) = (adds, *tier, true);
                 }

@@ -3,7 +3,7 @@ use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "planner",
-    "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs), lowest; made for `split: apart`, which places the decode of each request",
+    "(p_token - fetch_tokens + fetch_cost_tokens) * (1 + weight * bs), lowest; made for `split: apart`, which places the decode of each request",
     "this project: LMETRIC's score (OSDI 2026, section 5), with a smaller weight of the batch, because decodes can move to other instances",
     &[Knob::float(
         "weight",
@@ -17,7 +17,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // Fetched tokens are uncached tokens, and the last token is never fetched: at least 1 stays.
-    lowest(&SPEC, knobs, "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs)", &[])
+    lowest(&SPEC, knobs, "(p_token - fetch_tokens + fetch_cost_tokens) * (1 + weight * bs)", &[])
 }
 
 #[cfg(test)]
@@ -30,8 +30,8 @@ mod tests {
             .set(Bs, &[9.0, 1.0, 0.0])
             .set(QueuedPrefillTokens, &[0.0, 100.0, 0.0])
             .prompt(1000.0, &[960.0, 200.0, 0.0])
-            .set(PullTokens, &[0.0, 760.0, 960.0])
-            .set(PullCostTokens, &[0.0, 76.0, 96.0])
+            .set(FetchTokens, &[0.0, 760.0, 960.0])
+            .set(FetchCostTokens, &[0.0, 76.0, 96.0])
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::ids::Seconds;
 use serde::Deserialize;
 
 /// Default number of end-to-end times before the first estimate.
-pub const LEAST: u32 = 256;
+pub const MIN_REQUESTS: u32 = 256;
 
 /// Settings for learning gamma.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
@@ -26,22 +26,29 @@ pub const LEAST: u32 = 256;
 pub struct Adaptive {
     /// Window: number of latest end-to-end times, 100 to 65,536.
     pub window: u32,
-    /// End-to-end times before the first estimate, 100 to the window; `None`: [`LEAST`], or the
-    /// window if it is smaller.
-    pub least: Option<u32>,
+    /// End-to-end times before the first estimate, 100 to the window; `None`: [`MIN_REQUESTS`], or
+    /// the window if it is smaller.
+    pub min_requests: Option<u32>,
     /// Ended requests between two estimates; 1 or more.
     pub every: u32,
     /// beta: weight of a new estimate; above 0, at most 1.
     pub smoothing: f64,
     /// Minimum gamma, 1/s.
-    pub least_gamma: f64,
+    pub min_gamma: f64,
     /// Maximum gamma, 1/s.
-    pub most_gamma: f64,
+    pub max_gamma: f64,
 }
 
 impl Default for Adaptive {
     fn default() -> Adaptive {
-        Adaptive { window: 1024, least: None, every: 64, smoothing: 0.2, least_gamma: 1e-3, most_gamma: 10.0 }
+        Adaptive {
+            window: 1024,
+            min_requests: None,
+            every: 64,
+            smoothing: 0.2,
+            min_gamma: 1e-3,
+            max_gamma: 10.0,
+        }
     }
 }
 
@@ -49,12 +56,16 @@ impl Adaptive {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn check(&self) -> Result<(), CoreError> {
-        let (least, most) = (self.least_gamma, self.most_gamma);
+        let (least, most) = (self.min_gamma, self.max_gamma);
         if !(100..=65_536).contains(&self.window) {
             return bad("gamma's window", self.window.to_string(), "100 to 65536 requests");
         }
-        if !(100..=self.window).contains(&self.least()) {
-            return bad("gamma's least", self.least().to_string(), "100 requests up to the window");
+        if !(100..=self.window).contains(&self.min_requests()) {
+            return bad(
+                "gamma's min_requests",
+                self.min_requests().to_string(),
+                "100 requests up to the window",
+            );
         }
         if self.every == 0 {
             return bad("gamma's every", "0".into(), "1 request or more");
@@ -68,8 +79,8 @@ impl Adaptive {
         Ok(())
     }
 
-    fn least(&self) -> u32 {
-        self.least.unwrap_or(LEAST.min(self.window))
+    fn min_requests(&self) -> u32 {
+        self.min_requests.unwrap_or(MIN_REQUESTS.min(self.window))
     }
 }
 
@@ -129,7 +140,7 @@ impl TailRate {
         }
         self.ended += 1;
         let due = self.ended.is_multiple_of(u64::from(self.settings.every));
-        due && self.latest.len() >= self.settings.least() as usize && self.estimate()
+        due && self.latest.len() >= self.settings.min_requests() as usize && self.estimate()
     }
 
     fn estimate(&mut self) -> bool {
@@ -140,7 +151,7 @@ impl TailRate {
         let place = |share: f64| (share * n as f64).ceil() as usize - 1;
         let (below, &mut t99, _) = self.scratch.select_nth_unstable_by(place(0.99), f32::total_cmp);
         let t95 = *below.select_nth_unstable_by(place(0.95), f32::total_cmp).1;
-        let (least, most) = (self.settings.least_gamma, self.settings.most_gamma);
+        let (least, most) = (self.settings.min_gamma, self.settings.max_gamma);
         // A tail of length 0 is infinitely steep, so the maximum applies.
         let estimate = (5f64.ln() / f64::from(t99 - t95)).clamp(least, most);
         let before = self.gamma;
@@ -225,12 +236,12 @@ mod tests {
         let fine = Adaptive::default();
         for (settings, what) in [
             (Adaptive { window: 50, ..fine }, "window"),
-            (Adaptive { least: Some(2000), ..fine }, "least"),
-            (Adaptive { least: Some(99), ..fine }, "least"),
+            (Adaptive { min_requests: Some(2000), ..fine }, "min_requests"),
+            (Adaptive { min_requests: Some(99), ..fine }, "min_requests"),
             (Adaptive { every: 0, ..fine }, "every"),
             (Adaptive { smoothing: 0.0, ..fine }, "smoothing"),
-            (Adaptive { least_gamma: 1.0, most_gamma: 0.5, ..fine }, "bounds"),
-            (Adaptive { least_gamma: f64::NAN, ..fine }, "bounds"),
+            (Adaptive { min_gamma: 1.0, max_gamma: 0.5, ..fine }, "bounds"),
+            (Adaptive { min_gamma: f64::NAN, ..fine }, "bounds"),
         ] {
             let message = TailRate::new(0.1, settings).unwrap_err().to_string();
             assert!(message.contains(what), "{message}");

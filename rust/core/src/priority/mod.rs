@@ -33,12 +33,12 @@ use crate::settings::SettingsReader;
 /// percentile 16 s above the 95th.
 pub const INITIAL_GAMMA: f64 = 0.1;
 /// Maximum boost: no request waits for a year.
-const MOST_SECONDS: Seconds = 3e7;
+const MAX_SECONDS: Seconds = 3e7;
 
 /// Returns Eq. (2), `ln(1 / (1 - exp(-gamma w))) / gamma` in seconds, at most a year. `work` is in
 /// seconds and gamma in 1/s, both above 0.
 pub fn boost_seconds(work: Seconds, gamma: f64) -> Seconds {
-    (-(-(-gamma * work).exp_m1()).ln() / gamma).clamp(0.0, MOST_SECONDS)
+    (-(-(-gamma * work).exp_m1()).ln() / gamma).clamp(0.0, MAX_SECONDS)
 }
 
 /// Priority of a request in its engine's queue.
@@ -153,7 +153,7 @@ mod tests {
         // Little work: approximately -ln(gamma w) / gamma.
         close(boost_seconds(1e-9, 1.0), -(1e-9f64).ln());
         close(boost_seconds(1000.0, 1.0), 0.0);
-        assert_eq!(boost_seconds(0.0, 0.1), MOST_SECONDS);
+        assert_eq!(boost_seconds(0.0, 0.1), MAX_SECONDS);
     }
 
     #[test]
@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read_by_its_name() {
-        let names = ["gamma", "window", "least", "every", "smoothing", "least_gamma", "most_gamma"];
+        let names = ["gamma", "window", "min_requests", "every", "smoothing", "min_gamma", "max_gamma"];
         let names = names.into_iter().chain(["bin_tokens", "hysteresis_seconds"]);
         // Each value differs from the default and from the others.
         let given: Vec<_> =
@@ -226,8 +226,9 @@ mod tests {
             let mut reader = SettingsReader::new("priority", given.clone());
             (settings.read(&mut reader).unwrap(), reader.finish())
         };
-        let (least, least_gamma, most_gamma) = (Some(102), 105.0, 106.0);
-        let adaptive = Adaptive { window: 101, least, every: 103, smoothing: 104.0, least_gamma, most_gamma };
+        let (min_requests, min_gamma, max_gamma) = (Some(102), 105.0, 106.0);
+        let adaptive =
+            Adaptive { window: 101, min_requests, every: 103, smoothing: 104.0, min_gamma, max_gamma };
         let guard = MemGuard { bin_tokens: 107, hysteresis_seconds: 108.0 };
         let all = Settings { gamma: 100.0, adaptive: Some(adaptive), memguard: Some(guard) };
         assert_eq!(read(Settings::default()), (all, Ok(())));

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 /// Cost of an answer token in prompt tokens (the paper: w_p = 1, w_q = 2).
 pub const OUTPUT_COST: f64 = 2.0;
 /// Maximum number of tenants kept. Tenants with nothing in flight are dropped first.
-pub const MOST_TENANTS: usize = 65_536;
+pub const MAX_TENANTS: usize = 65_536;
 /// Tags are in thousandths of a virtual token, so that sums are exact.
 const UNIT: f64 = 1e3;
 
@@ -64,7 +64,7 @@ impl VirtualTokens {
         if let Some((least, _)) = self.starts.first_key_value() {
             self.now = self.now.max(*least);
         }
-        if self.tenants.len() >= MOST_TENANTS && !self.tenants.contains_key(&tenant) {
+        if self.tenants.len() >= MAX_TENANTS && !self.tenants.contains_key(&tenant) {
             self.tenants.retain(|_, tenant| tenant.in_flight > 0); // drops the debt of idle tenants
         }
         let at = self.tenants.entry(tenant).or_default();
@@ -173,6 +173,6 @@ mod tests {
             let place = counters.begin(tenant, 1, 1.0);
             counters.end(place);
         }
-        assert!(counters.tenants.len() <= MOST_TENANTS + 1);
+        assert!(counters.tenants.len() <= MAX_TENANTS + 1);
     }
 }

@@ -21,17 +21,17 @@ use std::collections::BTreeSet;
 /// Horizon of the return probability by which programs are paused.
 pub const SOON_SECONDS: Seconds = 30.0;
 /// Held turns of one program. A client that sends more is refused.
-const MOST_HELD_TURNS: usize = 64;
+const MAX_HELD_TURNS: usize = 64;
 /// Held programs considered per tenant and round.
 const CANDIDATES: usize = 64;
 /// Hold after which a program may take the place of other tenants' programs, the time between two
 /// rounds of this, and the programs that get a place in one round.
 const FAIR_SECONDS: Seconds = 2.0;
 const FAIR_ROUND_SECONDS: Seconds = 0.5;
-const MOST_PER_FAIR_ROUND: usize = 64;
+const MAX_PER_FAIR_ROUND: usize = 64;
 /// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
 const FLOW_SECONDS: Seconds = 300.0;
-const LEAST_FLOW_SECONDS: Seconds = 60.0;
+const MIN_FLOW_SECONDS: Seconds = 60.0;
 
 /// Why a request is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -128,7 +128,7 @@ impl Queue {
     /// turns, so at most as many tokens of each other tenant are admitted before. `peers`: the
     /// demand of peer routers on the same instances.
     fn expected_seconds(&self, tenant: u64, peers: (f64, f64), now: Seconds) -> Seconds {
-        let age = self.flow_began.map_or(0.0, |began| now - began).max(LEAST_FLOW_SECONDS);
+        let age = self.flow_began.map_or(0.0, |began| now - began).max(MIN_FLOW_SECONDS);
         let admitted = self.demand(now).1 + peers.1;
         let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
         let (own, number) =
@@ -167,7 +167,7 @@ impl Programs {
         }
         if !self.programs[id].held.is_empty() {
             let hold = self.hold_of(id, now);
-            if self.programs[id].held.len() >= MOST_HELD_TURNS {
+            if self.programs[id].held.len() >= MAX_HELD_TURNS {
                 return self.refuse(turn, hold.expected_seconds, now);
             }
             self.programs[id].held.push(turn); // waits with the other turns of its program
@@ -188,8 +188,8 @@ impl Programs {
             return if roomy { Verdict::Free } else { Verdict::Run(instance) };
         }
         let hold = self.hold_of(id, now);
-        let too_long = hold.expected_seconds > self.config.most_hold_seconds && !self.may_take(id);
-        let is_full = self.queue.is_full(self.programs[id].tenant, self.config.most_held);
+        let too_long = hold.expected_seconds > self.config.max_hold_seconds && !self.may_take(id);
+        let is_full = self.queue.is_full(self.programs[id].tenant, self.config.max_held);
         if is_new && (too_long || is_full) {
             return self.refuse(turn, hold.expected_seconds, now);
         }
@@ -407,7 +407,7 @@ impl Programs {
         self.queue.made_room_at = Some(now);
         let slots: Vec<usize> = (0..self.instances.len()).collect();
         let mut resting = None;
-        let mut places = MOST_PER_FAIR_ROUND;
+        let mut places = MAX_PER_FAIR_ROUND;
         for tenant in self.tenants_by_share() {
             let held: Vec<ProgramId> =
                 self.queue.tenants[&tenant].places.iter().map(|(.., id)| *id).collect();
@@ -415,7 +415,7 @@ impl Programs {
             let mut blocked = false;
             for id in held {
                 let hold = now - self.held_since(id, now);
-                let is_over = hold > self.config.most_hold_seconds;
+                let is_over = hold > self.config.max_hold_seconds;
                 let takes =
                     hold > FAIR_SECONDS && !blocked && self.may_take(id) && self.fits_beside_others(id);
                 if takes {

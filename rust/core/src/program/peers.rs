@@ -9,7 +9,7 @@ use crate::ids::{InstanceId, Seconds};
 
 /// Roots that a router publishes per instance. The tokens of further ones count without their
 /// hashes: this bounds the messages and the memory of the receivers.
-pub const MOST_ROOTS: usize = 16;
+pub const MAX_ROOTS: usize = 16;
 
 /// A root that a router's programs need on an instance.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,8 +48,8 @@ impl InstanceLedger {
             .collect();
         let expected = |root: &PeerRoot| root.root.tokens * root.probability;
         roots.sort_by(|a, b| expected(b).total_cmp(&expected(a)).then(a.root.hash.cmp(&b.root.hash)));
-        let rest: f64 = roots.iter().skip(MOST_ROOTS).map(expected).sum();
-        roots.truncate(MOST_ROOTS);
+        let rest: f64 = roots.iter().skip(MAX_ROOTS).map(expected).sum();
+        roots.truncate(MAX_ROOTS);
         let (own, _, others) = self.parts();
         let (tokens, programs) = (own + others + rest, f64::from(self.programs));
         PeerPrograms { tokens, programs, roots, ..PeerPrograms::default() }

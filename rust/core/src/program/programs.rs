@@ -41,7 +41,7 @@ pub(super) const MAX_PROGRAMS: usize = 1 << 16;
 /// every few ticks.
 const COUNTED_PER_TICK: usize = 4096;
 /// Most changes of forks that wait for a tick.
-const MOST_FORK_NOTES: usize = 4096;
+const MAX_FORK_NOTES: usize = 4096;
 /// Least probability that counts for the tokens of a program that its children continue: while they
 /// live, it waits for them.
 const PARENT_RETURNS: f64 = 0.9;
@@ -592,7 +592,7 @@ impl Programs {
     /// Returns whether a request that continues no program begins one.
     fn starts_program(&self, arrival: &Arrival<'_>, base: Option<Root>, parent: Option<ProgramId>) -> bool {
         let own_tokens = f64::from(arrival.prompt_tokens) - base.map_or(0.0, |base| base.tokens);
-        let long = own_tokens >= f64::from(self.config.least_tokens);
+        let long = own_tokens >= f64::from(self.config.min_tokens);
         !arrival.chain.is_empty() && (parent.is_some() || long)
     }
 
@@ -692,7 +692,7 @@ impl Programs {
 
     /// Updates the children of programs early if many changes wait, for a caller without ticks.
     fn bound_fork_notes(&mut self) {
-        if self.forks.len() + self.gone_forks.len() >= MOST_FORK_NOTES {
+        if self.forks.len() + self.gone_forks.len() >= MAX_FORK_NOTES {
             self.update_children();
         }
     }

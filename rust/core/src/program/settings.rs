@@ -54,11 +54,11 @@ pub struct ProgramConfig {
     pub others_seconds: Seconds,
     /// Requests that continue no program and have fewer tokens of their own, apart from a shared
     /// prefix such as a system prompt, belong to no program: they are never held.
-    pub least_tokens: u32,
+    pub min_tokens: u32,
     /// Predicted hold above which a new program is refused.
-    pub most_hold_seconds: Seconds,
+    pub max_hold_seconds: Seconds,
     /// Maximum number of held programs. A tenant with less than its share may hold more.
-    pub most_held: usize,
+    pub max_held: usize,
     /// Whether the session that a request names identifies its program.
     pub sessions: bool,
     /// Whether classes of gaps distinguish how the last answer ended.
@@ -79,9 +79,9 @@ impl Default for ProgramConfig {
             backfill_seconds: 120.0,
             forget_seconds: 300.0,
             others_seconds: 15.0,
-            least_tokens: 2048,
-            most_hold_seconds: 300.0,
-            most_held: 4096,
+            min_tokens: 2048,
+            max_hold_seconds: 300.0,
+            max_held: 4096,
             sessions: true,
             finish_reason: true,
             rules: None,
@@ -123,7 +123,7 @@ impl ProgramConfig {
             ("backfill_seconds", self.backfill_seconds, 0.0, 1e9),
             ("forget_seconds", self.forget_seconds, 1.0, 1e6),
             ("others_seconds", self.others_seconds, 0.0, 3600.0),
-            ("most_hold_seconds", self.most_hold_seconds, 0.0, 1e9),
+            ("max_hold_seconds", self.max_hold_seconds, 0.0, 1e9),
         ])?;
         Ok(self)
     }

@@ -81,8 +81,8 @@ pub fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
         growth: 0.0,
         rules: Some(Arc::new(Returning)),
         forget_seconds: 300.0,
-        least_tokens: 1000,
-        most_hold_seconds: 1e9,
+        min_tokens: 1000,
+        max_hold_seconds: 1e9,
         ..ProgramConfig::default()
     };
     let mut programs = Programs::new(config).unwrap();
@@ -290,7 +290,7 @@ fn tenants_share_the_cache_whatever_they_ask_for() {
 #[test]
 fn a_flood_of_new_programs_is_refused_with_a_time() {
     let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
-    programs.config.most_hold_seconds = 600.0;
+    programs.config.max_hold_seconds = 600.0;
     let mut refused = 0;
     for name in 0..50 {
         match programs.arrive(&arrival(&chain(&[(name, 100)])), 1.0) {
@@ -698,7 +698,7 @@ fn a_new_program_waits_when_auto_has_just_begun_to_hold() {
     let (_, verdict) = programs.arrive(&arrival(&chain(&[(77, 100)])), 30.0);
     // The programs that ran before holds began count as admitted.
     let Verdict::Held(hold) = verdict else { panic!("{verdict:?}") };
-    assert!(hold.expected_seconds < programs.config.most_hold_seconds, "{hold:?}");
+    assert!(hold.expected_seconds < programs.config.max_hold_seconds, "{hold:?}");
 }
 
 #[test]

@@ -151,8 +151,8 @@ fn attack(
     (100..100 + victims).map(|name| placed.get(&name).copied().unwrap_or(f64::INFINITY)).collect()
 }
 
-fn two_engines(most_hold_seconds: Seconds) -> Programs {
-    let config = ProgramConfig { mode: ProgramMode::Admit, most_hold_seconds, ..ProgramConfig::default() };
+fn two_engines(max_hold_seconds: Seconds) -> Programs {
+    let config = ProgramConfig { mode: ProgramMode::Admit, max_hold_seconds, ..ProgramConfig::default() };
     let mut programs = Programs::new(config).unwrap();
     (0..2).for_each(|slot| programs.set_instance(InstanceId(slot), Some(64_000.0), true));
     programs

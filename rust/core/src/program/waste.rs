@@ -16,7 +16,7 @@ const SHARE_OF_TIME: f64 = 0.1;
 const SHARE_OF_WORK: f64 = 0.5;
 
 /// Maximum of [`Waste::ratio`]: without new work, scores stay finite.
-const MOST_RATIO: f64 = 20.0;
+const MAX_RATIO: f64 = 20.0;
 
 /// Seconds of prefill of the last minute, decayed.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,11 +35,11 @@ impl Waste {
         self.again.add(seconds * share_again, now, WINDOW_SECONDS);
     }
 
-    /// Returns the recomputation per second of new work, at most [`MOST_RATIO`]; at first 0.
+    /// Returns the recomputation per second of new work, at most [`MAX_RATIO`]; at first 0.
     pub fn ratio(&self) -> f64 {
         // Both sums decay at the same pace and change at the same times.
         let (again, all) = (self.again.last(), self.all.last());
-        if again > 0.0 { again / (all - again).max(again / MOST_RATIO) } else { 0.0 }
+        if again > 0.0 { again / (all - again).max(again / MAX_RATIO) } else { 0.0 }
     }
 
     /// Returns whether recomputation is most of the work, and takes a large part of the time of
@@ -84,6 +84,6 @@ mod tests {
         assert!((waste.ratio() - (2.0 * faded + 4.0) / (6.0 * faded)).abs() < 1e-12);
         let mut waste = Waste::default();
         waste.note(1.0, 1.0, 0.0);
-        assert_eq!(waste.ratio(), MOST_RATIO, "nothing was new");
+        assert_eq!(waste.ratio(), MAX_RATIO, "nothing was new");
     }
 }

@@ -107,7 +107,7 @@ pub struct Move {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     /// The round reached its maximum number of moves.
-    MostMoves,
+    MaxMoves,
     /// Rebalancing is off.
     Off,
     /// Fewer than two instances.
@@ -128,7 +128,7 @@ impl Stop {
     /// Returns the reason as text, for decision records and logs.
     pub fn reason(self) -> &'static str {
         match self {
-            Stop::MostMoves => "the round reached its maximum number of moves",
+            Stop::MaxMoves => "the round reached its maximum number of moves",
             Stop::Off => "rebalancing is off",
             Stop::FewInstances => "fewer than two instances",
             Stop::NoneOverloaded => "no instance is overloaded",

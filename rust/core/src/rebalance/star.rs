@@ -66,7 +66,7 @@ pub struct StarSettings {
     /// tokens; the paper has 0.
     pub caution: f64,
     /// Maximum moves per round. Each move assumes that the previous moves are done.
-    pub most_moves: usize,
+    pub max_moves: usize,
 }
 
 impl Default for StarSettings {
@@ -79,14 +79,14 @@ impl Default for StarSettings {
             migration_seconds: 0.1,
             migration_seconds_per_token: 2e-5,
             caution: 0.0,
-            most_moves: 1,
+            max_moves: 1,
         }
     }
 }
 
 /// Maximum steps and points of a horizon: they bound the memory of a round.
-const MOST_STEPS: u32 = 1 << 20;
-const MOST_POINTS: u32 = 4096;
+const MAX_STEPS: u32 = 1 << 20;
+const MAX_POINTS: u32 = 4096;
 /// A gain below this fraction of the variance is rounding.
 const ROUNDING: f64 = 1e-12;
 
@@ -133,14 +133,14 @@ impl Star {
     /// `BadValue` with the setting and its range.
     pub fn new(settings: StarSettings) -> Result<Star, CoreError> {
         let StarSettings { horizon_steps, points, .. } = settings;
-        setting("horizon_steps", horizon_steps.into(), 1.0, MOST_STEPS.into())?;
-        setting("points", points.into(), 1.0, MOST_POINTS.min(horizon_steps).into())?;
+        setting("horizon_steps", horizon_steps.into(), 1.0, MAX_STEPS.into())?;
+        setting("points", points.into(), 1.0, MAX_POINTS.min(horizon_steps).into())?;
         setting("threshold", settings.threshold, 0.0, 1.0)?;
         setting("migration_seconds", settings.migration_seconds, 0.0, f64::INFINITY)?;
         setting("migration_seconds_per_token", settings.migration_seconds_per_token, 0.0, f64::INFINITY)?;
         setting("caution", settings.caution, 0.0, f64::INFINITY)?;
-        if settings.most_moves == 0 {
-            return Err(bad("rebalancing setting most_moves", 0, "at least 1; to move nothing, use `none`"));
+        if settings.max_moves == 0 {
+            return Err(bad("rebalancing setting max_moves", 0, "at least 1; to move nothing, use `none`"));
         }
         let grid = match settings.weights {
             Weights::Uniform => Grid::future(horizon_steps, points, |_| 1.0),
@@ -267,7 +267,7 @@ impl Star {
                 }
                 let row = m * width..(m + 1) * width;
                 let need = self.need(request);
-                let value = least_sum(&sums[row.clone()], &timed[row.clone()], &room, tokens, need);
+                let value = min_sum(&sums[row.clone()], &timed[row.clone()], &room, tokens, need);
                 if value == f64::INFINITY {
                     continue;
                 }
@@ -348,8 +348,8 @@ impl Rebalancer for Star {
                 Err(stop) => return Ok(Round { moves, stop }),
                 Ok(done) => {
                     moves.push(done.found);
-                    if moves.len() == self.settings.most_moves {
-                        return Ok(Round { moves, stop: Stop::MostMoves });
+                    if moves.len() == self.settings.max_moves {
+                        return Ok(Round { moves, stop: Stop::MaxMoves });
                     }
                     self.apply(&done, &loads);
                 }
@@ -361,7 +361,7 @@ impl Rebalancer for Star {
 /// Returns the minimum of `tokens x sums + timed` over targets with room for `need`; infinite if
 /// none has room.
 #[multiversion(targets("x86_64+avx2"))]
-fn least_sum(sums: &[f64], timed: &[f64], room: &[f64], tokens: f64, need: f64) -> f64 {
+fn min_sum(sums: &[f64], timed: &[f64], room: &[f64], tokens: f64, need: f64) -> f64 {
     const LANES: usize = 8;
     let value = |a: f64, b: f64, free: f64| if free >= need { tokens * a + b } else { f64::INFINITY };
     let mut least = [f64::INFINITY; LANES];

@@ -42,7 +42,7 @@ fn star_by_hand() {
     let (a, b) = ([request(1, 100, 9.0), request(2, 60, 9.0)], []);
     let round = star(small()).round(&[instance(0, 1000, &a), instance(1, 1000, &b)]).unwrap();
     let m = round.moves[0];
-    assert_eq!((round.moves.len(), round.stop), (1, Stop::MostMoves));
+    assert_eq!((round.moves.len(), round.stop), (1, Stop::MaxMoves));
     // Either move leaves the same difference, so the lower request moves.
     assert_eq!((m.request, m.source, m.target), (1, InstanceId(0), InstanceId(1)));
     // Loads of 0 at steps 0 to 4: 160, 162, ..., 168; w is the mean of the last four.
@@ -124,7 +124,7 @@ fn bad_input_is_named() {
         "rebalancing setting points: 5 is not valid; expected a number from 1 to 4"
     );
     assert!(error(StarSettings { threshold: f64::NAN, ..small() }).contains("threshold: NaN"));
-    assert!(error(StarSettings { most_moves: 0, ..small() }).contains("most_moves: 0"));
+    assert!(error(StarSettings { max_moves: 0, ..small() }).contains("max_moves: 0"));
     assert!(error(StarSettings { migration_seconds: -1.0, ..small() }).contains("migration_seconds: -1"));
     let weights = Weights::Geometric { half_life_steps: 0.0 };
     assert!(error(StarSettings { weights, ..small() }).contains("half_life_steps: 0"));
@@ -228,7 +228,7 @@ fn settings() -> impl Strategy<Value = StarSettings> {
             migration_seconds,
             migration_seconds_per_token: 1e-4,
             caution,
-            most_moves: 1,
+            max_moves: 1,
         },
     )
 }
@@ -261,7 +261,7 @@ proptest! {
     #[test]
     fn rounds_keep_the_rules_in_any_order(fleet in fleets(), settings in settings(), turn in 0usize..14) {
         let given = loads(&fleet);
-        let mut rule = star(StarSettings { most_moves: 5, ..settings });
+        let mut rule = star(StarSettings { max_moves: 5, ..settings });
         let round = rule.round(&given).unwrap();
         let mut turned = given.clone();
         turned.reverse();

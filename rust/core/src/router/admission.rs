@@ -100,7 +100,7 @@ impl Router {
         let rates = state.ledger.get(Indicator::PrefillTokensPerSecond);
         let rate = state.mean_prefill_rate();
         let config = self.requests.admission.load_config();
-        let most_tpot = config.and_then(|config| config.tpot_seconds).unwrap_or(f64::INFINITY);
+        let max_tpot = config.and_then(|config| config.tpot_seconds).unwrap_or(f64::INFINITY);
         let (mut able, mut count) = (state.fleet.eligible(), state.fleet.eligible_count());
         if count == 0 && state.config.colocate {
             (able, count) = (state.fleet.decoders(), state.fleet.decoder_count());
@@ -121,14 +121,14 @@ impl Router {
             let memory = usage[slot] / FULL_USAGE;
             let stuck = state.ledger.backlogs.is_unseen(slot) && reported[slot] > 0.0;
             let batch = state.step_time_of(slot).map_or(0.0, |model| {
-                let step = model.step(decoding[slot] + 1.0, context[slot]) / most_tpot;
+                let step = model.step(decoding[slot] + 1.0, context[slot]) / max_tpot;
                 step.max(state.ledger.in_flight(slot) / model.max_sequences)
             });
             if stuck { 1.0 } else { memory.max(batch) } // memory is NaN if unknown
         };
         let each = |slot: usize| {
             state.step_time_of(slot).map_or(0.0, |model| {
-                (model.decode_seconds_per_sequence / most_tpot).max(1.0 / model.max_sequences)
+                (model.decode_seconds_per_sequence / max_tpot).max(1.0 / model.max_sequences)
             })
         };
         // An idle instance always has room.
@@ -318,7 +318,7 @@ mod tests {
         router.context.arrived_roomy = vec![false, true];
         between(&mut router);
         let decision = router.route(&Request { arrival, ..request }, 1.0).unwrap();
-        (decision.segment.instance.0, router.receipt(decision.id).unwrap().predicted_hit_tokens)
+        (decision.segment.instance.0, router.record(decision.id).unwrap().predicted_hit_tokens)
     }
 
     /// rust 7.9: the decision of a request that has just arrived uses the arrival's room and prefix

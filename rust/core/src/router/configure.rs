@@ -1,9 +1,9 @@
 //! Settings that can change while a router serves.
-use super::fetch_cost::Pulls;
+use super::fetch_cost::Fetches;
 use super::plan::planners::Split;
 use super::priorities::{Ordering, Priorities};
 use super::router::Router;
-use super::settings::{IndexFeed, PullConfig, Rebalancing};
+use super::settings::{FetchConfig, IndexFeed, Rebalancing};
 use super::state::{Selector, State};
 use super::tickets;
 use crate::error::CoreError;
@@ -56,8 +56,8 @@ impl Router {
         }
         let now = self.latest;
         for (id, request) in self.requests.tickets.iter() {
-            for leg in std::iter::once(&request.leg).chain(&request.later) {
-                self.state.foresee(tickets::slot(id), leg, now);
+            for placed in std::iter::once(&request.open).chain(&request.later) {
+                self.state.foresee(tickets::slot(id), placed, now);
             }
         }
         Ok(())
@@ -164,8 +164,8 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
-    pub fn set_pull(&mut self, pull: Option<PullConfig>) -> Result<(), CoreError> {
-        self.state.pulls = pull.map(Pulls::new).transpose()?;
+    pub fn set_fetch(&mut self, fetch: Option<FetchConfig>) -> Result<(), CoreError> {
+        self.state.fetches = fetch.map(Fetches::new).transpose()?;
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use crate::ids::{ArrivalId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::tier::Tier;
 use crate::policy::{PolicyRng, Scores};
-use crate::receipt::Balance;
+use crate::record::Balance;
 use rand::SeedableRng;
 
 /// Scores of one choice and its candidates.
@@ -57,7 +57,7 @@ pub(super) struct DecisionContext {
     /// Slots that the hot-spot guard excluded from the choice of the first segment.
     pub restriction: Restriction,
     /// Why the request is not split, if requests are split.
-    pub uncut: Option<Box<str>>,
+    pub split_reason: Option<Box<str>>,
     /// Expected times of the instances, if a cut was considered.
     pub balance: Option<Balance>,
     /// Choices in which the policy scored no candidate.
@@ -82,7 +82,7 @@ impl DecisionContext {
             is_matched: false,
             arrived_roomy: Vec::new(),
             restriction: Restriction::Free,
-            uncut: None,
+            split_reason: None,
             balance: None,
             unscored: 0,
             rng: PolicyRng::seed_from_u64(seed),
@@ -113,7 +113,7 @@ impl DecisionContext {
 
     /// Leaves the request unsplit, for this reason.
     pub fn leave_whole(&mut self, reason: &str) -> Rest {
-        self.uncut = Some(reason.into());
+        self.split_reason = Some(reason.into());
         Rest::new()
     }
 

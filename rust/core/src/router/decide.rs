@@ -6,7 +6,7 @@ use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::policy::Scores;
 use crate::priority::vtc::check_weight;
-use crate::receipt::Receipt;
+use crate::record::DecisionRecord;
 use crate::request::Request;
 
 impl Router {
@@ -32,8 +32,8 @@ impl Router {
         let now = self.clock(now);
         let estimated = self.state.estimated(request);
         let request = &*self.with_arrival(estimated, now)?;
-        let (chosen, receipt) = self.decide(request, request_id, now)?;
-        Ok(self.commit_plan(request, chosen, receipt, now))
+        let (chosen, record) = self.decide(request, request_id, now)?;
+        Ok(self.commit_plan(request, chosen, record, now))
     }
 
     /// [`Router::route_labelled`] without a copy of the prompt's chain. The ticket takes `chain`
@@ -52,9 +52,9 @@ impl Router {
         let whole = Request { chain, ..*request };
         let estimated = self.state.estimated(&whole);
         let whole = self.with_arrival(estimated, now)?;
-        let (chosen, receipt) = self.decide(&whole, request_id, now)?;
+        let (chosen, record) = self.decide(&whole, request_id, now)?;
         let mut lifecycle = self.lifecycle(now);
-        let decision = lifecycle.commit(&whole, chosen, receipt);
+        let decision = lifecycle.commit(&whole, chosen, record);
         let spare = lifecycle.requests.tickets.spare_chain();
         lifecycle.keep_chain(decision.ticket, std::mem::replace(chain, spare));
         Ok(decision)
@@ -67,7 +67,7 @@ impl Router {
         request: &Request<'_>,
         request_id: Option<&str>,
         now: Seconds,
-    ) -> Result<(Chosen, Box<Receipt>), CoreError> {
+    ) -> Result<(Chosen, Box<DecisionRecord>), CoreError> {
         self.plan(request, request_id, now).inspect_err(|_| {
             if let Some(id) = request.arrival {
                 self.drop_arrival(id, now);
@@ -80,7 +80,7 @@ impl Router {
         request: &Request<'_>,
         request_id: Option<&str>,
         now: Seconds,
-    ) -> Result<(Chosen, Box<Receipt>), CoreError> {
+    ) -> Result<(Chosen, Box<DecisionRecord>), CoreError> {
         check_weight(request.tenant.weight)?;
         request.check()?;
         if !std::mem::take(&mut self.context.is_matched) {
@@ -92,17 +92,17 @@ impl Router {
         })?;
         // The rest is planned later: the choice of a second instance overwrites the derived
         // columns.
-        let mut receipt = self.explained(request, request_id, first, now);
+        let mut record = self.explained(request, request_id, first, now);
         if request.shadow {
-            receipt.shadow = self.shadow_of(request, first, now);
+            record.shadow = self.shadow_of(request, first, now);
         }
         self.context.roomy.clear();
         let chosen = self.state.plan(&mut self.context, request, first, &[], now);
         self.context.count_unscored(&mut self.requests.totals);
         match chosen {
-            Ok(chosen) => Ok((chosen, receipt)),
+            Ok(chosen) => Ok((chosen, record)),
             Err(error) => {
-                self.requests.receipts.put_back(receipt);
+                self.requests.records.put_back(record);
                 self.requests.totals.no_instance += 1;
                 Err(error)
             }
@@ -116,12 +116,12 @@ impl Router {
         request_id: Option<&str>,
         chosen: InstanceId,
         now: Seconds,
-    ) -> Box<Receipt> {
-        let mut receipt = self.requests.receipts.take();
-        receipt.at = now;
-        receipt.request_id = request_id.map(Into::into);
-        self.state.explain(&self.context, request, chosen, now, &mut receipt);
-        receipt
+    ) -> Box<DecisionRecord> {
+        let mut record = self.requests.records.take();
+        record.at = now;
+        record.request_id = request_id.map(Into::into);
+        self.state.explain(&self.context, request, chosen, now, &mut record);
+        record
     }
 
     /// First stage of a decision: finds the length of the prompt's prefix on each instance.
@@ -188,20 +188,20 @@ impl Router {
                 expected: "a slot with a finite score".into(),
             });
         }
-        let receipt = self.explained(request, request_id, chosen, now);
-        let pull = self.state.pull_for(&mut self.context, request, chosen, &Rest::default());
-        Ok(self.commit_plan(request, Chosen::whole(chosen, pull), receipt, now))
+        let record = self.explained(request, request_id, chosen, now);
+        let fetch = self.state.fetch_for(&mut self.context, request, chosen, &Rest::default());
+        Ok(self.commit_plan(request, Chosen::whole(chosen, fetch), record, now))
     }
 
     fn commit_plan(
         &mut self,
         request: &Request<'_>,
         chosen: Chosen,
-        receipt: Box<Receipt>,
+        record: Box<DecisionRecord>,
         now: Seconds,
     ) -> Decision {
         let mut lifecycle = self.lifecycle(now);
-        let decision = lifecycle.commit(request, chosen, receipt);
+        let decision = lifecycle.commit(request, chosen, record);
         let mut chain = lifecycle.requests.tickets.spare_chain();
         chain.extend_from_slice(request.chain);
         lifecycle.keep_chain(decision.ticket, chain);

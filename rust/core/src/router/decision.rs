@@ -1,6 +1,6 @@
 //! Decisions and router totals.
 use super::tickets::TicketId;
-use crate::plan::{Failure, Pull, Segment};
+use crate::plan::{Failure, PrefixFetch, Segment};
 use crate::priority::Priority;
 
 /// The placement of a request.
@@ -15,7 +15,7 @@ pub struct Decision {
     /// Second segment, if its instance is already chosen.
     pub next: Option<Segment>,
     /// Prefix fetch before the request begins.
-    pub pull: Option<Pull>,
+    pub fetch: Option<PrefixFetch>,
     /// Predicted number of leading prompt tokens in the instance's cache, lower tiers included.
     pub predicted_hit_tokens: u32,
     /// How many of them come from a tier below the GPU.
@@ -45,9 +45,9 @@ pub struct Totals {
     /// Running requests moved to another instance.
     pub moved: u64,
     /// Planned prefix fetches.
-    pub pulls: u64,
+    pub fetches: u64,
     /// Fetched prompt tokens.
-    pub pulled_tokens: u64,
+    pub fetched_tokens: u64,
     /// Successful requests.
     pub finished: u64,
     /// Tickets dropped while open.

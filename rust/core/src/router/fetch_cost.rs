@@ -1,20 +1,20 @@
 //! Settings and learned cost of prefix fetches.
-use super::settings::PullConfig;
+use super::settings::FetchConfig;
 use crate::error::CoreError;
-use crate::estimate::PullCost;
+use crate::estimate::FetchCost;
 use crate::ids::Seconds;
 
 /// Settings and learned cost of prefix fetches.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pulls {
-    pub config: PullConfig,
-    pub cost: PullCost,
+pub(super) struct Fetches {
+    pub config: FetchConfig,
+    pub cost: FetchCost,
 }
 
-impl Pulls {
-    pub fn new(config: PullConfig) -> Result<Pulls, CoreError> {
+impl Fetches {
+    pub fn new(config: FetchConfig) -> Result<Fetches, CoreError> {
         config.check()?;
-        Ok(Pulls { config, cost: PullCost::new(config.seconds_per_token, config.fixed_seconds) })
+        Ok(Fetches { config, cost: FetchCost::new(config.seconds_per_token, config.fixed_seconds) })
     }
 
     /// Returns the learned seconds per fetched token, the learned fixed seconds per fetch, and the
@@ -26,6 +26,6 @@ impl Pulls {
 
     /// Returns whether a fetch of `tokens` is faster than their computation, which takes `seconds`.
     pub fn pays(&self, tokens: f64, seconds: Seconds) -> bool {
-        tokens >= f64::from(self.config.least_tokens) && self.cost.seconds(tokens) < seconds
+        tokens >= f64::from(self.config.min_tokens) && self.cost.seconds(tokens) < seconds
     }
 }

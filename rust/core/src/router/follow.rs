@@ -4,7 +4,7 @@ use super::router::Router;
 use super::tickets::TicketId;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
-use crate::plan::{Event, Pull, Segment};
+use crate::plan::{Event, PrefixFetch, Segment};
 
 impl Router {
     /// Applies an event of a ticket's open segment. Returns the segment that is open now, if it
@@ -37,14 +37,14 @@ impl Router {
     /// Yields the segments bound after a ticket's open one, in order.
     pub fn bound(&mut self, ticket: TicketId) -> impl Iterator<Item = Segment> {
         let bound = self.requests.tickets.get(ticket).ok();
-        bound.into_iter().flat_map(|state| state.later.iter().map(|leg| leg.segment))
+        bound.into_iter().flat_map(|state| state.later.iter().map(|placed| placed.segment))
     }
 
     /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none or it
     /// is over.
-    pub fn pull_of(&mut self, ticket: TicketId) -> Option<Pull> {
-        let pulling = self.requests.tickets.get(ticket).ok()?.leg.pull?;
-        pulling.under_way.then_some(pulling.pull)
+    pub fn fetch_of(&mut self, ticket: TicketId) -> Option<PrefixFetch> {
+        let planned = self.requests.tickets.get(ticket).ok()?.open.fetch?;
+        planned.under_way.then_some(planned.fetch)
     }
 
     /// Begins to move a running request: places a segment on `target` for the rest of the request,

@@ -23,8 +23,8 @@ const REQUEST: Request<'static> = Request {
     think_tokens: None,
     length_class: None,
     session: None,
-    uncut: None,
-    unpulled: None,
+    split_reason: None,
+    fetch_reason: None,
     instances: None,
     arrival: None,
     ttft_slo_seconds: None,
@@ -104,7 +104,7 @@ impl Router {
     ) -> Result<Router, CoreError> {
         let config = RouterConfig {
             index_bytes: 1 << 20,
-            receipt_bytes: 1 << 10,
+            record_bytes: 1 << 10,
             guard: GuardConfig { on: false, ..GuardConfig::default() },
             ..self.state.config.clone()
         };

@@ -1,7 +1,7 @@
 //! Parts of plans.
-use super::tickets::{Leg, Pulling};
+use super::tickets::{PlacedSegment, PlannedFetch};
 use crate::ids::{InstanceId, Seconds};
-use crate::receipt::{Balance, Nexts};
+use crate::record::{Balance, Nexts};
 use smallvec::SmallVec;
 
 /// A segment that follows another.
@@ -37,20 +37,21 @@ pub(super) struct Chosen {
     pub first: InstanceId,
     pub rest: Rest,
     /// Prefix fetch before the first segment begins.
-    pub pull: Option<Pulling>,
+    pub fetch: Option<PlannedFetch>,
     /// Why the request is not split, if requests are split.
-    pub uncut: Option<Box<str>>,
+    pub split_reason: Option<Box<str>>,
     /// Expected times of the instances, if a cut was considered.
     pub balance: Option<Balance>,
 }
 
 impl Chosen {
     /// Plans all of a request on one instance.
-    pub fn whole(first: InstanceId, pull: Option<Pulling>) -> Chosen {
-        Chosen { first, rest: Rest::default(), pull, uncut: None, balance: None }
+    pub fn whole(first: InstanceId, fetch: Option<PlannedFetch>) -> Chosen {
+        Chosen { first, rest: Rest::default(), fetch, split_reason: None, balance: None }
     }
 }
 
 /// The segments of a request that was placed again, the instances after the first segment, and the
 /// new plan's reason and balance for its cut.
-pub(super) type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);
+pub(super) type Replaced =
+    (PlacedSegment, Vec<PlacedSegment>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);

@@ -28,7 +28,7 @@ pub enum Priorities {
         settings: Settings,
         /// Maximum difference of two boosts, in seconds. A longer wait than this is never overtaken
         /// within a class.
-        most_seconds: Seconds,
+        max_seconds: Seconds,
         /// Seconds added to the router's clock, so that all routers use the same time.
         clock_offset_seconds: Seconds,
     },
@@ -38,18 +38,18 @@ pub enum Priorities {
 
 impl Priorities {
     /// Default of the maximum boost difference, in seconds.
-    pub const MOST_SECONDS: Seconds = 60.0;
+    pub const MAX_SECONDS: Seconds = 60.0;
 
     /// Checks the settings.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn check(&self) -> Result<(), CoreError> {
-        let Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } = self else {
+        let Priorities::UniBoost { settings, max_seconds, clock_offset_seconds } = self else {
             return Ok(());
         };
         settings.check()?;
-        for (what, seconds) in [("most seconds", *most_seconds), ("clock offset", *clock_offset_seconds)] {
+        for (what, seconds) in [("most seconds", *max_seconds), ("clock offset", *clock_offset_seconds)] {
             if !(0.0..1e10).contains(&seconds) {
                 return Err(CoreError::BadValue {
                     what: format!("priority: {what}"),
@@ -89,8 +89,8 @@ impl Ordering {
     /// # Errors
     /// `BadValue` for an offset out of its range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        if let Priorities::UniBoost { settings, most_seconds, .. } = self.of {
-            let of = Priorities::UniBoost { settings, most_seconds, clock_offset_seconds: seconds };
+        if let Priorities::UniBoost { settings, max_seconds, .. } = self.of {
+            let of = Priorities::UniBoost { settings, max_seconds, clock_offset_seconds: seconds };
             of.check()?;
             self.of = of;
         }
@@ -118,13 +118,13 @@ impl Ordering {
         now: Seconds,
     ) -> (Option<Priority>, Option<Place>) {
         match self.of {
-            Priorities::UniBoost { settings, most_seconds, clock_offset_seconds } => {
+            Priorities::UniBoost { settings, max_seconds, clock_offset_seconds } => {
                 let gamma = self.tail.as_ref().map_or(settings.gamma, TailRate::gamma);
                 let token_seconds = 1.0 / prefill_rate();
                 let work = Work { prompt_tokens, hit_tokens, attained_tokens: 0 };
                 let at = |tokens: u32| boost_seconds(f64::from(tokens) * token_seconds, gamma);
                 let boost = (at(settings.weighed_tokens(&work)) - at(REFERENCE_TOKENS))
-                    .clamp(-most_seconds / 2.0, most_seconds / 2.0);
+                    .clamp(-max_seconds / 2.0, max_seconds / 2.0);
                 let arrival = now + clock_offset_seconds + tenant.handicap_seconds;
                 let value = ((arrival - boost) * 1e3).round() as i64;
                 (Some(Priority { value, boost_seconds: boost }), None)
@@ -148,7 +148,7 @@ impl Ordering {
     /// Removes an ended request from its tenant's counter.
     pub fn leave_queue(&mut self, state: &TicketState) {
         if let Some(place) = state.place {
-            self.counters.charge(place, state.leg.entry.output_tokens as u32);
+            self.counters.charge(place, state.open.entry.output_tokens as u32);
             self.counters.end(place);
         }
     }

@@ -9,13 +9,13 @@ use super::ledger::{Ledger, Published, Share};
 use crate::error::CoreError;
 use crate::fleet::Fleet;
 use crate::ids::{InstanceId, Seconds};
-use crate::program::peers::MOST_ROOTS;
+use crate::program::peers::MAX_ROOTS;
 use crate::program::{PeerPrograms, Programs};
 use std::collections::BTreeMap;
 
 /// Maximum number of peers. More peers indicate a configuration error; the limit also bounds
 /// memory.
-pub const MOST_REPLICAS: usize = 64;
+pub const MAX_REPLICAS: usize = 64;
 
 /// The last published load of each peer.
 #[derive(Clone, Debug, Default)]
@@ -83,7 +83,7 @@ impl Replicas {
     /// not in the fleet are skipped.
     ///
     /// # Errors
-    /// `BadValue` for an impossible number, or for more than [`MOST_REPLICAS`] replicas. Nothing
+    /// `BadValue` for an impossible number, or for more than [`MAX_REPLICAS`] replicas. Nothing
     /// has changed then.
     pub fn hear<'a>(
         &mut self,
@@ -110,19 +110,19 @@ impl Replicas {
             if let Some(root) = load.roots.iter().find(|root| !(0.0..=1.0).contains(&root.probability)) {
                 return Err(bad("probability of a root", root.probability.to_string(), "0 to 1".into()));
             }
-            if load.roots.len() > MOST_ROOTS {
-                return Err(bad("roots", load.roots.len().to_string(), format!("at most {MOST_ROOTS}")));
+            if load.roots.len() > MAX_ROOTS {
+                return Err(bad("roots", load.roots.len().to_string(), format!("at most {MAX_ROOTS}")));
             }
             if let Ok(id) = fleet.find(instance) {
                 by_slot.resize(by_slot.len().max(id.index() + 1), Published::default());
                 by_slot[id.index()] = load;
             }
         }
-        if !self.by_name.contains_key(replica) && self.by_name.len() >= MOST_REPLICAS {
+        if !self.by_name.contains_key(replica) && self.by_name.len() >= MAX_REPLICAS {
             return Err(CoreError::BadValue {
                 what: "peer routers".into(),
-                got: format!("{replica}, after {MOST_REPLICAS} others"),
-                expected: format!("at most {MOST_REPLICAS}"),
+                got: format!("{replica}, after {MAX_REPLICAS} others"),
+                expected: format!("at most {MAX_REPLICAS}"),
             });
         }
         let said = Replica { heard: now, shares: by_slot.clone() };

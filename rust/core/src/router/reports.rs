@@ -111,7 +111,7 @@ impl Router {
     ///
     /// # Errors
     /// `BadValue` for an impossible number, or for more than
-    /// [`MOST_REPLICAS`](super::MOST_REPLICAS) replicas. Nothing has changed then.
+    /// [`MAX_REPLICAS`](super::MAX_REPLICAS) replicas. Nothing has changed then.
     pub fn hear<'a>(
         &mut self,
         replica: &str,

@@ -4,14 +4,14 @@ use super::priorities::Ordering;
 use super::tickets::Tickets;
 use crate::admission::Admission;
 use crate::estimate::Turns;
-use crate::receipt::ReceiptRing;
+use crate::record::RecordRing;
 use crate::warm::Demand;
 
 /// All request data of a router, apart from the load on instances.
 pub(super) struct Requests {
     /// Tickets of the requests in flight.
     pub tickets: Tickets,
-    pub receipts: ReceiptRing,
+    pub records: RecordRing,
     pub totals: Totals,
     /// The order of requests, if any.
     pub ordering: Option<Ordering>,
@@ -25,10 +25,10 @@ pub(super) struct Requests {
 
 impl Requests {
     /// Creates an empty set.
-    pub fn new(receipt_bytes: usize) -> Requests {
+    pub fn new(record_bytes: usize) -> Requests {
         Requests {
             tickets: Tickets::default(),
-            receipts: ReceiptRing::new(receipt_bytes),
+            records: RecordRing::new(record_bytes),
             totals: Totals::default(),
             ordering: None,
             turns: None,

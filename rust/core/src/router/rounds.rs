@@ -45,24 +45,24 @@ impl Router {
         let mut coming = vec![(0.0, 0.0); state.fleet.slots()];
         let mut tokens_per_block = 0.0;
         for (Listed { ticket, request, comes, asked }, remaining) in listed.iter().zip(predicted) {
-            let leg = &request.leg;
-            let slot = leg.segment.instance.index();
+            let placed = &request.open;
+            let slot = placed.segment.instance.index();
             if *comes {
                 coming[slot].0 += 1.0;
-                coming[slot].1 += leg.entry.prompt_tokens + leg.entry.output_tokens;
+                coming[slot].1 += placed.entry.prompt_tokens + placed.entry.output_tokens;
             }
             tokens_per_block = f64::max(tokens_per_block, request.tokens_per_block);
             // Subtract the tokens received since the prediction.
-            let since = leg.entry.output_tokens - asked.output_tokens;
+            let since = placed.entry.output_tokens - asked.output_tokens;
             requests[slot].push(RunningRequest {
                 id: ticket.0,
-                tokens: (leg.entry.prompt_tokens + leg.entry.output_tokens) as u32,
+                tokens: (placed.entry.prompt_tokens + placed.entry.output_tokens) as u32,
                 remaining: Remaining { tokens: (remaining.tokens - since).max(0.0), ..remaining },
                 movable: !comes
                     && request.may_be_cut
                     && request.later.is_empty()
                     && request.instances.is_none()
-                    && leg.segment.to_token.is_none()
+                    && placed.segment.to_token.is_none()
                     && state.instances[slot].cuts >= Cuts::Output,
             });
         }
@@ -136,11 +136,11 @@ fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rebalancing) -> Vec<List
     let every = f64::from(by.repredict_tokens.max(1));
     let mut listed = Vec::new();
     for (ticket, request) in tickets.iter() {
-        let leg = &request.leg;
-        let entry = &leg.entry;
+        let placed = &request.open;
+        let entry = &placed.entry;
         let runs = entry.stage == Stage::Decoding;
-        let comes = !runs && leg.segment.from_token > 0;
-        if (runs || comes) && fleet.is_current(leg.segment.instance, leg.instance_generation) {
+        let comes = !runs && placed.segment.from_token > 0;
+        if (runs || comes) && fleet.is_current(placed.segment.instance, placed.instance_generation) {
             let interval = (entry.output_tokens / every).floor();
             let asked = Running {
                 ticket: ticket.0,

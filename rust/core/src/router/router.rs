@@ -16,7 +16,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
-use crate::receipt::Receipt;
+use crate::record::DecisionRecord;
 use crate::request::Request;
 use crate::warm::Demand;
 
@@ -48,7 +48,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
-        let mut requests = Requests::new(config.receipt_bytes);
+        let mut requests = Requests::new(config.record_bytes);
         requests.admission.set_programs(config.programs.clone(), 0.0)?;
         config.warm.map_or(Ok(()), |warm| warm.check())?;
         requests.demand = config.warm.as_ref().map(Demand::new);
@@ -186,8 +186,8 @@ impl Router {
     }
 
     /// Returns the decision record with this id, if it is still kept.
-    pub fn receipt(&self, id: u64) -> Option<&Receipt> {
-        self.requests.receipts.get(id)
+    pub fn record(&self, id: u64) -> Option<&DecisionRecord> {
+        self.requests.records.get(id)
     }
 
     /// Returns a time that never decreases. Callers may pass earlier times: a request may be timed
@@ -293,8 +293,8 @@ impl Router {
 
     /// Returns the learned seconds per fetched token, the learned fixed seconds per fetch and the
     /// number of fetches behind them; `None` if prefix fetches are off.
-    pub fn pull_cost(&self) -> Option<(Seconds, Seconds, u64)> {
-        self.state.pulls.map(|pulls| pulls.learned())
+    pub fn fetch_cost(&self) -> Option<(Seconds, Seconds, u64)> {
+        self.state.fetches.map(|fetches| fetches.learned())
     }
 
     /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not

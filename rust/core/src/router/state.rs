@@ -1,7 +1,7 @@
 //! The state that planning reads. Planning shares it; only commits, request lifecycles, reports and
 //! settings change it.
 use super::context::DecisionContext;
-use super::fetch_cost::Pulls;
+use super::fetch_cost::Fetches;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
 use super::parts::Rest;
 use super::settings::{IndexFeed, Rebalancing, RouterConfig};
@@ -122,7 +122,7 @@ pub(super) struct State {
     /// Plans the segments after a first segment; `None`: requests are not split, unless roles split
     /// them.
     pub planner: Option<Box<dyn Planner>>,
-    pub pulls: Option<Pulls>,
+    pub fetches: Option<Fetches>,
     /// Output lengths by class, if requests are split by length.
     pub lengths: Option<OutputLength>,
     pub rebalancing: Option<Rebalancing>,
@@ -151,7 +151,7 @@ impl State {
             canary: None,
             shadow: None,
             planner: None,
-            pulls: config.pull.map(Pulls::new).transpose()?,
+            fetches: config.fetch.map(Fetches::new).transpose()?,
             lengths: None,
             rebalancing: None,
             recompute_ratio: 0.0,

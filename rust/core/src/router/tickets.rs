@@ -3,7 +3,7 @@ use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::estimate::Turn;
 use crate::ids::{ArrivalId, Seconds};
-use crate::plan::{Pull, Segment, Usage};
+use crate::plan::{PrefixFetch, Segment, Usage};
 use crate::priority::vtc::Place;
 use crate::request::{Allowed, Arm, Request, Tenant};
 use slotmap::{DefaultKey, Key, KeyData, SlotMap};
@@ -24,9 +24,9 @@ impl TicketId {
 
 /// A prefix fetch before a segment begins.
 #[derive(Clone, Copy, Debug)]
-pub struct Pulling {
+pub struct PlannedFetch {
     /// The planned fetch; once it is over, the fetched tokens.
-    pub pull: Pull,
+    pub fetch: PrefixFetch,
     /// Generation of the holder at the decision.
     pub holder_generation: u32,
     /// Expected duration.
@@ -37,7 +37,7 @@ pub struct Pulling {
 
 /// One segment of a ticket's plan, with its entry in the ledger.
 #[derive(Clone, Debug)]
-pub struct Leg {
+pub struct PlacedSegment {
     /// The segment.
     pub segment: Segment,
     /// Generation of the instance at the placement.
@@ -53,12 +53,12 @@ pub struct Leg {
     /// Whether its prefill counts in the instance's backlog.
     pub queued: bool,
     /// Prefix fetch before the segment begins.
-    pub pull: Option<Pulling>,
+    pub fetch: Option<PlannedFetch>,
     /// Expected start of decoding; `None`: after its own prefill.
     pub start: Option<Seconds>,
 }
 
-impl Leg {
+impl PlacedSegment {
     /// Returns the ticket's slot and the segment's first token, which identify the segment among
     /// its request's segments on one instance.
     pub fn key(&self, ticket: u32) -> (u32, u32) {
@@ -68,8 +68,8 @@ impl Leg {
     /// Returns one past the last token that arrives by transfer and needs no computation; 0 if
     /// there is none.
     pub fn carried(&self) -> u32 {
-        let pulled = self.pull.map(|pulling| pulling.pull).filter(|pull| pull.tokens() > 0);
-        self.segment.from_token.max(pulled.map_or(0, |pull| pull.to_token))
+        let fetched = self.fetch.map(|planned| planned.fetch).filter(|fetch| fetch.tokens() > 0);
+        self.segment.from_token.max(fetched.map_or(0, |fetch| fetch.to_token))
     }
 
     /// Returns whether the segment ends before or with the request's first output token.
@@ -82,9 +82,9 @@ impl Leg {
 #[derive(Clone, Debug)]
 pub struct TicketState {
     /// The open segment.
-    pub leg: Leg,
+    pub open: PlacedSegment,
     /// Segments bound after the open segment, in order.
-    pub later: Vec<Leg>,
+    pub later: Vec<PlacedSegment>,
     /// Time of the last handoff, and the usage that the first segment's engine reported.
     pub handed_over: Option<(Seconds, Usage)>,
     /// Number of its decision record.
@@ -106,7 +106,7 @@ pub struct TicketState {
     /// Whether the request may be cut at positions other than the end of the prompt.
     pub may_be_cut: bool,
     /// Whether its instance may fetch a prefix of its prompt.
-    pub may_be_pulled_for: bool,
+    pub may_fetch: bool,
     /// The only instances that may take the request; `None`: all instances may.
     pub instances: Option<Allowed>,
     /// Hash of its session key, if it has one.
@@ -144,9 +144,9 @@ impl TicketState {
             think_tokens: self.think_tokens,
             length_class: self.length_class,
             session: self.session,
-            uncut: (!self.may_be_cut).then_some("it must not be split"),
+            split_reason: (!self.may_be_cut).then_some("it must not be split"),
             instances: self.instances.as_ref(),
-            unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
+            fetch_reason: (!self.may_fetch).then_some("no prefix must be fetched for it"),
             arrival: self.arrival,
             ttft_slo_seconds: None, // it has been admitted
             whole_answer: self.whole_answer,

@@ -8,7 +8,7 @@ use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::policy::Policy;
-use crate::receipt::Shadow;
+use crate::record::Shadow;
 use crate::request::{Arm, Request};
 
 /// Seed of the shadow's random choices. They are apart from the router's own, which stay the same

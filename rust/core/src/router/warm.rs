@@ -96,14 +96,14 @@ impl Router {
         let mut hits = vec![0; state.fleet.slots()];
         let mut moves = Vec::new();
         for (ticket, request) in self.requests.tickets.iter() {
-            let leg = &request.leg;
-            let runs = leg.segment.instance == id
-                && state.fleet.is_current(id, leg.instance_generation)
-                && leg.entry.stage == Stage::Decoding;
+            let placed = &request.open;
+            let runs = placed.segment.instance == id
+                && state.fleet.is_current(id, placed.instance_generation)
+                && placed.entry.stage == Stage::Decoding;
             if !runs
                 || !request.may_be_cut
                 || !request.later.is_empty()
-                || leg.segment.to_token.is_some()
+                || placed.segment.to_token.is_some()
                 || request.instances.is_some()
             {
                 continue;
@@ -145,8 +145,8 @@ impl Router {
         let able = |id: InstanceId| state.instances[id.index()].cuts > Cuts::Nowhere;
         let ready: Vec<bool> =
             state.ids().map(|other| state.fleet.eligible()[other.index()] && able(other)).collect();
-        let fetching = |tokens: f64| match &state.pulls {
-            Some(pulls) => pulls.cost.seconds(tokens),
+        let fetching = |tokens: f64| match &state.fetches {
+            Some(fetches) => fetches.cost.seconds(tokens),
             None => config.fixed_seconds + config.seconds_per_token * tokens,
         };
         let fleet = Fleet {

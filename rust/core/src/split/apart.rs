@@ -33,7 +33,7 @@ use crate::ids::Seconds;
 
 /// Maximum share of time that an instance spends on prefills in the cost model. Prefills placed
 /// faster than they are computed count in the queue instead.
-pub const MOST_PREFILL_SHARE: f64 = 0.95;
+pub const MAX_PREFILL_SHARE: f64 = 0.95;
 
 /// Settings of the decode placement cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,7 +42,7 @@ pub struct Settings {
     /// than 0.
     pub recent_seconds: Seconds,
     /// Minimum gain of decoding elsewhere, in seconds over all requests; 0 or more.
-    pub least_gain_seconds: Seconds,
+    pub min_gain_seconds: Seconds,
     /// Seconds per transferred token; 0 or more. If prefix fetches are enabled, the learned fetch
     /// cost replaces it.
     pub transfer_seconds_per_token: Seconds,
@@ -52,21 +52,21 @@ pub struct Settings {
     /// Longest expected handoff, in seconds, at which the client gets the prefill's own token, if
     /// both engines can leave that token's KV to the decode instance. Otherwise the decode instance
     /// makes the first token after the KV transfer. 0 or more; 0: never.
-    pub most_stall_seconds: Seconds,
+    pub max_stall_seconds: Seconds,
 }
 
 impl Default for Settings {
     /// Time constants from 10 to 180 s differ little. Users are said to tolerate 0.1 s between two
     /// tokens. 0.3 s is the smallest gain at which answers of a few tokens lose nothing
     /// (`docs/research/planner.md`). The handoff defaults are those of
-    /// [`crate::router::PullConfig`].
+    /// [`crate::router::FetchConfig`].
     fn default() -> Settings {
         Settings {
             recent_seconds: 30.0,
-            least_gain_seconds: 0.3,
+            min_gain_seconds: 0.3,
             transfer_seconds_per_token: 4e-6,
             transfer_fixed_seconds: 0.005,
-            most_stall_seconds: 0.1,
+            max_stall_seconds: 0.1,
         }
     }
 }
@@ -92,7 +92,7 @@ pub fn lost_seconds(step: &StepTime, beside: &Beside, prompt_tokens: f64, steps:
     let own = step.step(decoding + 1.0, context_tokens + mean_context);
     let adds = step.decode_seconds_per_sequence + step.decode_seconds_per_context_token * mean_context;
     let decodes = steps * (own + decoding * adds);
-    decodes / (1.0 - prefill_share.min(MOST_PREFILL_SHARE)) + queued_prefill_seconds
+    decodes / (1.0 - prefill_share.min(MAX_PREFILL_SHARE)) + queued_prefill_seconds
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::plan::Cuts;
 /// probe with the smallest gap, not the last probe. The search never allocates and evaluates about
 /// K closed forms.
 ///
-/// A split inside the prompt moves at least `least_tokens` that the second instance does not hold.
+/// A split inside the prompt moves at least `min_tokens` that the second instance does not hold.
 /// The first instance may hold all of them: then it computes nothing, and the split is a prefix
 /// fetch.
 pub fn search(
@@ -69,11 +69,11 @@ pub fn search(
 
 /// Returns the first and last token at which a split is allowed.
 fn allowed(whole: &Whole, settings: &Settings) -> Result<(u32, u32), Why> {
-    let (prompt, least_tokens) = (whole.prompt_tokens, settings.least_tokens.max(1));
+    let (prompt, min_tokens) = (whole.prompt_tokens, settings.min_tokens.max(1));
     // The KV that the second instance holds need not be transferred.
-    let least = whole.second_hit_tokens.min(prompt).saturating_add(least_tokens);
+    let least = whole.second_hit_tokens.min(prompt).saturating_add(min_tokens);
     // The last token's KV is never computed, so a part with that token alone would have no work.
-    let most = whole.tokens().saturating_sub(least_tokens.max(2));
+    let most = whole.tokens().saturating_sub(min_tokens.max(2));
     let (least, most) = match settings.cuts {
         Cuts::Nowhere => return Err(Why::Unable),
         Cuts::PromptEnd if least <= prompt && prompt <= most => (prompt, prompt),
@@ -134,8 +134,7 @@ impl Pair {
         let seconds_cut = best.first.max(best.second + waits);
         let [on_first, on_second] = [self.loaded[0].max(self.idle[1]), self.loaded[1].max(self.idle[0])];
         let seconds_whole = on_first.min(on_second);
-        let pays =
-            settings.least_gain.is_none_or(|gain| seconds_cut < seconds_whole - gain * self.own_seconds);
+        let pays = settings.min_gain.is_none_or(|gain| seconds_cut < seconds_whole - gain * self.own_seconds);
         let why = match (pays, best.gap() <= settings.epsilon * self.own_seconds) {
             (false, _) => Why::NoGain,
             (true, true) => Why::Balanced,
@@ -208,7 +207,7 @@ mod tests {
         assert!((prefill - 2.5).abs() < 0.01 && (decode - 2.5).abs() < 0.01, "{prefill} {decode}");
         // Probes at 1024, 1536, 1280, 1408 and 1344, with a gap within 5% of the request's own
         // seconds.
-        let as_printed = Settings { least_gain: None, least_tokens: 1, ..Settings::default() };
+        let as_printed = Settings { min_gain: None, min_tokens: 1, ..Settings::default() };
         let found = search(&ALIKE, &first, &second, &step, &step, &as_printed);
         assert_eq!(
             (found.why, found.probes, found.cut_token.map(|s| s.abs_diff(1344) <= 1)),
@@ -253,7 +252,7 @@ mod tests {
     #[test]
     fn cuts_lie_where_engines_and_caches_let_them() {
         let (step, first, second) = figure_5();
-        let any = Settings { least_gain: None, ..Settings::default() };
+        let any = Settings { min_gain: None, ..Settings::default() };
         let cut = |whole: &Whole, cuts| {
             let found = search(whole, &first, &second, &step, &step, &Settings { cuts, ..any });
             (found.cut_token, found.probes)
@@ -317,12 +316,12 @@ mod tests {
 
         #[test]
         fn a_cut_found_is_a_balance_or_the_nearest(whole in whole(), a in load(), b in load(), printed: bool) {
-            let settings = Settings { least_gain: (!printed).then_some(0.05), ..Settings::default() };
+            let settings = Settings { min_gain: (!printed).then_some(0.05), ..Settings::default() };
             let found = search(&whole, &a, &b, &round(), &round(), &settings);
             prop_assert!(found.probes <= settings.probes);
             let Some(token) = found.cut_token else { return Ok(()) };
-            let least = whole.second_hit_tokens + settings.least_tokens;
-            prop_assert!(least <= token && token + settings.least_tokens <= whole.tokens());
+            let least = whole.second_hit_tokens + settings.min_tokens;
+            prop_assert!(least <= token && token + settings.min_tokens <= whole.tokens());
             prop_assert!(printed || found.seconds_cut < found.seconds_whole);
             let pair = Pair::new(&whole, Instance::new(&a, &round()).unwrap(), Instance::new(&b, &round()).unwrap());
             let gap = (found.seconds_first - found.seconds_second).abs();
@@ -332,14 +331,14 @@ mod tests {
             }
             // Six probes leave an interval of 1/32 of the range: the result is at most that far
             // from balance, or at the range's end.
-            let width = (whole.tokens() - settings.least_tokens - least) / 32 + 2;
+            let width = (whole.tokens() - settings.min_tokens - least) / 32 + 2;
             let gap_at = |t: u32| {
                 let probe = pair.probe(&whole, t);
                 probe.first - probe.second
             };
-            let (low, high) = (token.saturating_sub(width).max(least), (token + width).min(whole.tokens() - settings.least_tokens));
+            let (low, high) = (token.saturating_sub(width).max(least), (token + width).min(whole.tokens() - settings.min_tokens));
             let crossed = gap_at(low) <= 0.0 && gap_at(high) >= 0.0;
-            let ends = gap_at(least) >= -0.03 || gap_at(whole.tokens() - settings.least_tokens) <= 0.03;
+            let ends = gap_at(least) >= -0.03 || gap_at(whole.tokens() - settings.min_tokens) <= 0.03;
             prop_assert!(crossed || ends, "{found:?}");
         }
     }

@@ -84,10 +84,10 @@ pub struct Settings {
     /// Minimum gain of a split over the whole request on the better instance, as a fraction of the
     /// request's own seconds; at most 1. On equal instances with enough work, a balanced split
     /// gains one half. `None`: split at every balance found, as in Algorithm 1.
-    pub least_gain: Option<f64>,
+    pub min_gain: Option<f64>,
     /// Minimum tokens that each part computes or generates; 1 or more. Default 32: fewer tokens do
     /// not pay for the handoff's messages.
-    pub least_tokens: u32,
+    pub min_tokens: u32,
     /// Seconds of a KV transfer that do not overlap with the first part, per transferred token; 0
     /// or more.
     pub transfer_seconds_per_token: Seconds,
@@ -102,8 +102,8 @@ impl Default for Settings {
         Settings {
             probes: 6,
             epsilon: 0.05,
-            least_gain: Some(0.05),
-            least_tokens: 32,
+            min_gain: Some(0.05),
+            min_tokens: 32,
             transfer_seconds_per_token: 0.0,
             transfer_fixed_seconds: 0.0,
             cuts: Cuts::Anywhere,

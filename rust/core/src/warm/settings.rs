@@ -8,10 +8,8 @@ use serde::Deserialize;
 #[serde(default)]
 pub struct WarmConfig {
     /// Longest time that an instance fetches before it takes requests, or before it may leave.
-    #[serde(rename = "most_seconds")]
     pub max_seconds: Seconds,
     /// Largest number of concurrent fetches from one instance, and to one instance.
-    #[serde(rename = "most_pulls")]
     pub max_fetches: u32,
     /// Fraction of the time that fetches may use a source's link. After each fetch the source
     /// rests, so that other transfers get through.
@@ -19,7 +17,6 @@ pub struct WarmConfig {
     /// Largest fraction of an instance's cache that fetches fill.
     pub cache_share: f64,
     /// Shortest prefix worth a fetch, in tokens.
-    #[serde(rename = "least_tokens")]
     pub min_tokens: u32,
     /// Seconds per fetched token, and fixed seconds per fetch, unless prefix fetches have learned
     /// them.
@@ -29,7 +26,6 @@ pub struct WarmConfig {
     /// Time after which a prompt counts half. Prompts older than ten times this do not count.
     pub half_life_seconds: Seconds,
     /// Largest number of block hashes of remembered prompts: 8 bytes each.
-    #[serde(rename = "most_blocks")]
     pub max_blocks: usize,
 }
 

@@ -6,6 +6,6 @@ use lmetric_core::CoreError;
 use lmetric_core::router::Split;
 
 /// Splits each request at this fraction of its tokens.
-pub fn force(at: f64) -> Result<Split, CoreError> {
-    Split::by(&planner::SPEC, &[("at".into(), at)])
+pub fn force(fraction: f64) -> Result<Split, CoreError> {
+    Split::by(&planner::SPEC, &[("fraction".into(), fraction)])
 }

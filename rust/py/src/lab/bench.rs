@@ -7,7 +7,7 @@ use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::policy::Policy;
 use lmetric_core::request::Request;
-use lmetric_core::router::{IndexFeed, PullConfig, Router, RouterConfig};
+use lmetric_core::router::{FetchConfig, IndexFeed, Router, RouterConfig};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use std::time::Instant;
@@ -48,11 +48,11 @@ fn measure(
     feed: IndexFeed,
 ) -> std::result::Result<[Timing; 5], CoreError> {
     // For policies that read prefix fetches, their cost is timed too.
-    let pulls = policy.reads().contains(Indicator::PullTokens);
+    let fetches = policy.reads().contains(Indicator::FetchTokens);
     let config = RouterConfig {
         index_feed: feed,
         index_bytes: 1 << 30,
-        pull: pulls.then(PullConfig::default),
+        fetch: fetches.then(FetchConfig::default),
         ..RouterConfig::default()
     };
     let mut router = Router::new(policy, config)?;

@@ -118,7 +118,7 @@ impl Engine {
     }
 
     #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None, report_cached=false,
-        pulled_tokens=0))]
+        fetched_tokens=0))]
     fn submit(
         &mut self,
         #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
@@ -127,7 +127,7 @@ impl Engine {
         priority: i64,
         salt: Option<&str>,
         report_cached: bool,
-        pulled_tokens: u32,
+        fetched_tokens: u32,
     ) -> PyResult<u64> {
         let id = self.submitted;
         let prompt = Prompt::Tokens(&prompt);
@@ -138,7 +138,7 @@ impl Engine {
             priority,
             salt,
             report_cached,
-            pulled_tokens,
+            fetched_tokens,
             think_tokens: 0,
         };
         self.engine.submit(&request, now).map_err(to_python)?;
@@ -218,7 +218,7 @@ impl Engine {
             ("generation_tokens", counters.generation_tokens),
             ("prefix_cache_queries", counters.prefix_cache_queries),
             ("prefix_cache_hits", counters.prefix_cache_hits),
-            ("pulled_prompt_tokens", counters.pulled_prompt_tokens),
+            ("fetched_prompt_tokens", counters.fetched_prompt_tokens),
             ("loaded_tokens", counters.loaded_tokens),
             ("steps", counters.steps),
         ] {

@@ -11,7 +11,7 @@ use lmetric_core::router::{IndexFeed, RouterConfig, TierConfig};
 use lmetric_core::{CoreError, Maturity};
 use lmetric_sim::{
     Admission, ClusterConfig, FleetChange, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile,
-    Pulling, Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
+    Quantity, Recompute, Signals, SimulatedFetch, TokenSlo, Trace, Transfer,
 };
 use lmetric_study::REGISTRY;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
@@ -19,9 +19,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Larger than any realistic number of routers side by side.
-const MOST_ROUTERS: u32 = 1024;
+const MAX_ROUTERS: u32 = 1024;
 /// Decision records are not read after a run, so only the latest few are kept.
-const RECEIPT_BYTES: usize = 64 << 10;
+const RECORD_BYTES: usize = 64 << 10;
 
 type Column<'py, T> = Bound<'py, PyArray1<T>>;
 
@@ -127,9 +127,9 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     step_times=None, output_known=true, timeline_seconds=10.0,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
-    transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
+    transfer_unshared=false, fetch=None, fetch_holder_seconds=0.0, fetch_waits=true, fetch_pinned=true,
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
-    split="none", split_settings=None, reschedule="none", reschedule_settings=None,
+    split="none", split_settings=None, rebalance="none", rebalance_settings=None,
     migration_by="fetch", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, reported_cache_ratio=1.0, host_tier=None, tiers="auto",
     tier_load_ratio=0.02, programs="none", program_settings=None, load_admission=None, fleet_changes="none", fleet_change_settings=None,
@@ -162,10 +162,10 @@ fn simulate<'py>(
     transfer_overlap: &str,
     transfer_chunk_tokens: u32,
     transfer_unshared: bool,
-    pull: Option<&Bound<'py, PyDict>>,
-    pull_holder_seconds: f64,
-    pull_waits: bool,
-    pull_pinned: bool,
+    fetch: Option<&Bound<'py, PyDict>>,
+    fetch_holder_seconds: f64,
+    fetch_waits: bool,
+    fetch_pinned: bool,
     local_order: &str,
     order_slo_seconds: f64,
     order_think_slo_seconds: Option<f64>,
@@ -174,8 +174,8 @@ fn simulate<'py>(
     priority_settings: Option<&Bound<'py, PyDict>>,
     split: &str,
     split_settings: Option<&Bound<'py, PyDict>>,
-    reschedule: &str,
-    reschedule_settings: Option<&Bound<'py, PyDict>>,
+    rebalance: &str,
+    rebalance_settings: Option<&Bound<'py, PyDict>>,
     migration_by: &str,
     migration_max_concurrent: u32,
     migration_max_gap_seconds: f64,
@@ -197,7 +197,7 @@ fn simulate<'py>(
     fleet_change_settings: Option<&Bound<'py, PyDict>>,
     changes: Option<Vec<(f64, u32, bool)>>,
 ) -> Result<Bound<'py, PyDict>> {
-    if !(1..=MOST_ROUTERS).contains(&routers) {
+    if !(1..=MAX_ROUTERS).contains(&routers) {
         return Err(unknown("routers", &routers.to_string(), "1 to 1024").into());
     }
     let each = (0..routers)
@@ -241,7 +241,11 @@ fn simulate<'py>(
             )?,
             unshared: transfer_unshared,
         },
-        pulling: Pulling { holder_seconds: pull_holder_seconds, waits: pull_waits, pinned: pull_pinned },
+        fetching: SimulatedFetch {
+            holder_seconds: fetch_holder_seconds,
+            waits: fetch_waits,
+            pinned: fetch_pinned,
+        },
         admission: admission_of(admission)?,
         cached_answers,
         session_final,
@@ -259,7 +263,7 @@ fn simulate<'py>(
                 other => return Err(unknown("index", other, "exact or approximate").into()),
             },
             index_bytes,
-            receipt_bytes: RECEIPT_BYTES,
+            record_bytes: RECORD_BYTES,
             seed,
             guard: guard.under(&*each[0].place).0, // all routers have one policy
             binding: router::binding_of(binding)?,
@@ -273,14 +277,14 @@ fn simulate<'py>(
             },
             programs: crate::programs::programs_of(Maturity::Study, programs, program_settings)?,
             warm: crate::settings::warm_of(fleet_changes, fleet_change_settings)?,
-            pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
+            fetch: fetch.map(|settings| crate::settings::fetch_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },
         load: crate::admission::load_of(load_admission)?,
         split: crate::split::split_of(REGISTRY, split, split_settings)?,
         silent_segments,
         output_known,
-        rebalance: crate::rebalance::rebalance_of(Maturity::Study, reschedule, reschedule_settings, true)?
+        rebalance: crate::rebalance::rebalance_of(Maturity::Study, rebalance, rebalance_settings, true)?
             .map(|made| made.0),
         move_by: match migration_by {
             "fetch" => MoveBy::Kv,
@@ -338,7 +342,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("handoff_seconds", records.handoff_seconds),
         ("decode_start_seconds", records.decode_start_seconds),
         ("worst_gap_seconds", records.worst_gap_seconds),
-        ("pull_seconds", records.pull_seconds),
+        ("fetch_seconds", records.fetch_seconds),
     ] {
         dict.set_item(name, times.into_pyarray(py))?;
     }
@@ -355,8 +359,8 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
         ("answer_cut_tokens", records.answer_cut_tokens),
         ("slow_tokens", records.slow_tokens),
         ("moves", records.moves),
-        ("pull_instance", records.pull_instance),
-        ("pulled_tokens", records.pulled_tokens),
+        ("fetch_instance", records.fetch_instance),
+        ("fetched_tokens", records.fetched_tokens),
     ] {
         dict.set_item(name, counts.into_pyarray(py))?;
     }

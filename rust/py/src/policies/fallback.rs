@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
 /// Failures and overruns in a row that pause the policy.
-const MOST_IN_A_ROW: u32 = 3;
+const MAX_IN_A_ROW: u32 = 3;
 /// Length of the pause.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -62,7 +62,7 @@ impl WithFallback {
         }
         state.fallbacks.problem = Some(problem);
         state.in_a_row += 1;
-        if state.in_a_row >= MOST_IN_A_ROW {
+        if state.in_a_row >= MAX_IN_A_ROW {
             state.paused_until = Some(Instant::now() + PAUSE);
         }
     }

@@ -257,9 +257,9 @@ impl Cluster<'_> {
 
     fn ask_for_prefix(&mut self, change: usize, number: u64, fetch: Fetch) {
         let source = fetch.source.index();
-        let waits = self.config.pulling.waits;
+        let waits = self.config.fetching.waits;
         let begins = if waits { self.present_step_ends(source) } else { self.now };
-        self.hold_for_pull(source);
+        self.hold_for_fetch(source);
         let index = self.churn.fetches.len() as u32;
         let fetching = Fetching { change, number, fetch, reach: 0, pinned: Vec::new(), sent: false };
         self.churn.fetches.push(Some(fetching));
@@ -283,7 +283,7 @@ impl Cluster<'_> {
         }
         fetching.reach = held;
         fetching.pinned = self.engines[source].use_prefix(chain, held);
-        if !self.config.pulling.pinned {
+        if !self.config.fetching.pinned {
             self.engines[source].release_prefix(&mut fetching.pinned);
         }
         let load = Load { from: source, to: target, tokens: held - own, began: None, ended: self.now };
@@ -317,7 +317,7 @@ impl Cluster<'_> {
             priority: 0,
             salt: None,
             report_cached: false,
-            pulled_tokens: fetching.reach,
+            fetched_tokens: fetching.reach,
         };
         self.churn.fetches[index] = Some(fetching);
         self.put(&asked, target)
@@ -375,7 +375,7 @@ impl Cluster<'_> {
             && engine.waiting() == 0
             && self.instances[instance].state == State::Idle
             && !self.churn.uses(instance)
-            && !self.pulls.values().any(|pull| pull.pull.holder == id)
+            && !self.fetches.values().any(|fetch| fetch.fetch.holder == id)
             && self.links.sends_until(instance) <= self.now;
         if !idle {
             self.at(self.now + LOOK_SECONDS, Event::Leaves { instance: id.0 });

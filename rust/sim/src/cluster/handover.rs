@@ -19,7 +19,7 @@ pub(super) struct Part {
     pub instance: u32,
     pub before: u32,
     /// One past the last token that was fetched before it began; 0: no prefix fetch.
-    pub pulled: u32,
+    pub fetched: u32,
     /// Times at which the engines took this part and the part before it off their queues.
     pub began: Seconds,
     pub before_began: Seconds,
@@ -66,7 +66,7 @@ impl Cluster<'_> {
         self.parts[request].began = self.now;
         let id = request as u64;
         let admitted =
-            Admitted { id, cached_tokens: 0, pulled_tokens: 0, loaded_tokens: 0, first_time: true };
+            Admitted { id, cached_tokens: 0, fetched_tokens: 0, loaded_tokens: 0, first_time: true };
         self.routers.of(id).started(&admitted, self.now)?;
         let (start, end) = (self.now, self.now + seconds);
         self.timeline.add(instance, Quantity::Running, start, end, 1.0);
@@ -85,7 +85,7 @@ impl Cluster<'_> {
             to,
             instance,
             before: last.instance,
-            pulled: 0,
+            fetched: 0,
             began: f64::NAN,
             before_began: last.began,
             back: last.from > 0 && instance == last.before,

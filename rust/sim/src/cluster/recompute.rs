@@ -95,7 +95,7 @@ impl Cluster<'_> {
             priority: self.priorities[request],
             salt: None,
             report_cached: false,
-            pulled_tokens: 0,
+            fetched_tokens: 0,
         };
         self.put(&asked, to)?;
         let warming = Warming { target: to as u32, sent_tokens, cached_tokens: 0, asked: self.now };

@@ -24,7 +24,7 @@ impl<'a> Cluster<'a> {
     ) -> Result<Cluster<'a>, CoreError> {
         config.signals.check()?;
         config.transfer.check()?;
-        config.pulling.check()?;
+        config.fetching.check()?;
         config.move_by.check()?;
         if let Some(seconds) = config.sharing_seconds.filter(|seconds| !(1e-3..=1e6).contains(seconds)) {
             return bad("sharing_seconds", seconds, "0.001 to 1e6 seconds");
@@ -50,7 +50,7 @@ impl<'a> Cluster<'a> {
         if config.router.unlimited_prefill && config.split.planner().is_some() {
             return bad("split", "a split planner", "none with unlimited_prefill");
         }
-        if config.router.unlimited_prefill && config.router.pull.is_some() {
+        if config.router.unlimited_prefill && config.router.fetch.is_some() {
             return bad("prefix_fetch", "prefix fetches", "none with unlimited_prefill");
         }
         if config.cached_answers && config.admission != Admission::Vllm {
@@ -108,7 +108,7 @@ impl<'a> Cluster<'a> {
             routers: Routers::new(routers, config.signals, workload.len(), config.router.seed),
             links: Links::new(config.transfer, engines.len()),
             churn,
-            pulls: HashMap::new(),
+            fetches: HashMap::new(),
             waiting: Waiting::new(workload),
             parts: vec![Part::default(); workload.len()],
             started: vec![false; workload.len()],

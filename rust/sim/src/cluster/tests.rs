@@ -7,7 +7,7 @@ use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::Binding;
 use lmetric_core::plan::Segment;
-use lmetric_core::router::{IndexFeed, PullConfig, Split};
+use lmetric_core::router::{FetchConfig, IndexFeed, Split};
 use lmetric_study::REGISTRY;
 use lmetric_study::planner::given;
 use proptest::prelude::*;
@@ -30,7 +30,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         step_times: Vec::new(),
         roles: Vec::new(),
         transfer: Transfer::default(),
-        pulling: Pulling::default(),
+        fetching: SimulatedFetch::default(),
         admission: Admission::Reserve,
         order: Order::default(),
         preempt: Preempt::Recompute,
@@ -75,8 +75,8 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         .filter_map(|Reverse((_, e))| match e {
             Event::HandOver { request }
             | Event::Prefilled { request }
-            | Event::PullBegins { request }
-            | Event::PullEnds { request } => Some(*request as usize),
+            | Event::FetchBegins { request }
+            | Event::FetchEnds { request } => Some(*request as usize),
             _ => None,
         })
         .collect();
@@ -121,8 +121,9 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
                     if part.from == 0 { records.predicted_hit_tokens[i] } else { i64::from(part.from) };
                 // Tokens on their way are not computed; once the fetch is over, tokens that
                 // arrived.
-                let to_come = cluster.pulls.get(&(i as u32)).map_or(0, |under_way| under_way.pull.to_token);
-                let there = there.max(i64::from(to_come.max(part.pulled)));
+                let to_come =
+                    cluster.fetches.get(&(i as u32)).map_or(0, |under_way| under_way.fetch.to_token);
+                let there = there.max(i64::from(to_come.max(part.fetched)));
                 queued += (i64::from(needed) - there).max(0);
                 // No one recorded how many tokens the router predicted as cached where the rest of
                 // a prompt is computed.
@@ -179,7 +180,7 @@ const STEP: StepTime = StepTime {
 
 /// Three parts for requests that reason, two for other requests, wherever there is a balance.
 fn in_three() -> Split {
-    let settings = [("least_gain", -1.0), ("least_tokens", 1.0)];
+    let settings = [("min_gain", -1.0), ("min_tokens", 1.0)];
     given(REGISTRY.split("libra_three", &settings).unwrap())
 }
 
@@ -193,7 +194,7 @@ proptest! {
         step_end: bool, instances in 1usize..4, decodes in 0usize..3, late: bool, seconds_per_token in 0.0f64..0.02,
         layers: bool, moves in 0usize..4, cut in prop::option::of(0.01f64..0.99), cache_blocks in 6u32..24,
         asks in prop::collection::vec((0.0f64..30.0, 1i64..90, 1i64..15, 0u64..3, 0u64..7), 1..25), three: bool,
-        pull in prop::option::of((any::<bool>(), any::<bool>())), routers in 1usize..4,
+        fetch in prop::option::of((any::<bool>(), any::<bool>())), routers in 1usize..4,
     ) {
         let column = |f: fn(&(f64, i64, i64, u64, u64)) -> i64| asks.iter().map(f).collect::<Vec<_>>();
         let (mut offsets, mut ids) = (vec![0], Vec::new());
@@ -220,21 +221,21 @@ proptest! {
             config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, overlap, unshared: false };
             config.router.binding = if late { Binding::Late } else { Binding::Early };
         } else if let Some(fraction) = cut {
-            config.split = if three { in_three() } else { REGISTRY.split("force", &[("at", fraction)]).unwrap() };
+            config.split = if three { in_three() } else { REGISTRY.split("force", &[("fraction", fraction)]).unwrap() };
             config.router.step_time = Some(STEP);
             config.transfer = Transfer { seconds_per_token, fixed_seconds: 0.1, ..Transfer::default() };
         }
-        if let Some((pinned, costs)) = pull {
+        if let Some((pinned, costs)) = fetch {
             let transfer = Transfer { seconds_per_token: seconds_per_token / 4.0, ..config.transfer };
             config.transfer = transfer;
-            config.router.pull = Some(PullConfig {
+            config.router.fetch = Some(FetchConfig {
                 seconds_per_token: transfer.seconds_per_token,
                 fixed_seconds: 0.0,
-                least_tokens: 1,
-                most_pulls: 2,
-                most_kv_usage: 1.0,
+                min_tokens: 1,
+                max_fetches: 2,
+                max_kv_usage: 1.0,
             });
-            config.pulling = Pulling { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
+            config.fetching = SimulatedFetch { holder_seconds: if costs { 0.5 } else { 0.0 }, pinned, waits: !step_end };
         }
         let policies = (0..routers).map(|_| REGISTRY.policy("dynamo", &[]).unwrap().into()).collect();
         let mut cluster = Cluster::new(&workload, policies, &config).unwrap();
@@ -249,14 +250,14 @@ proptest! {
         let records = &cluster.records;
         prop_assert!(records.finished_seconds.iter().all(|at| at.is_finite()));
         let moved = records.moves.iter().sum::<i64>() as u64;
-        let pulls = records.pull_instance.iter().filter(|holder| **holder >= 0).count() as u64;
+        let fetches = records.fetch_instance.iter().filter(|holder| **holder >= 0).count() as u64;
         let mut told = [0; 4];
         for observer in cluster.routers.each() {
             let totals = observer.router.totals();
-            let all = [totals.output_tokens, totals.moved, totals.pulls, observer.router.in_flight() as u64];
+            let all = [totals.output_tokens, totals.moved, totals.fetches, observer.router.in_flight() as u64];
             told.iter_mut().zip(all).for_each(|(sum, each)| *sum += each);
         }
-        prop_assert_eq!(told, [shape_outputs(&workload), moved, pulls, 0]);
-        prop_assert_eq!(cluster.pulls.len(), 0);
+        prop_assert_eq!(told, [shape_outputs(&workload), moved, fetches, 0]);
+        prop_assert_eq!(cluster.fetches.len(), 0);
     }
 }

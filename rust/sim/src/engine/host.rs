@@ -132,7 +132,7 @@ impl Engine {
         let most = ((sequence.total - 1) / block) as usize;
         let chain = &sequence.chain[..sequence.chain.len().min(most)];
         let (in_host, on_gpu) = (host.cache.find(chain), self.found.len());
-        if in_host as u32 * block <= sequence.pulled.max(on_gpu as u32 * block) {
+        if in_host as u32 * block <= sequence.fetched.max(on_gpu as u32 * block) {
             return Loading::Nothing;
         }
         let pinned = self.found.iter().filter(|&&block| !self.pool.in_use(block)).count();

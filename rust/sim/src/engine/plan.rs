@@ -41,18 +41,18 @@ impl Engine {
     /// Returns the kind of tokens with the strictest SLO among the step's decodes, as planned so
     /// far.
     fn makes(&self) -> Makes {
-        let pulled = self.chunks.iter().any(|chunk| {
+        let fetched = self.chunks.iter().any(|chunk| {
             let sequence = &self.sequences[chunk.slot];
             self.decodes(chunk) && sequence.prefill_makes() == Makes::Answer
         });
-        if self.answering > 0 || pulled { Makes::Answer } else { Makes::Thoughts }
+        if self.answering > 0 || fetched { Makes::Answer } else { Makes::Thoughts }
     }
 
     /// Whether the rest of a chunk's prompt came from another engine: then it computes what a
     /// decode computes.
     fn decodes(&self, chunk: &Chunk) -> bool {
         let sequence = &self.sequences[chunk.slot];
-        sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total
+        sequence.fetched > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total
     }
 
     /// Returns how many of `most` tokens of a prompt, behind `before`, the order lets this step
@@ -271,20 +271,20 @@ impl Engine {
             (sequence.cached, sequence.spared) = (Some(hit), before);
             self.counters.prefix_cache_queries += u64::from(total);
             self.counters.prefix_cache_hits += u64::from(hit);
-            self.counters.pulled_prompt_tokens += u64::from(before - hit);
+            self.counters.fetched_prompt_tokens += u64::from(before - hit);
         }
         if first_time && sequence.report_cached && hit >= block {
             let blocks = (hit / block) as usize;
             let tokens = sequence.tokens.get(..blocks * block as usize).unwrap_or_default();
             self.kv.stored(Tier::Gpu, None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
         }
-        let pulled_tokens = before - hit;
+        let fetched_tokens = before - hit;
         let (id, loaded_tokens) = (sequence.id, std::mem::take(&mut sequence.loaded));
-        self.leave_host(slot, pulled_tokens);
+        self.leave_host(slot, fetched_tokens);
         self.events.admitted.push(Admitted {
             id,
             cached_tokens: hit,
-            pulled_tokens,
+            fetched_tokens,
             loaded_tokens,
             first_time,
         });
@@ -295,7 +295,7 @@ impl Engine {
     /// are cached, including fetched tokens, but never the last token.
     fn before(&self, slot: u32, hit: u32) -> u32 {
         let sequence = &self.sequences[slot];
-        hit.max(sequence.pulled).min(sequence.total - 1)
+        hit.max(sequence.fetched).min(sequence.total - 1)
     }
 
     /// Looks up the cached blocks of a waiting request, as far as its admission needs them.

@@ -91,7 +91,7 @@ impl Engine {
             (sequence.gaps, sequence.last_token) = (gaps, sequence.last_token.or(Some(begun)));
         }
         (sequence.state, sequence.computed) = (State::Waiting, 0);
-        (sequence.pulled, sequence.in_host) = (to_host, to_host);
+        (sequence.fetched, sequence.in_host) = (to_host, to_host);
         sequence.attained = attained;
         self.host_tokens += u64::from(to_host);
         self.copied_tokens += u64::from(to_host);

@@ -4,7 +4,7 @@
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig, Split};
 use lmetric_sim::{
-    Admission, ClusterConfig, MoveBy, Order, Preempt, Profile, Pulling, Signals, TokenSlo, Transfer,
+    Admission, ClusterConfig, MoveBy, Order, Preempt, Profile, Signals, SimulatedFetch, TokenSlo, Transfer,
 };
 
 /// A step takes 1 s, 0.1 s per decode, 0.001 s per context token and 0.01 s per prompt token.
@@ -30,7 +30,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         step_times: Vec::new(),
         roles: Vec::new(),
         transfer: Transfer::default(),
-        pulling: Pulling::default(),
+        fetching: SimulatedFetch::default(),
         admission: Admission::Reserve,
         cached_answers: false,
         session_final: false,

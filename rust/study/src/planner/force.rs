@@ -12,7 +12,7 @@ pub static SPEC: PlannerSpec = PlannerSpec {
     about: "splits each request at a fraction of its prompt and expected output, to test engines and streams",
     source: "ours",
     maturity: Maturity::Experimental,
-    settings: &[Knob::float("at", 0.0, 1.0, f64::NAN, "the fraction, above 0 and below 1; required")],
+    settings: &[Knob::float("fraction", 0.0, 1.0, f64::NAN, "the fraction, above 0 and below 1; required")],
     keeps_tokens: false,
     build,
 };
@@ -23,10 +23,10 @@ struct Force {
 }
 
 fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
-    let fraction = settings.get("at");
+    let fraction = settings.get("fraction");
     if !(fraction > 0.0 && fraction < 1.0) {
         return Err(CoreError::BadValue {
-            what: "parameter at of split force".into(),
+            what: "parameter fraction of split force".into(),
             got: fraction.to_string(),
             expected: "a number above 0 and below 1".into(),
         });

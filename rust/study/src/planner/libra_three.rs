@@ -2,7 +2,7 @@
 use super::{Placed, search_return, search_three};
 use lmetric_core::estimate::OutputLength;
 use lmetric_core::policy::Knobs;
-use lmetric_core::receipt::Balance;
+use lmetric_core::record::Balance;
 use lmetric_core::router::planners::{Libra, Planner, PlannerSpec, View};
 use lmetric_core::router::{Follow, Rest};
 use lmetric_core::split::Whole;

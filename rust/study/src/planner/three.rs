@@ -129,7 +129,7 @@ struct Stages {
 
 impl Stages {
     fn of(whole: &Whole, think_tokens: u32, second_hit: u32, settings: &Settings) -> Result<Stages, Why> {
-        let least = settings.least_tokens.max(1);
+        let least = settings.min_tokens.max(1);
         let (prompt, all) = (whole.prompt_tokens, whole.tokens());
         let end = prompt.saturating_add(think_tokens);
         if whole.expected_output_tokens == 0 {

@@ -23,12 +23,12 @@ pub struct Thunder {
     /// Whether a prefix that several programs share counts once.
     pub shared_roots: bool,
     /// Hold after which a program is admitted above the limit.
-    pub most_wait_seconds: Seconds,
+    pub max_wait_seconds: Seconds,
 }
 
 impl Default for Thunder {
     fn default() -> Thunder {
-        Thunder { pause_to: 1.0, half_life_seconds: 30.0, shared_roots: true, most_wait_seconds: 1e9 }
+        Thunder { pause_to: 1.0, half_life_seconds: 30.0, shared_roots: true, max_wait_seconds: 1e9 }
     }
 }
 
@@ -42,13 +42,13 @@ impl Thunder {
         in_range(&[
             ("pause_to", self.pause_to, 0.1, 1.0),
             ("half_life_seconds", self.half_life_seconds, 0.0, 1e9),
-            ("most_wait_seconds", self.most_wait_seconds, 0.0, 1e9),
+            ("max_wait_seconds", self.max_wait_seconds, 0.0, 1e9),
         ])?;
         let config = ProgramConfig {
             mode: ProgramMode::Admit,
             growth: 0.0,
             backfill_seconds: 1e9,
-            most_hold_seconds: 1e9,
+            max_hold_seconds: 1e9,
             rules: Some(Arc::new(self)),
             ..config
         };
@@ -65,7 +65,7 @@ impl ProgramRules for Thunder {
             ends_long_holds: false,
             free: 0.0,
             pause_to: Some(self.pause_to),
-            max_wait_seconds: self.most_wait_seconds,
+            max_wait_seconds: self.max_wait_seconds,
         }
     }
 

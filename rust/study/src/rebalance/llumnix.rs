@@ -24,12 +24,12 @@ pub struct LlumnixSettings {
     /// public code has one threshold for both.
     pub target_above_steps: f64,
     /// Maximum moves per round, each from another source to another target.
-    pub most_moves: usize,
+    pub max_moves: usize,
 }
 
 impl Default for LlumnixSettings {
     fn default() -> LlumnixSettings {
-        LlumnixSettings { source_below_steps: 48.0, target_above_steps: 48.0, most_moves: 1 }
+        LlumnixSettings { source_below_steps: 48.0, target_above_steps: 48.0, max_moves: 1 }
     }
 }
 
@@ -45,9 +45,9 @@ impl Llumnix {
     pub fn new(settings: LlumnixSettings) -> Result<Llumnix, CoreError> {
         let below = setting("source_below_steps", settings.source_below_steps, 0.0, f64::INFINITY)?;
         setting("target_above_steps", settings.target_above_steps, below, f64::INFINITY)?;
-        if settings.most_moves == 0 {
+        if settings.max_moves == 0 {
             return Err(CoreError::BadValue {
-                what: "rebalancing setting most_moves".into(),
+                what: "rebalancing setting max_moves".into(),
                 got: "0".into(),
                 expected: "at least 1; to move nothing, use `none`".into(),
             });
@@ -142,8 +142,8 @@ impl Rebalancer for Llumnix {
                 variance_after: variance + change,
             });
             variance += change;
-            if moves.len() == self.settings.most_moves {
-                return Ok(Round { moves, stop: Stop::MostMoves });
+            if moves.len() == self.settings.max_moves {
+                return Ok(Round { moves, stop: Stop::MaxMoves });
             }
         }
         let stop = match (movable, room) {

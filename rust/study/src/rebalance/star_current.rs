@@ -15,7 +15,7 @@ const ROUNDING: f64 = 1e-12;
 #[derive(Clone, Copy, Debug)]
 pub struct StarCurrent {
     threshold: f64,
-    most_moves: usize,
+    max_moves: usize,
 }
 
 /// State of an instance in a round.
@@ -40,7 +40,7 @@ impl StarCurrent {
     /// `BadValue` with the setting and its range.
     pub fn new(settings: StarSettings) -> Result<StarCurrent, CoreError> {
         Star::new(StarSettings { weights: Weights::Uniform, ..settings })?;
-        Ok(StarCurrent { threshold: settings.threshold, most_moves: settings.most_moves })
+        Ok(StarCurrent { threshold: settings.threshold, max_moves: settings.max_moves })
     }
 
     /// Makes the best move, or returns why there is none.
@@ -132,8 +132,8 @@ impl Rebalancer for StarCurrent {
                 Err(stop) => return Ok(Round { moves, stop }),
                 Ok(found) => moves.push(found),
             }
-            if moves.len() == self.most_moves {
-                return Ok(Round { moves, stop: Stop::MostMoves });
+            if moves.len() == self.max_moves {
+                return Ok(Round { moves, stop: Stop::MaxMoves });
             }
         }
     }

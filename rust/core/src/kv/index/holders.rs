@@ -9,7 +9,7 @@ use super::cells::{CHILDREN, COUNT, Cell, Cells, DEPTH, ENTRIES, Id, NEXT, PAIRS
 const INSTANCE: u32 = (1 << 12) - 1;
 const COPIES_AT: u32 = 12;
 /// Maximum counted copies of one block on one instance; further copies are not counted.
-const MOST_COPIES: u32 = u16::MAX as u32;
+const MAX_COPIES: u32 = u16::MAX as u32;
 /// The instance holds none of the node's children. Then the second half is a stamp, else a count of
 /// those children.
 const END: u32 = 1 << 28;
@@ -60,11 +60,11 @@ impl Holder {
 
     #[inline(always)]
     pub(super) fn copies(self) -> u32 {
-        self.who >> COPIES_AT & MOST_COPIES
+        self.who >> COPIES_AT & MAX_COPIES
     }
 
     pub(super) fn with_copies(self, copies: u32) -> Holder {
-        let who = self.who & !(MOST_COPIES << COPIES_AT) | copies.min(MOST_COPIES) << COPIES_AT;
+        let who = self.who & !(MAX_COPIES << COPIES_AT) | copies.min(MAX_COPIES) << COPIES_AT;
         Holder { who, ..self }
     }
 
@@ -160,7 +160,7 @@ impl Cells {
         let who = self[node].0[WHO];
         match who >> KIND_AT {
             0 => 0,
-            SINGLE => u32::from(who >> COPIES_AT & MOST_COPIES != 0),
+            SINGLE => u32::from(who >> COPIES_AT & MAX_COPIES != 0),
             _ => who & HOLDERS,
         }
     }
@@ -170,7 +170,7 @@ impl Cells {
         let who = self[node].0[WHO];
         match who >> KIND_AT {
             0 => false,
-            SINGLE => who >> COPIES_AT & MOST_COPIES == 0,
+            SINGLE => who >> COPIES_AT & MAX_COPIES == 0,
             _ => who & HOLDERS != who >> ENTRIES_AT & HOLDERS,
         }
     }

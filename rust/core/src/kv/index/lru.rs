@@ -21,7 +21,7 @@ const BATCH: u32 = 64;
 /// Table bytes reserved per cell: 8 at a load of at least 0.68.
 const TABLE_BYTES_PER_CELL: usize = 12;
 /// Maximum number of cells: the table has 28 bits per cell number.
-const MOST_CELLS: usize = (1 << 28) - CHUNK;
+const MAX_CELLS: usize = (1 << 28) - CHUNK;
 
 /// First stamp of an instance's queue, ordered oldest first, then by the highest instance number.
 pub(super) type Front = Reverse<(u64, Reverse<u32>)>;
@@ -223,7 +223,7 @@ impl KvIndex {
         let cells = self.cells.capacity() + CHUNK;
         let table = self.table.bytes().max(self.table_start + cells * TABLE_BYTES_PER_CELL);
         let fixed = Self::FIXED_BYTES + self.cells.bytes() - self.cells.capacity() * size_of::<Cell>();
-        let fits = cells <= MOST_CELLS && cells * size_of::<Cell>() + table + fixed <= self.byte_bound;
+        let fits = cells <= MAX_CELLS && cells * size_of::<Cell>() + table + fixed <= self.byte_bound;
         if fits {
             self.cells.add_chunk();
         }

@@ -142,7 +142,7 @@ impl KvIndex {
         // microseconds.
         let bits = (byte_bound / (4096 * 43)).max(1).ilog2().min(16);
         let table = Table::new(bits);
-        let table_start = table.bytes() + (Table::<NodeSlot>::LEAST_SEGMENT_BYTES << bits);
+        let table_start = table.bytes() + (Table::<NodeSlot>::MIN_SEGMENT_BYTES << bits);
         KvIndex {
             cells: Cells::default(),
             table,

@@ -18,7 +18,7 @@ pub(super) struct Account {
     pub external: External,
     pub windows: Windows,
     /// Prefix fetches that this instance serves.
-    pub pulls: f64,
+    pub fetches: f64,
     pub rate: PrefillRate,
     /// Loads from the tiers below the GPU.
     pub loads: TierLoads,

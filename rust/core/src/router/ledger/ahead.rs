@@ -42,7 +42,7 @@ const LAG_WEIGHT: f64 = 0.05;
 
 /// Outputs that must end before the first computation of the weights; minimum seconds between two
 /// computations.
-const LEAST_ENDED: u64 = 16;
+const MIN_ENDED: u64 = 16;
 const REFRESH_SECONDS: f64 = 1.0;
 /// Weight of the latest prompt in the mean prompt length.
 const PROMPT_WEIGHT: f64 = 0.01;
@@ -183,7 +183,8 @@ impl Ahead {
         self.lag
     }
 
-    /// Binds a segment to a slot, with its expected start of decoding. `key`: see `Leg::key`.
+    /// Binds a segment to a slot, with its expected start of decoding. `key`: see
+    /// `PlacedSegment::key`.
     pub fn bind(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
@@ -249,7 +250,7 @@ impl Ahead {
         self.survival.observe(output_tokens);
         let ended = self.survival.seen();
         let (last, at) = self.weighed;
-        let due = ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
+        let due = ended >= last + MIN_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
         due && self.weights_of.is_some()
     }
 

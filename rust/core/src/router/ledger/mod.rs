@@ -121,7 +121,7 @@ impl Ledger {
         ] {
             self.columns.get_mut(id)[slot] = f64::NAN;
         }
-        self.columns.get_mut(Indicator::Pulls)[slot] = 0.0;
+        self.columns.get_mut(Indicator::Fetches)[slot] = 0.0;
     }
 
     /// Records a segment that is placed and sent to its engine.
@@ -145,7 +145,7 @@ impl Ledger {
         self.ahead.iter_mut().for_each(|ahead| ahead.resume(slot, entry, now));
     }
 
-    /// Adds a placed segment (`Leg::key`) to the predicted loads; it decodes from `start` on.
+    /// Adds a segment (`PlacedSegment::key`) to the predicted loads; it decodes from `start` on.
     pub fn expect(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         self.ahead.iter_mut().for_each(|ahead| ahead.bind(slot, key, entry, start));
     }
@@ -170,9 +170,9 @@ impl Ledger {
     }
 
     /// Changes the number of prefix fetches that a slot serves.
-    pub fn serve_pull(&mut self, slot: usize, more: f64) {
-        self.accounts[slot].pulls += more;
-        self.write_pulls(slot);
+    pub fn serve_fetch(&mut self, slot: usize, more: f64) {
+        self.accounts[slot].fetches += more;
+        self.write_fetches(slot);
     }
 
     /// Records that a follow-up segment is sent to its engine.
@@ -341,7 +341,7 @@ impl Ledger {
 
     /// Returns this router's load on a slot.
     pub fn share(&self, slot: usize, now: Seconds) -> Share {
-        let Account { own, windows, pulls, .. } = &self.accounts[slot];
+        let Account { own, windows, fetches, .. } = &self.accounts[slot];
         let (recent_prefill_tokens, recent_prefill_pairs) = windows.recent(self.recent_seconds, now);
         let (window_prefill_tokens, window_output_tokens) = windows.sums(now);
         Share {
@@ -359,7 +359,7 @@ impl Ledger {
             recent_prefill_pairs,
             window_prefill_tokens,
             window_output_tokens,
-            pulls: *pulls,
+            fetches: *fetches,
             ..Share::default() // `Router::share` adds the agent programs
         }
     }
@@ -377,7 +377,7 @@ impl Ledger {
         if peers.recent_prefill_tokens > 0.0 {
             account.windows.prefills_began(now);
         }
-        self.write_pulls(slot);
+        self.write_fetches(slot);
         self.write(slot);
     }
 
@@ -409,9 +409,9 @@ impl Ledger {
         account.own.bound_remaining_tokens + account.peers.bound_remaining_tokens
     }
 
-    fn write_pulls(&mut self, slot: usize) {
+    fn write_fetches(&mut self, slot: usize) {
         let account = &self.accounts[slot];
-        self.columns.get_mut(Indicator::Pulls)[slot] = account.pulls + account.peers.pulls;
+        self.columns.get_mut(Indicator::Fetches)[slot] = account.fetches + account.peers.fetches;
     }
 
     fn write(&mut self, slot: usize) {

@@ -6,7 +6,7 @@ use hashbrown::HashMap;
 type Counts = HashMap<u64, u32>;
 
 /// Adapters remembered per instance if the engine does not report its limit.
-const MOST_ADAPTERS: usize = 256;
+const MAX_ADAPTERS: usize = 256;
 
 /// Requests on one instance, by LoRA adapter and by tenant, and the adapters that it has loaded.
 #[derive(Clone, Debug, Default)]
@@ -52,7 +52,7 @@ impl Owners {
     }
 
     fn trim(&mut self) {
-        let most = self.max_loras.map_or(MOST_ADAPTERS, |max| (max as usize).min(MOST_ADAPTERS));
+        let most = self.max_loras.map_or(MAX_ADAPTERS, |max| (max as usize).min(MAX_ADAPTERS));
         let over = self.loaded.len().saturating_sub(most);
         self.loaded.drain(..over);
     }

@@ -54,7 +54,7 @@ numbers! {
     /// The indicator `window_output_tokens`.
     window_output_tokens,
     /// Prefix fetches that the instance serves.
-    pulls,
+    fetches,
     /// Expected tokens of agent programs and of requests outside them, without shared roots.
     program_tokens,
     /// Agent programs that count in the working set.

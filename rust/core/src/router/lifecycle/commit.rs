@@ -1,7 +1,7 @@
 //! Commits of plans: ticket, decision record, and ledger entries of the segments.
 use super::writer::Lifecycle;
 use crate::program::Work;
-use crate::receipt::Receipt;
+use crate::record::DecisionRecord;
 use crate::request::{Arm, Request};
 use crate::router::decision::Decision;
 use crate::router::parts::Chosen;
@@ -9,8 +9,13 @@ use crate::router::tickets::{TicketId, TicketState};
 
 impl Lifecycle<'_> {
     /// Opens the ticket of a planned request and adds its segments to the ledger. The ticket has no
-    /// chain yet ([`Lifecycle::keep_chain`]). `receipt`: decision record of the first choice.
-    pub fn commit(&mut self, request: &Request<'_>, chosen: Chosen, mut receipt: Box<Receipt>) -> Decision {
+    /// chain yet ([`Lifecycle::keep_chain`]). `record`: decision record of the first choice.
+    pub fn commit(
+        &mut self,
+        request: &Request<'_>,
+        chosen: Chosen,
+        mut record: Box<DecisionRecord>,
+    ) -> Decision {
         let Lifecycle { state, context, requests, now } = self;
         let now = *now;
         let first = chosen.first;
@@ -20,14 +25,14 @@ impl Lifecycle<'_> {
         if state.first_of(request.arm).guarded {
             state.guard.observe(now, request.chain, matched, scores, eligible, first);
         }
-        let (leg, later) = state.legs_of(context, request, &chosen, now);
-        requests.totals.left_out += u64::from(receipt.left_out);
-        requests.totals.filter_waived += u64::from(receipt.filter_waived);
-        receipt.next = state.next_in(&chosen.rest);
-        receipt.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
-        receipt.uncut = chosen.uncut;
-        receipt.unpulled = request.unpulled.filter(|_| state.pulls.is_some()).map(Into::into);
-        receipt.pull = chosen.pull.as_ref().map(|pulling| state.pull_told(pulling));
+        let (placed, later) = state.segments_of(context, request, &chosen, now);
+        requests.totals.left_out += u64::from(record.left_out);
+        requests.totals.filter_waived += u64::from(record.filter_waived);
+        record.next = state.next_in(&chosen.rest);
+        record.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
+        record.split_reason = chosen.split_reason;
+        record.fetch_reason = request.fetch_reason.filter(|_| state.fetches.is_some()).map(Into::into);
+        record.fetch = chosen.fetch.as_ref().map(|planned| state.fetch_record(planned));
         let rate = || state.mean_prefill_rate();
         let (priority, place) = match &mut requests.ordering {
             Some(ordering) => {
@@ -35,13 +40,13 @@ impl Lifecycle<'_> {
             }
             None => (None, None),
         };
-        receipt.priority = priority;
-        receipt.balance = chosen.balance;
-        receipt.program = request.arrival.and_then(|id| requests.admission.note(id, now));
-        let id = requests.receipts.push(receipt);
-        let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
+        record.priority = priority;
+        record.balance = chosen.balance;
+        record.program = request.arrival.and_then(|id| requests.admission.note(id, now));
+        let id = requests.records.push(record);
+        let (segment, next) = (placed.segment, later.first().map(|placed| placed.segment));
         let ticket = requests.tickets.open(TicketState {
-            leg,
+            open: placed,
             later,
             handed_over: None,
             decision: id,
@@ -52,8 +57,8 @@ impl Lifecycle<'_> {
             expected_output_tokens: request.expected_output_tokens,
             think_tokens: request.think_tokens,
             length_class: request.length_class,
-            may_be_cut: request.uncut.is_none(),
-            may_be_pulled_for: request.unpulled.is_none(),
+            may_be_cut: request.split_reason.is_none(),
+            may_fetch: request.fetch_reason.is_none(),
             instances: request.instances.cloned(),
             session: request.session,
             tenant: request.tenant,
@@ -85,10 +90,10 @@ impl Lifecycle<'_> {
             requests.admission.computes(id, work, now);
             requests.admission.placed(id, segment.instance, now);
         }
-        self.open_legs(ticket);
-        let pull = chosen.pull.map(|pulling| pulling.pull);
+        self.open_segments(ticket);
+        let fetch = chosen.fetch.map(|planned| planned.fetch);
         let (predicted_hit_tokens, predicted_tier_tokens) = (hit as u32, tier as u32);
-        Decision { id, ticket, segment, next, pull, predicted_hit_tokens, predicted_tier_tokens, priority }
+        Decision { id, ticket, segment, next, fetch, predicted_hit_tokens, predicted_tier_tokens, priority }
     }
 
     /// Sets the chain of a ticket's prompt.

@@ -17,9 +17,9 @@ impl Lifecycle<'_> {
     pub fn advance(&mut self, ticket: TicketId, event: Event) -> Result<Option<Segment>, CoreError> {
         let mut open_now = None;
         loop {
-            let leg = &self.requests.tickets.get(ticket)?.leg;
-            let effects = machine::effects(&event, Place::of(leg), leg.entry.stage);
-            let recorded = leg.told;
+            let placed = &self.requests.tickets.get(ticket)?.open;
+            let effects = machine::effects(&event, Place::of(placed), placed.entry.stage);
+            let recorded = placed.told;
             for effect in effects {
                 if *effect == Effect::RecordPrompt && recorded {
                     continue;
@@ -44,9 +44,9 @@ impl Lifecycle<'_> {
     ) -> Result<Option<Segment>, CoreError> {
         match (effect, event) {
             (Effect::RecordPrompt, _) => self.record_prompt(ticket),
-            (Effect::EndFetch, _) => self.end_pull(ticket),
-            (Effect::LearnFetch, Event::Pulled { tokens, seconds }) => {
-                self.pulled(ticket, tokens, seconds)?;
+            (Effect::EndFetch, _) => self.end_fetch(ticket),
+            (Effect::LearnFetch, Event::Fetched { tokens, seconds }) => {
+                self.fetched(ticket, tokens, seconds)?;
             }
             (Effect::CompleteMove, _) => return self.complete_move(ticket).map(Some),
             (Effect::HandOver, Event::Finished(usage)) => {
@@ -75,34 +75,34 @@ impl Lifecycle<'_> {
     fn write_ledger(&mut self, effect: Effect, ticket: TicketId, event: Event) -> Result<(), CoreError> {
         let State { ledger, fleet, .. } = &mut *self.state;
         let request = self.requests.tickets.get(ticket)?;
-        let leg = &mut request.leg;
-        let (slot, ticket) = (leg.segment.instance.index(), tickets::slot(ticket));
-        let current = fleet.is_current(leg.segment.instance, leg.instance_generation);
-        let key = leg.key(ticket);
+        let placed = &mut request.open;
+        let (slot, ticket) = (placed.segment.instance.index(), tickets::slot(ticket));
+        let current = fleet.is_current(placed.segment.instance, placed.instance_generation);
+        let key = placed.key(ticket);
         match (effect, event) {
             (Effect::Enqueue, _) => {
-                let first = !std::mem::replace(&mut leg.queued, true);
-                if current && first && leg.entry.new_tokens > 0.0 {
-                    ledger.queue(slot, ticket, &leg.entry, self.now);
+                let first = !std::mem::replace(&mut placed.queued, true);
+                if current && first && placed.entry.new_tokens > 0.0 {
+                    ledger.queue(slot, ticket, &placed.entry, self.now);
                 }
             }
             (Effect::BeginDecoding, _) if current => {
                 let lag = request.handed_over.map(|(at, _)| self.now - at);
-                ledger.begin_decoding(slot, key, &mut leg.entry, lag, self.now);
+                ledger.begin_decoding(slot, key, &mut placed.entry, lag, self.now);
             }
             (Effect::BeginDecoding, _) => {
-                leg.entry.stage = Stage::Decoding;
-                leg.entry.output_tokens += 1.0;
+                placed.entry.stage = Stage::Decoding;
+                placed.entry.output_tokens += 1.0;
             }
             (Effect::Grow, Event::Tokens(n)) if current => {
-                ledger.tokens(slot, ticket, &mut leg.entry, f64::from(n), self.now);
+                ledger.tokens(slot, ticket, &mut placed.entry, f64::from(n), self.now);
             }
             // The instance was removed but finishes its requests.
-            (Effect::Grow, Event::Tokens(n)) => leg.entry.output_tokens += f64::from(n),
-            (Effect::Dequeue, _) if current => ledger.scheduled(slot, &mut leg.entry),
+            (Effect::Grow, Event::Tokens(n)) => placed.entry.output_tokens += f64::from(n),
+            (Effect::Dequeue, _) if current => ledger.scheduled(slot, &mut placed.entry),
             (Effect::Rebook, Event::Scheduled(Some(cached))) if current => {
-                let there = f64::from(cached.max(leg.carried()));
-                let left = (leg.entry.prompt_tokens - there).max(0.0);
+                let there = f64::from(cached.max(placed.carried()));
+                let left = (placed.entry.prompt_tokens - there).max(0.0);
                 ledger.rebook(slot, ticket, left, self.now);
             }
             (Effect::CountPrefilled, Event::Prefilled(tokens)) if current => {
@@ -117,7 +117,7 @@ impl Lifecycle<'_> {
         let state = self.requests.tickets.get(ticket)?;
         let (decision, ttft) = (state.decision, self.now - state.decided_at);
         self.requests.totals.output_tokens += 1;
-        self.requests.receipts.update(decision, |r| {
+        self.requests.records.update(decision, |r| {
             r.outcome.ttft_seconds.get_or_insert(ttft);
         });
         Ok(())
@@ -128,25 +128,25 @@ impl Lifecycle<'_> {
     /// never holds the blocks.
     fn record_prompt(&mut self, ticket: TicketId) {
         let Ok(state) = self.requests.tickets.get(ticket) else { return };
-        let leg = &mut state.leg;
-        if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+        let placed = &mut state.open;
+        if !self.state.fleet.is_current(placed.segment.instance, placed.instance_generation) {
             return;
         }
-        leg.told = true;
-        if let Some(pulling) =
-            leg.pull.filter(|p| self.state.fleet.is_current(p.pull.holder, p.holder_generation))
+        placed.told = true;
+        if let Some(planned) =
+            placed.fetch.filter(|p| self.state.fleet.is_current(p.fetch.holder, p.holder_generation))
         {
-            let blocks = f64::from(pulling.pull.to_token) / state.tokens_per_block;
-            self.state.index.touch(pulling.pull.holder, &state.chain, blocks.round() as u32);
+            let blocks = f64::from(planned.fetch.to_token) / state.tokens_per_block;
+            self.state.index.touch(planned.fetch.holder, &state.chain, blocks.round() as u32);
         }
-        match self.state.instances[leg.segment.instance.index()].index_feed {
+        match self.state.instances[placed.segment.instance.index()].index_feed {
             IndexFeed::Approximate => {
-                self.state.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
+                self.state.index.record_hit(placed.segment.instance, &state.chain, placed.hit_blocks);
             }
             IndexFeed::Exact => {
-                let (instance, blocks) = (leg.segment.instance, leg.hit_blocks);
+                let (instance, blocks) = (placed.segment.instance, placed.hit_blocks);
                 self.state.index.touch(instance, &state.chain, blocks);
-                self.state.tiers.touch(instance, &state.chain, blocks + leg.tier_blocks);
+                self.state.tiers.touch(instance, &state.chain, blocks + placed.tier_blocks);
             }
         }
     }
@@ -157,7 +157,7 @@ impl Lifecycle<'_> {
             self.end_arrival(&state, Usage::default());
             self.requests.totals.dropped += 1;
             let seconds = self.now - state.decided_at;
-            self.requests.receipts.update(state.decision, |r| {
+            self.requests.records.update(state.decision, |r| {
                 r.outcome.dropped = true;
                 r.outcome.e2e_seconds = Some(seconds);
             });
@@ -167,9 +167,9 @@ impl Lifecycle<'_> {
     fn finish(&mut self, ticket: TicketId, usage: Usage) {
         let Some(state) = self.close(ticket) else { return };
         self.end_arrival(&state, usage);
-        let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
+        let made = usage.output_tokens.unwrap_or(state.open.entry.output_tokens as u32);
         if made > 0 {
-            if self.state.ledger.finished(made, state.leg.entry.output_tokens, self.now) {
+            if self.state.ledger.finished(made, state.open.entry.output_tokens, self.now) {
                 // The cost walks through the instances.
                 let cost = self.state.decode_cost();
                 self.state.ledger.renew_weights(cost, self.now);
@@ -177,10 +177,10 @@ impl Lifecycle<'_> {
             self.requests.turns.iter_mut().for_each(|turns| turns.ended(&state.turn, made));
             self.state.learn_length(state.prompt_tokens, state.length_class, made);
         }
-        let prompt = usage.prompt_tokens.unwrap_or(state.leg.entry.prompt_tokens as u32);
+        let prompt = usage.prompt_tokens.unwrap_or(state.open.entry.prompt_tokens as u32);
         if let Some(ordering) = &mut self.requests.ordering {
             ordering.learn_tail(self.now - state.decided_at);
-            ordering.charge_unseen(&state, made.saturating_sub(state.leg.entry.output_tokens as u32));
+            ordering.charge_unseen(&state, made.saturating_sub(state.open.entry.output_tokens as u32));
         }
         self.requests.totals.finished += 1;
         self.requests.totals.prompt_tokens += u64::from(prompt);
@@ -188,13 +188,13 @@ impl Lifecycle<'_> {
         let usage = match state.handed_over {
             Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
             None => {
-                self.count_cached(&state.leg, usage);
-                self.learn_load(&state.leg, usage);
+                self.count_cached(&state.open, usage);
+                self.learn_load(&state.open, usage);
                 usage
             }
         };
         let seconds = self.now - state.decided_at;
-        self.requests.receipts.update(state.decision, |r| {
+        self.requests.records.update(state.decision, |r| {
             r.outcome.ended = Some(None);
             r.outcome.usage = usage;
             r.outcome.e2e_seconds = Some(seconds);
@@ -204,7 +204,7 @@ impl Lifecycle<'_> {
     /// Ends a request's arrival.
     fn end_arrival(&mut self, state: &TicketState, usage: Usage) {
         if let Some(id) = state.arrival {
-            let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
+            let made = usage.output_tokens.unwrap_or(state.open.entry.output_tokens as u32);
             self.requests.admission.ended(id, made, usage.finish, self.now);
         }
     }
@@ -216,7 +216,7 @@ impl Lifecycle<'_> {
         let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
         self.requests.totals.failed[place] += 1;
         let seconds = self.now - state.decided_at;
-        self.requests.receipts.update(state.decision, |r| {
+        self.requests.records.update(state.decision, |r| {
             r.outcome.ended = Some(Some(failure));
             r.outcome.e2e_seconds = Some(seconds);
         });
@@ -227,64 +227,65 @@ impl Lifecycle<'_> {
     /// `None` if no instance is left.
     fn place_anew(&mut self, ticket: TicketId) -> Option<Segment> {
         let key = tickets::slot(ticket);
-        self.end_pull(ticket);
+        self.end_fetch(ticket);
         let state = self.requests.tickets.get(ticket).ok()?;
-        let old = state.leg.clone();
-        state.leg.instance_generation = 0; // no longer in the ledger
+        let old = state.open.clone();
+        state.open.instance_generation = 0; // no longer in the ledger
         state.failed.push(old.segment.instance.0);
         let later = std::mem::take(&mut state.later);
         let decision = state.decision;
-        self.close_leg(key, &old);
-        later.iter().for_each(|leg| self.close_leg(key, leg));
+        self.close_segment(key, &old);
+        later.iter().for_each(|placed| self.close_segment(key, placed));
         let Segment { instance, from_token, to_token } = old.segment;
         let first = from_token == 0;
         // If a middle segment fails, its replacement runs to the end of the request.
         let to_token = to_token.filter(|_| first);
         let turn = self.state.turn_behind(instance);
         let now = self.now;
-        let placed = self
+        let replaced = self
             .plan_for(ticket, |state, context, request, failed| match first {
                 true => state.place_first(context, request, failed, now),
                 false => state
                     .place_later(context, request, turn, (from_token, to_token), failed, now)
-                    .map(|(leg, next)| (leg, Vec::new(), smallvec![next], None)),
+                    .map(|(placed, next)| (placed, Vec::new(), smallvec![next], None)),
             })
             .ok()?;
-        let (mut leg, bound, next, notes) = placed.ok()?;
-        let pulled = leg.pull.map_or(0, |pulling| pulling.pull.tokens());
-        let hit = leg.entry.prompt_tokens - leg.entry.new_tokens - f64::from(pulled);
+        let (mut placed, bound, next, notes) = replaced.ok()?;
+        let fetched = placed.fetch.map_or(0, |planned| planned.fetch.tokens());
+        let hit = placed.entry.prompt_tokens - placed.entry.new_tokens - f64::from(fetched);
         let request = self.requests.tickets.get(ticket).ok()?.request();
-        let (_, tier) = self.state.reusable_tokens(&request, (leg.hit_blocks, leg.tier_blocks));
-        let pull = leg.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
-        self.open_leg(key, &mut leg);
-        self.arrive(&mut leg);
+        let (_, tier) = self.state.reusable_tokens(&request, (placed.hit_blocks, placed.tier_blocks));
+        let fetch = placed.fetch.as_ref().map(|planned| self.state.fetch_record(planned));
+        self.open_segment(key, &mut placed);
+        self.arrive(&mut placed);
         let bound: Vec<_> = bound
             .into_iter()
-            .map(|mut leg| {
-                self.open_leg(key, &mut leg);
-                leg
+            .map(|mut placed| {
+                self.open_segment(key, &mut placed);
+                placed
             })
             .collect();
-        let segment = leg.segment;
-        let cuts = segment.to_token.into_iter().chain(bound.iter().filter_map(|leg| leg.segment.to_token));
+        let segment = placed.segment;
+        let cuts =
+            segment.to_token.into_iter().chain(bound.iter().filter_map(|placed| placed.segment.to_token));
         let cuts = cuts.collect();
         let state = self.requests.tickets.get(ticket).ok()?;
-        (state.leg, state.later) = (leg, bound);
+        (state.open, state.later) = (placed, bound);
         if let Some(id) = state.arrival.filter(|_| first) {
             self.requests.admission.placed(id, segment.instance, now);
         }
         self.requests.totals.retries += 1;
         let name = self.state.fleet.name(segment.instance).clone();
-        self.requests.receipts.update(decision, |r| {
+        self.requests.records.update(decision, |r| {
             if first {
                 r.moved.push((segment.instance.0, name));
                 r.predicted_hit_tokens = hit as u32;
                 r.predicted_tier_tokens = tier as u32;
                 r.cuts = cuts;
                 r.next = next;
-                r.pull = pull;
-                if let Some((uncut, balance)) = notes {
-                    (r.uncut, r.balance) = (uncut, balance);
+                r.fetch = fetch;
+                if let Some((split_reason, balance)) = notes {
+                    (r.split_reason, r.balance) = (split_reason, balance);
                 }
                 return;
             }

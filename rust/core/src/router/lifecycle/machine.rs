@@ -2,7 +2,7 @@
 //! the effects.
 use crate::plan::Event;
 use crate::router::ledger::Stage;
-use crate::router::tickets::Leg;
+use crate::router::tickets::PlacedSegment;
 
 /// The position of the open segment in its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,10 +17,10 @@ pub enum Place {
 
 impl Place {
     /// Returns the position of a segment in its request.
-    pub fn of(leg: &Leg) -> Place {
-        match leg.segment.to_token {
+    pub fn of(placed: &PlacedSegment) -> Place {
+        match placed.segment.to_token {
             None => Place::Last,
-            Some(_) if leg.prefills_only() => Place::Prefill,
+            Some(_) if placed.prefills_only() => Place::Prefill,
             Some(_) => Place::Part,
         }
     }
@@ -82,7 +82,7 @@ pub fn effects(event: &Event, place: Place, stage: Stage) -> &'static [Effect] {
         (Event::FirstToken, _) => &[RecordPrompt, EndFetch, BeginDecoding, CountFirstToken],
         (Event::Sent, _) if decodes => &[RecordPrompt],
         (Event::Sent, _) => &[RecordPrompt, Enqueue],
-        (Event::Pulled { .. }, _) => &[RecordPrompt, LearnFetch],
+        (Event::Fetched { .. }, _) => &[RecordPrompt, LearnFetch],
         (Event::Scheduled(_), _) if stage == Stage::Bound => &[RecordPrompt, Dequeue, Rebook],
         (Event::Scheduled(_), _) => &[RecordPrompt, Rebook],
         (Event::Prefilled(_), _) => &[RecordPrompt, CountPrefilled],

@@ -33,9 +33,9 @@ impl Lifecycle<'_> {
     ) -> Result<Segment, CoreError> {
         self.state.fleet.check(target)?;
         let state = self.requests.tickets.get(ticket)?;
-        let (source, made) = (state.leg.segment.instance, state.leg.entry.output_tokens);
-        let runs = state.leg.entry.stage == Stage::Decoding;
-        let bound = !state.later.is_empty() || state.leg.segment.to_token.is_some();
+        let (source, made) = (state.open.segment.instance, state.open.entry.output_tokens);
+        let runs = state.open.entry.stage == Stage::Decoding;
+        let bound = !state.later.is_empty() || state.open.segment.to_token.is_some();
         let from = state.prompt_tokens.saturating_add(made as u32);
         let name = self.state.fleet.name(target);
         let outside = state.instances.as_ref().is_some_and(|only| only.iter().all(|each| **each != **name));
@@ -60,19 +60,19 @@ impl Lifecycle<'_> {
             });
         }
         let (key, now) = (tickets::slot(ticket), self.now);
-        let mut leg = self.plan_for(ticket, |state, context, request, _| {
+        let mut placed = self.plan_for(ticket, |state, context, request, _| {
             state.match_prefix(context, request);
-            let mut leg = state.leg(context, request, target, from, None);
-            leg.start = Some(now);
+            let mut placed = state.placed_segment(context, request, target, from, None);
+            placed.start = Some(now);
             if carry == Carry::Recompute {
-                let hit = state.saved_tokens(request, leg.hit_blocks);
-                leg.entry.new_tokens = f64::from(from) - hit;
+                let hit = state.saved_tokens(request, placed.hit_blocks);
+                placed.entry.new_tokens = f64::from(from) - hit;
             }
-            leg
+            placed
         })?;
-        self.open_leg(key, &mut leg);
-        let segment = leg.segment;
-        self.requests.tickets.get(ticket)?.later.push(leg);
+        self.open_segment(key, &mut placed);
+        let segment = placed.segment;
+        self.requests.tickets.get(ticket)?.later.push(placed);
         Ok(segment)
     }
 
@@ -82,8 +82,8 @@ impl Lifecycle<'_> {
     /// The errors of [`Router::elsewhere`](crate::router::Router::elsewhere).
     pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
         let state = self.requests.tickets.get(ticket)?;
-        let source = state.leg.segment.instance;
-        if state.leg.entry.stage != Stage::Decoding {
+        let source = state.open.segment.instance;
+        if state.open.entry.stage != Stage::Decoding {
             let problem = "it cannot move: it has no token yet".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         }
@@ -102,9 +102,9 @@ impl Lifecycle<'_> {
     /// The errors of [`Router::cancel_move`](crate::router::Router::cancel_move).
     pub fn cancel_move(&mut self, ticket: TicketId) -> Result<(), CoreError> {
         let state = self.requests.tickets.get(ticket)?;
-        if state.leg.segment.to_token.is_none() {
+        if state.open.segment.to_token.is_none() {
             let later = std::mem::take(&mut state.later);
-            later.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg));
+            later.iter().for_each(|placed| self.close_segment(tickets::slot(ticket), placed));
         }
         Ok(())
     }
@@ -113,16 +113,16 @@ impl Lifecycle<'_> {
     pub(super) fn complete_move(&mut self, ticket: TicketId) -> Result<Segment, CoreError> {
         let key = tickets::slot(ticket);
         let state = self.requests.tickets.get(ticket)?;
-        if state.later.is_empty() || state.leg.segment.to_token.is_some() {
+        if state.later.is_empty() || state.open.segment.to_token.is_some() {
             let problem = "no move has begun".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         }
-        let (made, decision) = (state.leg.entry.output_tokens, state.decision);
+        let (made, decision) = (state.open.entry.output_tokens, state.decision);
         let from = state.prompt_tokens.saturating_add(made as u32);
-        state.leg.segment.to_token = Some(from);
+        state.open.segment.to_token = Some(from);
         let mut bound = state.later.remove(0);
         // Add the tokens produced since the segment was bound.
-        self.close_leg(key, &bound);
+        self.close_segment(key, &bound);
         let more = made - bound.entry.output_tokens;
         bound.entry.output_tokens = made;
         if bound.entry.new_tokens > 0.0 {
@@ -133,13 +133,13 @@ impl Lifecycle<'_> {
             self.state.instances[bound.segment.instance.index()].placed -= 1;
             self.state.later.made -= 1;
             bound.start = Some(self.now);
-            self.open_leg(key, &mut bound);
+            self.open_segment(key, &mut bound);
         }
         self.requests.tickets.get(ticket)?.later.push(bound);
         let segment = self.hand_over(ticket, Usage::default())?;
         self.requests.totals.moved += 1;
         let name = self.state.fleet.name(segment.instance).clone();
-        self.requests.receipts.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
+        self.requests.records.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
         Ok(segment)
     }
 }

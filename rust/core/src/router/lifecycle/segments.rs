@@ -6,47 +6,47 @@ use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::ledger::Stage;
 use crate::router::state::State;
-use crate::router::tickets::{self, Leg, TicketId, TicketState};
+use crate::router::tickets::{self, PlacedSegment, TicketId, TicketState};
 
 impl Lifecycle<'_> {
     /// Adds all segments of a new ticket to the ledger.
-    pub(super) fn open_legs(&mut self, ticket: TicketId) {
+    pub(super) fn open_segments(&mut self, ticket: TicketId) {
         let slot = tickets::slot(ticket);
         let Ok(state) = self.requests.tickets.get(ticket) else { return };
-        let mut leg = state.leg.clone();
+        let mut placed = state.open.clone();
         let later = std::mem::take(&mut state.later);
-        self.open_leg(slot, &mut leg);
-        let later = later.into_iter().map(|mut leg| {
-            self.open_leg(slot, &mut leg);
-            leg
+        self.open_segment(slot, &mut placed);
+        let later = later.into_iter().map(|mut placed| {
+            self.open_segment(slot, &mut placed);
+            placed
         });
-        let later: Vec<Leg> = later.collect();
+        let later: Vec<PlacedSegment> = later.collect();
         if let Ok(state) = self.requests.tickets.get(ticket) {
-            (state.leg, state.later) = (leg, later);
+            (state.open, state.later) = (placed, later);
         }
     }
 
     /// Adds a segment to the ledger.
-    pub(super) fn open_leg(&mut self, ticket: u32, leg: &mut Leg) {
-        let slot = leg.segment.instance.index();
-        match leg.entry.stage {
-            Stage::Coming => self.state.ledger.bind(slot, &leg.entry),
-            _ => self.state.ledger.open(slot, ticket, &leg.entry, self.now),
+    pub(super) fn open_segment(&mut self, ticket: u32, placed: &mut PlacedSegment) {
+        let slot = placed.segment.instance.index();
+        match placed.entry.stage {
+            Stage::Coming => self.state.ledger.bind(slot, &placed.entry),
+            _ => self.state.ledger.open(slot, ticket, &placed.entry, self.now),
         }
-        self.open_pull(leg);
+        self.open_fetch(placed);
         self.state.instances[slot].placed += 1;
-        if leg.segment.from_token > 0 {
+        if placed.segment.from_token > 0 {
             self.state.later.made += 1;
         }
-        self.state.foresee(ticket, leg, self.now);
+        self.state.foresee(ticket, placed, self.now);
     }
 
     /// Removes a segment from the ledger.
-    pub(super) fn close_leg(&mut self, ticket: u32, leg: &Leg) {
-        if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
+    pub(super) fn close_segment(&mut self, ticket: u32, placed: &PlacedSegment) {
+        if !self.state.fleet.is_current(placed.segment.instance, placed.instance_generation) {
             return;
         }
-        self.state.ledger.end(leg.segment.instance.index(), leg.key(ticket), &leg.entry, self.now);
+        self.state.ledger.end(placed.segment.instance.index(), placed.key(ticket), &placed.entry, self.now);
     }
 
     /// Closes the open segment, which ended as planned, and opens the next one. A bound segment is
@@ -57,10 +57,10 @@ impl Lifecycle<'_> {
     /// `NoInstance`.
     pub(super) fn hand_over(&mut self, ticket: TicketId, usage: Usage) -> Result<Segment, CoreError> {
         let slot = tickets::slot(ticket);
-        self.end_pull(ticket);
+        self.end_fetch(ticket);
         let state = self.requests.tickets.get(ticket)?;
-        let mut ended = state.leg.clone();
-        state.leg.instance_generation = 0; // no longer in the ledger
+        let mut ended = state.open.clone();
+        state.open.instance_generation = 0; // no longer in the ledger
         let first = state.handed_over.map_or(usage, |(_, first)| first);
         state.handed_over = Some((self.now, first));
         state.failed.clone_from(&state.lost);
@@ -75,7 +75,7 @@ impl Lifecycle<'_> {
                 self.state.ledger.first_token(place, slot, &mut ended.entry, self.now);
                 self.state.ledger.close(place, slot, &ended.entry, self.now);
             } else {
-                self.close_leg(slot, &ended);
+                self.close_segment(slot, &ended);
             }
         }
         // Tokens of a segment without reports before its end.
@@ -83,62 +83,67 @@ impl Lifecycle<'_> {
         if ended.segment.from_token == 0 {
             self.count_cached(&ended, usage);
         }
-        self.requests.receipts.update(decision, |r| {
+        self.requests.records.update(decision, |r| {
             r.outcome.handed_over_seconds.get_or_insert(seconds);
             if made > 0.0 {
                 r.outcome.ttft_seconds.get_or_insert(seconds);
             }
         });
-        let mut leg = match bound {
-            Some(leg) if self.state.serves(&leg) => leg,
+        let mut placed = match bound {
+            Some(placed) if self.state.serves(&placed) => placed,
             bound => {
-                if let Some(leg) = &bound {
-                    self.close_leg(slot, leg);
+                if let Some(placed) = &bound {
+                    self.close_segment(slot, placed);
                 }
-                self.go_on(ticket, &ended, bound.map(|leg| leg.segment))?
+                self.go_on(ticket, &ended, bound.map(|placed| placed.segment))?
             }
         };
-        self.arrive(&mut leg);
-        let segment = leg.segment;
-        self.requests.tickets.get(ticket)?.leg = leg;
+        self.arrive(&mut placed);
+        let segment = placed.segment;
+        self.requests.tickets.get(ticket)?.open = placed;
         Ok(segment)
     }
 
     /// Marks a bound segment as sent to its engine.
-    pub(super) fn arrive(&mut self, leg: &mut Leg) {
-        if leg.entry.stage == Stage::Coming {
-            self.state.ledger.arrive(leg.segment.instance.index(), &mut leg.entry);
+    pub(super) fn arrive(&mut self, placed: &mut PlacedSegment) {
+        if placed.entry.stage == Stage::Coming {
+            self.state.ledger.arrive(placed.segment.instance.index(), &mut placed.entry);
         }
     }
 
     /// Chooses an instance for the segment after `ended` and places it; replaces the segment
     /// `bound`, if any. If no instance is available and `colocate` allows it, the whole request is
     /// placed again.
-    fn go_on(&mut self, ticket: TicketId, ended: &Leg, bound: Option<Segment>) -> Result<Leg, CoreError> {
+    fn go_on(
+        &mut self,
+        ticket: TicketId,
+        ended: &PlacedSegment,
+        bound: Option<Segment>,
+    ) -> Result<PlacedSegment, CoreError> {
         let (turn, now) = (self.state.turn_behind(ended.segment.instance), self.now);
         let (from, to) = (ended.segment.to_token, bound.and_then(|segment| segment.to_token));
-        let placed = self.plan_for(ticket, |state, context, request, failed| {
+        let replaced = self.plan_for(ticket, |state, context, request, failed| {
             let tokens = (from.unwrap_or(request.prompt_tokens), to);
             state.place_later(context, request, turn, tokens, failed, now)
         })?;
-        let (mut leg, next) = match placed {
+        let (mut placed, next) = match replaced {
             Ok(placed) => placed,
             Err(error) => {
                 self.end_failed(ticket, Failure::Refused);
                 return Err(error);
             }
         };
-        self.open_leg(tickets::slot(ticket), &mut leg);
+        self.open_segment(tickets::slot(ticket), &mut placed);
         let state = self.requests.tickets.get(ticket)?;
         let decision = state.decision;
         // If the new segment runs to the end of the request, the segments bound after it are not
         // needed.
         let needless =
-            if leg.segment.to_token.is_none() { std::mem::take(&mut state.later) } else { Vec::new() };
-        needless.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg));
+            if placed.segment.to_token.is_none() { std::mem::take(&mut state.later) } else { Vec::new() };
+        needless.iter().for_each(|placed| self.close_segment(tickets::slot(ticket), placed));
         let kept = needless.is_empty();
-        self.requests.receipts.update(decision, |r| r.goes_on(from.unwrap_or(0), next, kept));
-        Ok(leg)
+        self.requests.records.update(decision, |r| r.goes_on(from.unwrap_or(0), next, kept));
+        Ok(placed)
     }
 
     /// Calls `with` to plan for a ticket's request. Arguments: state, planning context, request,
@@ -158,35 +163,35 @@ impl Lifecycle<'_> {
     }
 
     /// Adds predicted and reported cached tokens to the totals.
-    pub(super) fn count_cached(&mut self, leg: &Leg, usage: Usage) {
+    pub(super) fn count_cached(&mut self, placed: &PlacedSegment, usage: Usage) {
         if let Some(cached) = usage.cached_tokens {
             self.requests.totals.cached_tokens += u64::from(cached);
             self.requests.totals.predicted_cached_tokens +=
-                (leg.entry.prompt_tokens - leg.entry.new_tokens) as u64;
+                (placed.entry.prompt_tokens - placed.entry.new_tokens) as u64;
         }
     }
 
     /// Learns the cost of a load from a lower tier, unless the engine found other cached tokens
     /// than predicted.
-    pub(super) fn learn_load(&mut self, leg: &Leg, usage: Usage) {
-        let entry = &leg.entry;
+    pub(super) fn learn_load(&mut self, placed: &PlacedSegment, usage: Usage) {
+        let entry = &placed.entry;
         let predicted = entry.prompt_tokens - entry.new_tokens;
         if entry.tier_tokens > 0.0
-            && self.state.fleet.is_current(leg.segment.instance, leg.instance_generation)
+            && self.state.fleet.is_current(placed.segment.instance, placed.instance_generation)
             && usage.cached_tokens.is_none_or(|cached| f64::from(cached) == predicted)
         {
-            self.state.ledger.parts_mut(leg.segment.instance.index()).1.ended(entry);
+            self.state.ledger.parts_mut(placed.segment.instance.index()).1.ended(entry);
         }
     }
 
     /// Closes a ticket and all its segments.
     pub(super) fn close(&mut self, ticket: TicketId) -> Option<TicketState> {
-        self.end_pull(ticket);
+        self.end_fetch(ticket);
         let mut state = self.requests.tickets.close(ticket)?;
         self.requests.ordering.iter_mut().for_each(|ordering| ordering.leave_queue(&state));
-        self.close_leg(tickets::slot(ticket), &state.leg);
-        for leg in &state.later {
-            self.close_leg(tickets::slot(ticket), leg);
+        self.close_segment(tickets::slot(ticket), &state.open);
+        for placed in &state.later {
+            self.close_segment(tickets::slot(ticket), placed);
         }
         self.requests.tickets.return_chain(std::mem::take(&mut state.chain));
         Some(state)

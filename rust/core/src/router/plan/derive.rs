@@ -1,5 +1,5 @@
 //! Computes indicators that depend on the request or on the time, if they are read.
-use super::fetch::PULL;
+use super::fetch::FETCH;
 use super::tiers::{hit, tier_hits};
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
@@ -15,7 +15,7 @@ use multiversion::multiversion;
 /// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
 /// last token, and caches hold whole blocks unless engines keep `partial` last blocks.
 #[inline]
-fn most_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
+fn max_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
     if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
         return 0.0;
     }
@@ -48,12 +48,12 @@ const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::KvHit,
     Indicator::NewTokens,
     Indicator::PredictedTtftSeconds,
-    Indicator::PullTokens,
-    Indicator::PullCostTokens,
+    Indicator::FetchTokens,
+    Indicator::FetchCostTokens,
 ]);
 
 /// Maximum relative error of a learned step-time model that predicts the time to first token.
-const MOST_STEP_ERROR: f64 = 1.0 / 3.0;
+const MAX_STEP_ERROR: f64 = 1.0 / 3.0;
 
 /// The source of a prediction of the time to first token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +120,7 @@ impl State {
             self.ledger.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
         }
         let (per_block, most) =
-            (request.tokens_per_block, most_hit_tokens(request, self.config.partial_blocks));
+            (request.tokens_per_block, max_hit_tokens(request, self.config.partial_blocks));
         let tiered = !tier_blocks.is_empty() && reads.intersects(P.union(HITS).union(TIER));
         if tiered {
             let [out, tier] = columns.several_mut([Indicator::HitTokens, Indicator::TierHitTokens]);
@@ -186,8 +186,8 @@ impl State {
                 *out = self.ledger.reported_at(slot).map_or(f64::NAN, |at| now - at);
             }
         }
-        if reads.intersects(PULL) {
-            self.derive_pulls(context, request, handoff.is_none());
+        if reads.intersects(FETCH) {
+            self.derive_fetches(context, request, handoff.is_none());
         }
         if reads.contains(Indicator::PredictedTtftSeconds) {
             self.predict_ttft(&mut context.derived);
@@ -229,7 +229,7 @@ impl State {
     /// Returns the prompt tokens saved by `blocks` matched blocks.
     #[inline]
     pub fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
-        let most = most_hit_tokens(request, self.config.partial_blocks);
+        let most = max_hit_tokens(request, self.config.partial_blocks);
         hit(blocks, request.tokens_per_block, most)
     }
 
@@ -242,14 +242,14 @@ impl State {
     }
 
     /// Returns the maximum number of whole blocks of the prompt that a cache can save.
-    pub fn most_hit_blocks(&self, request: &Request<'_>) -> u32 {
-        let most = most_hit_tokens(request, self.config.partial_blocks);
+    pub fn max_hit_blocks(&self, request: &Request<'_>) -> u32 {
+        let most = max_hit_tokens(request, self.config.partial_blocks);
         if request.tokens_per_block > 0.0 { (most / request.tokens_per_block) as u32 } else { 0 }
     }
 
     /// Converts matched blocks to hit tokens, rounded down.
     pub fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
-        let most = most_hit_tokens(request, self.config.partial_blocks);
+        let most = max_hit_tokens(request, self.config.partial_blocks);
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
@@ -292,7 +292,7 @@ impl State {
     /// predictions.
     fn learned(&self, slot: usize) -> Option<StepTime> {
         let fit = self.ledger.step_fit(slot);
-        let good = fit.knows_prefill() && fit.relative_error().is_some_and(|error| error < MOST_STEP_ERROR);
+        let good = fit.knows_prefill() && fit.relative_error().is_some_and(|error| error < MAX_STEP_ERROR);
         if good { fit.step_time() } else { None }
     }
 

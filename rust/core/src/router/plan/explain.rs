@@ -3,7 +3,7 @@ use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
-use crate::receipt::{Candidate, Receipt, SCORES_KEPT, TERMS_KEPT};
+use crate::record::{Candidate, DecisionRecord, SCORES_KEPT, TERMS_KEPT};
 use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
@@ -20,30 +20,30 @@ impl State {
         request: &Request<'_>,
         chosen: InstanceId,
         now: Seconds,
-        receipt: &mut Receipt,
+        record: &mut DecisionRecord,
     ) {
         let Selection { scores, eligible } = &context.first;
-        receipt.prompt_tokens = request.prompt_tokens;
-        receipt.prefer = scores.prefer;
-        receipt.names = self.fleet.names().clone();
+        record.prompt_tokens = request.prompt_tokens;
+        record.prefer = scores.prefer;
+        record.names = self.fleet.names().clone();
         let (hit, tier) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
-        (receipt.predicted_hit_tokens, receipt.predicted_tier_tokens) = (hit as u32, tier as u32);
-        receipt.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
-        receipt.filter_waived = scores.filter_waived;
-        receipt.unscored = scores.unscored;
+        (record.predicted_hit_tokens, record.predicted_tier_tokens) = (hit as u32, tier as u32);
+        record.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
+        record.filter_waived = scores.filter_waived;
+        record.unscored = scores.unscored;
         let selector = self.first_of(request.arm);
-        receipt.reads = selector.reads;
-        receipt.declared = selector.declared.as_slice().into();
-        receipt.policy = Some(selector.name.clone());
-        receipt.arm = if self.canary.is_some() { request.arm } else { Arm::Stable };
-        receipt.chosen = chosen.0;
+        record.reads = selector.reads;
+        record.declared = selector.declared.as_slice().into();
+        record.policy = Some(selector.name.clone());
+        record.arm = if self.canary.is_some() { request.arm } else { Arm::Stable };
+        record.chosen = chosen.0;
 
         let scores = &scores.score;
-        let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
+        let sign = if record.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut best = Best::default();
         let keeps_all = scores.len() <= SCORES_KEPT;
-        receipt.scores.resize(if keeps_all { scores.len() } else { 0 }, 0.0);
-        let (mut kept, mut not_kept) = (receipt.scores.chunks_mut(BLOCK), [0.0; BLOCK]);
+        record.scores.resize(if keeps_all { scores.len() } else { 0 }, 0.0);
+        let (mut kept, mut not_kept) = (record.scores.chunks_mut(BLOCK), [0.0; BLOCK]);
         let mut scored = 0;
         for (i, scores) in scores.chunks(BLOCK).enumerate() {
             let (count, least) = keep(sign, scores, kept.next().unwrap_or(&mut not_kept[..scores.len()]));
@@ -54,17 +54,17 @@ impl State {
             }
         }
         let Best { kept: mut best } = best;
-        receipt.guard_excluded = match context.restriction {
+        record.guard_excluded = match context.restriction {
             Restriction::Filtered(out) => out as u32,
             _ => 0,
         };
-        receipt.balance_only = context.restriction == Restriction::BalanceOnly;
+        record.balance_only = context.restriction == Restriction::BalanceOnly;
         let could = eligible.iter().filter(|e| **e).count();
-        receipt.left_out = (could - scored) as u32;
-        receipt.scored = scored as u32;
+        record.left_out = (could - scored) as u32;
+        record.scored = scored as u32;
 
         let chosen_key = scores[chosen.index()] * sign;
-        receipt.margin = best
+        record.margin = best
             .iter()
             .find(|(_, slot)| *slot != chosen.0 && *slot != u32::MAX)
             .map(|(key, _)| key - chosen_key);
@@ -79,14 +79,14 @@ impl State {
         let column = |id: Indicator| (indicators.get(id), id.decl().scope != Scope::Request);
         let columns: SmallVec<[(&[f64], bool); 8]> = selector.reads.iter().map(column).collect();
         for &(key, slot) in &best[..live.max(1)] {
-            receipt.best.push(Candidate { slot, score: key * sign });
+            record.best.push(Candidate { slot, score: key * sign });
             let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };
             // One by one: in some builds `extend` is not inlined and takes twice the instructions.
             for (column, per_slot) in &columns {
-                receipt.terms.push(column[at(*per_slot)]);
+                record.terms.push(column[at(*per_slot)]);
             }
-            for id in &receipt.declared {
-                receipt.terms.push(indicators.declared(*id)[slot as usize]);
+            for id in &record.declared {
+                record.terms.push(indicators.declared(*id)[slot as usize]);
             }
         }
     }
@@ -168,11 +168,11 @@ mod tests {
         router.score(&request, 0.0).unwrap();
         for score in [f64::NAN, f64::INFINITY] {
             router.context.first.scores.score.fill(score);
-            let mut receipt = router.requests.receipts.take();
-            router.state.explain(&router.context, &request, InstanceId(1), 0.0, &mut receipt);
-            assert_eq!((receipt.chosen, receipt.scored, receipt.left_out), (1, 0, 3));
-            let best: Vec<u32> = receipt.best.iter().map(|candidate| candidate.slot).collect();
-            assert_eq!((best, receipt.margin), (vec![1], None));
+            let mut record = router.requests.records.take();
+            router.state.explain(&router.context, &request, InstanceId(1), 0.0, &mut record);
+            assert_eq!((record.chosen, record.scored, record.left_out), (1, 0, 3));
+            let best: Vec<u32> = record.best.iter().map(|candidate| candidate.slot).collect();
+            assert_eq!((best, record.margin), (vec![1], None));
         }
     }
 }

@@ -1,32 +1,33 @@
 //! Plans prefix fetches: the tokens that the chosen instance fetches, and the holder.
 //!
 //! Each instance can compute its missing tokens or fetch as many as the best available holder has
-//! ([`Indicator::PullTokens`], [`Indicator::PullCostTokens`]). Scores can read these indicators.
+//! ([`Indicator::FetchTokens`], [`Indicator::FetchCostTokens`]). Scores can read these indicators.
 //! Independent of the score, the chosen instance fetches if this saves time.
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet};
-use crate::plan::{Cuts, Pull};
-use crate::receipt::Pulled;
+use crate::plan::{Cuts, PrefixFetch};
+use crate::record::FetchRecord;
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::parts::Rest;
 use crate::router::state::State;
-use crate::router::tickets::Pulling;
+use crate::router::tickets::PlannedFetch;
 use rand::RngExt;
 
 /// Indicators of possible prefix fetches.
-pub(super) const PULL: IndicatorSet = IndicatorSet::of(&[Indicator::PullTokens, Indicator::PullCostTokens]);
+pub(super) const FETCH: IndicatorSet =
+    IndicatorSet::of(&[Indicator::FetchTokens, Indicator::FetchCostTokens]);
 
 impl State {
     /// Computes the possible fetch of each instance and its cost.
-    pub fn derive_pulls(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
+    pub fn derive_fetches(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
         let reach = if first { self.reach(context, request) } else { 0.0 };
         let DecisionContext { derived, hit_blocks, tier_blocks, .. } = context;
         let [tokens, cost, hits] =
-            derived.several_mut([Indicator::PullTokens, Indicator::PullCostTokens, Indicator::HitTokens]);
+            derived.several_mut([Indicator::FetchTokens, Indicator::FetchCostTokens, Indicator::HitTokens]);
         tokens.fill(0.0);
         cost.fill(0.0);
-        let Some(pulls) = self.pulls.filter(|_| reach > 0.0) else { return };
+        let Some(fetches) = self.fetches.filter(|_| reach > 0.0) else { return };
         let mut mean_rate = None;
         for (slot, hit) in hits.iter().enumerate() {
             // A lower tier of the slot is nearer than another instance.
@@ -36,9 +37,9 @@ impl State {
             };
             let gap = reach - own;
             let computed = self.computing_seconds(slot, own, gap, &mut mean_rate);
-            if self.may_pull(slot) && pulls.pays(gap, computed) {
+            if self.may_fetch(slot) && fetches.pays(gap, computed) {
                 tokens[slot] = gap;
-                cost[slot] = pulls.cost.seconds(gap) * gap / computed;
+                cost[slot] = fetches.cost.seconds(gap) * gap / computed;
             }
         }
     }
@@ -67,7 +68,7 @@ impl State {
     /// Returns the longest prefix of the prompt, in tokens, on the GPU of an instance that can
     /// serve a fetch now; 0 if prefixes must not be fetched.
     fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
-        if self.pulls.is_none() || request.unpulled.is_some() {
+        if self.fetches.is_none() || request.fetch_reason.is_some() {
             return 0.0;
         }
         let mut most = 0;
@@ -80,8 +81,8 @@ impl State {
     }
 
     /// Returns whether a slot can fetch a prefix now.
-    fn may_pull(&self, slot: usize) -> bool {
-        let most = self.pulls.map_or(0.0, |pulls| pulls.config.most_kv_usage);
+    fn may_fetch(&self, slot: usize) -> bool {
+        let most = self.fetches.map_or(0.0, |fetches| fetches.config.max_kv_usage);
         // False without a reported usage.
         let full = most < 1.0 && self.ledger.get(Indicator::KvUsage)[slot] >= most;
         self.instances[slot].cuts == Cuts::Anywhere && !full
@@ -90,41 +91,41 @@ impl State {
     /// Returns whether a slot can serve a prefix fetch now.
     fn hands_over(&self, slot: usize) -> bool {
         let id = InstanceId(slot as u32);
-        let most = self.pulls.map_or(0, |pulls| pulls.config.most_pulls);
+        let most = self.fetches.map_or(0, |fetches| fetches.config.max_fetches);
         self.fleet.is_live(id)
             && self.fleet.state(id).0
             && self.instances[slot].cuts == Cuts::Anywhere
-            && self.ledger.get(Indicator::Pulls)[slot] < f64::from(most)
+            && self.ledger.get(Indicator::Fetches)[slot] < f64::from(most)
     }
 
     /// Plans the chosen instance's prefix fetch, if it saves time. The holder has the longest
     /// prefix. Ties are broken by the fewest fetches, then the fewest requests, then at random. A
     /// segment that ends inside the prompt fetches nothing, because its cut was planned without a
     /// fetch.
-    pub fn pull_for(
+    pub fn fetch_for(
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,
         chosen: InstanceId,
         rest: &Rest,
-    ) -> Option<Pulling> {
-        let pulls = self.pulls?;
+    ) -> Option<PlannedFetch> {
+        let fetches = self.fetches?;
         let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
-        if cut || !self.may_pull(chosen.index()) {
+        if cut || !self.may_fetch(chosen.index()) {
             return None;
         }
         let reach = self.reach(context, request);
         let (own, _) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
         let tokens = reach - own;
         let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
-        if !pulls.pays(tokens, computed) {
+        if !fetches.pays(tokens, computed) {
             return None;
         }
         let holder = self.holder(context, request, reach)?;
-        Some(Pulling {
-            pull: Pull { holder, from_token: own as u32, to_token: reach as u32 },
+        Some(PlannedFetch {
+            fetch: PrefixFetch { holder, from_token: own as u32, to_token: reach as u32 },
             holder_generation: self.fleet.generation(holder),
-            expected_seconds: pulls.cost.seconds(tokens),
+            expected_seconds: fetches.cost.seconds(tokens),
             under_way: true,
         })
     }
@@ -142,7 +143,7 @@ impl State {
                 continue;
             }
             let load = |id| self.ledger.get(id)[slot];
-            let key = (load(Indicator::Pulls), load(Indicator::Bs));
+            let key = (load(Indicator::Fetches), load(Indicator::Bs));
             equals = match best {
                 Some((least, _)) if key > least => continue,
                 Some((least, _)) if key == least => equals + 1,
@@ -156,14 +157,14 @@ impl State {
     }
 
     /// Returns the fetch for the decision record.
-    pub fn pull_told(&self, pulling: &Pulling) -> Pulled {
-        let Pull { holder, from_token, to_token } = pulling.pull;
-        Pulled {
+    pub fn fetch_record(&self, planned: &PlannedFetch) -> FetchRecord {
+        let PrefixFetch { holder, from_token, to_token } = planned.fetch;
+        FetchRecord {
             slot: holder.0,
             name: self.fleet.name(holder).clone(),
             from_token,
             to_token,
-            expected_seconds: pulling.expected_seconds,
+            expected_seconds: planned.expected_seconds,
             tokens: None,
             seconds: None,
         }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 /// Minimum number of ended outputs of a caller's class before its lengths replace those of all
 /// prompts of that size. With 8 outputs, one outlier moves the median by a sixteenth of its rank.
-const LEAST_OF_CLASS: u32 = 8;
+const MIN_OF_CLASS: u32 = 8;
 
 /// Returns the classes whose outputs predict a request's output length: prompts of the same power
 /// of two of tokens, and among them the caller's class, if given.
@@ -22,10 +22,10 @@ impl State {
     pub fn estimated<'r>(&self, request: &'r Request<'r>) -> Cow<'r, Request<'r>> {
         let expected = self.lengths.as_ref().and_then(|lengths| {
             let (of_length, of_class) = classes(request.prompt_tokens, request.length_class);
-            let of_class = of_class.and_then(|class| lengths.expected(class, LEAST_OF_CLASS));
+            let of_class = of_class.and_then(|class| lengths.expected(class, MIN_OF_CLASS));
             let prior = lengths.prior_tokens();
             // One output is enough for a median, but not for a mean.
-            let least = if prior.is_some() { LEAST_OF_CLASS } else { 1 };
+            let least = if prior.is_some() { MIN_OF_CLASS } else { 1 };
             of_class.or_else(|| lengths.expected(of_length, least)).or(prior)
         });
         match expected {

@@ -16,7 +16,7 @@ use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::tiers::Prompt;
 use crate::plan::{Binding, Cuts, Segment};
-use crate::receipt::{Next, Nexts};
+use crate::record::{Next, Nexts};
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::parts::{Chosen, Follow, Rest, Turn};
@@ -29,9 +29,9 @@ impl State {
         let DecisionContext { hit_blocks, tier_blocks, tiers, tier_scratch, .. } = context;
         let chain = request.chain;
         self.index.match_prefix(chain, hit_blocks);
-        let most = if self.groups.is_empty() { u32::MAX } else { self.most_hit_blocks(request) };
+        let most = if self.groups.is_empty() { u32::MAX } else { self.max_hit_blocks(request) };
         self.groups.shorten(chain, most, hit_blocks);
-        let prompt = Prompt { chain, most_blocks: most };
+        let prompt = Prompt { chain, max_blocks: most };
         let counted = self.config.tiers.counted;
         let out = (tier_blocks, tiers);
         self.tiers.add_hits(prompt, counted, &self.groups, hit_blocks, tier_scratch, out);
@@ -48,7 +48,7 @@ impl State {
         now: Seconds,
     ) -> Result<Chosen, CoreError> {
         // Requests that must not be split do not move either; the record shows the reason.
-        context.uncut = request.uncut.filter(|_| self.rebalancing.is_some()).map(Into::into);
+        context.split_reason = request.split_reason.filter(|_| self.rebalancing.is_some()).map(Into::into);
         context.balance = None;
         let rest = match self.fleet.role(first) {
             Role::Prefill => self.rest_of_prefill(context, request, first, now)?,
@@ -60,8 +60,14 @@ impl State {
             },
             Role::Decode => Rest::new(),
         };
-        let pull = self.pull_for(context, request, first, &rest);
-        Ok(Chosen { first, rest, pull, uncut: context.uncut.take(), balance: context.balance.take() })
+        let fetch = self.fetch_for(context, request, first, &rest);
+        Ok(Chosen {
+            first,
+            rest,
+            fetch,
+            split_reason: context.split_reason.take(),
+            balance: context.balance.take(),
+        })
     }
 
     fn rest_of_prefill(
@@ -124,7 +130,7 @@ impl State {
 /// Plans the follow-up segments if roles do not split. If the request cannot be split, it stays
 /// whole, with the reason.
 fn rest_of_split(planner: &dyn Planner, view: &mut View<'_>) -> Rest {
-    if let Some(reason) = view.request.uncut {
+    if let Some(reason) = view.request.split_reason {
         return view.leave_whole(reason);
     }
     if view.cuts_of(&[view.first]) == Cuts::Nowhere {

@@ -5,47 +5,51 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
 use crate::plan::Segment;
-use crate::receipt::Next;
+use crate::record::Next;
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::ledger::{Entry, Stage};
 use crate::router::parts::{Chosen, Replaced, Turn};
 use crate::router::state::State;
-use crate::router::tickets::Leg;
+use crate::router::tickets::PlacedSegment;
 
 impl State {
     /// Returns the segments of a plan, as far as their instances are chosen.
-    pub fn legs_of(
+    pub fn segments_of(
         &self,
         context: &DecisionContext,
         request: &Request<'_>,
         chosen: &Chosen,
         now: Seconds,
-    ) -> (Leg, Vec<Leg>) {
+    ) -> (PlacedSegment, Vec<PlacedSegment>) {
         let end = |i: usize| chosen.rest.get(i).map(|follow| follow.from_token);
         let start = |i: usize| chosen.rest.get(i).map(|follow| now + follow.start_seconds);
-        let mut leg = Leg { start: start(0), ..self.leg(context, request, chosen.first, 0, end(0)) };
-        if let Some(pulling) = chosen.pull {
-            leg.entry.new_tokens -= f64::from(pulling.pull.tokens());
-            leg.pull = Some(pulling);
+        let mut placed = PlacedSegment {
+            start: start(0),
+            ..self.placed_segment(context, request, chosen.first, 0, end(0))
+        };
+        if let Some(planned) = chosen.fetch {
+            placed.entry.new_tokens -= f64::from(planned.fetch.tokens());
+            placed.fetch = Some(planned);
         }
         let later = chosen.rest.iter().enumerate().map_while(|(i, follow)| {
-            let leg = self.leg(context, request, follow.instance?, follow.from_token, end(i + 1));
-            Some(Leg { start: start(i), ..leg })
+            let placed =
+                self.placed_segment(context, request, follow.instance?, follow.from_token, end(i + 1));
+            Some(PlacedSegment { start: start(i), ..placed })
         });
-        (leg, later.collect())
+        (placed, later.collect())
     }
 
     /// Returns a segment of a request. Another instance computes the tokens before `from_token` and
     /// transfers them.
-    pub fn leg(
+    pub fn placed_segment(
         &self,
         context: &DecisionContext,
         request: &Request<'_>,
         instance: InstanceId,
         from_token: u32,
         to_token: Option<u32>,
-    ) -> Leg {
+    ) -> PlacedSegment {
         let (hit_blocks, tier_blocks) = context.blocks_on(instance.index());
         let (hit, tier_tokens) = self.reusable_tokens(request, (hit_blocks, tier_blocks));
         let hit = hit.max(f64::from(from_token.min(request.prompt_tokens)));
@@ -60,7 +64,7 @@ impl State {
             entry.output_tokens = f64::from(from_token.saturating_sub(request.prompt_tokens));
             entry.stage = Stage::Coming;
         }
-        Leg {
+        PlacedSegment {
             segment: Segment { instance, from_token, to_token },
             instance_generation: self.fleet.generation(instance),
             entry,
@@ -68,32 +72,32 @@ impl State {
             tier_blocks,
             told: false,
             queued: from_token == 0,
-            pull: None,
+            fetch: None,
             start: None,
         }
     }
 
     /// Adds a segment to the predicted loads, if they are kept: as a decode if it already decodes,
     /// else with its expected start.
-    pub fn foresee(&mut self, ticket: u32, leg: &Leg, now: Seconds) {
-        let current = self.fleet.is_current(leg.segment.instance, leg.instance_generation);
-        if leg.prefills_only() || !current || self.ledger.ahead().is_none() {
+    pub fn foresee(&mut self, ticket: u32, placed: &PlacedSegment, now: Seconds) {
+        let current = self.fleet.is_current(placed.segment.instance, placed.instance_generation);
+        if placed.prefills_only() || !current || self.ledger.ahead().is_none() {
             return;
         }
-        let slot = leg.segment.instance.index();
-        if leg.entry.stage == Stage::Decoding {
-            return self.ledger.resume(slot, &leg.entry, now);
+        let slot = placed.segment.instance.index();
+        if placed.entry.stage == Stage::Decoding {
+            return self.ledger.resume(slot, &placed.entry, now);
         }
-        let (prompt, new) = (leg.entry.prompt_tokens, leg.entry.new_tokens);
-        let start = leg.start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
-        self.ledger.expect(slot, leg.key(ticket), &leg.entry, start);
+        let (prompt, new) = (placed.entry.prompt_tokens, placed.entry.new_tokens);
+        let start = placed.start.unwrap_or_else(|| now + self.prefill_seconds(slot, prompt - new, new, now));
+        self.ledger.expect(slot, placed.key(ticket), &placed.entry, start);
     }
 
     /// Returns whether the instance of a bound segment still accepts it.
-    pub fn serves(&self, leg: &Leg) -> bool {
-        let instance = leg.segment.instance;
+    pub fn serves(&self, placed: &PlacedSegment) -> bool {
+        let instance = placed.segment.instance;
         let (healthy, ..) = self.fleet.state(instance);
-        healthy && self.fleet.is_current(instance, leg.instance_generation)
+        healthy && self.fleet.is_current(instance, placed.instance_generation)
     }
 
     /// Returns the kind of choice for the segment after a segment on `instance`.
@@ -113,19 +117,28 @@ impl State {
         (from, to): (u32, Option<u32>),
         failed: &[u32],
         now: Seconds,
-    ) -> Result<(Leg, Next), CoreError> {
+    ) -> Result<(PlacedSegment, Next), CoreError> {
         self.match_prefix(context, request);
         let handoff = self.ledger.ahead().map_or(0.0, |ahead| ahead.lag());
         match self.choose(context, request, turn, failed, Some(handoff), now) {
             Ok(next) => {
-                let leg = Leg { start: Some(now + handoff), ..self.leg(context, request, next, from, to) };
-                Ok((leg, self.next_of(context, next, handoff)))
+                let placed = PlacedSegment {
+                    start: Some(now + handoff),
+                    ..self.placed_segment(context, request, next, from, to)
+                };
+                Ok((placed, self.next_of(context, next, handoff)))
             }
             Err(_) if self.config.colocate => {
                 let whole = self.choose(context, request, Turn::First, failed, None, now)?;
                 let mut next = self.next_of(context, whole, 0.0);
                 next.score = context.first.scores.score[whole.index()];
-                Ok((Leg { start: Some(now), ..self.leg(context, request, whole, 0, None) }, next))
+                Ok((
+                    PlacedSegment {
+                        start: Some(now),
+                        ..self.placed_segment(context, request, whole, 0, None)
+                    },
+                    next,
+                ))
             }
             Err(error) => Err(error),
         }
@@ -178,10 +191,10 @@ impl State {
         self.match_prefix(context, request);
         let first = self.choose(context, request, Turn::First, failed, None, now)?;
         let chosen = self.plan(context, request, first, failed, now)?;
-        let (leg, later) = self.legs_of(context, request, &chosen, now);
+        let (placed, later) = self.segments_of(context, request, &chosen, now);
         // The decision record already shows a reason given by the caller.
-        let notes = request.uncut.is_none().then_some((chosen.uncut, chosen.balance));
-        Ok((leg, later, self.next_in(&chosen.rest), notes))
+        let notes = request.split_reason.is_none().then_some((chosen.split_reason, chosen.balance));
+        Ok((placed, later, self.next_in(&chosen.rest), notes))
     }
 
     /// Returns whether an instance can take over running requests.

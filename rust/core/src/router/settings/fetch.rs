@@ -6,36 +6,36 @@ use serde::Deserialize;
 /// Settings of prefix fetches.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
-pub struct PullConfig {
+pub struct FetchConfig {
     /// Seconds per fetched token until learned: KV bytes per token over the link's bytes/s.
     pub seconds_per_token: Seconds,
     /// Fixed seconds per fetch until learned.
     pub fixed_seconds: Seconds,
     /// Minimum tokens of a fetch.
-    pub least_tokens: u32,
+    pub min_tokens: u32,
     /// Maximum number of concurrent fetches that one holder serves.
-    pub most_pulls: u32,
+    pub max_fetches: u32,
     /// An instance fetches nothing while its reported KV cache usage is at least this fraction.
     /// Engines may keep fetched KV for a lease after the end of the request, and would fill up with
     /// unused KV. 1: no limit.
-    pub most_kv_usage: f64,
+    pub max_kv_usage: f64,
 }
 
-impl Default for PullConfig {
+impl Default for FetchConfig {
     /// 100 KB per token over 200 Gbit/s, and 5 ms for the request and the holder's step. Four
     /// concurrent fetches are a guess.
-    fn default() -> PullConfig {
-        PullConfig {
+    fn default() -> FetchConfig {
+        FetchConfig {
             seconds_per_token: 4e-6,
             fixed_seconds: 0.005,
-            least_tokens: 256,
-            most_pulls: 4,
-            most_kv_usage: 1.0,
+            min_tokens: 256,
+            max_fetches: 4,
+            max_kv_usage: 1.0,
         }
     }
 }
 
-impl PullConfig {
+impl FetchConfig {
     /// Checks the settings.
     ///
     /// # Errors
@@ -51,14 +51,10 @@ impl PullConfig {
                 return bad(what, seconds.to_string(), "0 to 1e6 seconds");
             }
         }
-        if !(0.0..=1.0).contains(&self.most_kv_usage) {
-            return bad(
-                "most_kv_usage",
-                self.most_kv_usage.to_string(),
-                "a fraction of the KV cache, 0 to 1",
-            );
+        if !(0.0..=1.0).contains(&self.max_kv_usage) {
+            return bad("max_kv_usage", self.max_kv_usage.to_string(), "a fraction of the KV cache, 0 to 1");
         }
-        for (what, number) in [("least_tokens", self.least_tokens), ("most_pulls", self.most_pulls)] {
+        for (what, number) in [("min_tokens", self.min_tokens), ("max_fetches", self.max_fetches)] {
             if number == 0 {
                 return bad(what, "0".into(), "a whole number of at least 1");
             }

@@ -3,7 +3,7 @@ mod fetch;
 mod rebalancing;
 mod tiers;
 
-pub use fetch::PullConfig;
+pub use fetch::FetchConfig;
 pub use rebalancing::{RebalanceConfig, Rebalancing};
 pub use tiers::TierConfig;
 
@@ -31,7 +31,7 @@ pub struct RouterConfig {
     /// Maximum bytes of the KV index.
     pub index_bytes: usize,
     /// Maximum bytes of the decision records.
-    pub receipt_bytes: usize,
+    pub record_bytes: usize,
     /// Seed of every random choice.
     pub seed: u64,
     /// Whether queued prefill tokens drain between events at the learned rate (off if progress is
@@ -55,7 +55,7 @@ pub struct RouterConfig {
     /// includes no queue (SIBYL, Algorithm 2).
     pub unlimited_prefill: bool,
     /// Settings of prefix fetches; `None`: off.
-    pub pull: Option<PullConfig>,
+    pub fetch: Option<FetchConfig>,
     /// How agent programs are followed and admitted; `None`: not at all.
     pub programs: Option<ProgramConfig>,
     /// How the tiers below the GPU count in scores.
@@ -69,7 +69,7 @@ impl Default for RouterConfig {
         RouterConfig {
             index_feed: IndexFeed::Approximate,
             index_bytes: 512 << 20,
-            receipt_bytes: 16 << 20,
+            record_bytes: 16 << 20,
             seed: 0,
             drain: true,
             guard: GuardConfig::default(),
@@ -79,7 +79,7 @@ impl Default for RouterConfig {
             binding: Binding::Early,
             colocate: true,
             unlimited_prefill: false,
-            pull: None,
+            fetch: None,
             programs: None,
             tiers: TierConfig::default(),
             warm: None,

@@ -10,7 +10,7 @@
 //! the answer SLO (section 4.4).
 //!
 //! If no request decodes, no token can be late: the step takes the whole token budget. If the
-//! decodes alone take longer than the SLO, the step still takes [`LEAST_TOKENS`]: M = 0 would keep
+//! decodes alone take longer than the SLO, the step still takes [`MIN_TOKENS`]: M = 0 would keep
 //! every prompt waiting until enough answers have ended.
 use super::{Composition, Job, LocalOrder, OrderSpec};
 use crate::gaps::{Makes, TokenSlo};
@@ -20,7 +20,7 @@ use lmetric_core::ids::Seconds;
 
 /// Least number of prompt tokens in a step, if a prompt has as many left: a block, one to three
 /// milliseconds of a usual engine.
-const LEAST_TOKENS: u32 = 16;
+const MIN_TOKENS: u32 = 16;
 /// Token SLO of the paper's evaluation, in seconds (section 6.1).
 pub const TOKEN_SECONDS: Seconds = 0.1;
 
@@ -96,7 +96,7 @@ impl Composition for Slo {
         let tokens = 2.0 * room.max(0.0) / (token + root) + 1e-6;
         // If prompt tokens cost nothing, any number is right: the cast turns infinity into the
         // largest number, and 0 / 0 into 0.
-        let least = LEAST_TOKENS.saturating_sub(planned.prefill_tokens);
+        let least = MIN_TOKENS.saturating_sub(planned.prefill_tokens);
         (tokens as u32).max(least).min(most)
     }
 }

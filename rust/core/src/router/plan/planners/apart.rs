@@ -5,14 +5,14 @@ use super::*;
 use crate::estimate::{OutputLength, StepTime};
 use crate::indicators::Indicator;
 use crate::policy::select;
-use crate::receipt::Balance;
+use crate::record::Balance;
 use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::parts::Turn;
 use crate::split::apart::{Beside, Settings, lost_seconds};
 
 /// Maximum of settings in seconds.
-const MOST_SECONDS: f64 = 1e6;
+const MAX_SECONDS: f64 = 1e6;
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "apart",
@@ -23,29 +23,29 @@ pub static SPEC: PlannerSpec = PlannerSpec {
         Knob::float(
             "recent_seconds",
             1e-6,
-            MOST_SECONDS,
+            MAX_SECONDS,
             30.0,
             "time constant of an instance's share of time spent on prefills, seconds",
         ),
         Knob::float(
-            "least_gain_seconds",
+            "min_gain_seconds",
             0.0,
-            MOST_SECONDS,
+            MAX_SECONDS,
             0.3,
             "minimum gain of a decode on another instance, seconds over all requests",
         ),
         Knob::float(
             "transfer_seconds_per_token",
             0.0,
-            MOST_SECONDS,
+            MAX_SECONDS,
             4e-6,
             "seconds per transferred token, until prefix fetches are measured",
         ),
-        Knob::float("transfer_fixed_seconds", 0.0, MOST_SECONDS, 0.005, "fixed seconds per handoff"),
+        Knob::float("transfer_fixed_seconds", 0.0, MAX_SECONDS, 0.005, "fixed seconds per handoff"),
         Knob::float(
-            "most_stall_seconds",
+            "max_stall_seconds",
             0.0,
-            MOST_SECONDS,
+            MAX_SECONDS,
             0.1,
             "maximum expected handoff time, seconds, for which the client gets the prefill's own first token; \
              0: never",
@@ -74,10 +74,10 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
     let apart = Apart {
         settings: Settings {
             recent_seconds: get("recent_seconds"),
-            least_gain_seconds: get("least_gain_seconds"),
+            min_gain_seconds: get("min_gain_seconds"),
             transfer_seconds_per_token: get("transfer_seconds_per_token"),
             transfer_fixed_seconds: get("transfer_fixed_seconds"),
-            most_stall_seconds: get("most_stall_seconds"),
+            max_stall_seconds: get("max_stall_seconds"),
         },
         prior_tokens: get("prior_tokens") as u32,
     };
@@ -87,7 +87,7 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
 /// KV cache usage above which an engine only fetches what it must. vLLM keeps the KV of a finished
 /// request for a lease if the request fetched the front of its prompt, and this KV has no further
 /// use.
-const MOST_KV_USAGE: f64 = 0.8;
+const MAX_KV_USAGE: f64 = 0.8;
 
 /// A request prefilled on `first` that can decode on any instance.
 struct Prefilled<'a> {
@@ -99,8 +99,8 @@ struct Prefilled<'a> {
     /// Transfer seconds per token, and fixed seconds per transfer.
     way: (Seconds, Seconds),
     /// Maximum handoff time for the prefill's own token
-    /// ([`crate::split::apart::Settings::most_stall_seconds`]).
-    most_stall_seconds: Seconds,
+    /// ([`crate::split::apart::Settings::max_stall_seconds`]).
+    max_stall_seconds: Seconds,
     now: Seconds,
 }
 
@@ -124,7 +124,7 @@ impl Planner for Apart {
             return context.leave_whole("no second instance is available");
         }
         let settings = &self.settings;
-        let way = match state.pulls.map(|pulls| pulls.learned()) {
+        let way = match state.fetches.map(|fetches| fetches.learned()) {
             Some((per_token, _, _)) => (per_token, settings.transfer_fixed_seconds),
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
         };
@@ -134,7 +134,7 @@ impl Planner for Apart {
             first,
             any,
             way,
-            most_stall_seconds: settings.most_stall_seconds,
+            max_stall_seconds: settings.max_stall_seconds,
             now,
         };
         let slots = state.fleet.slots();
@@ -151,7 +151,7 @@ impl Planner for Apart {
         };
         let apart_seconds = context.later.scores.score[best];
         context.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
-        if stay_seconds - apart_seconds <= settings.least_gain_seconds {
+        if stay_seconds - apart_seconds <= settings.min_gain_seconds {
             return context.leave_whole("a decode on another instance gains too little");
         }
         let start_seconds = state.expected_handoff(context, request, first, now);
@@ -204,7 +204,7 @@ impl State {
         let able =
             [asked.first.index(), slot].iter().all(|slot| self.instances[*slot].cuts == Cuts::Anywhere);
         // False without a reported usage.
-        let full = self.ledger.get(Indicator::KvUsage)[slot] >= MOST_KV_USAGE;
-        able && !full && self.way(context, asked, slot) <= asked.most_stall_seconds
+        let full = self.ledger.get(Indicator::KvUsage)[slot] >= MAX_KV_USAGE;
+        able && !full && self.way(context, asked, slot) <= asked.max_stall_seconds
     }
 }

@@ -2,11 +2,11 @@
 use super::*;
 use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
 use crate::estimate::{OutputLength, StepTime};
-use crate::receipt::Balance;
+use crate::record::Balance;
 use crate::split::{self, Settings};
 
 /// Maximum seconds of a transfer.
-const MOST_SECONDS: f64 = 1e6;
+const MAX_SECONDS: f64 = 1e6;
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "libra",
@@ -23,7 +23,7 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             "maximum gap between both instances' times in balance, as a fraction of the request's own time",
         ),
         Knob::float(
-            "least_gain",
+            "min_gain",
             -1.0,
             1.0,
             0.05,
@@ -35,15 +35,15 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             false,
             "whether the engine's sequence slots and memory limit predicted batches (N_max in the paper)",
         ),
-        Knob::int("least_tokens", 1, u32::MAX as i64, 32, "minimum tokens of each part"),
+        Knob::int("min_tokens", 1, u32::MAX as i64, 32, "minimum tokens of each part"),
         Knob::float(
             "transfer_seconds_per_token",
             0.0,
-            MOST_SECONDS,
+            MAX_SECONDS,
             0.0,
             "seconds per transferred token that do not overlap with the first part",
         ),
-        Knob::float("transfer_fixed_seconds", 0.0, MOST_SECONDS, 0.0, "fixed seconds per handoff"),
+        Knob::float("transfer_fixed_seconds", 0.0, MAX_SECONDS, 0.0, "fixed seconds per handoff"),
         Knob::float(
             "quantile",
             0.0,
@@ -103,8 +103,8 @@ impl Libra {
             settings: Settings {
                 probes: get("probes") as u32,
                 epsilon: get("epsilon"),
-                least_gain: Some(get("least_gain")).filter(|gain| *gain >= 0.0),
-                least_tokens: get("least_tokens") as u32,
+                min_gain: Some(get("min_gain")).filter(|gain| *gain >= 0.0),
+                min_tokens: get("min_tokens") as u32,
                 transfer_seconds_per_token: get("transfer_seconds_per_token"),
                 transfer_fixed_seconds: get("transfer_fixed_seconds"),
                 cuts: Cuts::Anywhere,

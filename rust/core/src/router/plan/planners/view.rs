@@ -2,7 +2,7 @@
 use super::*;
 use crate::estimate::StepTime;
 use crate::indicators::Indicator;
-use crate::receipt::Balance;
+use crate::record::Balance;
 use crate::request::Request;
 use crate::router::parts::Turn;
 use crate::split::{Load, Whole};

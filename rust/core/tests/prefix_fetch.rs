@@ -12,25 +12,25 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
-use lmetric_core::plan::{Cuts, Event, Failure, Pull, Usage};
+use lmetric_core::plan::{Cuts, Event, Failure, PrefixFetch, Usage};
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig};
+use lmetric_core::router::{Decision, FetchConfig, Router, RouterConfig};
 use proptest::prelude::*;
 
 /// A fetch of 1,600 tokens takes 0.002 + 0.016 s.
-const PULL: PullConfig = PullConfig {
+const FETCH: FetchConfig = FetchConfig {
     seconds_per_token: 1e-5,
     fixed_seconds: 0.002,
-    least_tokens: 64,
-    most_pulls: 1,
-    most_kv_usage: 1.0,
+    min_tokens: 64,
+    max_fetches: 1,
+    max_kv_usage: 1.0,
 };
 
 /// Instances that compute 10,000 tokens/s until another rate is learned; prefills do not drain
 /// between events.
-fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
+fn router(policy: &str, fetch: FetchConfig, instances: usize) -> Router {
     let config = RouterConfig {
-        pull: Some(pull),
+        fetch: Some(fetch),
         drain: false,
         prior_prefill_tokens_per_second: 10_000.0,
         ..RouterConfig::default()
@@ -44,11 +44,11 @@ fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
 
 /// One instance has a prompt of 1,601 tokens in its cache, computed at 10,000 tokens/s. It accepts
 /// no new requests but can serve fetches.
-fn held_by_one(policy: &str, pull: PullConfig, instances: usize) -> (Router, InstanceId, Vec<u64>) {
-    let mut router = router(policy, pull, instances);
+fn held_by_one(policy: &str, fetch: FetchConfig, instances: usize) -> (Router, InstanceId, Vec<u64>) {
+    let mut router = router(policy, fetch, instances);
     let prompt = chain(1, 100);
     let first = router.route(&request(&prompt), 0.0).unwrap();
-    assert_eq!(first.pull, None);
+    assert_eq!(first.fetch, None);
     router.advance(first.ticket, Event::FirstToken, 0.1601).unwrap();
     router.advance(first.ticket, Event::Finished(Usage::default()), 0.2).unwrap();
     let home = first.segment.instance;
@@ -61,38 +61,38 @@ fn of(router: &mut Router, id: Indicator, instance: InstanceId) -> f64 {
     router.columns().get(id)[instance.index()]
 }
 
-use Indicator::{Bs, Pulls, QueuedPrefillTokens};
+use Indicator::{Bs, Fetches, QueuedPrefillTokens};
 
 #[test]
-fn whoever_is_chosen_pulls_what_another_holds() {
-    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+fn whoever_is_chosen_fetches_what_another_holds() {
+    let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let target = decision.segment.instance;
-    assert_eq!(decision.pull, Some(Pull { holder: home, from_token: 0, to_token: 1600 }));
+    assert_eq!(decision.fetch, Some(PrefixFetch { holder: home, from_token: 0, to_token: 1600 }));
     assert_eq!((decision.segment.from_token, decision.predicted_hit_tokens), (0, 0));
-    assert_eq!(router.pull_of(decision.ticket), decision.pull);
+    assert_eq!(router.fetch_of(decision.ticket), decision.fetch);
     // The target computes only the last token. The holder computes nothing and serves one fetch.
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
-    assert_eq!((of(&mut router, Pulls, home), of(&mut router, Bs, home)), (1.0, 0.0));
-    let told = router.receipt(decision.id).unwrap().pull.clone().unwrap();
+    assert_eq!((of(&mut router, Fetches, home), of(&mut router, Bs, home)), (1.0, 0.0));
+    let told = router.record(decision.id).unwrap().fetch.clone().unwrap();
     assert_eq!((told.slot, &*told.name, told.from_token, told.to_token), (home.0, "e0", 0, 1600));
     assert!((told.expected_seconds - 0.018).abs() < 1e-12);
 
     router.advance(decision.ticket, Event::Sent, 1.0).unwrap();
-    router.advance(decision.ticket, Event::Pulled { tokens: 1600, seconds: 0.018 }, 1.018).unwrap();
-    assert_eq!((router.pull_of(decision.ticket), of(&mut router, Pulls, home)), (None, 0.0));
-    let told = router.receipt(decision.id).unwrap().pull.clone().unwrap();
+    router.advance(decision.ticket, Event::Fetched { tokens: 1600, seconds: 0.018 }, 1.018).unwrap();
+    assert_eq!((router.fetch_of(decision.ticket), of(&mut router, Fetches, home)), (None, 0.0));
+    let told = router.record(decision.id).unwrap().fetch.clone().unwrap();
     assert_eq!((told.tokens, told.seconds), (Some(1600), Some(0.018)));
-    assert_eq!((router.totals().pulls, router.totals().pulled_tokens), (1, 1600));
+    assert_eq!((router.totals().fetches, router.totals().fetched_tokens), (1, 1600));
     // Both instances hold the prompt now.
     assert_eq!(router.hit_tokens(&request(&prompt)), [1600, 1600]);
     let more = router.route(&request(&prompt), 1.1).unwrap();
-    assert_eq!((more.pull, more.predicted_hit_tokens), (None, 1600));
+    assert_eq!((more.fetch, more.predicted_hit_tokens), (None, 1600));
 }
 
 #[test]
-fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
-    let (mut router, home, prompt) = held_by_one("lmetric_pull", PULL, 2);
+fn lmetric_pull_weighs_a_fetched_token_at_its_cost() {
+    let (mut router, home, prompt) = held_by_one("lmetric_pull", FETCH, 2);
     router.fleet_mut().set_draining(home, false).unwrap();
     let name = router.fleet().name(home).to_string();
     let route = |router: &mut Router, running: f64| {
@@ -103,44 +103,44 @@ fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
             router.engine_report(&name, report).unwrap();
         }
         let decision = router.route(&request(&prompt), 1.0).unwrap();
-        let mut scores = router.receipt(decision.id).unwrap().scores.clone();
+        let mut scores = router.record(decision.id).unwrap().scores.clone();
         scores.sort_by(f32::total_cmp);
         router.drop_ticket(decision.ticket);
         (decision, scores)
     };
     // The other instance: 1 token and 0.018 s at 10,000 tokens/s, x 1. At home: 1 token x (bs + 1).
     let (decision, scores) = route(&mut router, 100.0);
-    assert_eq!((decision.segment.instance, decision.pull), (home, None));
+    assert_eq!((decision.segment.instance, decision.fetch), (home, None));
     assert_eq!(scores, [101.0, 181.0]);
     let (decision, scores) = route(&mut router, 200.0);
     assert_ne!(decision.segment.instance, home);
-    assert_eq!(decision.pull.map(|pull| pull.holder), Some(home));
+    assert_eq!(decision.fetch.map(|fetch| fetch.holder), Some(home));
     assert_eq!(scores, [181.0, 201.0]);
     // LMETRIC stays at home until the batch has 1,600 requests.
-    router.set_pull(None).unwrap();
+    router.set_fetch(None).unwrap();
     assert_eq!(route(&mut router, 200.0).1, [201.0, 1601.0]);
 }
 
 #[test]
-fn a_holder_serves_so_many_pulls_at_once() {
-    let pull = PullConfig { most_pulls: 2, ..PULL };
-    let (mut router, home, prompt) = held_by_one("least_requests", pull, 5);
-    let pulling: Vec<Decision> = (0..4).map(|_| router.route(&request(&prompt), 1.0).unwrap()).collect();
-    let holders: Vec<_> = pulling.iter().map(|d| d.pull.map(|pull| pull.holder)).collect();
+fn a_holder_serves_so_many_fetches_at_once() {
+    let fetch = FetchConfig { max_fetches: 2, ..FETCH };
+    let (mut router, home, prompt) = held_by_one("least_requests", fetch, 5);
+    let fetching: Vec<Decision> = (0..4).map(|_| router.route(&request(&prompt), 1.0).unwrap()).collect();
+    let holders: Vec<_> = fetching.iter().map(|d| d.fetch.map(|fetch| fetch.holder)).collect();
     assert_eq!(holders, [Some(home), Some(home), None, None]);
-    assert_eq!(of(&mut router, Pulls, home), 2.0);
-    router.advance(pulling[0].ticket, Event::Pulled { tokens: 1600, seconds: 0.018 }, 1.1).unwrap();
-    assert_eq!(of(&mut router, Pulls, home), 1.0);
+    assert_eq!(of(&mut router, Fetches, home), 2.0);
+    router.advance(fetching[0].ticket, Event::Fetched { tokens: 1600, seconds: 0.018 }, 1.1).unwrap();
+    assert_eq!(of(&mut router, Fetches, home), 1.0);
     // The first target now holds the prompt and serves no fetch.
     router.add_instance("new", Role::Both, None).unwrap();
     let next = router.route(&request(&prompt), 1.2).unwrap();
-    assert_eq!(next.pull.map(|pull| pull.holder), Some(pulling[0].segment.instance));
+    assert_eq!(next.fetch.map(|fetch| fetch.holder), Some(fetching[0].segment.instance));
 }
 
 #[test]
 fn of_equal_holders_the_one_that_serves_least_is_asked() {
-    let pull = PullConfig { most_pulls: 9, ..PULL };
-    let (mut router, home, prompt) = held_by_one("least_requests", pull, 4);
+    let fetch = FetchConfig { max_fetches: 9, ..FETCH };
+    let (mut router, home, prompt) = held_by_one("least_requests", fetch, 4);
     let second = router.route(&request(&prompt), 1.0).unwrap();
     router.advance(second.ticket, Event::Sent, 1.0).unwrap();
     let also = second.segment.instance;
@@ -148,31 +148,31 @@ fn of_equal_holders_the_one_that_serves_least_is_asked() {
     // The home instance still serves a fetch, so the other holder is chosen, although it has one
     // more request.
     let third = router.route(&request(&prompt), 1.0).unwrap();
-    assert_eq!(third.pull.unwrap().holder, also);
-    assert_eq!((of(&mut router, Pulls, home), of(&mut router, Pulls, also)), (1.0, 1.0));
+    assert_eq!(third.fetch.unwrap().holder, also);
+    assert_eq!((of(&mut router, Fetches, home), of(&mut router, Fetches, also)), (1.0, 1.0));
     // Both serve one fetch: the holder with fewer requests is chosen.
     let fourth = router.route(&request(&prompt), 1.0).unwrap();
-    assert_eq!(fourth.pull.unwrap().holder, home);
+    assert_eq!(fourth.fetch.unwrap().holder, home);
 }
 
 #[test]
-fn what_does_not_pay_is_not_pulled() {
+fn what_does_not_pay_is_not_fetched() {
     // The computation of 1,600 tokens takes 0.16 s.
-    for (pull, pays) in [
-        (PullConfig { fixed_seconds: 0.143, ..PULL }, true),
-        (PullConfig { fixed_seconds: 0.145, ..PULL }, false),
-        (PullConfig { seconds_per_token: 0.98e-4, ..PULL }, true),
-        (PullConfig { seconds_per_token: 0.99e-4, ..PULL }, false),
-        (PullConfig { least_tokens: 1600, ..PULL }, true),
-        (PullConfig { least_tokens: 1601, ..PULL }, false),
+    for (fetch, pays) in [
+        (FetchConfig { fixed_seconds: 0.143, ..FETCH }, true),
+        (FetchConfig { fixed_seconds: 0.145, ..FETCH }, false),
+        (FetchConfig { seconds_per_token: 0.98e-4, ..FETCH }, true),
+        (FetchConfig { seconds_per_token: 0.99e-4, ..FETCH }, false),
+        (FetchConfig { min_tokens: 1600, ..FETCH }, true),
+        (FetchConfig { min_tokens: 1601, ..FETCH }, false),
     ] {
-        let (mut router, _, prompt) = held_by_one("lmetric_pull", pull, 2);
+        let (mut router, _, prompt) = held_by_one("lmetric_pull", fetch, 2);
         let decision = router.route(&request(&prompt), 1.0).unwrap();
-        assert_eq!(decision.pull.is_some(), pays, "{pull:?}");
-        let cost = 1.0 + (pull.fixed_seconds + 1600.0 * pull.seconds_per_token) * 10_000.0;
-        let score = router.receipt(decision.id).unwrap().scores[1];
+        assert_eq!(decision.fetch.is_some(), pays, "{fetch:?}");
+        let cost = 1.0 + (fetch.fixed_seconds + 1600.0 * fetch.seconds_per_token) * 10_000.0;
+        let score = router.record(decision.id).unwrap().scores[1];
         let expected = if pays { cost as f32 } else { 1601.0 };
-        assert!((score / expected - 1.0).abs() < 1e-6, "{pull:?}: {score} is not {expected}");
+        assert!((score / expected - 1.0).abs() < 1e-6, "{fetch:?}: {score} is not {expected}");
     }
 }
 
@@ -189,78 +189,81 @@ fn a_step_time_model_says_what_computing_takes() {
         max_batch_tokens: 512.0,
         max_sequences: f64::INFINITY,
     };
-    let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
+    let (mut router, _, prompt) = held_by_one("lmetric_pull", FETCH, 2);
     router.set_step_time(InstanceId(1), Some(step)).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
-    let score = f64::from(router.receipt(decision.id).unwrap().scores[1]);
+    let score = f64::from(router.record(decision.id).unwrap().scores[1]);
     assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
     router.drop_ticket(decision.ticket);
     for (fixed_seconds, pays) in [(0.157, false), (0.156, true)] {
-        router.set_pull(Some(PullConfig { fixed_seconds, ..PULL })).unwrap();
-        assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull.is_some(), pays);
+        router.set_fetch(Some(FetchConfig { fixed_seconds, ..FETCH })).unwrap();
+        assert_eq!(router.route(&request(&prompt), 1.0).unwrap().fetch.is_some(), pays);
     }
 }
 
 #[test]
 fn the_cost_is_learned() {
-    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
-    assert_eq!(router.pull_cost(), Some((1e-5, 0.002, 0)));
-    let mut pulls = 0;
+    let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
+    assert_eq!(router.fetch_cost(), Some((1e-5, 0.002, 0)));
+    let mut fetches = 0;
     for i in 0..200 {
         let now = 1.0 + f64::from(i);
         let decision = router.route(&request(&prompt), now).unwrap();
-        let Some(pull) = decision.pull else { break };
+        let Some(fetch) = decision.fetch else { break };
         // Each fetch takes 0.5 s, three times as long as the computation.
-        router.advance(decision.ticket, Event::Pulled { tokens: pull.tokens(), seconds: 0.5 }, now).unwrap();
+        router
+            .advance(decision.ticket, Event::Fetched { tokens: fetch.tokens(), seconds: 0.5 }, now)
+            .unwrap();
         router.drop_ticket(decision.ticket);
         router.index_mut().cleared(decision.segment.instance);
-        pulls += 1;
+        fetches += 1;
     }
-    let (per_token, fixed, observed) = router.pull_cost().unwrap();
-    assert!((1..100).contains(&pulls) && observed == pulls, "{pulls}");
+    let (per_token, fixed, observed) = router.fetch_cost().unwrap();
+    assert!((1..100).contains(&fetches) && observed == fetches, "{fetches}");
     assert!(fixed + 1600.0 * per_token > 0.16, "{fixed} {per_token}");
-    assert_eq!(of(&mut router, Pulls, home), 0.0);
+    assert_eq!(of(&mut router, Fetches, home), 0.0);
 }
 
 #[test]
 fn what_did_not_come_is_computed() {
-    let (mut router, _, prompt) = held_by_one("least_requests", PULL, 2);
+    let (mut router, _, prompt) = held_by_one("least_requests", FETCH, 2);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let target = decision.segment.instance;
-    let pulled = |tokens, seconds| Event::Pulled { tokens, seconds };
-    for (event, part) in [(pulled(1601, 0.1), "1601"), (pulled(5, f64::NAN), "NaN"), (pulled(5, -1.0), "-1")]
+    let fetched = |tokens, seconds| Event::Fetched { tokens, seconds };
+    for (event, part) in
+        [(fetched(1601, 0.1), "1601"), (fetched(5, f64::NAN), "NaN"), (fetched(5, -1.0), "-1")]
     {
         let error = router.advance(decision.ticket, event, 1.0).unwrap_err().to_string();
         assert!(error.contains(part) && error.contains("at most the 1600"), "{error}");
     }
-    router.advance(decision.ticket, pulled(640, 0.01), 1.0).unwrap();
+    router.advance(decision.ticket, fetched(640, 0.01), 1.0).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
     // The engine found no cached tokens of its own; fetched tokens still count.
     router.advance(decision.ticket, Event::Scheduled(Some(0)), 1.1).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
     // A second result has no effect.
-    router.advance(decision.ticket, pulled(0, 0.0), 1.2).unwrap();
+    router.advance(decision.ticket, fetched(0, 0.0), 1.2).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
     let cold = chain(7000, 10);
     let other = router.route(&request(&cold), 1.3).unwrap();
-    let error = router.advance(other.ticket, pulled(0, 0.0), 1.3).unwrap_err();
+    let error = router.advance(other.ticket, fetched(0, 0.0), 1.3).unwrap_err();
     assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("fetches no prefix")));
 }
 
 #[test]
-fn a_prefill_that_waits_for_its_pull_holds_nobody_up() {
-    let (mut router, _, prompt) = held_by_one("least_requests", PULL, 2);
+fn a_prefill_that_waits_for_its_fetch_holds_nobody_up() {
+    let (mut router, _, prompt) = held_by_one("least_requests", FETCH, 2);
     let waiting = router.route(&request(&prompt), 1.0).unwrap();
     let target = waiting.segment.instance;
     let cold = chain(7000, 100);
     let other = router.route(&request(&cold), 2.0).unwrap();
-    assert_eq!((other.segment.instance, other.pull), (target, None));
+    assert_eq!((other.segment.instance, other.fetch), (target, None));
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1602.0);
     // Placed later but started earlier: only this prefill ends, after 0.2 s, not 1.2 s.
     router.advance(other.ticket, Event::FirstToken, 2.2).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
     assert!((of(&mut router, Indicator::PrefillTokensPerSecond, target) - 8005.0).abs() < 1e-6);
-    router.advance(waiting.ticket, Event::Pulled { tokens: 0, seconds: 1.5 }, 2.5).unwrap();
+    router.advance(waiting.ticket, Event::Fetched { tokens: 0, seconds: 1.5 }, 2.5).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1601.0);
     router.advance(waiting.ticket, Event::FirstToken, 2.7).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 0.0);
@@ -277,73 +280,73 @@ fn however_it_ends_the_holder_is_free_again() {
         Event::Failed(Failure::EngineError),
         Event::Failed(Failure::Refused),
     ] {
-        let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+        let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
         let decision = router.route(&request(&prompt), 1.0).unwrap();
-        assert_eq!(of(&mut router, Pulls, home), 1.0);
+        assert_eq!(of(&mut router, Fetches, home), 1.0);
         router.advance(decision.ticket, end, 1.1).unwrap();
-        assert_eq!(of(&mut router, Pulls, home), 0.0, "{end:?}");
+        assert_eq!(of(&mut router, Fetches, home), 0.0, "{end:?}");
         router.drop_ticket(decision.ticket);
-        assert_eq!(of(&mut router, Pulls, home), 0.0, "{end:?}");
+        assert_eq!(of(&mut router, Fetches, home), 0.0, "{end:?}");
     }
     // A new instance in the holder's slot starts empty.
-    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+    let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     router.remove_instance("e0").unwrap();
     assert_eq!(router.add_instance("new", Role::Both, None).unwrap(), home);
     router.drop_ticket(decision.ticket);
-    assert_eq!(of(&mut router, Pulls, home), 0.0);
+    assert_eq!(of(&mut router, Fetches, home), 0.0);
 }
 
 #[test]
-fn a_retry_pulls_anew() {
-    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 3);
+fn a_retry_fetches_anew() {
+    let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 3);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let next = router.advance(decision.ticket, Event::Failed(Failure::Reset), 1.1).unwrap().unwrap();
     assert_ne!(next.instance, decision.segment.instance);
-    assert_eq!(router.pull_of(decision.ticket), decision.pull);
-    assert_eq!(of(&mut router, Pulls, home), 1.0);
-    let receipt = router.receipt(decision.id).unwrap();
-    assert_eq!((receipt.pull.as_ref().unwrap().slot, receipt.predicted_hit_tokens), (home.0, 0));
+    assert_eq!(router.fetch_of(decision.ticket), decision.fetch);
+    assert_eq!(of(&mut router, Fetches, home), 1.0);
+    let record = router.record(decision.id).unwrap();
+    assert_eq!((record.fetch.as_ref().unwrap().slot, record.predicted_hit_tokens), (home.0, 0));
     // No instance is left: the ticket closes.
     let last = router.advance(decision.ticket, Event::Failed(Failure::Reset), 1.2).unwrap();
-    assert_eq!((last, router.in_flight(), of(&mut router, Pulls, home)), (None, 0, 0.0));
+    assert_eq!((last, router.in_flight(), of(&mut router, Fetches, home)), (None, 0, 0.0));
 }
 
 #[test]
 fn engines_must_be_able_to() {
     for (slot, cuts) in [(0, Cuts::Output), (1, Cuts::Output), (1, Cuts::Nowhere)] {
-        let (mut router, _, prompt) = held_by_one("lmetric_pull", PULL, 2);
+        let (mut router, _, prompt) = held_by_one("lmetric_pull", FETCH, 2);
         router.set_cuts(InstanceId(slot), cuts).unwrap();
         let decision = router.route(&request(&prompt), 1.0).unwrap();
-        assert_eq!(decision.pull, None);
-        assert_eq!(router.receipt(decision.id).unwrap().scores[1], 1601.0);
+        assert_eq!(decision.fetch, None);
+        assert_eq!(router.record(decision.id).unwrap().scores[1], 1601.0);
     }
-    let (mut router, home, prompt) = held_by_one("lmetric_pull", PULL, 2);
+    let (mut router, home, prompt) = held_by_one("lmetric_pull", FETCH, 2);
     router.fleet_mut().set_healthy(home, false).unwrap();
-    assert_eq!(router.route(&request(&prompt), 1.0).unwrap().pull, None);
+    assert_eq!(router.route(&request(&prompt), 1.0).unwrap().fetch, None);
 }
 
 #[test]
-fn a_prefill_instance_pulls_too_and_a_part_of_a_prompt_does_not() {
-    let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
+fn a_prefill_instance_fetches_too_and_a_part_of_a_prompt_does_not() {
+    let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
     router.fleet_mut().set_role(InstanceId(1), Role::Prefill).unwrap();
     router.add_instance("decode", Role::Decode, None).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!(decision.segment.to_token, Some(1601));
-    assert_eq!(decision.pull.map(|pull| pull.holder), Some(home));
+    assert_eq!(decision.fetch.map(|fetch| fetch.holder), Some(home));
     router.advance(decision.ticket, Event::Finished(Usage::default()), 1.1).unwrap();
-    assert_eq!(of(&mut router, Pulls, home), 0.0);
+    assert_eq!(of(&mut router, Fetches, home), 0.0);
 
-    let (mut router, _, prompt) = held_by_one("least_requests", PULL, 3);
+    let (mut router, _, prompt) = held_by_one("least_requests", FETCH, 3);
     router.set_split(&force(0.5).unwrap()).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
-    assert_eq!((decision.segment.to_token.is_some(), decision.pull), (true, None));
+    assert_eq!((decision.segment.to_token.is_some(), decision.fetch), (true, None));
 }
 
 #[test]
-fn an_instance_that_is_full_pulls_nothing() {
-    let pull = PullConfig { most_pulls: 9, most_kv_usage: 0.8, ..PULL };
-    let (mut router, home, prompt) = held_by_one("lmetric_pull", pull, 2);
+fn an_instance_that_is_full_fetches_nothing() {
+    let fetch = FetchConfig { max_fetches: 9, max_kv_usage: 0.8, ..FETCH };
+    let (mut router, home, prompt) = held_by_one("lmetric_pull", fetch, 2);
     let place = |router: &mut Router, kv_usage: Option<f64>| {
         if kv_usage.is_some() {
             let report = Report { at: 1.0, waiting: None, running: None, kv_usage };
@@ -352,32 +355,32 @@ fn an_instance_that_is_full_pulls_nothing() {
         }
         let decision = router.route(&request(&prompt), 1.0).unwrap();
         router.drop_ticket(decision.ticket);
-        let tokens = router.columns().get(Indicator::PullTokens)[decision.segment.instance.index()];
-        (decision.pull.map_or(0, |pull| pull.tokens()), tokens, decision.segment.instance != home)
+        let tokens = router.columns().get(Indicator::FetchTokens)[decision.segment.instance.index()];
+        (decision.fetch.map_or(0, |fetch| fetch.tokens()), tokens, decision.segment.instance != home)
     };
     // No report, below the limit, at the limit, above it, and below it again. The holder's usage
     // has no effect.
-    for (told, pulled) in
+    for (told, fetched) in
         [(None, 1600), (Some(0.79), 1600), (Some(0.8), 0), (Some(1.0), 0), (Some(0.5), 1600)]
     {
-        assert_eq!(place(&mut router, told), (pulled, f64::from(pulled), true), "{told:?}");
+        assert_eq!(place(&mut router, told), (fetched, f64::from(fetched), true), "{told:?}");
     }
-    router.set_pull(Some(PullConfig { most_kv_usage: 1.0, ..pull })).unwrap();
+    router.set_fetch(Some(FetchConfig { max_kv_usage: 1.0, ..fetch })).unwrap();
     assert_eq!(place(&mut router, Some(1.0)).0, 1600);
 }
 
 #[test]
 fn bad_settings_are_named() {
-    for (pull, what) in [
-        (PullConfig { seconds_per_token: -1.0, ..PULL }, "seconds_per_token"),
-        (PullConfig { fixed_seconds: f64::NAN, ..PULL }, "fixed_seconds"),
-        (PullConfig { least_tokens: 0, ..PULL }, "least_tokens"),
-        (PullConfig { most_pulls: 0, ..PULL }, "most_pulls"),
-        (PullConfig { most_kv_usage: 1.5, ..PULL }, "most_kv_usage"),
-        (PullConfig { most_kv_usage: f64::NAN, ..PULL }, "most_kv_usage"),
+    for (fetch, what) in [
+        (FetchConfig { seconds_per_token: -1.0, ..FETCH }, "seconds_per_token"),
+        (FetchConfig { fixed_seconds: f64::NAN, ..FETCH }, "fixed_seconds"),
+        (FetchConfig { min_tokens: 0, ..FETCH }, "min_tokens"),
+        (FetchConfig { max_fetches: 0, ..FETCH }, "max_fetches"),
+        (FetchConfig { max_kv_usage: 1.5, ..FETCH }, "max_kv_usage"),
+        (FetchConfig { max_kv_usage: f64::NAN, ..FETCH }, "max_kv_usage"),
     ] {
-        let mut router = router("lmetric", PULL, 1);
-        let error = router.set_pull(Some(pull)).unwrap_err().to_string();
+        let mut router = router("lmetric", FETCH, 1);
+        let error = router.set_fetch(Some(fetch)).unwrap_err().to_string();
         assert!(error.contains(what), "{error}");
     }
 }
@@ -386,11 +389,11 @@ proptest! {
     /// Fetches counted at the holders equal the fetches of open tickets, for any sequence of
     /// events.
     #[test]
-    fn holders_serve_what_tickets_pull(
-        most_pulls in 1u32..4,
+    fn holders_serve_what_tickets_fetch(
+        max_fetches in 1u32..4,
         ops in prop::collection::vec((0..9u8, 0..64usize, 0..5u8), 1..120),
     ) {
-        let mut router = router("lmetric_pull", PullConfig { most_pulls, ..PULL }, 4);
+        let mut router = router("lmetric_pull", FetchConfig { max_fetches, ..FETCH }, 4);
         let prompts: Vec<Vec<u64>> = (0..5).map(|i| chain(1 + 1000 * i, 20 + 30 * i as usize)).collect();
         let mut open = Vec::new();
         for (at, (op, which, what)) in ops.into_iter().enumerate() {
@@ -403,10 +406,10 @@ proptest! {
             } else {
                 let place = which % open.len();
                 let ticket = open[place];
-                let pulled = router.pull_of(ticket).map_or(0, |pull| pull.tokens());
+                let fetched = router.fetch_of(ticket).map_or(0, |fetch| fetch.tokens());
                 match op {
-                    3 if pulled > 0 => {
-                        let event = Event::Pulled { tokens: pulled / u32::from(1 + what), seconds: 0.01 };
+                    3 if fetched > 0 => {
+                        let event = Event::Fetched { tokens: fetched / u32::from(1 + what), seconds: 0.01 };
                         router.advance(ticket, event, now).unwrap();
                     }
                     4 => drop(router.advance(ticket, Event::FirstToken, now).unwrap()),
@@ -432,20 +435,20 @@ proptest! {
                     open.remove(place);
                 }
             }
-            let pulls: Vec<Pull> = open.iter().filter_map(|ticket| router.pull_of(*ticket)).collect();
+            let fetches: Vec<PrefixFetch> = open.iter().filter_map(|ticket| router.fetch_of(*ticket)).collect();
             for slot in 0..router.fleet().slots() {
                 let id = InstanceId(slot as u32);
-                let serves = pulls.iter().filter(|pull| pull.holder == id).count() as f64;
-                let counted = of(&mut router, Pulls, id);
+                let serves = fetches.iter().filter(|fetch| fetch.holder == id).count() as f64;
+                let counted = of(&mut router, Fetches, id);
                 // A new instance in a slot does not count its predecessor's fetches.
-                prop_assert!(counted <= serves && counted <= f64::from(most_pulls), "{counted} of {serves}");
+                prop_assert!(counted <= serves && counted <= f64::from(max_fetches), "{counted} of {serves}");
                 prop_assert!(counted == serves || router.fleet().generation(id) > 1 || !router.fleet().is_live(id));
             }
         }
         open.into_iter().for_each(|ticket| router.drop_ticket(ticket));
         for slot in 0..router.fleet().slots() {
             let id = InstanceId(slot as u32);
-            prop_assert_eq!(of(&mut router, Pulls, id), 0.0);
+            prop_assert_eq!(of(&mut router, Fetches, id), 0.0);
             prop_assert_eq!(of(&mut router, QueuedPrefillTokens, id), 0.0);
         }
     }

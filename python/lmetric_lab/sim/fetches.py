@@ -23,14 +23,14 @@ def constants(fetch: PrefixFetch, profile: Profile, transfer: Transfer | None) -
         fixed = 0.0 if transfer is None else transfer.fixed_seconds
     simulated = fetch if isinstance(fetch, SimulatedFetch) else SimulatedFetch()
     return {
-        "pull": {
+        "fetch": {
             "seconds_per_token": per_token,
             "fixed_seconds": fixed,
-            "least_tokens": fetch.min_tokens,
-            "most_pulls": fetch.max_fetches,
-            "most_kv_usage": fetch.max_kv_usage,
+            "min_tokens": fetch.min_tokens,
+            "max_fetches": fetch.max_fetches,
+            "max_kv_usage": fetch.max_kv_usage,
         },
-        "pull_holder_seconds": simulated.holder_seconds,
-        "pull_waits": simulated.waits,
-        "pull_pinned": simulated.pinned,
+        "fetch_holder_seconds": simulated.holder_seconds,
+        "fetch_waits": simulated.waits,
+        "fetch_pinned": simulated.pinned,
     }

@@ -86,7 +86,7 @@ def test_each_rule_makes_an_imbalance_smaller(
     rule: str, settings: dict[str, float | str] | None, unmoved: Run
 ) -> None:
     run = play(rule, settings)
-    assert (run.reschedule, unmoved.reschedule) == (rule, "none")
+    assert (run.rebalance, unmoved.rebalance) == (rule, "none")
     assert run.moves.sum() > 0 == unmoved.moves.sum()
     assert run.moves[1::2].sum() == 0  # a short answer is gone before anything is uneven
     assert run.step_variance < 0.5 * unmoved.step_variance
@@ -265,7 +265,7 @@ def test_the_command_compares_rules() -> None:
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     still, moving = answer["runs"]
-    assert (still["reschedule"], moving["reschedule"]) == ("none", "star")
+    assert (still["rebalance"], moving["rebalance"]) == ("none", "star")
     assert still["moves"] == 0 < moving["moves"]
     assert {"oom", "moves", "split", "splits", "tbt_p99_seconds", "token_goodput"} <= moving.keys()
     assert "rebalance" not in answer["setting"]["settings"]

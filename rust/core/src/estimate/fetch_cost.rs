@@ -7,13 +7,13 @@ const KEEP: f64 = 0.98;
 const PRIOR_TOKENS: [f64; 2] = [1024.0, 32768.0];
 /// The fixed part and the per-token part are separated if fetch lengths differ by at least this
 /// much.
-const LEAST_INDEPENDENT: f64 = 1e-3;
+const MIN_INDEPENDENT: f64 = 1e-3;
 
 /// Least squares of seconds = fixed + per token x tokens, both at least 0, over decayed
 /// observations. Each observation is weighted by 1 / tokens, so that errors of short and long
 /// fetches count equally. It starts with two observations that match the prior.
 #[derive(Clone, Copy, Debug)]
-pub struct PullCost {
+pub struct FetchCost {
     prior_fixed: Seconds,
     /// Sums over observations, each weighted by 1 / tokens: of 1, tokens, tokens squared, seconds,
     /// and tokens x seconds.
@@ -27,10 +27,10 @@ pub struct PullCost {
     cost: (Seconds, Seconds),
 }
 
-impl PullCost {
+impl FetchCost {
     /// Starts with a prior cost.
-    pub fn new(seconds_per_token: Seconds, fixed_seconds: Seconds) -> PullCost {
-        let mut cost = PullCost {
+    pub fn new(seconds_per_token: Seconds, fixed_seconds: Seconds) -> FetchCost {
+        let mut cost = FetchCost {
             prior_fixed: fixed_seconds,
             ones: 0.0,
             tokens: 0.0,
@@ -84,7 +84,7 @@ impl PullCost {
 
     fn solved(&self) -> (Seconds, Seconds) {
         let determinant = self.ones * self.squares - self.tokens * self.tokens;
-        if determinant <= LEAST_INDEPENDENT * self.ones * self.squares {
+        if determinant <= MIN_INDEPENDENT * self.ones * self.squares {
             // All fetches have the same length, so the fixed part cannot be determined.
             let fixed = self.prior_fixed.min(self.products / self.tokens);
             return ((self.products - fixed * self.tokens) / self.squares, fixed);
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn begins_with_the_prior_and_forgets_it() {
-        let mut cost = PullCost::new(1e-5, 0.002);
+        let mut cost = FetchCost::new(1e-5, 0.002);
         assert_eq!(cost.cost(), (1e-5, 0.002));
         assert_eq!(cost.seconds(1000.0), 0.012);
         // An observation that matches the prior changes nothing.
@@ -125,8 +125,8 @@ mod tests {
     }
 
     #[test]
-    fn pulls_of_one_length_keep_the_fixed_part_of_the_prior() {
-        let mut cost = PullCost::new(1e-5, 0.002);
+    fn fetches_of_one_length_keep_the_fixed_part_of_the_prior() {
+        let mut cost = FetchCost::new(1e-5, 0.002);
         (0..2000).for_each(|_| cost.observe(1000.0, 0.042));
         assert!((cost.cost().1 - 0.002).abs() < 1e-9, "{:?}", cost.cost());
         assert!((cost.seconds(1000.0) - 0.042).abs() < 1e-9);
@@ -138,7 +138,7 @@ mod tests {
             prior in (0.0f64..1e-3, 0.0f64..1.0),
             observed in prop::collection::vec((1.0f64..1e5, 0.0f64..10.0), 1..80),
         ) {
-            let mut cost = PullCost::new(prior.0, prior.1);
+            let mut cost = FetchCost::new(prior.0, prior.1);
             for (tokens, seconds) in observed {
                 cost.observe(tokens, seconds);
                 let (per_token, fixed) = cost.cost();

@@ -44,7 +44,7 @@ pub type Nexts = SmallVec<[Next; 1]>;
 
 /// Prefix fetch before the request began.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Pulled {
+pub struct FetchRecord {
     /// Slot of the holder.
     pub slot: u32,
     /// Name of the holder.
@@ -131,7 +131,7 @@ pub struct Outcome {
 
 /// The decision record of one request.
 #[derive(Clone, Debug, Default)]
-pub struct Receipt {
+pub struct DecisionRecord {
     /// Number of the decision.
     pub id: u64,
     /// Time of the decision.
@@ -163,7 +163,7 @@ pub struct Receipt {
     /// The best instances, best first (ties in slot order).
     pub best: SmallVec<[Candidate; TERMS_KEPT]>,
     /// Indicator values (in the order of `reads`, then of `declared`) for each instance of `best`,
-    /// in order; NaN if absent. [`Receipt::explained`] pairs them.
+    /// in order; NaN if absent. [`DecisionRecord::explained`] pairs them.
     pub terms: SmallVec<[f64; 2 * TERMS_KEPT]>,
     /// Score of the best other instance minus the score of the chosen one; `None` with one
     /// candidate.
@@ -176,11 +176,11 @@ pub struct Receipt {
     pub cuts: SmallVec<[u32; 2]>,
     /// Why the request was not split (or split into two parts, not three), if requests are split or
     /// moved.
-    pub uncut: Option<Box<str>>,
+    pub split_reason: Option<Box<str>>,
     /// Why no prefix was fetched, if prefix fetches are on and the caller gave a reason.
-    pub unpulled: Option<Box<str>>,
+    pub fetch_reason: Option<Box<str>>,
     /// Prefix fetch planned before the request began.
-    pub pull: Option<Pulled>,
+    pub fetch: Option<FetchRecord>,
     /// Expected work of the instances, if a cut was considered.
     pub balance: Option<Balance>,
     /// Priority for the engine's queue, if requests are ordered.
@@ -213,12 +213,12 @@ pub struct Receipt {
     pub outcome: Outcome,
 }
 
-impl Receipt {
+impl DecisionRecord {
     fn bytes(&self) -> usize {
-        size_of::<Receipt>()
+        size_of::<DecisionRecord>()
             + self.request_id.as_ref().map_or(0, |r| r.len())
-            + self.uncut.as_ref().map_or(0, |r| r.len())
-            + self.unpulled.as_ref().map_or(0, |r| r.len())
+            + self.split_reason.as_ref().map_or(0, |r| r.len())
+            + self.fetch_reason.as_ref().map_or(0, |r| r.len())
             + self.shadow.as_ref().map_or(0, |_| size_of::<Shadow>())
             + self.scores.capacity() * size_of::<f32>()
             + if self.declared.spilled() { self.declared.capacity() * size_of::<DeclaredId>() } else { 0 }
@@ -268,7 +268,7 @@ impl Receipt {
     fn clear(&mut self) {
         let mut scores = std::mem::take(&mut self.scores);
         scores.clear();
-        *self = Receipt { scores, ..Receipt::default() };
+        *self = DecisionRecord { scores, ..DecisionRecord::default() };
     }
 }
 
@@ -282,51 +282,51 @@ fn names_bytes(names: &[Arc<str>]) -> usize {
 /// keep the scores of the best instances only.
 #[derive(Debug, Default)]
 struct Late {
-    running: BTreeMap<u64, Box<Receipt>>,
-    ended: BTreeMap<u64, Box<Receipt>>,
+    running: BTreeMap<u64, Box<DecisionRecord>>,
+    ended: BTreeMap<u64, Box<DecisionRecord>>,
     /// Number of records with these names; their bytes count once.
     names: HashMap<usize, u32>,
     bytes: usize,
 }
 
 impl Late {
-    fn push(&mut self, mut receipt: Box<Receipt>) {
-        receipt.scores = Vec::new();
-        let known = self.names.entry(receipt.names.as_ptr().addr()).or_default();
+    fn push(&mut self, mut record: Box<DecisionRecord>) {
+        record.scores = Vec::new();
+        let known = self.names.entry(record.names.as_ptr().addr()).or_default();
         *known += 1;
-        let names = if *known == 1 { names_bytes(&receipt.names) } else { 0 };
-        self.bytes += receipt.bytes() + names;
-        self.running.insert(receipt.id, receipt);
+        let names = if *known == 1 { names_bytes(&record.names) } else { 0 };
+        self.bytes += record.bytes() + names;
+        self.running.insert(record.id, record);
     }
 
     /// Removes a record: the oldest one whose request has ended, else the oldest.
-    fn pop(&mut self) -> Option<Box<Receipt>> {
-        let (_, receipt) = self.ended.pop_first().or_else(|| self.running.pop_first())?;
-        self.bytes -= receipt.bytes();
-        let place = receipt.names.as_ptr().addr();
+    fn pop(&mut self) -> Option<Box<DecisionRecord>> {
+        let (_, record) = self.ended.pop_first().or_else(|| self.running.pop_first())?;
+        self.bytes -= record.bytes();
+        let place = record.names.as_ptr().addr();
         if let Some(known) = self.names.get_mut(&place) {
             *known -= 1;
             if *known == 0 {
                 self.names.remove(&place);
-                self.bytes -= names_bytes(&receipt.names);
+                self.bytes -= names_bytes(&record.names);
             }
         }
-        Some(receipt)
+        Some(record)
     }
 
-    fn get(&self, id: u64) -> Option<&Receipt> {
-        self.running.get(&id).or_else(|| self.ended.get(&id)).map(|receipt| &**receipt)
+    fn get(&self, id: u64) -> Option<&DecisionRecord> {
+        self.running.get(&id).or_else(|| self.ended.get(&id)).map(|record| &**record)
     }
 
-    fn update(&mut self, id: u64, change: impl FnOnce(&mut Receipt)) {
-        let Some(receipt) = self.running.get_mut(&id) else { return };
-        let before = receipt.bytes();
-        change(receipt);
-        self.bytes = self.bytes + receipt.bytes() - before;
-        if !receipt.runs()
-            && let Some(receipt) = self.running.remove(&id)
+    fn update(&mut self, id: u64, change: impl FnOnce(&mut DecisionRecord)) {
+        let Some(record) = self.running.get_mut(&id) else { return };
+        let before = record.bytes();
+        change(record);
+        self.bytes = self.bytes + record.bytes() - before;
+        if !record.runs()
+            && let Some(record) = self.running.remove(&id)
         {
-            self.ended.insert(id, receipt);
+            self.ended.insert(id, record);
         }
     }
 }
@@ -334,10 +334,10 @@ impl Late {
 /// The latest decision records, bounded in bytes, and those of running requests. Ids are
 /// consecutive, so a lookup is an index.
 #[derive(Debug)]
-pub struct ReceiptRing {
+pub struct RecordRing {
     // Boxed, so that a removed record's memory is reused for a new record without a copy.
-    receipts: VecDeque<Box<Receipt>>,
-    spare: Option<Box<Receipt>>,
+    records: VecDeque<Box<DecisionRecord>>,
+    spare: Option<Box<DecisionRecord>>,
     late: Late,
     bytes: usize,
     byte_bound: usize,
@@ -347,39 +347,39 @@ pub struct ReceiptRing {
 /// Part of the ring's bytes that late records may take.
 const LATE_PART: usize = 4;
 
-impl ReceiptRing {
+impl RecordRing {
     /// Creates an empty ring that keeps at most `byte_bound` bytes, and at least the latest record.
     pub fn new(byte_bound: usize) -> Self {
-        let (receipts, late) = (VecDeque::new(), Late::default());
-        ReceiptRing { receipts, spare: None, late, bytes: 0, byte_bound, next_id: 1 }
+        let (records, late) = (VecDeque::new(), Late::default());
+        RecordRing { records, spare: None, late, bytes: 0, byte_bound, next_id: 1 }
     }
 
     /// Returns a cleared record to fill in; it reuses the buffers of a removed record.
-    pub fn take(&mut self) -> Box<Receipt> {
-        let mut receipt = self.spare.take().unwrap_or_default();
-        receipt.clear();
-        receipt
+    pub fn take(&mut self) -> Box<DecisionRecord> {
+        let mut record = self.spare.take().unwrap_or_default();
+        record.clear();
+        record
     }
 
     /// Returns an unused record, so that its buffers are reused.
-    pub fn put_back(&mut self, receipt: Box<Receipt>) {
-        self.spare = Some(receipt);
+    pub fn put_back(&mut self, record: Box<DecisionRecord>) {
+        self.spare = Some(record);
     }
 
-    /// Stores a record from [`ReceiptRing::take`] and returns its id.
-    pub fn push(&mut self, mut receipt: Box<Receipt>) -> u64 {
+    /// Stores a record from [`RecordRing::take`] and returns its id.
+    pub fn push(&mut self, mut record: Box<DecisionRecord>) -> u64 {
         let id = self.next_id;
-        receipt.id = id;
+        record.id = id;
         self.next_id += 1;
-        self.bytes += receipt.bytes();
-        if self.receipts.back().is_none_or(|last| !Arc::ptr_eq(&last.names, &receipt.names)) {
-            self.bytes += names_bytes(&receipt.names);
+        self.bytes += record.bytes();
+        if self.records.back().is_none_or(|last| !Arc::ptr_eq(&last.names, &record.names)) {
+            self.bytes += names_bytes(&record.names);
         }
-        self.receipts.push_back(receipt);
-        while self.bytes() > self.byte_bound && self.receipts.len() > 1 {
-            let old = self.receipts.pop_front().expect("more than one");
+        self.records.push_back(record);
+        while self.bytes() > self.byte_bound && self.records.len() > 1 {
+            let old = self.records.pop_front().expect("more than one");
             self.bytes -= old.bytes();
-            if self.receipts.front().is_none_or(|next| !Arc::ptr_eq(&next.names, &old.names)) {
+            if self.records.front().is_none_or(|next| !Arc::ptr_eq(&next.names, &old.names)) {
                 self.bytes -= names_bytes(&old.names);
             }
             if old.runs() {
@@ -395,20 +395,20 @@ impl ReceiptRing {
     }
 
     /// Returns the record with this id, if it is still kept.
-    pub fn get(&self, id: u64) -> Option<&Receipt> {
-        let first = self.receipts.front()?.id;
+    pub fn get(&self, id: u64) -> Option<&DecisionRecord> {
+        let first = self.records.front()?.id;
         let Some(place) = id.checked_sub(first) else { return self.late.get(id) };
-        self.receipts.get(usize::try_from(place).ok()?).map(|receipt| &**receipt)
+        self.records.get(usize::try_from(place).ok()?).map(|record| &**record)
     }
 
     /// Changes the record with this id, for example to add the outcome. Updates the byte count.
-    pub fn update(&mut self, id: u64, change: impl FnOnce(&mut Receipt)) {
-        let Some(first) = self.receipts.front().map(|r| r.id) else { return };
+    pub fn update(&mut self, id: u64, change: impl FnOnce(&mut DecisionRecord)) {
+        let Some(first) = self.records.front().map(|r| r.id) else { return };
         let Some(i) = id.checked_sub(first) else { return self.late.update(id, change) };
-        if let Some(receipt) = self.receipts.get_mut(i as usize) {
-            let before = receipt.bytes();
-            change(receipt);
-            self.bytes = self.bytes + receipt.bytes() - before;
+        if let Some(record) = self.records.get_mut(i as usize) {
+            let before = record.bytes();
+            change(record);
+            self.bytes = self.bytes + record.bytes() - before;
         }
     }
 
@@ -419,12 +419,12 @@ impl ReceiptRing {
 
     /// Returns the number of records kept.
     pub fn len(&self) -> usize {
-        self.receipts.len() + self.late.running.len() + self.late.ended.len()
+        self.records.len() + self.late.running.len() + self.late.ended.len()
     }
 
     /// Returns whether the ring is empty.
     pub fn is_empty(&self) -> bool {
-        self.receipts.is_empty()
+        self.records.is_empty()
     }
 }
 
@@ -434,18 +434,18 @@ mod tests {
 
     #[test]
     fn the_ring_is_bounded_and_finds_by_id() {
-        let mut ring = ReceiptRing::new(20_000);
+        let mut ring = RecordRing::new(20_000);
         for _ in 0..1000 {
-            let mut receipt = ring.take();
-            receipt.scores.resize(256, 0.0);
-            ring.push(receipt);
+            let mut record = ring.take();
+            record.scores.resize(256, 0.0);
+            ring.push(record);
             assert!(ring.bytes() <= 20_000);
         }
         assert!(ring.len() > 5);
         assert_eq!(ring.get(1000).unwrap().id, 1000);
         assert!(ring.get(1).is_none() && ring.get(1001).is_none());
         ring.update(1000, |r| r.request_id = Some("x".repeat(100).into()));
-        let counted: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
+        let counted: usize = ring.records.iter().map(|r| r.bytes()).sum();
         assert_eq!(ring.bytes, counted);
     }
 
@@ -453,20 +453,20 @@ mod tests {
     #[test]
     fn the_outcome_of_a_running_request_is_kept_when_the_ring_wraps() {
         let bound = 100_000;
-        let mut ring = ReceiptRing::new(bound);
-        let push = |ring: &mut ReceiptRing, ended: bool| {
-            let mut receipt = ring.take();
-            receipt.scores.resize(256, 0.0);
-            receipt.outcome.ended = ended.then_some(None);
-            ring.push(receipt)
+        let mut ring = RecordRing::new(bound);
+        let push = |ring: &mut RecordRing, ended: bool| {
+            let mut record = ring.take();
+            record.scores.resize(256, 0.0);
+            record.outcome.ended = ended.then_some(None);
+            ring.push(record)
         };
         let running = [push(&mut ring, false), push(&mut ring, false)];
         for _ in 0..1000 {
             push(&mut ring, true);
         }
         for id in running {
-            assert!(ring.get(id).is_some_and(|receipt| receipt.id == id && receipt.scores.is_empty()));
-            ring.update(id, |receipt| receipt.outcome.ended = Some(None));
+            assert!(ring.get(id).is_some_and(|record| record.id == id && record.scores.is_empty()));
+            ring.update(id, |record| record.outcome.ended = Some(None));
             assert_eq!(ring.get(id).unwrap().outcome.ended, Some(None));
             assert!(ring.bytes() <= bound);
         }
@@ -476,7 +476,7 @@ mod tests {
             push(&mut ring, false);
             let late = ring.late.running.values().chain(ring.late.ended.values());
             let names = size_of::<[Arc<str>; 0]>();
-            assert_eq!(ring.late.bytes, late.map(|receipt| receipt.bytes()).sum::<usize>() + names);
+            assert_eq!(ring.late.bytes, late.map(|record| record.bytes()).sum::<usize>() + names);
             assert!(ring.bytes() <= bound && ring.late.bytes <= bound / LATE_PART);
         }
         assert!(running.iter().all(|id| ring.get(*id).is_none()) && !ring.late.running.is_empty());
@@ -488,18 +488,18 @@ mod tests {
         let names = || -> Arc<[Arc<str>]> { (0..64).map(|i| format!("engine-{i:04}").into()).collect() };
         let one = names_bytes(&names());
         let bound = 20 * one;
-        let mut ring = ReceiptRing::new(bound);
+        let mut ring = RecordRing::new(bound);
         let mut shared = names();
         for i in 0..1000 {
             if i % 3 == 0 {
                 shared = names();
             }
-            let mut receipt = ring.take();
-            receipt.names = shared.clone();
-            ring.push(receipt);
-            let mut kept: Vec<_> = ring.receipts.iter().map(|r| r.names.as_ptr()).collect();
+            let mut record = ring.take();
+            record.names = shared.clone();
+            ring.push(record);
+            let mut kept: Vec<_> = ring.records.iter().map(|r| r.names.as_ptr()).collect();
             kept.dedup();
-            let own: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
+            let own: usize = ring.records.iter().map(|r| r.bytes()).sum();
             assert_eq!(ring.bytes, own + kept.len() * one);
             assert!(ring.bytes() <= bound);
         }

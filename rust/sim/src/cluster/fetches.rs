@@ -3,19 +3,19 @@
 //!
 //! The holder answers between two steps (or at once). So a fetch begins when the holder's present
 //! step ends, with the tokens that its cache still holds by then. It costs the holder
-//! [`Pulling::holder_seconds`] if the holder has something to compute. The KV uses the links of KV
-//! transfers. The request's own instance computes the tokens that are gone meanwhile. Tokens that
-//! it holds itself stay there while the request waits. Blocks for fetched tokens are allocated at
-//! admission, as for KV transfers.
+//! [`SimulatedFetch::holder_seconds`] if the holder has something to compute. The KV uses the links
+//! of KV transfers. The request's own instance computes the tokens that are gone meanwhile. Tokens
+//! that it holds itself stay there while the request waits. Blocks for fetched tokens are allocated
+//! at admission, as for KV transfers.
 use super::{Cluster, Event, State, bad};
 use crate::transfer::Load;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
-use lmetric_core::plan::Pull;
+use lmetric_core::plan::PrefixFetch;
 
 /// Effects of a prefix fetch on its holder.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pulling {
+pub struct SimulatedFetch {
     /// Seconds that the holder's next step takes longer, if the holder is not idle: vLLM sends its
     /// holder a request of one token for the prefix.
     pub holder_seconds: Seconds,
@@ -27,13 +27,13 @@ pub struct Pulling {
     pub pinned: bool,
 }
 
-impl Default for Pulling {
-    fn default() -> Pulling {
-        Pulling { holder_seconds: 0.0, waits: true, pinned: true }
+impl Default for SimulatedFetch {
+    fn default() -> SimulatedFetch {
+        SimulatedFetch { holder_seconds: 0.0, waits: true, pinned: true }
     }
 }
 
-impl Pulling {
+impl SimulatedFetch {
     pub(crate) fn check(&self) -> Result<(), CoreError> {
         if !(0.0..=1e6).contains(&self.holder_seconds) {
             return bad("prefix_fetch: holder_seconds", self.holder_seconds, "0 to 1e6 seconds");
@@ -45,7 +45,7 @@ impl Pulling {
 /// A prefix fetch that has not ended.
 #[derive(Clone, Debug)]
 pub(super) struct UnderWay {
-    pub pull: Pull,
+    pub fetch: PrefixFetch,
     /// Time of the request for the prefix.
     asked: Seconds,
     /// Tokens on their way, and tokens that need not be computed once they have arrived.
@@ -57,21 +57,21 @@ pub(super) struct UnderWay {
 
 impl Cluster<'_> {
     /// Requests a prefix from its holder before the request queues.
-    pub(super) fn ask_for_pull(&mut self, request: usize, pull: Pull) {
-        let holder = pull.holder.index();
-        self.records.pull_instance[request] = holder as i64;
+    pub(super) fn ask_for_fetch(&mut self, request: usize, fetch: PrefixFetch) {
+        let holder = fetch.holder.index();
+        self.records.fetch_instance[request] = holder as i64;
         let asked = self.now;
-        let waits = self.config.pulling.waits;
+        let waits = self.config.fetching.waits;
         let begins = if waits { self.present_step_ends(holder) } else { self.now };
-        let under_way = UnderWay { pull, asked, tokens: 0, reach: 0, pinned: Vec::new() };
-        self.pulls.insert(request as u32, under_way);
-        self.hold_for_pull(holder);
-        self.at(begins, Event::PullBegins { request: request as u32 });
+        let under_way = UnderWay { fetch, asked, tokens: 0, reach: 0, pinned: Vec::new() };
+        self.fetches.insert(request as u32, under_way);
+        self.hold_for_fetch(holder);
+        self.at(begins, Event::FetchBegins { request: request as u32 });
     }
 
     /// Makes a busy holder's next step longer: it answers a request for a prefix.
-    pub(super) fn hold_for_pull(&mut self, holder: usize) {
-        let costs = self.config.pulling.holder_seconds;
+    pub(super) fn hold_for_fetch(&mut self, holder: usize) {
+        let costs = self.config.fetching.holder_seconds;
         if costs > 0.0 && self.instances[holder].state != State::Idle {
             self.engines[holder].hold(costs);
             if self.instances[holder].state == State::Stepping
@@ -94,38 +94,38 @@ impl Cluster<'_> {
     }
 
     /// Sends the tokens that the holder still holds and the request's instance does not.
-    pub(super) fn begin_pull(&mut self, request: usize) {
-        let Some(mut under_way) = self.pulls.remove(&(request as u32)) else { return };
-        let (holder, to) = (under_way.pull.holder.index(), self.parts[request].instance as usize);
+    pub(super) fn begin_fetch(&mut self, request: usize) {
+        let Some(mut under_way) = self.fetches.remove(&(request as u32)) else { return };
+        let (holder, to) = (under_way.fetch.holder.index(), self.parts[request].instance as usize);
         let prompt = self.workload.shape.input_tokens[request];
         let chain = super::chain(self.workload, self.config, request);
-        let held = self.engines[holder].hit_tokens(chain, prompt).min(under_way.pull.to_token);
+        let held = self.engines[holder].hit_tokens(chain, prompt).min(under_way.fetch.to_token);
         let own = self.engines[to].hit_tokens(chain, prompt);
         under_way.tokens = held.saturating_sub(own);
         under_way.reach = held;
         if under_way.tokens > 0 {
             under_way.pinned = self.engines[holder].use_prefix(chain, held);
-            if !self.config.pulling.pinned {
+            if !self.config.fetching.pinned {
                 self.engines[holder].release_prefix(&mut under_way.pinned);
             }
         }
         let load = Load { from: holder, to, tokens: under_way.tokens, began: None, ended: self.now };
         let there = self.links.carry(load);
-        self.pulls.insert(request as u32, under_way);
-        self.at(there, Event::PullEnds { request: request as u32 });
+        self.fetches.insert(request as u32, under_way);
+        self.at(there, Event::FetchEnds { request: request as u32 });
     }
 
     /// Ends a prefix fetch: the request queues.
-    pub(super) fn end_pull(&mut self, request: usize) -> Result<(), CoreError> {
-        let Some(mut under_way) = self.pulls.remove(&(request as u32)) else { return Ok(()) };
-        let (holder, to) = (under_way.pull.holder.index(), self.parts[request].instance as usize);
+    pub(super) fn end_fetch(&mut self, request: usize) -> Result<(), CoreError> {
+        let Some(mut under_way) = self.fetches.remove(&(request as u32)) else { return Ok(()) };
+        let (holder, to) = (under_way.fetch.holder.index(), self.parts[request].instance as usize);
         if !under_way.pinned.is_empty() {
             self.engines[holder].release_prefix(&mut under_way.pinned);
             if self.instances[holder].state == State::Idle {
                 self.free(holder); // requests there may have waited for these blocks
             }
         }
-        if !self.config.pulling.pinned && under_way.tokens > 0 {
+        if !self.config.fetching.pinned && under_way.tokens > 0 {
             let prompt = self.workload.shape.input_tokens[request];
             let chain = super::chain(self.workload, self.config, request);
             let held = self.engines[holder].hit_tokens(chain, prompt).min(under_way.reach);
@@ -133,11 +133,11 @@ impl Cluster<'_> {
             under_way.reach = held;
         }
         let seconds = self.now - under_way.asked;
-        self.records.pull_seconds[request] = seconds;
+        self.records.fetch_seconds[request] = seconds;
         let came = if under_way.tokens > 0 { under_way.reach } else { 0 };
-        let tokens = came.saturating_sub(under_way.pull.from_token);
-        self.routers.of(request as u64).pulled(request as u64, tokens, seconds, self.now)?;
-        self.parts[request].pulled = came;
+        let tokens = came.saturating_sub(under_way.fetch.from_token);
+        self.routers.of(request as u64).fetched(request as u64, tokens, seconds, self.now)?;
+        self.parts[request].fetched = came;
         self.submit(request, to)
     }
 }
