@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from lmetric.record_files import read_records
 from lmetric_lab.replay import Client, Player
@@ -42,6 +43,7 @@ async def replay(process: Process) -> int:
     return sum(not record.completed for record in player.records)
 
 
+@pytest.mark.nightly
 async def test_a_policy_without_affinity_is_found_and_rolled_back_by_command(tmp_path: Path) -> None:
     flags = ["--embedded", "4", "--set", "admin=true", "--records", str(tmp_path / "records")]
     async with router(*flags, "--shadow", "vllm") as r:

@@ -154,6 +154,7 @@ def test_good_service_lowers_the_headroom_unless_the_fleet_was_larger_than_advis
     assert spare.headroom == 0.1
 
 
+@pytest.mark.nightly
 def test_the_headroom_has_ends_and_recovers_at_once() -> None:
     made = budget()
     for step in range(1, 2000):

@@ -126,6 +126,7 @@ def test_a_made_hot_spot(known: bool) -> None:
     assert trace.input_tokens[hot].min() >= 2000
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("reproduce")
 @pytest.mark.parametrize("tokens", [8000, 16000])
 @pytest.mark.parametrize("known", [True, False])

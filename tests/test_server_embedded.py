@@ -181,6 +181,7 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     assert all(record["split_reason"] for record in records if not record["cuts"])
 
 
+@pytest.mark.nightly
 async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     prompts = [f"Of river {n}, its banks and its bridges. " * (1 + n % 40) for n in range(48)]
     counter = "lmetric_split_requests_total"

@@ -173,6 +173,7 @@ async def test_a_fetch_that_hangs_ends_with_its_change(monkeypatch: pytest.Monke
         assert set(changes(w).outcomes) == {"late"}
 
 
+@pytest.mark.nightly
 async def test_a_rolling_restart_loses_nothing() -> None:
     """Three engines restart one after another under twenty users."""
     async with fleet(both(), both(), both(), migration_max_gap_seconds=30.0) as w:

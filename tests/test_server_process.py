@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+import pytest
 
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, hang, says, token
 from waiting import PATIENCE_SECONDS
@@ -202,6 +203,7 @@ async def test_wrong_configurations() -> None:
             assert "Traceback" not in said
 
 
+@pytest.mark.nightly
 async def test_a_full_pipe_of_the_log_stops_nothing() -> None:
     """Security F8: with `log.access`, a stuck reader of stderr once stopped all requests."""
     read, write = os.pipe()

@@ -105,6 +105,7 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.nightly
 async def test_reloads_of_10000_engines_take_short_turns() -> None:
     half = range(ENGINES // 2)
     async with large_fleet() as it:

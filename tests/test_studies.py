@@ -43,6 +43,7 @@ def test_the_page_shows_the_results_as_they_are(study: Study, tmp_path: Path) ->
     assert "--render" in stale.stderr
 
 
+@pytest.mark.nightly
 @every
 def test_mistakes_are_named(study: Study) -> None:
     unknown = study.run("--figure", "99")
