@@ -67,7 +67,7 @@ from lmetric_lab.sim.synthetic import read_synthetic
 sizes = "input_tokens: {{p50: 1000, mean: 1500}}, output_tokens: {{p50: 100, mean: 150}}"
 rate = "rate: 8.0, duration_seconds: 60, "
 trace = read_synthetic("{{synthetic: sessions, seed: 3, " + rate + sizes + "}}").make()
-simulate(prepare(trace, "qwen2.5-14b-a100"), policy="lmetric", profile="qwen2.5-14b-a100", **{fleet})
+simulate(prepare(trace, "qwen2.5-14b-a100"), profile="qwen2.5-14b-a100", **{fleet})
 """
 # Name, function (its name differs between checkouts), calls in one run.
 STAGES = [
