@@ -282,6 +282,7 @@ def test_a_bad_option_is_refused(change: dict[str, object], message: str) -> Non
             "LibraSplit.prob: 6 is not valid; unknown setting; did you mean 'probes'",
         ),  # type: ignore[call-arg]
         (lambda: lm.SplitAt(), "SplitAt.fraction: missing; 'force' needs it"),  # type: ignore[call-arg]
+        (lambda: lm.SplitBy(), "SplitBy.planner: missing; 'SplitBy' needs it"),  # type: ignore[call-arg]
     ],
 )
 def test_an_option_with_a_bad_setting_is_not_made(made: Callable[[], object], message: str) -> None:

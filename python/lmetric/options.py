@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -103,6 +103,7 @@ class ServerDefault:
     value: Any
 
 
+_Mark = TypeVar("_Mark", Served, Study, ServerDefault)
 _CONSTANT = Study("it is a constant of servers")
 _LENGTHS = Study("it needs the true length of each answer")
 _FORECASTS = Study("it needs the true length of each answer", get_args(Forecast)[1:])
@@ -118,7 +119,7 @@ class _Option(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    core_kind: ClassVar[str]
+    core_kind: ClassVar[str] = ""  # the kind; "": in the fields
     # Settings that the server reads, and the core does not have.
     of_servers: ClassVar[tuple[str, ...]] = ()
 
@@ -131,11 +132,8 @@ class _Option(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise _refusal(type(self), error) from None
-
-    def changed(self, **given: Any) -> Self:
-        """Returns a copy with other values."""
-        return type(self)(**{**dict(self), **given})
+            cls = type(self)
+            raise _refusal(cls, error, cls.__name__, list(cls.model_fields)) from None
 
 
 class LibraSplit(_Option):
@@ -281,16 +279,9 @@ class FairShares(_Option):
     core_kind: ClassVar[str] = "vtc"
 
 
-class Star(_Option):
-    """Move running requests from loaded to less loaded instances by predicted load.
+class _Rebalancing(_Option):
+    """The settings of all methods that move requests by their predicted lengths."""
 
-    Source: STAR, Algorithm 1.
-    """
-
-    core_kind: ClassVar[str] = "star"
-
-    prediction: bool = True
-    """Whether to predict loads; False: use the current load."""
     forecast: Annotated[ForecastLike, _FORECASTS, Served("you have trained a predictor of lengths")] = "curve"
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
     Python function (docs/how-to/deploying.md); other names are for simulations."""
@@ -302,6 +293,18 @@ class Star(_Option):
     """Time between two rounds of migrations."""
     max_moves: int = 1
     """Most migrations per round."""
+
+
+class Star(_Rebalancing):
+    """Move running requests from loaded to less loaded instances by predicted load.
+
+    Source: STAR, Algorithm 1.
+    """
+
+    core_kind: ClassVar[str] = "star"
+
+    prediction: bool = True
+    """Whether to predict loads; False: use the current load."""
     horizon_steps: int = 2048
     """Decode steps that the prediction looks ahead."""
     points: int = 32
@@ -318,7 +321,7 @@ class Star(_Option):
     """Standard deviations of the forecast to subtract from the gain of a migration."""
 
 
-class Llumnix(_Option):
+class Llumnix(_Rebalancing):
     """Move running requests from instances with little free memory to instances with much.
 
     Source: Llumnix.
@@ -326,17 +329,6 @@ class Llumnix(_Option):
 
     core_kind: ClassVar[str] = "llumnix"
 
-    forecast: ForecastLike = "curve"
-    """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (docs/how-to/deploying.md); other names are for simulations."""
-    forecast_seed: Annotated[int, _SEED] = 0
-    """Seed of forecasts with random errors (simulations)."""
-    repredict_tokens: int = 20
-    """Output tokens between two length predictions of a request."""
-    period_seconds: float = 0.5
-    """Time between two rounds of migrations."""
-    max_moves: int = 1
-    """Most migrations per round."""
     source_below_steps: float = 48.0
     """Instances with free memory for fewer decode steps are sources of migrations."""
     target_above_steps: float = 48.0
@@ -614,29 +606,36 @@ def default_of(what: str, policy: str) -> Any:
     return {"split": DecodePlacement(), "prefix_fetch": PrefixFetch()}.get(what)
 
 
+def _mark(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
+    """The annotation of a kind; None: there is none."""
+    return next((each for each in field.metadata if isinstance(each, kind)), None)
+
+
 def _study(field: FieldInfo) -> Study:
     """The reason why servers refuse a setting, or some of its values."""
-    return next((each for each in field.metadata if isinstance(each, Study)), _CONSTANT)
+    return _mark(field, Study) or _CONSTANT
 
 
 def is_study(field: FieldInfo) -> bool:
     """Whether servers do not offer a setting: it is for simulations only, or a constant."""
-    return not any(isinstance(each, Served) for each in field.metadata)
+    return _mark(field, Served) is None
 
 
 def is_constant(field: FieldInfo) -> bool:
     """Whether a setting is a constant of servers."""
-    return not any(isinstance(each, Served | Study) for each in field.metadata)
+    return _mark(field, Served) is None and _mark(field, Study) is None
 
 
 def when(field: FieldInfo) -> str:
     """The reason to change a setting of servers."""
-    return next((each.when for each in field.metadata if isinstance(each, Served)), "")
+    served = _mark(field, Served)
+    return "" if served is None else served.when
 
 
 def server_default(field: FieldInfo) -> Any:
     """The default of a setting in servers."""
-    return next((each.value for each in field.metadata if isinstance(each, ServerDefault)), field.default)
+    other = _mark(field, ServerDefault)
+    return field.default if other is None else other.value
 
 
 def offered(cls: type[BaseModel], *, server: bool) -> dict[str, FieldInfo]:
@@ -813,7 +812,7 @@ def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
             )
             raise _refused((name,), value, f"{told} {_unoffered(field)}; expected {expected}", what)
         if name not in given and value == field.default != server_default(field):
-            option = option.changed(**{name: server_default(field)})
+            option = option.model_copy(update={name: server_default(field)})
     return option
 
 
@@ -854,26 +853,25 @@ def _checked(what: str, cls: type[_Option], given: Mapping[str, Any], server: bo
     """Checks the values and returns an instance of `cls`."""
     from lmetric._core import BadValueError
 
-    for name in given:
-        if name not in cls.model_fields:
-            known = list(offered(cls, server=server))
-            raise _refused((name,), given[name], "unknown setting", what, known)
     try:
         return cls(**given)
     except BadValueError as error:
-        refused: Any = error
-    raise _refused(refused.path, refused.value, refused.problem, what)
+        cause: Any = error.__context__
+    raise _refusal(cls, cause, what, list(offered(cls, server=server)))
 
 
-def _refusal(cls: type[_Option], error: ValidationError) -> Exception:
-    """Returns the first error of pydantic as a BadValueError."""
+def _refusal(cls: type[_Option], error: ValidationError, what: str, known: list[str]) -> Exception:
+    """Returns the first error of pydantic as a BadValueError.
+
+    ``what``: the option in the message. ``known``: its settings.
+    """
     problem = error.errors(include_url=False)[0]
     path = tuple(map(str, problem["loc"][-1:]))
     if problem["type"] == "missing":
-        return _refused(path, None, f"missing; {cls.core_kind!r} needs it", cls.__name__)
+        return _refused(path, None, f"missing; {cls.core_kind or cls.__name__!r} needs it", what)
     if problem["type"] == "extra_forbidden":
-        return _refused(path, problem["input"], "unknown setting", cls.__name__, list(cls.model_fields))
-    return _refused(path, problem["input"], expected(problem), cls.__name__)
+        return _refused(path, problem["input"], "unknown setting", what, known)
+    return _refused(path, problem["input"], expected(problem), what)
 
 
 def _check_range(what: str, option: Any, given: list[str]) -> None:
