@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from lmetric._core import BadValueError
 from lmetric.options import WarmChanges, core_settings
 from lmetric.profiles import Profile
+from lmetric_lab.sim.fetches import with_costs
 from lmetric_lab.sim.pools import Transfer
 
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?)\s+(join|leave)\s+(\d+)\s*")
@@ -86,10 +87,7 @@ def fleet_change_constants(
     option: WarmChanges | None, profile: Profile, transfer: Transfer | None
 ) -> dict[str, Any]:
     """Keyword arguments of `_core.simulate`. Missing costs of the option are `transfer`'s."""
-    if option is not None and option.seconds_per_token is None:
-        per_token = 0.0 if transfer is None else transfer.seconds_per_token(profile)
-        option = option.changed(seconds_per_token=per_token)
-    if option is not None and option.fixed_seconds is None:
-        option = option.changed(fixed_seconds=0.0 if transfer is None else transfer.fixed_seconds)
+    if option is not None:
+        option = with_costs(option, profile, transfer)
     kind, settings = core_settings("fleet_changes", option)
     return {"fleet_changes": kind, "fleet_change_settings": settings}

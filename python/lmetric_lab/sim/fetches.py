@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from lmetric.options import PrefixFetch, SimulatedFetch
+from lmetric.options import PrefixFetch, SimulatedFetch, WarmChanges
 from lmetric.profiles import Profile
 from lmetric_lab.sim.pools import Transfer
+
+Costs = TypeVar("Costs", PrefixFetch, WarmChanges)
+
+
+def with_costs(option: Costs, profile: Profile, transfer: Transfer | None) -> Costs:
+    """The option with the costs of `transfer` for missing ones.
+
+    Raises:
+        BadValueError: the profile has no `kv_bytes_per_token`.
+    """
+    costs = {}
+    if option.seconds_per_token is None:
+        costs["seconds_per_token"] = 0.0 if transfer is None else transfer.seconds_per_token(profile)
+    if option.fixed_seconds is None:
+        costs["fixed_seconds"] = 0.0 if transfer is None else transfer.fixed_seconds
+    return option.model_copy(update=costs)
 
 
 def constants(fetch: PrefixFetch, profile: Profile, transfer: Transfer | None) -> dict[str, Any]:
@@ -16,20 +32,9 @@ def constants(fetch: PrefixFetch, profile: Profile, transfer: Transfer | None) -
     Raises:
         BadValueError: the profile has no `kv_bytes_per_token`.
     """
-    per_token, fixed = fetch.seconds_per_token, fetch.fixed_seconds
-    if per_token is None:
-        per_token = 0.0 if transfer is None else transfer.seconds_per_token(profile)
-    if fixed is None:
-        fixed = 0.0 if transfer is None else transfer.fixed_seconds
     simulated = fetch if isinstance(fetch, SimulatedFetch) else SimulatedFetch()
     return {
-        "fetch": {
-            "seconds_per_token": per_token,
-            "fixed_seconds": fixed,
-            "min_tokens": fetch.min_tokens,
-            "max_fetches": fetch.max_fetches,
-            "max_kv_usage": fetch.max_kv_usage,
-        },
+        "fetch": with_costs(fetch, profile, transfer).model_dump(include=set(PrefixFetch.model_fields)),
         "fetch_holder_seconds": simulated.holder_seconds,
         "fetch_waits": simulated.waits,
         "fetch_pinned": simulated.pinned,
