@@ -14,6 +14,9 @@ from hypothesis import settings
 
 from log_watch import watched_log
 
+# Hundreds of tests start processes: without bytecode files, each would compile all modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 IN_ROUTER = Path(__file__).parent / "in_router"
 sys.path.append(str(IN_ROUTER))
 # Of the benchmarks, tests import `train_lengths`.
