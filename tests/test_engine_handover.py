@@ -253,22 +253,24 @@ async def test_prefill_and_decode_meet_in_a_room() -> None:
 
 
 async def test_neither_half_waits_for_one_that_left() -> None:
-    patient = {"kv_patience_seconds": 0.2}
+    patient = {"kv_patience_seconds": 1.0}
     async with (
         EngineServer(sglang("prefill", **patient)) as prefill,
         EngineServer(sglang("decode")) as decode,
     ):
         rooms = prefill._api._rooms  # type: ignore[union-attr]
-        # A decode engine whose client left takes its half with it.
-        leg = asyncio.create_task(post(decode, room(prefill, 1)))
-        await asyncio.sleep(0.05)
-        assert rooms.waiting == 1
-        leg.cancel()
-        await asyncio.gather(leg, return_exceptions=True)
+
+        async def waiting() -> bool:
+            return bool(rooms.waiting == 1)
 
         async def empty() -> bool:
-            return bool(rooms.waiting == 0)
+            return not rooms.waiting
 
+        # A decode engine whose client left takes its half with it.
+        leg = asyncio.create_task(post(decode, room(prefill, 1)))
+        await until(waiting)
+        leg.cancel()
+        await asyncio.gather(leg, return_exceptions=True)
         await until(empty)
         # A prefill half that is given up ends the other.
         leg = asyncio.create_task(post(prefill, room(prefill, 2)))
