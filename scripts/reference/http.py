@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from lmetric.server.api.openapi import ERROR_TYPES, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS, document
+from lmetric.server.http.pages import PAGES
 
 HEAD = """\
 # HTTP API
@@ -76,7 +77,7 @@ def schema(body: dict[str, Any]) -> str:
         name = body["$ref"].rpartition("/")[2]
         if name == "EngineConfig":
             return "keys of [`engines[]`](configuration.md#engines)"
-        properties = document()["components"]["schemas"][name]["properties"]
+        properties = document(PAGES.values())["components"]["schemas"][name]["properties"]
         return ", ".join(f"`{each}`" for each in properties)
     return ", ".join(f"`{each}`" for each in body.get("properties", ()))
 
@@ -112,7 +113,7 @@ def tag_section(tag: dict[str, str], paths: dict[str, Any]) -> str:
 
 def files() -> dict[str, str]:
     """Returns the page and the document."""
-    made = document()
+    made = document(PAGES.values())
     page = HEAD
     page += "\n## Request headers\n\n" + table(
         "header | meaning", [(f"`{name}`", about) for name, about in REQUEST_HEADERS.items()]

@@ -1,12 +1,12 @@
 """The OpenAPI document of the router's HTTP API.
 
 `document` builds it from declarations: the relayed paths of `lmetric.server.api.request`, the
-models of the configuration, `OWN_PAGES`, and the tables in this module.
+models of the configuration, the router's own pages, and the tables in this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic.json_schema import models_json_schema
@@ -15,9 +15,18 @@ from lmetric._core import __version__
 from lmetric.config import CanaryStart, EngineConfig, PolicyChange, Role
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api import paths
-from lmetric.server.api.own_pages import ADMIN, KEY, OPEN, OWN_PAGES, REPLICA
-
-JSON = dict[str, Any]
+from lmetric.server.api.own_pages import (
+    ADMIN,
+    JSON,
+    KEY,
+    OBJECT,
+    OPEN,
+    REPLICA,
+    OwnPage,
+    answer,
+    in_path,
+    schema,
+)
 
 # Summaries of the relayed paths.
 SUMMARIES: Mapping[str, str] = {
@@ -152,18 +161,6 @@ RESPONSE_HEADERS: Mapping[str, str] = {
     "response fails. An engine's own error may have a date.",
 }
 
-OBJECT: JSON = {"type": "object"}
-
-
-def _schema(name: str) -> JSON:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _answer(description: str, schema: JSON | None = None, media: str = "application/json") -> JSON:
-    if schema is None:
-        return {"description": description}
-    return {"description": description, "content": {media: {"schema": schema}}}
-
 
 def _errors(*statuses: int) -> JSON:
     return {str(status): {"$ref": "#/components/responses/Error"} for status in statuses}
@@ -171,11 +168,6 @@ def _errors(*statuses: int) -> JSON:
 
 def _security(*schemes: str | None) -> list[JSON]:
     return [{scheme: []} if scheme else {} for scheme in schemes]
-
-
-def _in_path(name: str, description: str) -> JSON:
-    schema = {"type": "string"}
-    return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
 
 
 def _operation(
@@ -201,7 +193,7 @@ def _relayed(path: str) -> JSON:
     """The operation of a path that the router relays to an engine."""
     streams = path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages", *paths.AUDIO)
     form = path in paths.AUDIO
-    answer: JSON = {
+    passed: JSON = {
         "description": "The engine's answer, unchanged",
         "headers": {
             name: {"$ref": f"#/components/headers/{name}"}
@@ -211,14 +203,14 @@ def _relayed(path: str) -> JSON:
         "content": {"application/json": {"schema": OBJECT}},
     }
     if streams:
-        answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        passed["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     operation = _operation(
         "engines",
         SUMMARIES[path],
-        answer,
+        passed,
         (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504),
         (KEY, OPEN),
-        body=_schema("AudioRequest" if form else "EngineRequest"),
+        body=schema("AudioRequest" if form else "EngineRequest"),
         media="multipart/form-data" if form else "application/json",
         parameters=tuple({"$ref": f"#/components/parameters/{name}"} for name in REQUEST_HEADERS),
     )
@@ -233,10 +225,10 @@ def _stored() -> JSON:
         return _operation(
             "engines",
             summary,
-            _answer("The engine's answer, unchanged", OBJECT),
+            answer("The engine's answer, unchanged", OBJECT),
             (400, 401, 404, 502, 503, 504),
             (KEY, OPEN),
-            parameters=(_in_path("id", "ID of a response that the same tenant made"),),
+            parameters=(in_path("id", "ID of a response that the same tenant made"),),
         )
 
     return {
@@ -248,121 +240,19 @@ def _stored() -> JSON:
     }
 
 
-def _own_paths() -> JSON:
-    """The operations of `OWN_PAGES`."""
-    details = _own_details()
+def _own(page: OwnPage) -> JSON:
+    """The operations of one of the router's own pages."""
     return {
-        path: {
-            method.lower(): _operation(page.tag, summary, access=page.credentials, **details[method, path])
-            for method, summary in page.methods.items()
-        }
-        for path, page in OWN_PAGES.items()
-    }
-
-
-def _own_details() -> dict[tuple[str, str], JSON]:
-    """Arguments of `_operation` for each method and path of the router's own pages."""
-    text = {"type": "string"}
-    array = {"type": "array", "items": OBJECT}
-    engines = {"type": "array", "items": _schema("Engine")}
-    engine = _answer("Done", _schema("Engine"))
-    name = _in_path("name", "Name of the engine; %2F for a slash")
-    page, change = (401, 403), (400, 401, 403, 404)
-    role = {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": list(get_args(Role))},
-            "drain": {"type": "number", "minimum": 0, "maximum": 86400, "default": 0},
-        },
-    }
-    numbers = {"type": "object", "additionalProperties": {"type": ["number", "null"]}}
-    added = {
-        "allOf": [_schema("EngineConfig"), {"type": "object", "properties": {"model": {"type": "string"}}}]
-    }
-    drain = {
-        "name": "drain",
-        "in": "query",
-        "description": "Most seconds to wait until the engine is idle",
-        "schema": {"type": "number", "minimum": 0, "maximum": 86400, "default": 0},
-    }
-    switch = {"type": "object", "required": ["on"], "properties": {"on": {"type": "boolean"}}}
-    model = {"properties": {"model": {"type": "string", "description": "Default: all models"}}}
-    label = _in_path("id", "Value of the header x-lmetric-decision")
-    full = {
-        "name": "full",
-        "in": "query",
-        "description": "1: also the fields without a value, as null",
-        "schema": {"enum": [0, 1], "default": 0},
-    }
-    limit = {
-        "name": "limit",
-        "in": "query",
-        "description": "Decisions of each model",
-        "schema": {"type": "integer", "minimum": 1, "maximum": 200, "default": 20},
-    }
-    index = _answer("For browsers as HTML", OBJECT)
-    index["content"]["text/html"] = {"schema": text}
-
-    script = _answer("File", text, "text/javascript")
-    script["content"]["text/css"] = {"schema": text}
-    stream = _answer("State; as events with `Accept: text/event-stream`", OBJECT)
-    stream["content"]["text/event-stream"] = {"schema": text}
-
-    canary = _answer("State of the canary", OBJECT)
-    only = {"properties": {"model": {"type": "string", "description": "Default: the only model"}}}
-
-    def told(answer: JSON, *errors: int, **more: Any) -> JSON:
-        return {"answer": answer, "errors": errors, **more}
-
-    return {
-        ("GET", "/"): told(index),
-        ("GET", "/openapi.json"): told(_answer("OpenAPI document", OBJECT)),
-        ("GET", "/ui"): told(_answer("Page", text, "text/html"), 404),
-        ("GET", "/ui/{file}"): told(
-            script, 404, parameters=(_in_path("file", "Name of the file, such as page.js"),)
-        ),
-        ("GET", "/debug/live"): told(stream, *page, 404, 503),
-        ("GET", "/health"): told(_answer("It works"), 500),
-        ("GET", "/ready"): told(_answer("Ready", _schema("Ready")), 503),
-        ("GET", "/metrics"): told(_answer("Metrics", text, "text/plain"), *page),
-        ("GET", "/v1/models"): told(_answer("Models", _schema("Models")), 401),
-        ("GET", "/v1/models/{model}"): told(
-            _answer("Model", _schema("Model")),
-            *(401, 404),
-            parameters=(_in_path("model", "Name of the model or of an adapter"),),
-        ),
-        ("GET", "/debug"): told(index, *page),
-        ("GET", "/debug/engines"): told(_answer("State", engines), *page),
-        ("GET", "/debug/indicators"): told(_answer("State", OBJECT), *page),
-        ("GET", "/debug/decisions"): told(_answer("Decisions", array), 400, *page, parameters=(limit,)),
-        ("GET", "/debug/discovery"): told(_answer("State", array), *page),
-        ("GET", "/debug/admission"): told(_answer("Admission by model; null: off", OBJECT), *page),
-        ("GET", "/debug/programs"): told(_answer("Programs by model", OBJECT), *page),
-        ("GET", "/debug/replicas"): told(_answer("State", OBJECT), *page),
-        ("GET", "/debug/decisions/{id}"): told(
-            _answer("Decision record", OBJECT), *(400, 401, 404), parameters=(label, full)
-        ),
-        ("GET", "/admin/engines"): told(_answer("Engines", engines), *page),
-        ("POST", "/admin/engines"): told(engine, *change, 409, body=added),
-        ("DELETE", "/admin/engines/{name}"): told(engine, *change, 409, parameters=(name, drain)),
-        ("POST", "/admin/engines/{name}/drain"): told(engine, *change, parameters=(name,)),
-        ("POST", "/admin/engines/{name}/undrain"): told(engine, *change, parameters=(name,)),
-        ("POST", "/admin/engines/{name}/role"): told(engine, *change, 409, body=role, parameters=(name,)),
-        ("POST", "/admin/reload"): told(_answer("Changes", OBJECT), *change, 409),
-        ("POST", "/admin/engines/{name}/indicators"): told(
-            _answer("Done", OBJECT), *change, 409, body=numbers, parameters=(name,)
-        ),
-        ("POST", "/admin/guard"): told(_answer("Done", OBJECT), *change, body=switch),
-        ("GET", "/admin/policy"): told(_answer("Policies", array), *page),
-        ("PUT", "/admin/policy"): told(
-            _answer("Done", array), *change, body={"allOf": [_schema("PolicyChange"), model]}
-        ),
-        ("GET", "/admin/canary"): told(_answer("Canaries", array), *page),
-        ("POST", "/admin/canary/start"): told(canary, *change, 409, body=_schema("CanaryStart")),
-        ("POST", "/admin/canary/promote"): told(canary, *change, 409, body=only),
-        ("POST", "/admin/canary/rollback"): told(canary, *change, 409, body=only),
-        ("POST", "/replicas"): told(_answer("Accepted", OBJECT), *(400, 401, 404, 409, 413), body=OBJECT),
+        method.lower(): _operation(
+            page.tag,
+            each.summary,
+            each.answer,
+            each.errors,
+            page.credentials,
+            body=each.body,
+            parameters=each.parameters,
+        )
+        for method, each in page.operations.items()
     }
 
 
@@ -473,14 +363,14 @@ def _components() -> JSON:
                 "required": ["object", "data"],
                 "properties": {
                     "object": {"const": "list"},
-                    "data": {"type": "array", "items": _schema("Model")},
+                    "data": {"type": "array", "items": schema("Model")},
                 },
             },
             **models["$defs"],
         },
         "responses": {
             "Error": {
-                **_answer("The router's own error, in the format of OpenAI's API", _schema("Error")),
+                **answer("The router's own error, in the format of OpenAI's API", schema("Error")),
                 "headers": {
                     name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", "retry-after")
                 },
@@ -499,8 +389,11 @@ def _components() -> JSON:
     }
 
 
-def document() -> JSON:
-    """Returns the OpenAPI 3.1 document of all paths that the router serves and relays."""
+def document(pages: Iterable[OwnPage]) -> JSON:
+    """Returns the OpenAPI 3.1 document of all paths that the router serves and relays.
+
+    ``pages``: the router's own.
+    """
     relayed = {path: {"post": _relayed(path)} for path in paths.RELAYED}
     return {
         "openapi": "3.1.0",
@@ -523,6 +416,6 @@ def document() -> JSON:
             {"name": "admin", "description": "Changes while the router runs; with `admin.enabled: true`"},
             {"name": "replicas", "description": "Load between routers"},
         ],
-        "paths": {**relayed, **_stored(), **_own_paths()},
+        "paths": {**relayed, **_stored(), **{page.path: _own(page) for page in pages}},
         "components": _components(),
     }

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from lmetric._core import __version__
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.api.own_pages import DEBUG_LINKS, HOME_LINKS
+from lmetric.server.api.own_pages import OwnPage
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import DRAINING, Frontend
@@ -53,7 +53,7 @@ _HEADERS = {
 }
 
 
-async def home(front: Frontend, request: web.BaseRequest) -> web.Response:
+async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPage]) -> web.Response:
     """Answers /: what this is, its API paths and pages, and the state of the fleet."""
     admin = front.access.is_admin(request.headers)
     try:
@@ -68,9 +68,9 @@ async def home(front: Frontend, request: web.BaseRequest) -> web.Response:
         "admin": admin,
     }
     pages = {
-        path: page.link
-        for path, page in HOME_LINKS.items()
-        if open_to[page.access] and not (path == "/ui" and front.live is None)
+        page.path: page.link
+        for page in linked
+        if open_to[page.access] and not (page.path == "/ui" and front.live is None)
     }
     state = summary(front.fleet, names=admin)
     shown: dict[str, Any] = {
@@ -102,11 +102,9 @@ async def home(front: Frontend, request: web.BaseRequest) -> web.Response:
     return await asyncio.to_thread(_page, request, shown, _home)
 
 
-def debug_index(request: web.BaseRequest) -> web.Response:
+def debug_index(request: web.BaseRequest, links: Mapping[str, str]) -> web.Response:
     """Answers /debug: the debug pages."""
-    return _page(
-        request, {"pages": DEBUG_LINKS}, lambda shown: _section("Debug pages", _links(shown["pages"]))
-    )
+    return _page(request, {"pages": links}, lambda shown: _section("Debug pages", _links(shown["pages"])))
 
 
 def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:

@@ -1,0 +1,85 @@
+"""The router's own pages: health, models, metrics, debugging, administration.
+
+`PAGES` is the table of all pages, each declared beside its handler.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.own_pages import OwnPage, Pages
+from lmetric.server.api.paths import REALTIME
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.pages import admin, canary, debug, health, peers
+from lmetric.server.http.pages.call import Call, check_method, unknown
+from lmetric.server.http.protocol import upgrade_required, wants_websocket
+
+PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **peers.PAGES})
+# Pages whose path ends with a name, by what comes before it.
+_NAMED = {
+    path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")
+}
+
+
+async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
+    """Answers requests that are not for engines. Raises ApiError.
+
+    ``path``: as the client spells it. The body is read after the check of the request's credential.
+    """
+    call = Call(front, request, path, query, PAGES)
+    if path.startswith("/admin/"):
+        return await _admin(call)
+    if path == REALTIME or path.startswith(f"{REALTIME}/"):
+        instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
+        if wants_websocket(request.headers):
+            raise upgrade_required(REALTIME, instead)
+        raise ApiError(
+            501,
+            f"{REALTIME} needs WebSocket, which the router does not relay; {instead}",
+            code="not_implemented",
+            headers={"connection": "close"},
+        )
+    page, call.name = _at(path)
+    if page is None or (page.access == "replica" and not front.replicas.on):
+        raise unknown(call)
+    _admit(call, page)
+    response: web.StreamResponse = await page.handler(request.method)(call)
+    return response
+
+
+def _at(path: str) -> tuple[OwnPage | None, str]:
+    """The page at a path, and the name at its end. Pages under /admin are not found."""
+    for start, named in _NAMED.items():
+        if path.startswith(start):
+            return PAGES[named], path.removeprefix(start)
+    return (None if "{" in path else PAGES.get(path)), ""
+
+
+def _admit(call: Call, page: OwnPage) -> None:
+    """Checks the credential and the method. Raises ApiError."""
+    front, headers = call.front, call.request.headers
+    if page.access == "admin":
+        front.access.require_admin(headers, call.path)
+    elif page.access == "tenant":
+        front.access.tenant(headers)
+    check_method(call, page)
+    if page.access == "metrics":
+        front.access.require_metrics(headers, call.path)
+    elif page.access == "replica":
+        front.replicas.authorize(headers)
+
+
+async def _admin(call: Call) -> web.StreamResponse:
+    front, request = call.front, call.request
+    front.access.require_admin(request.headers, call.path)
+    if not front.config.admin.enabled:
+        raise ApiError(403, "administration is off; set admin.enabled: true")
+    page = None if "{" in call.path else PAGES.get(call.path)
+    if call.path.startswith(canary.PATH):
+        page = canary.at(call)
+    elif page is None:
+        page, call.name = admin.at(call)
+    check_method(call, page)
+    response: web.StreamResponse = await page.handler(request.method)(call)
+    return response

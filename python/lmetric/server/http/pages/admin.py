@@ -1,0 +1,354 @@
+"""The pages under /admin: engines, the guard, the configuration and policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, get_args
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from lmetric._core import LmetricError
+from lmetric.config import (
+    ADMIN,
+    CONFIGURED,
+    POLICY_KNOBS,
+    EngineConfig,
+    KvEvents,
+    PolicyChange,
+    Role,
+    unix_path,
+)
+from lmetric.engines.adapter import MOST_NAME_CHARACTERS
+from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.api.own_pages import (
+    ARRAY,
+    OBJECT,
+    TEXT,
+    OwnPage,
+    Pages,
+    answer,
+    in_path,
+    in_query,
+    schema,
+)
+from lmetric.server.api.request import read_object
+from lmetric.server.discovery import Found
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.policies import check as check_policy
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.pages import engines
+from lmetric.server.http.pages.call import Call, json, large_json, unknown
+from lmetric.server.upstream.allowed import AllowedEngines
+
+PAGES = Pages()
+CHANGE = (400, 401, 403, 404)
+_NAMED = "/admin/engines/{name}"
+
+
+def _page(path: str) -> OwnPage:
+    return PAGES.page(path, "admin", "admin")
+
+
+_ENGINE = answer("Done", schema("Engine"))
+_LISTED = {"type": "array", "items": schema("Engine")}
+_NAME = in_path("name", "Name of the engine; %2F for a slash")
+_SECONDS = {"type": "number", "minimum": 0, "maximum": 86400, "default": 0}
+_ENGINES = _page("/admin/engines")
+
+
+def at(call: Call) -> tuple[OwnPage, str]:
+    """The page under /admin/engines at a path, and the name of its engine. Raises ApiError."""
+    name, verb = call.path.removeprefix("/admin/engines/"), ""
+    fleet = call.front.fleet
+    if fleet.engine(unquote(name)) is None:  # a name may contain slashes
+        name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
+    if fleet.engine(unquote(name)) is None:
+        raise ApiError(404, f"no engine {unquote(name)!r}; /debug/engines lists them")
+    page = PAGES.get(f"{_NAMED}/{verb}" if verb else _NAMED)
+    if page is None:
+        raise unknown(call)
+    return page, name
+
+
+def named(call: Call) -> Engine:
+    """The engine that the path names."""
+    engine = call.front.fleet.engine(unquote(call.name))
+    assert engine is not None
+    return engine
+
+
+@_ENGINES.on("GET", "List the engines", answer("Engines", _LISTED), 401, 403)
+async def _list(call: Call) -> web.Response:
+    fleet = call.front.fleet
+    return await large_json(await engines.shown(fleet, fleet.engines()))
+
+
+@_ENGINES.on(
+    "POST",
+    "Add an engine",
+    _ENGINE,
+    *(*CHANGE, 409),
+    body={"allOf": [schema("EngineConfig"), {"type": "object", "properties": {"model": TEXT}}]},
+)
+async def _add(call: Call) -> web.Response:
+    front = call.front
+    body = await call.fields({"model", *EngineConfig.model_fields})
+    model = body.pop("model", None)
+    if model is not None and (not isinstance(model, str) or not 0 < len(model) <= MOST_NAME_CHARACTERS):
+        raise bad(f"model must be a name, a string of 1 to {MOST_NAME_CHARACTERS} characters", "model")
+    if body.get("tls") is not None:
+        raise bad("files of TLS come from the configuration: set engine_tls there", "tls")
+    try:
+        config = EngineConfig.model_validate(body)
+    except ValidationError as error:
+        raise not_valid(error) from None
+    await _check_addresses(front, config)
+    fleet, members = front.fleet, front.discovery.members
+    added = Found(config, model)
+    known = [Found(other.config, other.model) for other in fleet.engines() if not other.leaving]
+
+    def with_added(listed: Sequence[Found]) -> Sequence[Found]:
+        for other in (*known, *listed):
+            if other.config.label == config.label or added.is_also(other):
+                raise ApiError(409, f"engine {other.config.label!r} at {other.config.url} already exists")
+        return [*listed, added]
+
+    await members.change(ADMIN, with_added)
+    engine = fleet.engine(config.label)
+    if engine is None:
+        await members.change(ADMIN, partial(_without, config.label))
+        raise bad(f"the engine cannot be added for model {model!r}; see the log for the reason")
+    return json((await engines.shown(fleet, [engine]))[0])
+
+
+@_page("/admin/engines/{name}").on(
+    "DELETE",
+    "Remove an engine",
+    _ENGINE,
+    *(*CHANGE, 409),
+    parameters=(_NAME, in_query("drain", "Most seconds to wait until the engine is idle", _SECONDS)),
+)
+async def _remove(call: Call) -> web.Response:
+    """Removes an engine. With ``drain=SECONDS``: once it is idle, or after that time."""
+    front, engine = call.front, named(call)
+    given = parse_qs(call.query, keep_blank_values=True)
+    try:
+        (text,) = given.pop("drain", ["0"])
+        seconds = float(text)
+        if given or not 0 <= seconds <= 86_400:
+            raise ValueError
+    except ValueError:
+        raise bad("the query must be empty or drain=SECONDS (0 to 86400)", "drain") from None
+    members = front.discovery.members
+    if engine.source not in (CONFIGURED, ADMIN):
+        raise ApiError(
+            409,
+            f"{engine.source} lists {engine.name} and would add it again: remove it there, or drain it",
+            code="discovered",
+        )
+    await members.change(engine.source, partial(_without, engine.name), seconds)
+    await members.settled(engine)
+    removed = front.fleet.engine(engine.name) is not engine
+    return json({**(await engines.shown(front.fleet, [engine]))[0], "removed": removed})
+
+
+@_page("/admin/engines/{name}/drain").on("POST", "Drain an engine", _ENGINE, *CHANGE, parameters=(_NAME,))
+async def _drain(call: Call) -> web.Response:
+    return await _hold(call, named(call), True)
+
+
+@_page("/admin/engines/{name}/undrain").on("POST", "Undrain an engine", _ENGINE, *CHANGE, parameters=(_NAME,))
+async def _undrain(call: Call) -> web.Response:
+    return await _hold(call, named(call), False)
+
+
+async def _hold(call: Call, engine: Engine, draining: bool) -> web.Response:
+    engine.draining = draining
+    engine.hold()
+    return json(*await engines.shown(call.front.fleet, [engine]))
+
+
+@_page("/admin/engines/{name}/role").on(
+    "POST",
+    "Change an engine's role",
+    _ENGINE,
+    *(*CHANGE, 409),
+    body={
+        "type": "object",
+        "required": ["role"],
+        "properties": {"role": {"enum": list(get_args(Role))}, "drain": _SECONDS},
+    },
+    parameters=(_NAME,),
+)
+async def _switch(call: Call) -> web.Response:
+    """Changes an engine's role once it is idle, or after ``drain`` seconds (default: 0)."""
+    fleet, engine = call.front.fleet, named(call)
+    body = await call.fields({"role", "drain"})
+    role, seconds = body.get("role"), body.get("drain", 0)
+    if role not in get_args(Role):
+        raise bad(f"role must be one of {', '.join(get_args(Role))}", "role")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 86_400:
+        raise bad("drain must be a number of seconds from 0 to 86400", "drain")
+    # Administrators also drain engines, and switches may overlap: each undoes only its own hold.
+    engine.switches += 1
+    engine.hold()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while engine.running:  # noqa: ASYNC110 - there is no event for it
+                    await asyncio.sleep(0.05)
+        engine.role_set = role
+        pool = fleet.pool_of(engine)
+        if pool is not None:
+            pool.set_role(engine)
+            if engine.unfit is not None:
+                unfit, engine.role_set = engine.unfit, None
+                pool.set_role(engine)
+                raise ApiError(409, f"{engine.name}: {unfit}", param="role", code="unfit")
+    finally:
+        engine.switches -= 1
+        engine.hold()
+    return json(*await engines.shown(fleet, [engine]))
+
+
+@_page("/admin/engines/{name}/indicators").on(
+    "POST",
+    "Push values of declared indicators; null withdraws one",
+    answer("Done", OBJECT),
+    *(*CHANGE, 409),
+    body={"type": "object", "additionalProperties": {"type": ["number", "null"]}},
+    parameters=(_NAME,),
+)
+async def _push(call: Call) -> web.Response:
+    """Applies pushed values, by indicator. null: the value is no longer known."""
+    engine = named(call)
+    pool = call.front.fleet.pool_of(engine)
+    if pool is None:
+        raise ApiError(409, f"{engine.name}: its model is not known yet; retry later", code="no_model")
+    values = read_object(await call.body())
+    try:
+        pool.indicators.check_push(values)
+        pool.router.report_load(engine.name, extra=values)
+    except (ValueError, LmetricError) as error:
+        raise bad(str(error)) from None
+    return json({"engine": engine.name, "indicators": values})
+
+
+@_page("/admin/guard").on(
+    "POST",
+    "Turn the hot-spot guard on or off",
+    answer("Done", OBJECT),
+    *CHANGE,
+    body={"type": "object", "required": ["on"], "properties": {"on": {"type": "boolean"}}},
+)
+async def _guard(call: Call) -> web.Response:
+    on = (await call.fields({"on"})).get("on")
+    if not isinstance(on, bool):
+        raise bad("on must be true or false", "on")
+    for pool in call.front.fleet.pools:
+        pool.router.configure(guard=on)
+    return json({"guard": on})
+
+
+@_page("/admin/reload").on(
+    "POST", "Read the configuration again, like SIGHUP", answer("Changes", OBJECT), *CHANGE, 409
+)
+async def _reload(call: Call) -> web.Response:
+    """Applies the configuration as it is now. Answers with the changes."""
+    front = call.front
+    if front.reread is None:
+        raise ApiError(409, "the router was started without a configuration to read again", code="no_reload")
+    try:
+        return json(await front.reread())
+    except LmetricError as error:
+        raise ApiError(400, str(error), code="bad_configuration") from None
+
+
+_POLICY = _page("/admin/policy")
+
+
+@_POLICY.on("GET", "Show the policies", answer("Policies", ARRAY), 401, 403)
+async def _policies(call: Call) -> web.Response:
+    return json([_policy(pool) for pool in call.front.fleet.pools])
+
+
+@_POLICY.on(
+    "PUT",
+    "Replace policies",
+    answer("Done", ARRAY),
+    *CHANGE,
+    body={
+        "allOf": [
+            schema("PolicyChange"),
+            {"properties": {"model": {"type": "string", "description": "Default: all models"}}},
+        ]
+    },
+)
+async def _set_policy(call: Call) -> web.Response:
+    """Replaces policies while requests are in flight. New code must come from the configuration."""
+    fleet = call.front.fleet
+    body = await call.fields({*PolicyChange.model_fields, "model"})
+    model = body.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise bad("model must be a name, a string", "model")
+    if not POLICY_KNOBS.keys() & body.keys():
+        raise bad("set policy, decode_policy or both", "policy")
+    try:
+        changes = PolicyChange(**body).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise not_valid(error) from None
+    given = {policy: knobs for policy, knobs in POLICY_KNOBS.items() if policy in changes}
+    for knobs in given.values():
+        changes.setdefault(knobs, {})
+    try:
+        for pool in fleet.pools if model is None else [fleet.find(model).pool]:
+            settings = pool.policies.settings.model_copy(update=changes)
+            for policy, knobs in given.items():
+                check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
+        return json([_policy(pool) for pool in fleet.replace_policies(changes, model)])
+    except LmetricError as error:
+        raise ApiError(400, str(error), param="policy", code="bad_policy") from None
+
+
+def _policy(pool: Pool) -> dict[str, Any]:
+    stats, settings = pool.router.stats(instances=False), pool.policies.settings
+    return {
+        "model": pool.name,
+        **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
+        "guard": bool(stats["guard_on"]),
+        "guard_reason": pool.router.guard_reason,
+        "fallbacks": pool.router.policy_fallbacks(),
+    }
+
+
+def _without(name: str, listed: Sequence[Found]) -> Sequence[Found]:
+    return [each for each in listed if each.config.label != name]
+
+
+async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
+    """Raises ApiError (400, 403) unless the router may connect to all addresses of an engine."""
+    if unix_path(config.url) is not None:
+        raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
+    urls = [config.url]
+    if isinstance(config.kv_events, KvEvents):
+        given = config.kv_events
+        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
+        if given.bind or any(each.startswith("ipc:") for each in endpoints):
+            raise ApiError(
+                403,
+                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
+                "administrator replace files; set them in the configuration",
+                param="kv_events",
+                code="engine_not_allowed",
+            )
+        urls += endpoints
+    allowed = AllowedEngines(front.config.admin.allowed_engines)
+    for host in {urlsplit(url).hostname for url in urls}:
+        if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
+            await allowed.check(host)

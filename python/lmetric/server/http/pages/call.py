@@ -1,0 +1,95 @@
+"""A request for one of the router's own pages, and the checks and answers that pages share."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+from msgspec import Struct
+
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.own_pages import OwnPage
+from lmetric.server.api.request import read_object
+from lmetric.server.http.frontend import Frontend
+
+# Size limit of a request body for a page.
+PAGE_BODY_BYTES = 1 << 20
+LONGEST_COMPARED_PATH = 200
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
+
+
+class Call(Struct, eq=False, gc=False):
+    """A request for a page.
+
+    Attributes:
+        path: the spelling of the client, because proxies in front of the router filter by it.
+        name: what stands for the part ``{...}`` of the page's path, as the client spells it.
+        pages: all pages by path.
+    """
+
+    front: Frontend
+    request: web.BaseRequest
+    path: str
+    query: str
+    pages: Mapping[str, OwnPage]
+    name: str = ""
+
+    async def body(self, limit: int = PAGE_BODY_BYTES) -> bytes:
+        """Reads the body of at most ``limit`` bytes. Raises ApiError."""
+        return await self.front.read_body(self.request, limit)
+
+    async def fields(self, known: set[str]) -> dict[str, Any]:
+        """Reads a body with these fields at most. Raises ApiError."""
+        body = read_object(await self.body())
+        for name in body:
+            if name not in known:
+                raise bad(f"unknown field {name!r}; known: {', '.join(sorted(known))}", name)
+        return body
+
+
+def json(value: Any) -> web.Response:
+    """Answers with a value as JSON, or with bytes that are JSON."""
+    body = value if isinstance(value, bytes) else dumps(value)
+    return web.Response(body=body, content_type="application/json")
+
+
+def dumps(value: Any) -> bytes:
+    """Returns a value as JSON."""
+    return orjson.dumps(value, option=_OPTIONS)
+
+
+async def large_json(value: Any) -> web.Response:
+    """As `json`, in a thread: the value may have an entry for each of 10,000 engines."""
+    return await asyncio.to_thread(json, value)
+
+
+def check_method(call: Call, page: OwnPage) -> None:
+    """Raises ApiError (405) for a method that the page does not have."""
+    methods = page.allowed
+    if call.request.method not in methods:
+        raise ApiError(
+            405,
+            f"{call.request.method} is not allowed on {call.path}; use {methods[0]}",
+            headers={"allow": ", ".join(methods)},
+        )
+
+
+def unknown(call: Call) -> ApiError:
+    """The error for an unknown path, with the nearest path that exists."""
+    path, paths = call.path, sorted(call.front.paths)
+    near = [known for known in paths if known.endswith(path) or path.rstrip("/") == known][-1:]
+    if not near and len(path) <= LONGEST_COMPARED_PATH:
+        own = [known for known, page in call.pages.items() if "{" not in known and page.access != "replica"]
+        near = difflib.get_close_matches(path, [*paths, *own], n=1, cutoff=0.8)
+    if path.startswith("/v1/v1/"):
+        hint = "; leave out the second /v1"
+    elif near:
+        hint = f"; did you mean {near[0]}?"
+    else:
+        post = call.request.method == "POST"
+        hint = "; to relay it to the engines, add it to paths in the configuration" if post else ""
+    return ApiError(404, f"unknown path {path}{hint}", code="unknown_path")

@@ -1,0 +1,195 @@
+"""The pages under /debug: state of the router, and explanations of decisions."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.own_pages import (
+    ARRAY,
+    OBJECT,
+    TEXT,
+    OwnPage,
+    Pages,
+    answer,
+    in_path,
+    in_query,
+    schema,
+)
+from lmetric.server.fleet import priority
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.home import debug_index, decisions
+from lmetric.server.http.live import live
+from lmetric.server.http.pages import engines
+from lmetric.server.http.pages.call import Call, json, large_json
+from lmetric.server.observe.live_view import event_shown
+from lmetric.timeline import timeline
+from lmetric.why import because
+
+_LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
+# Fields of a tenant's own record with `errors.show_engines: false`.
+_WITHOUT_ENGINES = frozenset(
+    (
+        *("id", "model", "request_id", "trace_id", "at_seconds", "held_seconds", "priority", "program"),
+        *("program_tokens", "prompt_tokens", "predicted_cached_tokens", "predicted_tier_tokens"),
+        *("cached_tokens", "output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+    )
+)
+
+PAGES = Pages()
+
+
+def _page(path: str, link: str) -> OwnPage:
+    return PAGES.page(path, "debug", "admin", link)
+
+
+_INDEX = answer("For browsers as HTML", OBJECT)
+_INDEX["content"]["text/html"] = {"schema": TEXT}
+_STREAM = answer("State; as events with `Accept: text/event-stream`", OBJECT)
+_STREAM["content"]["text/event-stream"] = {"schema": TEXT}
+_LIMIT = in_query(
+    "limit", "Decisions of each model", {"type": "integer", "minimum": 1, "maximum": 200, "default": 20}
+)
+_FULL = in_query("full", "1: also the fields without a value, as null", {"enum": [0, 1], "default": 0})
+
+
+@_page("/debug", "engines, indicators and decisions").on("GET", "List the debug pages", _INDEX, 401, 403)
+async def _index(call: Call) -> web.Response:
+    links = {path: page.link for path, page in call.pages.items() if page.link and path.startswith("/debug/")}
+    return debug_index(call.request, links)
+
+
+@_page("/debug/engines", "engines: health, mode of the KV index, capabilities, load reports").on(
+    "GET",
+    "Engines with modes, capabilities and load",
+    answer("State", {"type": "array", "items": schema("Engine")}),
+    *(401, 403),
+)
+async def _engines(call: Call) -> web.Response:
+    fleet = call.front.fleet
+    return await large_json(await engines.shown(fleet, fleet.engines()))
+
+
+@_page("/debug/indicators", "the values that policies read, by engine").on(
+    "GET", "Indicators of each engine, by model", answer("State", OBJECT), 401, 403
+)
+async def _indicators_of_all(call: Call) -> web.Response:
+    return json({pool.name: _indicators(pool) for pool in call.front.fleet.pools})
+
+
+@_page("/debug/decisions", "recent decisions; /debug/decisions/ID explains one decision").on(
+    "GET", "List the latest decisions", answer("Decisions", ARRAY), 400, 401, 403, parameters=(_LIMIT,)
+)
+async def _decisions(call: Call) -> web.Response:
+    return json(decisions(call.front, call.query))
+
+
+@_page("/debug/discovery", "service discovery: sources and their engines").on(
+    "GET", "State of the discovery sources", answer("State", ARRAY), 401, 403
+)
+async def _discovery(call: Call) -> web.Response:
+    return json(call.front.discovery.state())
+
+
+@_page("/debug/admission", "admission: waiting requests, predicted waits and counts").on(
+    "GET",
+    "Admission by load: waiting requests and predicted waits",
+    answer("Admission by model; null: off", OBJECT),
+    *(401, 403),
+)
+async def _admission(call: Call) -> web.Response:
+    return json({pool.name: pool.held.snapshot() for pool in call.front.fleet.pools})
+
+
+@_page("/debug/programs", "agent programs: counts, and expected tokens in each engine's cache").on(
+    "GET", "Agent programs and the working sets of the caches", answer("Programs by model", OBJECT), 401, 403
+)
+async def _programs(call: Call) -> web.Response:
+    return json({pool.name: pool.programs.snapshot() for pool in call.front.fleet.pools})
+
+
+@_page("/debug/replicas", "other routers and their published load").on(
+    "GET", "State of the exchange with other routers", answer("State", OBJECT), 401, 403
+)
+async def _replicas(call: Call) -> web.Response:
+    return json(call.front.replicas.state())
+
+
+@PAGES.page("/debug/live", "debug", "viewer", "the data of the live page").on(
+    "GET",
+    "Rates, engines and requests of the last minutes, or as events each second",
+    _STREAM,
+    *(401, 403, 404, 503),
+)
+async def _live(call: Call) -> web.StreamResponse:
+    return await live(call.front, call.request, call.path)
+
+
+@PAGES.page("/debug/decisions/{id}", "debug", "record").on(
+    "GET",
+    "Explain a decision",
+    answer("Decision record", OBJECT),
+    *(400, 401, 404),
+    parameters=(in_path("id", "Value of the header x-lmetric-decision"), _FULL),
+)
+async def _decision(call: Call) -> web.Response:
+    return json(_record(call, _full(call.query)))
+
+
+def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
+    columns = pool.router.indicators()
+    return {
+        instance: {
+            name: float(column[i]) if np.isfinite(column[i]) else None for name, column in columns.items()
+        }
+        for i, instance in enumerate(pool.router.instances())
+    }
+
+
+def _full(query: str) -> bool:
+    """Returns whether a decision record shows its empty fields, too."""
+    if query not in ("", "full=0", "full=1"):
+        raise bad("the query must be empty or full=1", "full")
+    return query == "full=1"
+
+
+def _record(call: Call, full: bool) -> dict[str, Any]:
+    """Returns a decision record, for an administrator or for the tenant of the request.
+
+    ``full``: with the fields that are null.
+    """
+    front, label = call.front, call.name
+    admin = front.access.is_admin(call.request.headers)
+    tenant = "" if admin else front.access.tenant(call.request.headers)
+    parts = _LABEL.fullmatch(label)
+    if parts is None:
+        raise bad(f"{label!r} is not a decision id; expected the value of the header x-lmetric-decision")
+    index, number = int(parts[1] or 0), int(parts[2])
+    pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
+    if pool is not None and number < 2**64:
+        own = hmac.compare_digest(pool.labels.label(number, tenant), label)
+        record = pool.router.explain(number) if own or admin else None
+        if record is not None:
+            shown = {"model": pool.name, **record, "id": label}
+            if (other := pool.hedging.other(number)) is not None:
+                shown["other_attempt"] = pool.labels.label(other, tenant)
+            tracing = front.tracing
+            if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
+                shown["trace_id"] = trace
+            engine = pool.engines.get(record["instance"])
+            shown["because"] = because(record, pool.policies.formula)
+            if events := pool.activity.of(number):
+                shown["events"] = [event_shown(event, record["at_seconds"]) for event in events]
+            shown["timeline"] = timeline(shown)
+            if record["priority"] is not None and engine is not None:
+                shown["priority_sent"] = priority.how(engine)
+            if not admin and not front.config.errors.show_engines:
+                shown = {name: value for name, value in shown.items() if name in _WITHOUT_ENGINES}
+            return shown if full else {name: value for name, value in shown.items() if value is not None}
+    # The same answer for unknown records and for records of other tenants.
+    raise ApiError(404, f"no record of decision {label}: it is unknown or too old")

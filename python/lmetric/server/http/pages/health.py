@@ -1,0 +1,131 @@
+"""The pages about the process: health, metrics, models, the live page, and this list of pages."""
+
+from __future__ import annotations
+
+import functools
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from lmetric._core import LmetricError
+from lmetric.server.api import openapi
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Pages, answer, in_path, schema
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.summary import summary
+from lmetric.server.http.frontend import DRAINING
+from lmetric.server.http.home import home
+from lmetric.server.http.live import PAGE, static
+from lmetric.server.http.pages.call import Call, dumps, json
+
+PAGES = Pages()
+
+_INDEX = answer("For browsers as HTML", OBJECT)
+_INDEX["content"]["text/html"] = {"schema": TEXT}
+_SCRIPT = answer("File", TEXT, "text/javascript")
+_SCRIPT["content"]["text/css"] = {"schema": TEXT}
+
+
+@PAGES.page("/", "health", "open", more=(KEY, ADMIN)).on(
+    "GET", "State of the fleet, API paths and pages", _INDEX
+)
+async def _home(call: Call) -> web.Response:
+    linked = [page for path, page in call.pages.items() if page.link and not path.startswith("/debug/")]
+    return await home(call.front, call.request, linked)
+
+
+@PAGES.page("/health", "health", "open", "200 while the process works").on(
+    "GET", "Whether the process works", answer("It works"), 500
+)
+async def _health(call: Call) -> web.Response:
+    for pool in call.front.fleet.pools:
+        _check(pool)
+    return web.Response()
+
+
+@PAGES.page("/ready", "health", "open", "200 while an engine accepts requests", more=(ADMIN,)).on(
+    "GET",
+    "Whether an engine can accept requests; engines by mode, and warnings with their fixes",
+    answer("Ready", schema("Ready")),
+    503,
+)
+async def _ready(call: Call) -> web.Response:
+    """Names and addresses of engines are for administrators only."""
+    front = call.front
+    state = summary(front.fleet, names=front.access.is_admin(call.request.headers))
+    if front.phase < DRAINING and front.fleet.ready():
+        return json({"ready": True, **state})
+    reasons = front.fleet.unusable
+    why = "no usable engine" if reasons is None else f"no usable engine: {reasons.summary}"
+    if front.phase >= DRAINING:
+        why = "shutting down"
+    more = {"ready": False, **state}
+    raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"}, more=more)
+
+
+@PAGES.page("/metrics", "health", "metrics", "metrics for Prometheus").on(
+    "GET", "Metrics in Prometheus' text format", answer("Metrics", TEXT, "text/plain"), 401, 403
+)
+async def _metrics(call: Call) -> web.Response:
+    text, kind = await call.front.metrics.render(call.request.headers.get("accept"))
+    return web.Response(body=text, headers={"content-type": kind})
+
+
+@PAGES.page("/ui", "health", "open", "live page: engines, rates and requests").on(
+    "GET", "Live page; its data is at /debug/live", answer("Page", TEXT, "text/html"), 404
+)
+async def _ui(call: Call) -> web.Response:
+    return static(call.front, call.request, PAGE)
+
+
+@PAGES.page("/ui/{file}", "health", "open").on(
+    "GET",
+    "Scripts and styles of the live page",
+    _SCRIPT,
+    404,
+    parameters=(in_path("file", "Name of the file, such as page.js"),),
+)
+async def _file(call: Call) -> web.Response:
+    return static(call.front, call.request, call.name)
+
+
+@PAGES.page("/v1/models", "models", "tenant", "served models").on(
+    "GET", "List the served models", answer("Models", schema("Models")), 401
+)
+async def _models(call: Call) -> web.Response:
+    return json(call.front.fleet.models())
+
+
+@PAGES.page("/v1/models/{model}", "models", "tenant").on(
+    "GET",
+    "Show a model",
+    answer("Model", schema("Model")),
+    *(401, 404),
+    parameters=(in_path("model", "Name of the model or of an adapter"),),
+)
+async def _model(call: Call) -> web.Response:
+    fleet, name = call.front.fleet, unquote(call.name)
+    if name not in fleet.names and (found := fleet.seek(name)) is not None:
+        await found
+    fleet.find(name)
+    return json(fleet.card(name))
+
+
+@PAGES.page("/openapi.json", "health", "open", "OpenAPI document of all paths").on(
+    "GET", "This document", answer("OpenAPI document", OBJECT)
+)
+async def _openapi(call: Call) -> web.Response:
+    return json(_document(*call.pages.values()))
+
+
+@functools.cache
+def _document(*pages: OwnPage) -> bytes:
+    return dumps(openapi.document(pages))
+
+
+def _check(pool: Pool) -> None:
+    """Raises ApiError if the pool's core router is broken, which only a restart repairs."""
+    try:
+        pool.router.in_flight()
+    except LmetricError as error:
+        raise ApiError(500, f"model {pool.name}: {error}", code="router_broken") from None
