@@ -23,12 +23,12 @@ from lmetric.options import (
     PriorityOption,
     ProgramOption,
     RebalanceOption,
-    Role,
     SplitOption,
     WarmChanges,
 )
 from lmetric.policies import PolicyLike
 from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
+from lmetric.roles import Role
 
 __all__ = [
     "END",

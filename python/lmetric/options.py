@@ -43,9 +43,6 @@ function.
 Documentation: docs/how-to/deploying.md.
 """
 
-Role = Literal["both", "prefill", "decode"]
-"""The work of an instance: whole requests, only prefills, or only decodes."""
-
 KvSource = Literal["approximate", "exact"]
 """The source of the KV index: placed requests, or the engines' KV events."""
 
@@ -1071,7 +1068,6 @@ __all__ = [
     "PrefixFetch",
     "PriorityOption",
     "RebalanceOption",
-    "Role",
     "Routing",
     "SimulatedFetch",
     "SplitAt",

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric.options import Role
+from lmetric.roles import Role
 
 
 class Candidate(TypedDict):

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema, core_schema
 
 from lmetric import options
-from lmetric.options import Role as Role
+from lmetric.roles import Role as Role
 
 
 def _visible(text: str, what: str) -> None:

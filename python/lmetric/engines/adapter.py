@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, TypeVar
 import orjson
 
 from lmetric.engines.errors import error_text
+from lmetric.roles import Role
 
 # GET of a path with its query: status and body. Raises what its maker raises where nobody answers.
 Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
@@ -106,9 +107,6 @@ class Priority:
         if self.honoured is False:
             return None
         return urgency if self.order == "higher_first" else -urgency
-
-
-Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)

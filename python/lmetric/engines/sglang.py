@@ -18,7 +18,6 @@ from lmetric.engines.adapter import (
     Load,
     Pages,
     Priority,
-    Role,
     bounded_load,
     count_of,
     number_of,
@@ -26,6 +25,7 @@ from lmetric.engines.adapter import (
     samples,
     text_of,
 )
+from lmetric.roles import Role
 
 LOADS = "/v1/loads?include=core"
 _EVENTS_FLAG = """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'"""

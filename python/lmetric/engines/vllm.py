@@ -20,13 +20,13 @@ from lmetric.engines.adapter import (
     Load,
     Pages,
     Priority,
-    Role,
     labels_of,
     number_of,
     read_page,
     samples,
     text_of,
 )
+from lmetric.roles import Role
 
 _EVENTS_FLAG = (
     """--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """

@@ -35,7 +35,7 @@ from lmetric.server.tls.contexts import TlsContext, engine_context, listener_con
 from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
-    from lmetric.options import Role
+    from lmetric.roles import Role
     from lmetric.server.epp.picker import Picker
 
 log = structlog.get_logger("lmetric.server")

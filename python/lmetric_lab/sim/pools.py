@@ -9,8 +9,8 @@ from typing import Literal, Self
 
 from lmetric._core import BadValueError
 from lmetric.profiles import Profile
+from lmetric.roles import Role
 
-Role = Literal["prefill", "decode", "both"]
 _LETTERS = {"P": "prefill", "D": "decode", "B": "both"}
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import structlog
 
@@ -17,6 +17,7 @@ from lmetric.server.execution.exchange import SATURATED
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.periodic import periodic
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.turns import in_turns
@@ -102,18 +103,20 @@ class Monitor:
 
     def start(self) -> None:
         """Starts the periodic tasks."""
-        self._spawn("checks", lambda: self.config.health.interval, self._begin_checks)
-        self._spawn("time limits", lambda: _sweep_seconds(self.config.timeouts), self._sweep)
-        self._spawn("load", lambda: self.config.load.interval or NO_LOAD_SECONDS, self._load)
-        self._spawn("KV events", 1.0, self._kv)
-        self._spawn("tokenizer downloads", 1.0, self._downloads.begin)
-        self._spawn("policy files", FILE_WATCH_SECONDS, self._watch_policies)
-        self._spawn("TLS files", FILE_WATCH_SECONDS, self._watch_certificates)
-        self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
-        self._spawn("admission", ADMISSION_SECONDS, self._admission)
-        self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
-        self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
-        self._tasks.append(asyncio.create_task(self._rebalance(), name="rebalancing"))
+        self._tasks += [
+            periodic("checks", lambda: self.config.health.interval, self._begin_checks),
+            periodic("time limits", lambda: _sweep_seconds(self.config.timeouts), self._sweep),
+            periodic("load", lambda: self.config.load.interval or NO_LOAD_SECONDS, self._load),
+            periodic("KV events", 1.0, self._kv),
+            periodic("tokenizer downloads", 1.0, self._downloads.begin),
+            periodic("policy files", FILE_WATCH_SECONDS, self._watch_policies),
+            periodic("TLS files", FILE_WATCH_SECONDS, self._watch_certificates),
+            asyncio.create_task(self._measure_lag(), name="event loop lag"),
+            periodic("admission", ADMISSION_SECONDS, self._admission),
+            periodic("wall clock", CLOCK_SECONDS, self._clocks),
+            asyncio.create_task(self._tick(), name="guard"),
+            asyncio.create_task(self._rebalance(), name="rebalancing"),
+        ]
 
     async def stop(self) -> None:
         """Stops the periodic tasks."""
@@ -124,19 +127,6 @@ class Monitor:
             task.cancel()
         self.fleet.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _spawn(
-        self, name: str, seconds: float | Callable[[], float], work: Callable[[], Awaitable[None]]
-    ) -> None:
-        async def forever() -> None:
-            while True:
-                await asyncio.sleep(seconds() if callable(seconds) else seconds)
-                try:
-                    await work()
-                except Exception:
-                    log.exception("periodic task failed", task=name)
-
-        self._tasks.append(asyncio.create_task(forever(), name=name))
 
     async def _begin_checks(self) -> None:
         """Starts a check of each engine whose last check is over. A slow engine delays no other."""

@@ -10,7 +10,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from secrets import token_hex
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.background.replica_loads import MOST_ENTRIES, ReceivedLoads, SentLoads, load_message
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.periodic import periodic
 from lmetric.server.tls.contexts import outgoing_context
 
 log = structlog.get_logger("lmetric.replicas")
@@ -111,8 +112,8 @@ class Replicas:
         )
         await self._resolve()
         self._tasks = [
-            asyncio.create_task(self._forever(RESOLVE_SECONDS, self._resolve), name="replicas' addresses"),
-            asyncio.create_task(self._forever(self.config.interval, self._round), name="replicas"),
+            periodic("replicas' addresses", RESOLVE_SECONDS, self._resolve),
+            periodic("replicas", self.config.interval, self._round),
         ]
 
     async def stop(self) -> None:
@@ -189,14 +190,6 @@ class Replicas:
             "run the same version on all routers",
             code="other_version",
         )
-
-    async def _forever(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            await asyncio.sleep(seconds)
-            try:
-                await work()
-            except Exception:
-                log.exception("periodic task failed", task="replicas")
 
     async def _round(self) -> None:
         """Sends one message to each router, and drops the load of silent routers."""

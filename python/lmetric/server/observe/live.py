@@ -14,13 +14,10 @@ from collections import Counter, deque
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
-import structlog
-
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
-
-log = structlog.get_logger("lmetric.live")
+from lmetric.server.fleet.periodic import periodic
 
 POINT_SECONDS = 1.0
 POINTS_KEPT = 900  # 15 minutes
@@ -157,7 +154,7 @@ class Live:
 
     def start(self) -> None:
         """Starts the task that adds a point each second."""
-        self._task = asyncio.create_task(self._run(), name="live")
+        self._task = periodic("live page", POINT_SECONDS, self._update)
 
     async def stop(self) -> None:
         """Stops the task, and ends the waits of viewers."""
@@ -232,13 +229,8 @@ class Live:
         wanted = (each for each in routed if tenant is None or _request(each).tenant == tenant)
         return heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(POINT_SECONDS)
-            try:
-                self.tick(time.monotonic())
-            except Exception:  # a defect here must not freeze the page or the end of the server
-                log.exception("an update of the live page failed")
+    async def _update(self) -> None:
+        self.tick(time.monotonic())
 
 
 def _request(relay: RequestRunner) -> ClientRequest:
