@@ -18,7 +18,8 @@ from lmetric.config import ServerConfig
 from lmetric.engines import handover
 from lmetric.server.api import request as api_request
 from lmetric.server.api.request import LARGE_BODY
-from lmetric.server.http import home, pages
+from lmetric.server.http import home
+from lmetric.server.http.pages import engines as engine_pages
 from lmetric.server.tls.contexts import TlsContext
 from server_world import FakeEngine, Request, chunk, plain, usage, world
 from test_server_client import client, post
@@ -256,12 +257,12 @@ async def test_pages_of_large_fleets_leave_turns_to_others(monkeypatch: pytest.M
         threads.append(threading.get_ident())
         return describe(shown)
 
-    monkeypatch.setattr(pages, "ENGINES_IN_TURN", 1)
+    monkeypatch.setattr(engine_pages, "ENGINES_IN_TURN", 1)
     monkeypatch.setattr(home, "_home", described)
     engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
     async with world([], engines=engines) as w:
         turn()
-        shown = await pages._engines(w.server.fleet, w.server.fleet.engines())
+        shown = await engine_pages.shown(w.server.fleet, w.server.fleet.engines())
         assert [each["name"] for each in shown] == [each["name"] for each in engines]
         assert turns >= 40
         assert (await w.get("/", {"accept": "text/html"}))[0] == 200
