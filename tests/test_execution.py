@@ -1,6 +1,6 @@
-"""Laws of the executor that runs every request, without sockets, tasks or a clock.
+"""Laws of the execution of every request, without sockets, tasks or a clock.
 
-Like `RequestRunner` in the server, `Driver` carries out the executor's actions. Its attempts read
+Like `RequestRunner` in the server, `Driver` carries out the actions of a request. Its attempts read
 answers in Rust, without an event loop. Hypothesis draws the pool, the engines' answers and their
 times, and failures.
 
@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, cast, get_args
 from unittest import mock
 
 import orjson
@@ -42,25 +42,19 @@ from lmetric.server.api.request import parse
 from lmetric.server.execution import attempt as attempt_module
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.plan import (
-    DEADLINES,
-    EVENTS,
-    MEANINGS,
-    TRANSITIONS,
     Act,
     AttemptEvent,
     Begin,
     BreakOff,
     Commit,
-    Event,
     Finish,
-    State,
+    Hedge,
     Step,
     Wake,
     Write,
 )
-from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.tokenizing import prompt_text
@@ -84,8 +78,6 @@ REQUEST_SECONDS = 400.0
 HEDGE_SECONDS = 5.0
 # Rounds in which only time passes: enough to end any request, as some attempt fails in each.
 ROUNDS = 60
-Reached = tuple[State, Event, State]
-STATES: tuple[State, ...] = get_args(State)
 
 
 class Slot(Enum):
@@ -571,23 +563,12 @@ class QuietAttempt(EngineAttempt):
         self._connected(cast(Any, task))
 
 
-class Recorded(RequestExecution):
-    """An executor that records its transitions."""
-
-    reached: ClassVar[set[Reached]] = set()
-
-    def _enter(self, event: Event, state: State) -> None:
-        before = self.state
-        super()._enter(event, state)
-        self.reached.add((before, event, state))
-
-
 # -- one request
 # -------------------------------------------------------------------------------------
 
 
 class Client:
-    """The client's connection, with the interface for the executor's request."""
+    """The client's connection, with the interface for a request."""
 
     relay = None
     body_size = 0
@@ -600,7 +581,7 @@ class Client:
 
 
 class Driver:
-    """Carries out the actions of one request's executor."""
+    """Carries out the actions of one request."""
 
     def __init__(
         self, pool: Pool, setup: Setup, ask: Ask, clock: Clock, engines: Engines, holds: bool = False
@@ -648,7 +629,7 @@ class Driver:
         self.rules = Rules.of(setup.config())
         fetches = pool.fetches_prefixes and fetch_reason is None
         resumes = pool.fails_over and call.stream and pool.failover_reason(ask.path, call) is None
-        self.execution = Recorded(
+        self.execution = Execution(
             self.rules,
             asked,
             pool,
@@ -674,7 +655,7 @@ class Driver:
     # Events in, actions out.
 
     def on(self, event: Callable[..., list[Act]], *args: Any) -> None:
-        """Gives an event to the executor, and carries out all resulting actions."""
+        """Gives an event to the execution, and carries out all resulting actions."""
         self._later.append((event, args))
         if self._busy:
             return
@@ -866,7 +847,7 @@ class Driver:
 
     @property
     def done(self) -> bool:
-        return self.execution.state == "DONE"
+        return self.execution.done
 
     # The laws.
 
@@ -878,7 +859,7 @@ class Driver:
         hedge = execution.hedge
         steps = {execution.main, execution.side, hedge.step if hedge is not None else None}
         assert {a.step for a in self.open.values()} == steps - {None}
-        assert hedge is None or execution.state == "AWAITING"
+        assert hedge is None or not execution.has_tokens
         assert all(not attempt.over for attempt in self.open.values())
         assert all(attempt.over for attempt in self.gone)
         mover = self.pool.mover
@@ -896,21 +877,15 @@ class Driver:
 
     def _check_deadline(self) -> None:
         """Checks that an event or a deadline follows in any case."""
-        execution = self.execution
-        main, side, state = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE), execution.state
-        hedge = execution.hedge
-        assert (self.wakes_at is not None) is (state == "FETCHING" or self.hedge_due)
+        main, side = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE)
+        hedge = self.execution.hedge
+        assert main is not None, "nothing runs"
+        fetching = main.step.limit_seconds == math.inf  # the timer ends it
+        assert (self.wakes_at is not None) is (fetching or self.hedge_due)
         if hedge is not None and hedge.step is not None:
             assert hedge.ticket.open
             assert hedge.ticket.instance == hedge.step.engine.name
-        if state == "FETCHING":
-            assert main is None
-            assert side is not None
-        else:
-            assert main is not None, f"nothing runs in {state}"
-            assert main.step.limit_seconds < math.inf
-            assert side is None or side.step.limit_seconds < math.inf
-            assert main.step.for_client is (state != "INTERNAL") or state == "RESUMING"
+        assert side is None or (side.step.limit_seconds < math.inf and not fetching)
 
     def _check_end(self) -> None:
         counts, pool = self.counts, self.pool
@@ -1336,11 +1311,11 @@ class Requests(RuleBasedStateMachine):
         told: dict[AttemptEvent, Any] = {"ready": 0, "events": [b"{}"], "failed": ("reset", "it broke")}
         told |= {"stale": True}
         gone, execution = self.it.gone, self.it.execution
-        before = execution.state, execution.main, execution.side
+        before = execution.done, execution.main, execution.side
         attempt = gone[number % len(gone)]
         for event in get_args(AttemptEvent):
             assert execution.attempt(event, attempt, self.clock.now, told.get(event)) == []
-        assert (execution.state, execution.main, execution.side) == before
+        assert (execution.done, execution.main, execution.side) == before
 
     @precondition(lambda self: self.driver is not None and self.driver.done)
     @rule(ask=ASKS, holds=HOLDS, ahead=AHEAD)
@@ -1596,26 +1571,3 @@ def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:
     it.on(it.execution.leave, "internal error")
     it.check()
     assert it.done
-
-
-# -- the table of transitions
-# ------------------------------------------------------------------------
-
-
-def test_every_state_has_a_way_to_the_end() -> None:
-    following: dict[State, set[State]] = {state: set() for state in STATES}
-    for (state, _), targets in TRANSITIONS.items():
-        following[state].update(targets)
-    assert not following.pop("DONE")
-    for state, nexts in following.items():
-        assert "DONE" in nexts
-        assert TRANSITIONS[state, "ABORTED"] == ("DONE",)
-    come: set[State] = {"ADMITTED"}
-    while more := {to for state in come - {"DONE"} for to in following[state]} - come:
-        come |= more
-    assert come == set(STATES)
-
-
-def test_every_state_and_event_is_described() -> None:
-    assert tuple(MEANINGS) == tuple(DEADLINES) == STATES
-    assert EVENTS.keys() == set(get_args(Event)) == {event for _, event in TRANSITIONS}

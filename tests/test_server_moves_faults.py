@@ -310,7 +310,7 @@ async def test_an_exception_while_an_engine_dies_ends_the_stream(monkeypatch: py
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
-        monkeypatch.setattr("lmetric.server.execution.executor.RequestExecution._resume", fails)
+        monkeypatch.setattr("lmetric.server.execution.failures._resume", fails)
         await w.kill(source)
         await task  # the connection closes in the middle of the stream
         await w.until(lambda: w.in_flight() == 0 and not w.server.front.relays)
@@ -321,7 +321,7 @@ async def test_a_stream_that_no_engine_works_on_ends(monkeypatch: pytest.MonkeyP
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
-        monkeypatch.setattr("lmetric.server.execution.executor.RequestExecution._resume", lambda *_: None)
+        monkeypatch.setattr("lmetric.server.execution.progress.Progress.send", lambda *_: None)
         await w.kill(source)
         said = await task
         assert b"internal error of the router; see its log for the reason" in said

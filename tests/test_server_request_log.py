@@ -16,7 +16,7 @@ import pytest
 
 from lmetric.config import Log
 from lmetric.server.api.paths import RELAYED, route
-from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.execution import Execution
 from lmetric.server.observe import request_log
 from lmetric.server.observe.logs import configure_logging, flush_logs
 from otlp_world import receiver
@@ -134,7 +134,7 @@ async def test_a_request_that_the_router_cannot_read_has_a_span_of_that_name() -
 async def test_each_line_of_a_request_has_its_trace_id(
     monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
-    """An internal error, which the executor meets in a callback of the engine's connection."""
+    """An internal error, which a request meets in a callback of the engine's connection."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a defect")
@@ -142,7 +142,7 @@ async def test_each_line_of_a_request_has_its_trace_id(
     async with receiver() as spans, world(1, tracing={"endpoint": spans.url}) as w:
         assert (await w.post(STREAM))[0] == 200  # its connection serves the next requests, too
         with log_lines() as lines:
-            monkeypatch.setattr(RequestExecution, "attempt", broken)
+            monkeypatch.setattr(Execution, "attempt", broken)
             answers = await asyncio.gather(
                 *(w.post(STREAM, headers=parent(TRACES[number], sampled)) for number in range(4))
             )

@@ -29,7 +29,7 @@ class GatewayStream:
     """One request, from its head to the end of its answer.
 
     The frontend sees its client: `transport` turns the router's own answers into messages. The
-    executor sees its engine's connection (`connection`): the request that it writes there becomes
+    request sees its engine's connection (`connection`): the request that it writes there becomes
     the pick, and the gateway's messages about the answer become the engine's bytes.
     """
 
@@ -60,7 +60,7 @@ class GatewayStream:
         self._body = b""  # as the client sent it
         self._has_trailers = False
         self._deadline: asyncio.TimerHandle | None = None  # for the gateway's next step
-        self._routed = False  # the request is whole: the executor has it, or it was refused
+        self._routed = False  # the request is whole: the execution has it, or it was refused
         self._prefill: str | None = None  # address of the engine that computes the prompt
         self._link: EngineLink | None = None
         self._picks: list[str] = []  # IP:PORT, best first
@@ -251,7 +251,7 @@ class GatewayStream:
         if len(self._out) == before and not self.transport.refused:
             self._decided = asyncio.get_running_loop().create_future()
 
-    # -- the pick (called by the executor) ---------------------------------------------------------
+    # -- the pick (called by an attempt) ---------------------------------------------------------
 
     def connection(self, step: Step) -> EngineLink:
         """Returns the connection to a step's engine, which the gateway has."""

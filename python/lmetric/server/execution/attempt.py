@@ -47,10 +47,7 @@ class AttemptListener(Protocol):
 
 
 class EngineAttempt:
-    """A step at its engine: call `go`, which reports events to the listener later.
-
-    Only "sent" is reported from within `go`.
-    """
+    """A step at its engine: call `go`, which reports events to the listener later."""
 
     # Writes the head for the engine; a subclass may add fields to it.
     _for_engine: Callable[..., bytes] = staticmethod(RequestHead.for_engine)
@@ -81,7 +78,7 @@ class EngineAttempt:
         self.step = step
         self._require_finish = require_finish  # a stream without a finish_reason is incomplete
         self.error = False  # the engine reported an error inside its answer
-        self.begun = False  # the executor has committed to the answer
+        self.begun = False  # a way has committed to the answer
         self.over = False  # it ended, failed or was canceled
         self._paused = False
         self._connection: Connection | None = None
@@ -97,7 +94,7 @@ class EngineAttempt:
         connection = self.step.engine.upstream.take()
         if connection is None:
             self._connect()
-        elif now > self.step.kv_until:
+        elif self._expired(now):
             connection.upstream.give(connection)
             self._soon(self._too_late)
         else:
@@ -106,6 +103,10 @@ class EngineAttempt:
     def _soon(self, then: Callable[[], None]) -> None:
         """Calls a function after `go` has returned."""
         asyncio.get_running_loop().call_soon(then)
+
+    def _expired(self, now: float) -> bool:
+        kv = self.step.kv
+        return kv is not None and now > kv.until
 
     def _too_late(self) -> None:
         """Reports that the KV transfer of the step has expired."""
@@ -135,7 +136,7 @@ class EngineAttempt:
             connection = task.result()
             if connection.transport.is_closing():
                 self.fail("reset", "connection closed as soon as it was made")
-            elif now > self.step.kv_until:
+            elif self._expired(now):
                 connection.upstream.give(connection)
                 self._too_late()
             else:
@@ -175,8 +176,8 @@ class EngineAttempt:
         # After the write, because this updates the index, which takes time for new blocks.
         if step.advances_ticket and self._ticket is not None:
             self._ticket.sent(now)
-        if step.carries_kv:
-            self._listener.on_attempt_event("sent", self)
+        if step.kv is not None:
+            step.kv.sent()
         if self._paused:
             connection.pause(True)
 
@@ -301,7 +302,7 @@ class EngineAttempt:
     def _blame(self, status: int) -> None:
         """Counts an answer that reports a failure of the engine.
 
-        The executor judges answers with a status in `retries.statuses`.
+        The ways judge answers with a status in `retries.statuses`.
         """
         code = (self.reader.error_code or 500) if self.error else status
         pool, client_request = self.step.engine.pool, self._client_request
@@ -320,7 +321,7 @@ class EngineAttempt:
         """
         if self._fresh or self.reader.pieces:
             self.fail("reset", reason)
-        elif self.step.carries_kv:
+        elif self.step.kv is not None:
             self.cancel()
             self._listener.on_attempt_event("stale", self, False)
         else:

@@ -12,8 +12,9 @@ from lmetric._core import END, ENGINE_ERROR
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
-from lmetric.server.execution.executor import CORE_KINDS, NOT_ACCEPTED, STATUSES
+from lmetric.server.execution.failures import NOT_ACCEPTED, STATUSES
 from lmetric.server.execution.plan import AttemptEvent, Step
+from lmetric.server.execution.progress import CORE_KINDS
 from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.relay")

@@ -1,6 +1,6 @@
-"""The state of a running request. The executor writes it, and planners read it.
+"""One running request: its state, and what its ways can do. No I/O.
 
-Planners may also create its KV transfer and its merged answer, and use the transfer.
+A way (`ways`) reads the state, and appends actions to `acts`. `execution` owns the ways.
 """
 
 from __future__ import annotations
@@ -10,16 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from lmetric._core import Decision, Ticket, TokenEncoder
+from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
+from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.transcript import Transcript
+from lmetric.server.execution.plan import Act, Attempt, Begin, Commit, Hedge, Migration, Step, Wake, Write
+from lmetric.server.execution.refusal import EngineRefusal
+from lmetric.server.execution.transcript import Delta, Transcript
 from lmetric.server.execution.transfer import KvTransfer
+from lmetric.server.execution.verdicts import Verdicts
+from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.pool import Pool
-from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.tokens import Tokens
+
+COMMIT = Commit()
+# Kinds of failure that the core router knows by another name.
+CORE_KINDS = {"saturated": "status", "not_served": "status"}
+
+
+class Ended(Exception):
+    """The request ends. `error`: for its client; `failure`: the failure kind for an open ticket."""
+
+    def __init__(self, error: ApiError | None, failure: str) -> None:
+        super().__init__(failure)
+        self.error = error
+        self.failure = failure
 
 
 class Progress:
@@ -34,21 +53,52 @@ class Progress:
     pool: Pool
     decision: Decision
     ticket: Ticket
-    body: bytes  # as the client sent it, until the executor commits to an answer
+    body: bytes  # as the client sent it, until a way commits to an answer
     stream: bool
     first: FirstSegment | None  # the body for a prefill, once it is known
     # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
     call: ParsedRequest | None
+    acts: list[Act]  # not carried out yet
+    now: float  # time of the present event, seconds on the monotonic clock
+    main: Step | None = None  # runs the open segment
+    side: Step | None = None  # runs beside it: a migration, or a prefill
+    hedge: Hedge | None = None  # until a token came, or it has failed
+    migration: Migration | None = None
+    handle: Movable | None = None  # the rebalancer's access to the request
     encoder: TokenEncoder | None = None  # of the model's tokenizer
-    mover: Rebalancer | None  # set if it may move
+    mover: Rebalancer | None = None  # set if it may move
     resumes: bool = False  # after a failure, another engine may continue the answer
-    kv: KvTransfer | None  # for the next step
+    timed: bool = False  # a timer is set
+    # The answer.
+    kv: KvTransfer | None = None  # for the next step
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # its first answer could not be merged: one engine answers it
-    has_tokens: bool = False  # the open segment has produced a token
-    prefill_engine: Engine | None  # computes the prompt for another engine
-    paired_body: bytes | None  # the body of both steps that run at once
+    has_tokens: bool = False  # the open segment has a token, and its answer reaches the client
+    answered: Attempt | None = None  # the attempt that gives the client's whole answer
+    observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
+    prefill_engine: Engine | None = None  # computes the prompt for another engine
+    at_once: bool = False  # prefill and decode run at once
+    committed: bool = False  # the client has a part of an answer
+    close_client: bool = False
+    done: bool = False
+    status: int = 0
+    reason: str = ""  # the reason of an end with an error
+    stalled_at: float = 0.0  # when the client became too slow; 0: it keeps up
+    # Failures (`failures`).
+    tried: tuple[str, ...] = ()
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
+    verdicts: Verdicts | None = None  # set after a failure
+    refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
+    retry_after: int = 0  # seconds, the longest Retry-After of engines that declined the request
+    over_budget: bool = False  # the retry budget forbade another attempt
+    withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """The label of its routing decision."""
+        return self.pool.labels.label(self.decision.id, self.client_request.tenant)
 
     @property
     def observed(self) -> bool:
@@ -102,6 +152,13 @@ class Progress:
         return len(self.call.tokens) if self.call is not None and self.call.tokens is not None else 0
 
     @property
+    def known_tokens(self) -> int:
+        """The number of its known answer tokens."""
+        if self.observing is not None:
+            return self.observing.reader.observed_tokens
+        return len(self.transcript.output_ids) if self.transcript is not None else 0
+
+    @property
     def inside(self) -> bool:
         """Whether the next step's KV transfer covers only a part of the prompt.
 
@@ -109,6 +166,15 @@ class Progress:
         """
         transferred = self.kv.tokens if self.kv is not None else 0
         return 0 < transferred < self.total and not self.begun
+
+    @property
+    def answering_engine_name(self) -> str:
+        """The name of the engine that answers now, or next."""
+        if self.main is not None and self.main.for_client:
+            return self.main.engine.name
+        if self.migration is not None:
+            return self.ticket.instance
+        return self.ticket.next_instance or self.ticket.instance
 
     def transfer(self) -> KvTransfer:
         """Returns the KV transfer to the next step; creates it on first use."""
@@ -126,3 +192,174 @@ class Progress:
             self.transcript = Transcript(self.client_request.path, call.request, call.tokens, self.encoder)
             self.call = None
         return self.transcript
+
+    # -- its segments ------------------------------------------------------------------------------
+
+    def next_segment(self, prompt_tokens: int | None = None, cached_tokens: int | None = None) -> str:
+        """Ends the open segment. Returns the engine of the next one. Raises Ended without one."""
+        source = self.ticket.instance
+        try:
+            following = self.ticket.segment_done(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        except NoInstanceError as error:
+            raise Ended(self.pool.no_engine_error(error), "engine_error") from None
+        assert following is not None  # another segment follows
+        if following != source:
+            self.note("handoff", source, following, outcome="placed")
+        return following
+
+    def note(
+        self, kind: Kind, source: str | None, target: str, *, outcome: str, moved: tuple[Any, ...] = ()
+    ) -> None:
+        """Adds an event to the model's activity. `moved`: tokens and seconds."""
+        tenant = self.client_request.tenant
+        self.pool.activity.note(self.now, kind, self.decision.id, tenant, source, target, outcome, *moved)
+
+    # -- its attempts ------------------------------------------------------------------------------
+
+    def send(self, step: Step) -> None:
+        """Starts an attempt."""
+        if step.beside:
+            self.side = step
+        elif self.hedge is None or step is not self.hedge.step:
+            self.main = step
+            if self.mover is not None and self.handle is not None and (step.observed or step.merges):
+                self.mover.running[self.ticket.id] = self.handle
+        refill, decision = step.engine.refill, self.decision
+        if refill is not None and step.refills:
+            on_gpu = decision.predicted_cached_tokens - decision.predicted_tier_tokens
+            unknown = decision.prompt_tokens - on_gpu
+            step.body = refill.body(self.client_request.path, step.body, unknown)
+        self.acts.append(step)
+
+    def drop_attempts(self) -> None:
+        """Cancels the attempts of the open segment."""
+        if self.main is not None or self.side is not None:
+            self.main = self.side = None
+            self.acts.append("cancel")
+
+    def drop_main(self) -> None:
+        """Cancels the attempt that runs the open segment, if it still runs."""
+        if self.main is not None:
+            self.main = None
+            self.acts.append("cancel_main")
+
+    def wake(self, seconds: float | None) -> None:
+        """Sets the timer, after which the way gets `TimeIsUp`; None: stops it."""
+        self.timed = seconds is not None
+        self.acts.append(Wake(seconds))
+
+    def end_hedge(self, outcome: Outcome, kind: str = "cancelled") -> None:
+        """Ends the hedge. `kind`: the kind of failure for its ticket."""
+        hedge, self.hedge = self.hedge, None
+        if hedge is None:
+            return
+        if hedge.step is None:
+            if self.timed:
+                self.wake(None)
+            return
+        hedge.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
+        self.pool.hedging.outcomes[outcome] += 1
+        if outcome != "failed":
+            self.acts.append("cancel_hedge")
+
+    def end_migration(self) -> None:
+        """Ends the migration and its attempt."""
+        migration, self.migration = self.migration, None
+        if migration is not None and self.mover is not None:
+            self.mover.moves.discard(migration)
+        if self.side is not None:
+            self.side = None
+            self.acts.append("cancel_side")
+
+    def cancel_migration(self, outcome: str) -> None:
+        """Ends the migration; the source continues."""
+        self.end_migration()
+        if self.ticket.open:
+            self.ticket.cancel_migration()
+        self.count_move(outcome)
+
+    def abandon(self) -> None:
+        """Cancels the attempts, the hedge and the migration."""
+        self.stop_moving()
+        if self.hedge is not None:
+            self.end_hedge("ended")
+        if self.migration is not None:
+            self.cancel_migration("ended")
+        self.drop_attempts()
+
+    def stop_moving(self) -> None:
+        """Hides the request from the rebalancer."""
+        if self.mover is not None:
+            self.mover.running.pop(self.ticket.id, None)
+
+    def count_move(self, outcome: str) -> None:
+        """Counts the outcome of a migration. Without a rebalancer, only `Pool.failovers` counts."""
+        if self.mover is not None:
+            self.mover.outcomes[outcome] += 1
+
+    def observe(self) -> None:
+        """Reads the recorded tokens of the forwarded stream. Raises MergeError."""
+        if self.observing is not None:
+            self.merged().observe(self.observing.reader)
+
+    # -- the client's answer -----------------------------------------------------------------------
+
+    def commit(self, attempt: Attempt) -> None:
+        """Forwards an engine's answer to the client from now on."""
+        self.committed = self.has_tokens = True
+        self.status = attempt.reader.status
+        self.body = b""
+        self.first = None
+        self.answered = attempt
+        self.observing = None
+        if attempt.step.observed and self.observed:
+            # The reader records the tokens that pass. The prompt's fields are no longer needed.
+            self.merged().forget_prompt()
+            self.observing = attempt
+        elif self.resumes and self.status == 200:
+            self.pool.not_resumable["engine"] += 1
+        self.call = None
+        self.acts.append(COMMIT)
+
+    def write(self, delta: Delta, engine: str | None = None) -> None:
+        """Sends new text to a streaming client. `engine`: the name for the head of a new answer."""
+        if not self.stream:
+            return
+        transcript = self.merged()
+        opening = b"" if self.committed else transcript.opening()
+        self.begin_stream(engine)
+        if delta.ids and transcript.first_token_at is None:
+            transcript.first_token_at = self.now
+        self.acts.append(Write(opening + transcript.chunk(delta)))
+
+    def begin_stream(self, engine: str | None = None) -> None:
+        """Begins a merged stream, unless it has begun."""
+        if not self.committed:
+            self._begin(b"text/event-stream; charset=utf-8", None, engine or self.answering_engine_name)
+
+    def write_whole(self, body: bytes, engine: str) -> None:
+        """Sends the client's whole answer."""
+        self._begin(b"application/json", len(body), engine)
+        self.acts.append(Write(body, last=True))
+
+    def _begin(self, kind: bytes, length: int | None, engine: str) -> None:
+        self.committed = True
+        self.status = 200
+        self.body = b""
+        self.first = None
+        self.acts.append(Begin(kind, length, engine))
+
+    def end_merged(self, delta: Delta | None = None, *, early: bool = False) -> None:
+        """Ends the merged answer. `early`: inside its open segment, before the planned end."""
+        transcript = self.merged()
+        engine = self.ticket.instance if early else self.answering_engine_name
+        if self.stream:
+            if delta is not None:
+                self.write(delta, engine)
+            self.begin_stream(engine)
+            self.acts.append(Write(transcript.closing(), last=True))
+        else:
+            assert delta is not None
+            self.write_whole(transcript.answer(delta), engine)
+        close = self.ticket.done if early else self.ticket.segment_done
+        close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))

@@ -1,4 +1,4 @@
-"""Carries out the executor's actions: attempts at engines, the client's answer, timers."""
+"""Carries out the actions of a request: attempts at engines, the client's answer, timers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import structlog
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
-from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.plan import (
     Act,
     Action,
@@ -47,7 +47,7 @@ class RequestRunner(InFlightRequest):
     _hedge: EngineAttempt | None = None
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, execution: RequestExecution, require_finish: bool, on_end: OnEnd) -> None:
+    def __init__(self, execution: Execution, require_finish: bool, on_end: OnEnd) -> None:
         self.execution = execution
         self._client_request = execution.client_request
         self._require_finish = require_finish
@@ -68,11 +68,11 @@ class RequestRunner(InFlightRequest):
 
     # -- events in, actions out --------------------------------------------------------------------
 
-    # No action causes an event with further actions: `go` reports only "sent", and `begin` is the
-    # last action.
+    # No action causes an event with further actions: `go` reports none, and `begin` is the last
+    # action.
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
-        """Gives an event to the executor, and carries out the resulting actions."""
+        """Gives an event to the request, and carries out the resulting actions."""
         try:
             for act in event(*args):
                 _DO[act.__class__](self, act)
@@ -80,7 +80,7 @@ class RequestRunner(InFlightRequest):
             self.fail()
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
-        """Gives an event of an attempt to the executor."""
+        """Gives an event of an attempt to the request."""
         try:  # the code of `_on`, inline because each request runs it
             for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)

@@ -1,7 +1,7 @@
 """Rebalancing of running requests, in rounds (STAR, section 5.2).
 
 The core router chooses the moves (`Router.rebalance`); this module starts them.
-`execution/planners/migration.py` has the migration itself.
+`execution/ways/move.py` has the migration itself.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
-from lmetric.server.execution.executor import RequestExecution
-from lmetric.server.execution.planners.hedge import Hedge
+from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.plan import Hedge
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
@@ -925,7 +925,7 @@ class Frontend(web.Server):
             client_request.priority = decision.priority
         try:
             client_request.keep_alive &= self.phase is SERVING
-            execution = RequestExecution(
+            execution = Execution(
                 self._rules,
                 client_request,
                 pool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmetric._core import Arrival, Decision, Request, Ticket
 from lmetric.canary import Outcome
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.planners.hedge import Hedge
+from lmetric.server.execution.plan import Hedge
 from lmetric.server.fleet.pool import Pool
 
 BY_CLIENT = "the client "  # reasons that no policy causes

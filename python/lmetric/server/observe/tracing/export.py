@@ -17,7 +17,7 @@ from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
 from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.runner import OnEnd, RequestRunner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.observe.tracing.context import parent_line
@@ -181,7 +181,7 @@ class Tracing(Traces):
 
     def runner(
         self,
-        execution: RequestExecution,
+        execution: Execution,
         require_finish: bool,
         on_end: OnEnd,
         before: float,

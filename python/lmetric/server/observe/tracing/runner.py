@@ -12,7 +12,7 @@ from lmetric._core import RequestHead
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.plan import Act, AttemptEvent
 from lmetric.server.execution.runner import OnEnd, RequestRunner
 from lmetric.server.execution.trace import TraceContext
@@ -38,7 +38,7 @@ class LoggedRunner(RequestRunner):
         in_request(self._client_request, super()._on, event, *args)
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
-        """Gives an event of an attempt to the executor."""
+        """Gives an event of an attempt to the request."""
         in_request(self._client_request, super().on_attempt_event, event, attempt, detail)
 
     def fail(self) -> None:
@@ -153,7 +153,7 @@ class UnsampledRunner(LoggedRunner):
 
     def __init__(
         self,
-        execution: RequestExecution,
+        execution: Execution,
         require_finish: bool,
         on_end: OnEnd,
         context: TraceContext,
@@ -172,7 +172,7 @@ class TracedRunner(LoggedRunner):
 
     def __init__(
         self,
-        execution: RequestExecution,
+        execution: Execution,
         require_finish: bool,
         on_end: OnEnd,
         traces: Traces,

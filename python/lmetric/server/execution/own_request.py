@@ -1,12 +1,7 @@
-"""The client's own request on one engine, whose answer goes to the client.
-
-It runs alone, or after a prefill, a split in the prompt or a prefix fetch. In these cases the
-engine fetches their KV cache.
-"""
+"""The step for the client's own request, which most ways end with."""
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 from lmetric.engines.handover import with_fields
@@ -16,17 +11,17 @@ from lmetric.server.execution.transcript import dumps
 from lmetric.server.fleet.engine import Engine
 
 
-def step(p: Progress, engine: Engine, now: float) -> Step:
-    """Returns the step for the request.
+def own_request(p: Progress, engine: Engine) -> Step:
+    """Returns the step for the client's own request.
 
     An available KV transfer is fetched once, if the engine can.
     """
     kv = p.kv
     if p.call is None and kv is None:
-        return Step(engine, p.body, "pass", p.limit_seconds, p.stream)
+        return Step(engine, p.body, "pass", limit_seconds=p.limit_seconds, stream=p.stream)
     inside, fields = p.inside, {}
     if kv is not None and kv.tokens and not p.unmergeable:
-        fields = kv.take(engine, now, goes_on=False, total=p.total)
+        fields = kv.take(engine, p.now, goes_on=False, total=p.total)
         if not fields:
             kv.tokens = 0  # no transfer: a second call must not count it again
     observed = p.observed and p.continues_at(engine)
@@ -39,19 +34,18 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
     wants_ids = observed or checks
     return Step(
         engine,
-        _body(p, inside, fields, wants_ids),
+        _body(p, inside, fields, wants_ids=wants_ids),
         "whole" if whole else "pass",
-        p.limit_seconds,
-        p.stream,
-        carries_kv=bool(fields),
-        kv_until=kv.until if kv is not None else inf,
+        limit_seconds=p.limit_seconds,
+        stream=p.stream,
+        kv=kv if fields else None,
         observed=p.stream and wants_ids,
         hides_ids=wants_ids and not p.request.get("return_token_ids"),
         checks_prompt=checks,
     )
 
 
-def _body(p: Progress, inside: bool, fields: Any, wants_ids: bool) -> bytes:
+def _body(p: Progress, inside: bool, fields: Any, *, wants_ids: bool) -> bytes:
     """Returns the client's body with the router's fields added.
 
     If a completion fetches a part of its prompt, its prompt becomes token ids.
@@ -66,14 +60,3 @@ def _body(p: Progress, inside: bool, fields: Any, wants_ids: bool) -> bytes:
     if inside and fields and not p.chat:
         body = dumps({**p.request, "prompt": p.prompt})
     return with_fields(body, more) if more else body
-
-
-def stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
-    """Returns an answer without fields that only the router requested: null, as vLLM's default."""
-    if hides_ids:
-        names = ("prompt_token_ids", "token_ids")
-        for part in (answer, *choices):
-            part |= {name: None for name in names if name in part}
-    if "kv_transfer_params" in answer:
-        answer["kv_transfer_params"] = None
-    return dumps(answer)

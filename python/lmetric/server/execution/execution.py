@@ -1,0 +1,303 @@
+"""One request as a machine without I/O: events in, actions out.
+
+A generator (`ways.run`) runs the request; its place in the code is the state. This class keeps the
+generators, gives each the events of its attempts, and ends the request. It has no timer and no
+task: `runner` carries out the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from lmetric._core import Decision, Ticket
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
+from lmetric.server.execution.failures import EngineLost, NoTransfer, SwitchTo, TimeIsUp
+from lmetric.server.execution.plan import (
+    Act,
+    Attempt,
+    AttemptEvent,
+    BreakOff,
+    Comment,
+    Finish,
+    Hedge,
+    Step,
+    Way,
+    Write,
+)
+from lmetric.server.execution.progress import CORE_KINDS, Ended, Progress
+from lmetric.server.execution.ways import move, run
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
+
+FINISH = Finish()
+
+log = structlog.get_logger("lmetric.relay")
+
+
+class Execution(Progress):
+    """One request, from its decision to its end.
+
+    Each event returns the resulting actions, in order. No action follows `Finish`. `moves`: the
+    request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`: after a failure,
+    another engine may continue its stream. `hedge`: another engine may get it, too, if its first
+    token is late.
+    """
+
+    _way: Way[None] | None = None  # runs the open segment
+    _beside: Way[SwitchTo | None] | None = None  # the migration
+
+    def __init__(
+        self,
+        rules: Rules,
+        client_request: ClientRequest,
+        pool: Pool,
+        decision: Decision,
+        ticket: Ticket,
+        call: ParsedRequest,
+        *,
+        moves: bool,
+        fetches: bool,
+        resumes: bool = False,
+        hedge: Hedge | None = None,
+    ) -> None:
+        self.rules = rules
+        self.client_request = client_request
+        self.pool = pool
+        self.decision = decision
+        self.ticket = ticket
+        self.body = call.body
+        self.first = call.first
+        self.stream = call.stream
+        self.call = None
+        self.acts: list[Act] = []
+        if hedge is not None and client_request.gateway is None:  # a gateway sends one copy
+            self.hedge = hedge
+        if moves or fetches or resumes:
+            self.call = call
+            self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
+            self.mover = pool.mover if moves and call.stream else None
+            # A held request may outlive the model's tokenizer.
+            self.resumes = (resumes and self.encoder is not None) or self.mover is not None
+
+    # -- events of the router ----------------------------------------------------------------------
+
+    def placed(self, now: float) -> list[Act]:
+        """Starts the request at the instance of its decision."""
+        self.now = now
+        self.pool.requests += 1
+        if self.pool.cuts:
+            self.hedge = None
+        self._way = way = run(self)
+        self._go(way.send, None)
+        return self._out()
+
+    def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
+        """Starts a migration for the rebalancer.
+
+        Returns whether it began or is done, and the actions.
+        """
+        self.now = now
+        began = move.begin(self, target)
+        if began:
+            self._beside = way = move.move(self)
+            began = self._go_beside(way.send, None) or self.migration is not None
+        return began, self._out()
+
+    def tick(self, now: float) -> list[Act]:
+        """Ends the request at its time limits. Attempts have their own deadlines."""
+        if self.done:
+            return []
+        self.now = now
+        limits = self.rules.timeouts
+        if reason := self.client_request.overdue(limits.request, now):
+            # The engine did not fail.
+            self._abort(reason, "timeout", ApiError(504, reason, code="timeout"))
+        elif self.main is None and self.side is None:
+            log.error("a request was left without an engine", decision=self.label)
+            self._abort("no engine worked on it", "engine_error", ApiError(500, FAILED))
+        elif self.stalled_at and now - self.stalled_at > limits.slow_client:
+            self._leave("the client does not read", None)
+            self.acts.append("abort_client")
+        return self._out()
+
+    def woken(self, now: float) -> list[Act]:
+        """Handles the end of the timer that `Wake` has set."""
+        if self.timed and self._way is not None:
+            self.now = now
+            self.timed = False
+            self._go(self._way.throw, TimeIsUp())
+        return self._out()
+
+    # -- events of attempts ------------------------------------------------------------------------
+
+    def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, detail: Any = None) -> list[Act]:
+        """Handles an event of an attempt."""
+        step = attempt.step
+        way: Way[Any] | None = self._way
+        self.now = now
+        go: Callable[[Callable[[Any], Step | None], Any], object] = self._go
+        if step is self.side:
+            if event in ENDS:
+                self.side = None
+            if self.migration is not None:
+                way, go = self._beside, self._go_beside
+            elif self.committed:
+                return []  # a prefill; the other engine has answered
+        elif step is self.main:
+            if event in ENDS:
+                self.main = None
+        elif self.hedge is None or step is not self.hedge.step:
+            return []  # a late event of a cancelled attempt
+        if way is None:
+            return []
+        if event == "comments":
+            self._comment(detail)
+        elif event == "unseen":
+            self._unseen(attempt)
+        elif event == "failed":
+            kind, reason = detail
+            self.withheld = b""
+            if self.observing is attempt and not attempt.reader.aborted:
+                self.withheld = attempt.reader.withheld
+            go(way.throw, EngineLost(step.engine, kind, reason, step=step))
+        elif event == "stale":
+            assert step.kv is not None  # only steps that carry a KV transfer become stale
+            step.kv.stale(late=detail)
+            go(way.throw, NoTransfer())
+        else:
+            go(way.send, (attempt, detail))
+        acts, self.acts = self.acts, []
+        return acts
+
+    def _comment(self, comments: bytes) -> None:
+        """Passes an engine's comments on to a client that waits for a token."""
+        if self.client_request.gateway is not None:
+            return  # the client has the engine's own bytes
+        if self.committed:  # its engine failed, and this one continues
+            self.acts.append(Write(b"".join(b": %b\n" % line for line in comments.splitlines()) + b"\n"))
+        else:
+            self.acts.append(Comment(comments))
+
+    def _unseen(self, attempt: Attempt) -> None:
+        """Handles lost tokens of a forwarded stream: the request can no longer move."""
+        why = f"{attempt.step.engine.name}: {attempt.reader.unseen}"
+        self.pool.not_joinable(self.client_request.path, why)
+        self.stop_moving()
+
+    # -- events of the client and the server -------------------------------------------------------
+
+    def client_slow(self, now: float) -> list[Act]:
+        """Handles a client that reads too slowly."""
+        self.stalled_at = now
+        self.acts.append("pause")
+        return self._out()
+
+    def client_ready(self, now: float) -> list[Act]:
+        """Handles a client that has caught up."""
+        self.stalled_at = 0.0
+        self.acts.append("resume")
+        return self._out()
+
+    def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
+        """Ends the request early, unless it has ended. `error`: for its client."""
+        self._leave(reason, error)
+        return self._out()
+
+    def stop(self) -> list[Act]:
+        """Ends the request because the server stops."""
+        return self.leave(
+            STOPPING, ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
+        )
+
+    # -- the ways ----------------------------------------------------------------------------------
+
+    def _go(self, resume: Callable[[Any], Step | None], heard: object) -> None:
+        """Resumes the way of the open segment."""
+        try:
+            step = resume(heard)
+        except StopIteration:
+            self.reason = ""  # perhaps another engine has answered
+            self._finish(None, None)
+        except Ended as end:
+            self._finish(end.failure, end.error)
+        else:
+            if step is not None:
+                self.send(step)
+
+    def _go_beside(self, resume: Callable[[Any], Step | None], heard: object) -> bool:
+        """Resumes the way of the migration. Returns whether the request switches to its target."""
+        try:
+            step = resume(heard)
+        except StopIteration as over:
+            self._beside = None
+            if over.value is None or self._way is None:
+                return False
+            self._go(self._way.throw, over.value)
+            return True
+        if step is not None:
+            self.send(step)
+        return False
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _leave(self, reason: str, error: ApiError | None) -> None:
+        if not self.done:
+            self.close_client = True
+            self._abort(reason, "cancelled", error)
+
+    def _abort(self, reason: str, failure: str, error: ApiError | None) -> None:
+        """Ends the request, whatever its way waits for."""
+        self.reason = reason
+        self._finish(failure, error, aborted=True)
+
+    def _finish(self, failure: str | None, error: ApiError | None, *, aborted: bool = False) -> None:
+        """Ends the request, once: closes all attempts and an open ticket.
+
+        `failure`: the failure kind for an open ticket. `error`: for the client, as the end of a
+        started answer or as its whole answer.
+        """
+        self.done = True
+        way, self._way, self._beside = self._way, None, None
+        if way is not None:
+            way.close()
+        if error is not None and self.committed:
+            self.acts.append(BreakOff(error))
+            error = None
+        if self.timed:
+            self.wake(None)
+        if self.main or self.side or self.mover or self.hedge:
+            self.abandon()
+        if failure is not None and self.ticket.open:
+            self.ticket.failed(CORE_KINDS.get(failure, failure), retry=False)
+        if self.verdicts is not None:
+            if failure is None and not aborted:
+                self.verdicts.succeeded()
+            else:
+                self.verdicts.ended()
+        self.acts.append(FINISH if error is None else Finish(error))
+
+    def _out(self) -> list[Act]:
+        # `attempt`, which every request calls, has this code inline.
+        acts, self.acts = self.acts, []
+        return acts
+
+    def head_lines(self, engine: str) -> bytes:
+        """Returns the router's own lines in the head of an answer.
+
+        `engine`: the answering engine.
+        """
+        client_request, labels, decision = self.client_request, self.pool.labels, self.decision.id
+        if not self.rules.show_engines:
+            return labels.answer_lines(client_request.head, decision, client_request.tenant)
+        first = self.prefill_engine or (self.kv.source if self.kv is not None else None)
+        prefill = None if first is None else first.name
+        return labels.answer_lines(client_request.head, decision, client_request.tenant, engine, prefill)
+
+
+# Events after which nothing follows from an attempt.
+ENDS = frozenset({"ended", "failed", "stale"})

@@ -1,0 +1,496 @@
+"""Failures of a request's engines: which engine is next, which is blamed, what the client gets."""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+import orjson
+
+from lmetric._core import (
+    END,
+    ENGINE_ERROR,
+    INCOMPLETE,
+    NoInstanceError,
+    ResponseReader,
+    TicketError,
+    UnknownNameError,
+)
+from lmetric.server.api.errors import ApiError
+from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
+from lmetric.server.execution.plan import Attempt, Step, Write
+from lmetric.server.execution.progress import CORE_KINDS, Ended, Progress
+from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
+from lmetric.server.execution.transcript import MergeError, other_tokens
+from lmetric.server.execution.transfer import KvTransfer
+from lmetric.server.execution.verdicts import Failure, Verdicts
+from lmetric.server.fleet.engine import Engine
+
+# The status for the client by kind of failure, if no engine could answer.
+STATUSES = {
+    **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset", "engine_error"), 502),
+    "timeout": 504,
+    "status": 503,
+    "resources": 503,
+}
+# Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
+TRANSFER_STATUSES = frozenset({500, 504})
+MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
+# Failures before an engine accepted the request. No client can cause them.
+NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated", "not_served"})
+# Of these, failures that say nothing about the engine's health.
+HEALTHY_KINDS = frozenset({"saturated", "not_served"})
+
+# The outcome of a failure after the first token. "continued": another engine continues. "complete":
+# the client had the whole answer. The others end the answer with an error. "not_retried": by
+# `retries`. "not_resumable": by its request or its engine. "not_mergeable": its text or tokens are
+# not known. "no_engine": no other engine can continue it.
+Outcome = Literal["continued", "complete", "not_retried", "not_resumable", "not_mergeable", "no_engine"]
+
+
+class EngineLost(Exception):
+    """An engine failed a step, or declined it.
+
+    `step`: None if no step was sent. `in_answer`: the client has a part of the answer that another
+    engine must continue.
+    """
+
+    def __init__(
+        self, engine: Engine, kind: str, reason: str, *, step: Step | None = None, in_answer: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.engine = engine
+        self.kind = kind
+        self.reason = reason
+        self.step = step
+        self.in_answer = in_answer
+
+    @property
+    def retried_kind(self) -> str:
+        """Its kind, as retries and blame count it."""
+        return "reset" if self.kind == "engine_error" else self.kind
+
+
+class NoTransfer(Exception):
+    """The step must be sent again, without its KV transfer."""
+
+
+class TimeIsUp(Exception):
+    """The timer that `Progress.wake` has set is over."""
+
+
+class SwitchTo(Exception):
+    """The target of the request's migration takes over. `kv`: the transfer to it."""
+
+    def __init__(self, kv: KvTransfer) -> None:
+        super().__init__()
+        self.kv = kv
+
+
+# -- answers that cannot be used -------------------------------------------------------------------
+
+
+def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
+    """Checks the beginning of an answer for the client. `flags`: of its reader.
+
+    Raises EngineLost or NoTransfer if it cannot be used, and Ended if it is the client's error.
+    """
+    step, reader = attempt.step, attempt.reader
+    status, statuses = reader.status, p.rules.statuses
+    failed = stream_failed(reader, flags)
+    code = reader.error_code if failed and flags & ENGINE_ERROR else status
+    if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):
+        raise NoTransfer
+    if status in statuses:
+        if flags & END:
+            attempt.answer = reader.payload()
+        decline(p, attempt, whole=bool(flags & END))
+        raise _lost(step, kind_of(status), f"status {status}{attempt.error_words()}")
+    if code in statuses:
+        raise _lost(step, kind_of(code or 500), f"error {code} as the first event")
+    if failed and flags & INCOMPLETE and not reader.tokens:
+        raise _lost(step, "reset", "the stream ended without a token")
+    if status == 404 and flags & END and _lacks_model(p, attempt):
+        attempt.answer = reader.payload()
+        decline(p, attempt, whole=True)
+        raise _lost(step, "not_served", f"status 404{attempt.error_words()}")
+    if step.kv is not None and step.kv.broke(status, reader.error_code):
+        raise NoTransfer
+    if flags & ENGINE_ERROR and step.merges and not reader.tokens:
+        raise _lost(step, "status", f"error {reader.error_code} as the first event")
+    if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
+        discard_transfer(p, step.engine, why)
+    if p.client_request.opened and step.reader == "pass" and status != 200:
+        attempt.answer = reader.payload()
+        if flags & END:  # the attempt closes itself, and counts a failure of the engine
+            p.main = None
+            attempt.begun = True
+        pass_refusal(p, attempt)
+    if p.client_request.opened and not reader.event_stream:
+        raise _lost(step, "reset", why_no_stream(reader))
+
+
+def stream_failed(reader: ResponseReader, flags: int) -> bool:
+    """Returns whether a stream begins with an error, or ends without a token."""
+    return bool(flags & (ENGINE_ERROR | INCOMPLETE)) and reader.status == 200 and reader.event_stream
+
+
+def refuse(p: Progress, attempt: Attempt) -> NoReturn:
+    """Handles an engine's whole error answer: raises what follows from it."""
+    step, status = attempt.step, attempt.reader.status
+    reason = f"status {status}{attempt.error_words()}"
+    if status == 404 and not p.committed and _lacks_model(p, attempt):
+        decline(p, attempt, whole=True)
+        raise _lost(step, "not_served", reason)
+    retried = status in p.rules.statuses
+    transfer = not retried or status in TRANSFER_STATUSES
+    if transfer and step.kv is not None and step.kv.broke(status, None):
+        raise NoTransfer
+    if retried:
+        decline(p, attempt, whole=True)
+    if retried or p.committed:
+        raise _lost(step, kind_of(status), reason)
+    pass_refusal(p, attempt)
+
+
+def _lost(step: Step, kind: str, reason: str) -> EngineLost:
+    return EngineLost(step.engine, kind, reason, step=step)
+
+
+def kind_of(status: int) -> str:
+    """Returns the kind of failure that a status of `retries.statuses` means."""
+    return "saturated" if status in SATURATED else "status"
+
+
+def decline(p: Progress, attempt: Attempt, *, whole: bool) -> None:
+    """Keeps an engine's error answer, for the client if no other engine answers.
+
+    A full engine gets no new requests for the time of its Retry-After.
+    """
+    status = attempt.reader.status
+    p.refusal = _refusal_of(p, attempt) if whole else None
+    if status in SATURATED and (seconds := retry_after_seconds(attempt.reader.head_lines)):
+        p.retry_after = max(p.retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
+        p.pool.saturated(attempt.step.engine, seconds)
+
+
+def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
+    """Marks the KV transfer as unusable: it is the cache of another prompt. Raises NoTransfer."""
+    p.pool.not_joinable(p.client_request.path, f"{engine.name}: {why}")
+    kv = p.transfer()
+    kv.useless("other_tokens", why)
+    kv.tokens = 0
+    raise NoTransfer
+
+
+def _lacks_model(p: Progress, attempt: Attempt) -> bool:
+    """Whether a 404 says that the engine does not serve the model that the router lists for it.
+
+    vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the engine
+    is asked for its models again.
+    """
+    name = p.client_request.model
+    words = attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held)
+    if name is None or name not in words or not ("model" in words or "adapter" in words):
+        return False
+    p.pool.look_again(attempt.step.engine)
+    return True
+
+
+# -- the next engine -------------------------------------------------------------------------------
+
+
+def next_engine(p: Progress, lost: EngineLost) -> str | None:
+    """Returns the engine that gets the open segment after a failure.
+
+    Returns None if the client has the whole answer. Raises Ended if no engine is left, or none may
+    be tried.
+    """
+    p.drop_main()
+    if p.has_tokens or lost.in_answer:
+        return _resume(p, lost)
+    p.abandon()
+    kind = lost.retried_kind
+    if _record(p, lost) and (following := _retry(p, lost.engine, kind)) is not None:
+        p.pool.retried[CORE_KINDS.get(kind, kind)] += 1
+        p.note("retry", lost.engine.name, following, outcome=kind)
+        return following
+    raise give_up(p, lost.engine, kind, lost.reason)
+
+
+def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
+    """Returns the next engine for an open segment without tokens; None: no engine is left."""
+    ticket = p.ticket
+    try:
+        following = None
+        if p.at_once and engine is not p.prefill_engine and ticket.has_next:
+            # The second of two attempts at once failed: the second segment becomes the open one.
+            following = ticket.segment_done()
+            if following == engine.name:
+                following = None
+        if following is None:
+            following = ticket.failed(CORE_KINDS.get(kind, kind))
+        while following is not None and (following not in p.pool.engines or following in p.tried_engines):
+            following = ticket.failed("refused")  # removed since the decision, or it had a hedge
+    except NoInstanceError:
+        return None
+    return following
+
+
+def _resume(p: Progress, lost: EngineLost) -> str | None:
+    """Returns the engine that continues an answer of which the client has a part."""
+    following: str | None = None
+    outcome: Outcome = "not_retried"
+    if _record(p, lost):
+        outcome, following = _continuing(p)
+    p.pool.failovers[outcome] += 1
+    if outcome == "continued":
+        kind = lost.retried_kind
+        p.pool.retried[CORE_KINDS.get(kind, kind)] += 1
+    p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
+    if outcome not in ("continued", "complete"):
+        raise give_up(p, lost.engine, lost.kind, lost.reason)
+    return following
+
+
+def _continuing(p: Progress) -> tuple[Outcome, str | None]:
+    """Returns the outcome of a failure after the first token, and the engine that continues.
+
+    That is the target of a running migration, or the core router's choice.
+    """
+    if not p.resumes or p.unmergeable or (p.observing is None and not p.begun):
+        return "not_resumable", None
+    if p.observing is not None and p.observing.reader.unseen is not None:
+        return "not_mergeable", None
+    transcript = p.merged()
+    try:
+        p.observe()
+        if transcript.over:
+            _complete(p)
+            return "complete", None
+        transcript.catch_up()
+    except MergeError as error:
+        p.pool.not_joinable(p.client_request.path, str(error))
+        p.count_move("not_joinable")
+        return "not_mergeable", None
+    for target in (p.migration.target if p.migration is not None else None, _elsewhere(p)):
+        if target is not None and _can_continue(p, target) and (following := _switch_now(p, target)):
+            return "continued", following
+    return "no_engine", None
+
+
+def _complete(p: Progress) -> None:
+    """Ends a stream whose engine failed after the last token: only the end mark is missing."""
+    transcript, answered = p.merged(), p.answered
+    usage_sent = p.observing is not None and p.observing.reader.observed_usage
+    p.acts.append(Write(transcript.closing(usage=not usage_sent), last=True))
+    if answered is not None:
+        answered.reader.finish_ticket()
+    else:
+        p.ticket.segment_done(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
+
+
+def _elsewhere(p: Progress) -> Engine | None:
+    try:
+        return p.pool.engines.get(p.ticket.choose_failover())
+    except (NoInstanceError, TicketError):
+        return None
+
+
+def _can_continue(p: Progress, target: Engine) -> bool:
+    """Returns whether an engine can continue the recorded answer from its token ids."""
+    model = target.capabilities.base(p.pool.name)
+    context_tokens = model.max_model_len if model is not None else None
+    return p.continues_at(target) and p.merged().limit(context_tokens)
+
+
+def _switch_now(p: Progress, target: Engine) -> str | None:
+    """Returns the engine that continues at once, because the source has failed; None: not this."""
+    if p.migration is not None:
+        p.migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
+    p.end_migration()
+    try:
+        p.ticket.cancel_migration()
+        p.ticket.begin_migration(target.name, recompute=True)
+    except TicketError:
+        p.count_move("not_movable")
+        return None
+    except UnknownNameError:  # removed since the migration began
+        p.count_move("target_gone")
+        return None
+    if not ready_to_switch(p, target):
+        return None
+    return switch(p, None, outcome="source_failed")
+
+
+# -- the switch to another engine, for migration and failover --------------------------------------
+
+
+def ready_to_switch(p: Progress, target: Engine) -> bool:
+    """Returns whether an engine can continue the request now. If not, ends its migration."""
+    transcript, outcome = p.merged(), ""
+    try:
+        p.observe()
+        gone = target.pool is not p.pool or not target.in_service or target.held
+        if transcript.over:
+            outcome = "ended"
+        elif gone or target.runs_halves_at_once:
+            outcome = "target_gone"
+        else:
+            transcript.catch_up()
+    except MergeError as error:
+        p.pool.not_joinable(p.client_request.path, str(error))
+        outcome = "not_joinable"
+    if outcome:
+        p.cancel_migration(outcome)
+    return not outcome
+
+
+def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> str:
+    """Stops the attempts. Returns the engine that continues the request.
+
+    `kv`: the transfer to that engine. Raises Ended if no engine does.
+    """
+    transcript = p.merged()
+    p.end_migration()
+    p.drop_attempts()
+    if p.answered is not None:
+        # From now on, the router writes the answer.
+        transcript.first_token_at = p.answered.reader.first_token_at
+        p.answered = p.observing = None
+    p.kv = kv if kv is not None and kv.available else None
+    if p.kv is not None:
+        p.kv.tokens = p.total
+    source = p.ticket.instance
+    try:
+        following = p.ticket.migrated()
+    except NoInstanceError as error:
+        p.count_move("no_instance")
+        raise Ended(p.pool.no_engine_error(error), "engine_error") from None
+    p.count_move(outcome)
+    if outcome == "migrated":
+        p.note("migration", source, following, outcome=outcome, moved=(p.total,))
+    return following
+
+
+# -- blame -----------------------------------------------------------------------------------------
+
+
+def _record(p: Progress, lost: EngineLost) -> bool:
+    """Records a failed attempt. Returns whether another attempt is allowed."""
+    p.reason, kind = lost.reason, lost.retried_kind
+    engine_lost = add_failure(p, lost)
+    if p.verdicts is not None and p.verdicts.final:
+        return False  # perhaps the request is the cause
+    if CORE_KINDS.get(kind, kind) not in p.rules.failures or len(p.tried) >= p.rules.attempts:
+        return False
+    p.over_budget = not p.pool.retry_budget.allows(p.pool.requests, engine_lost, p.now)
+    return not p.over_budget
+
+
+def add_failure(p: Progress, lost: EngineLost) -> bool:
+    """Records a failed attempt for the verdict. Returns whether its engine is lost."""
+    engine, kind, reason = lost.engine, lost.retried_kind, lost.reason
+    p.tried += (f"{engine.name}: {reason}",)
+    if kind in NOT_ACCEPTED:
+        if kind not in HEALTHY_KINDS:
+            engine.failed(kind, reason)
+        return kind == "refused"
+    if p.verdicts is None:
+        p.verdicts = Verdicts(p.pool, p.client_request.client_key)
+    p.verdicts.add(Failure(engine, kind, reason, p.known_tokens))
+    return (kind == "reset" and engine.breaks.add(p.now)) or engine.lost
+
+
+def blame(p: Progress, engine: Engine, kind: str, reason: str) -> None:
+    """Records a failure of a step that no other engine repeats."""
+    if kind not in NOT_ACCEPTED:
+        p.pool.blame(engine, p.client_request.client_key, reason, proven=False)
+    elif kind not in HEALTHY_KINDS:
+        engine.failed(kind, reason)
+
+
+def prove(p: Progress) -> None:
+    """Blames engines that failed before a token: another engine has produced one."""
+    if p.verdicts is not None and p.verdicts.only_before_tokens:
+        p.verdicts.succeeded()
+
+
+# -- errors for the client -------------------------------------------------------------------------
+
+
+def _refusal_of(p: Progress, attempt: Attempt) -> EngineRefusal:
+    """Returns an engine's whole error answer."""
+    engine, lines = attempt.step.engine.name, attempt.reader.head_lines
+    if p.client_request.cors:
+        lines = without_cors(lines)
+    return EngineRefusal(attempt.reader.status, lines, bytes(attempt.answer), engine)
+
+
+def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
+    """Ends the request with an engine's error answer."""
+    raise _refused(p, _refusal_of(p, attempt), attempt.error_words(), "engine_error")
+
+
+def _refused(p: Progress, refusal: EngineRefusal, words: str, failure: str) -> Ended:
+    """Returns the end with an engine's error answer. In an opened stream it must be JSON."""
+    error: ApiError = refusal
+    refusal.headers["x-lmetric-decision"] = p.label
+    if p.rules.show_engines:
+        refusal.headers["x-lmetric-instance"] = refusal.engine
+    if p.client_request.opened and not _is_object(refusal.body()):
+        said = f"the engine refused the request with status {refusal.status}{words}"
+        error = ApiError(refusal.status, said, engines=refusal.engine)
+    return Ended(error, failure)
+
+
+def give_up(p: Progress, engine: Engine, kind: str, reason: str) -> Ended:
+    """Returns the end with an error, because no engine is left, or none may be tried."""
+    p.reason = reason
+    code = CORE_KINDS.get(kind, kind)
+    if p.committed:
+        broke, why = "the engine failed in the middle of its answer", p.client_request.not_resumable
+        stays = "" if why is None else f"; no other engine can continue it: {why.why}"
+        error = ApiError(502, broke, engines=f"{engine.name}: {reason}{stays}", code=code)
+        if p.withheld:
+            error = EngineRefusal(502, b"", p.withheld, engine.name)
+        return Ended(error, kind)
+    headers = {"x-lmetric-decision": p.label}
+    suspect = p.verdicts is not None and p.verdicts.suspect
+    refusal = p.refusal
+    if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
+        if refusal.status in SATURATED:
+            refusal.wait(_wait_seconds(p))
+        return _refused(p, refusal, f": {reason}", kind)
+    tried = "; ".join(p.tried)
+    status = 503 if p.over_budget else STATUSES[code]
+    if status == 503 and not suspect:
+        headers["retry-after"] = str(_wait_seconds(p))
+    if suspect:
+        message = "the request failed on two engines in the same way, and is not tried again"
+        error = ApiError(502, message, engines=tried, code="failed_twice", headers=headers)
+        if kind == "timeout":
+            error.status, error.code = status, code
+    elif p.over_budget:
+        message = "the engine failed, and the retry budget is used up"
+        error = ApiError(503, message, engines=tried, code="retry_budget", headers=headers)
+    else:
+        message = "no engine could answer"
+        if kind == "resources":
+            message = "the router cannot open a connection to an engine"
+        error = ApiError(status, message, engines=tried, code=code, headers=headers)
+    return Ended(error, kind)
+
+
+def _wait_seconds(p: Progress) -> int:
+    """Returns the client's Retry-After: the engines' longest, else 1 to 3 s.
+
+    It differs between clients, so that they do not return all at once.
+    """
+    return p.retry_after or 1 + p.decision.id % 3
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(body), dict)
+    except orjson.JSONDecodeError:
+        return False

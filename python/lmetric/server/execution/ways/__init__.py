@@ -1,0 +1,64 @@
+"""The ways of running a request, one module each: generators without I/O.
+
+A way yields the steps that engines shall run, and gets their answers: its place in the code is the
+state of the request. ``attempt, flags = yield step`` sends a step, and goes on when its answer
+begins; a step with the reader "whole" goes on at the end of its answer. ``yield None`` waits for
+the next event. Failures are exceptions, raised where the way waits:
+
+- `EngineLost`: the engine failed or declined. `run` sends the segment to the next engine.
+- `NoTransfer`: the KV transfer of the step cannot be used. `_segment` runs the segment without it.
+- `SwitchTo`: a migration is ready, and its target takes over.
+- `Ended`: the request ends with this error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmetric.server.execution.failures import EngineLost, NoTransfer, SwitchTo, next_engine, switch
+from lmetric.server.execution.plan import Way
+from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.ways import chain, copy, pair, plain
+from lmetric.server.fleet.engine import Engine
+
+
+def run(p: Progress) -> Way[None]:
+    """Runs a request from its decision to its end, on as many engines as that needs."""
+    name: str | None = p.decision.instance
+    while name is not None:
+        try:
+            name = yield from _segment(p, p.pool.engines[name])
+        except EngineLost as lost:
+            name = next_engine(p, lost)
+        except SwitchTo as to:
+            name = switch(p, to.kv)
+
+
+def _segment(p: Progress, engine: Engine) -> Way[str | None]:
+    """Runs the open segment. Returns the engine of the next one; None: the answer is whole."""
+    p.has_tokens = False
+    if p.pool.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
+        yield from copy.fetch_prefix(p, engine)
+    while True:
+        p.drop_attempts()
+        if p.unmergeable and p.ticket.has_next:
+            return p.next_segment()  # the last engine computes the whole answer
+        try:
+            return (yield from _way_of(p, engine)(p, engine))
+        except NoTransfer:
+            pass  # again, without it
+
+
+def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str | None]]:
+    """Returns the way in which an engine runs the open segment."""
+    if p.pool.cuts and p.ticket.has_next:
+        if p.transcript is None and (p.call is None or engine.role == "prefill"):
+            return pair.at_once if engine.runs_halves_at_once else pair.prefill
+        return chain.part
+    if engine.runs_halves_at_once:
+        return pair.other_decode
+    if not p.ticket.from_token:
+        p.prefill_engine, p.at_once = None, False
+    if p.begun and not p.unmergeable:
+        return chain.rest
+    return plain.plain

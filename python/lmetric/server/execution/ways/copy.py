@@ -1,0 +1,140 @@
+"""Copy: an engine prepares the KV cache of some tokens, and another engine fetches it.
+
+The holder gets a request for one token after these tokens, as a segment that allows fetches. It
+finds them in its own prefix cache, so this costs one step. A prefix fetch and a migration copy this
+way. A failure only costs time: the other engine computes the tokens itself.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import structlog
+
+from lmetric.engines.handover import COMPLETIONS
+from lmetric.server.execution.failures import EngineLost, TimeIsUp, blame, kind_of
+from lmetric.server.execution.plan import Step, Way
+from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.transcript import ahead, dumps
+from lmetric.server.execution.transfer import KvTransfer
+from lmetric.server.fleet.engine import Engine, blocks_differ
+from lmetric.tokens import Tokens
+
+MIN_FETCH_SECONDS = 0.02  # shortest wait for a holder, even if computing is faster
+
+log = structlog.get_logger("lmetric.relay")
+
+
+def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
+    """Fetches the start of a prompt from an engine that has it cached, as the ticket plans.
+
+    Then the request continues as after a split inside the prompt, or unchanged without the prefix.
+    """
+    planned = p.ticket.fetch
+    assert planned is not None  # the ticket plans a fetch
+    name, from_token, to_token = planned
+    holder = p.pool.engines.get(name)
+    tokens = to_token - to_token % p.pool.block_size  # holders have only whole blocks
+    kv, began = KvTransfer(p.pool), p.now
+    outcome = _why_not(holder, target, tokens - from_token)
+    if holder is not None and not outcome:
+        outcome = yield from _prefix(
+            p, kv, holder, tokens, patience=_patience(p, target, tokens - from_token)
+        )
+    came = tokens - from_token if outcome == "fetched" else 0
+    # No engine reports its transfer time, so that is configured; the time until now is measured.
+    seconds = p.now - began + came * p.pool.transfer_seconds_per_token
+    p.ticket.fetched(came, seconds, p.now)
+    p.kv = kv if came else None
+    kv.tokens = tokens
+    p.pool.fetch_outcomes[outcome] += 1
+    source = holder.name if holder else None
+    p.note("fetch", source, target.name, outcome=outcome, moved=(came, seconds))
+    if not came:
+        log.debug("no prefix was fetched", model=p.pool.name, holder=source, why=outcome)
+    if target.pool is not p.pool:
+        raise EngineLost(target, "refused", "it was removed")
+
+
+def _why_not(holder: Engine | None, target: Engine, tokens: int) -> str:
+    """Returns the outcome if the holder cannot be asked; empty: it can."""
+    connector = target.connector
+    if holder is None or not holder.in_service:
+        return "holder_gone"
+    if connector is None or connector.at_once or holder.connector is not connector:
+        return "no_connector"
+    if blocks_differ(holder, target):
+        return "other_blocks"
+    return "" if tokens > 0 else "no_block"
+
+
+def _patience(p: Progress, target: Engine, tokens: int) -> float:
+    """Returns the longest wait for the holder, in seconds."""
+    given = p.pool.settings.prefix_fetch_timeout_seconds
+    if given is not None:
+        return given
+    return max(p.pool.prefill_seconds(target, tokens), MIN_FETCH_SECONDS)
+
+
+def _prefix(p: Progress, kv: KvTransfer, holder: Engine, tokens: int, *, patience: float) -> Way[str]:
+    """Lets the holder prepare the prefix. Returns the outcome."""
+    step = hold(p, kv, holder, tokens=p.prompt[:tokens])
+    step.limit_seconds = inf  # the timer ends it
+    p.wake(patience)
+    try:
+        attempt, _ = yield step
+    except TimeIsUp:
+        p.drop_main()
+        return "late"
+    except EngineLost as lost:
+        blame(p, holder, lost.kind, lost.reason)
+        outcome = "holder_failed"
+    except GeneratorExit:
+        p.pool.fetch_outcomes["ended"] += 1
+        raise
+    else:
+        if (status := attempt.reader.status) == 200:
+            kv.accept(holder, bytes(attempt.answer), tokens, p.now)
+            outcome = "fetched" if kv.available else "missing"
+        else:
+            if status >= 500:
+                blame(p, holder, kind_of(status), f"status {status}")
+            outcome = "refused"
+    p.wake(None)
+    return outcome
+
+
+def hold(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: Tokens) -> Step:
+    """Returns the step in which an engine prepares the KV cache of these tokens for another one."""
+    connector = holder.connector
+    assert connector is not None
+    kv.begin(holder)
+    return one_token(p, holder, tokens, fields=connector.asks(None, goes_on=True, whole=True))
+
+
+def one_token(
+    p: Progress,
+    engine: Engine,
+    tokens: Tokens,
+    *,
+    fields: Any,
+    kv: KvTransfer | None = None,
+    beside: bool = False,
+) -> Step:
+    """Returns a step that computes one token after these tokens, for the engine's cache.
+
+    `fields`: of the KV transfer. `kv`: the transfer that it fetches.
+    """
+    return Step(
+        engine,
+        dumps({**ahead(p.request, tokens), **fields}),
+        "whole",
+        limit_seconds=p.rules.timeouts.first_byte,
+        target=COMPLETIONS.encode(),
+        beside=beside,
+        for_client=False,
+        advances_ticket=False,
+        kv=kv,
+        refills=False,
+    )

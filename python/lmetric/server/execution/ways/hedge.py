@@ -1,0 +1,153 @@
+"""Hedge: a second attempt of a stream whose first token is late, on another engine.
+
+The first engine with a token gives the whole answer. The request to the other engine is canceled,
+and the other engine is not blamed. The second attempt has a decision and a ticket of its own, so
+the router counts its load. It has no tenant and no session: the first attempt counts for them.
+"""
+
+from __future__ import annotations
+
+from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
+from lmetric.server.execution.exchange import SATURATED, why_no_stream
+from lmetric.server.execution.failures import EngineLost, TimeIsUp, add_failure, check_beginning, kind_of
+from lmetric.server.execution.own_request import own_request
+from lmetric.server.execution.plan import Attempt, Hedge, Step, Way
+from lmetric.server.execution.progress import CORE_KINDS, Progress
+from lmetric.server.execution.refusal import retry_after_seconds
+from lmetric.server.fleet.engine import Engine
+
+
+def hedged(p: Progress, first: Step) -> Way[tuple[Attempt, int]]:
+    """Sends a step, and after a time its hedge. Returns the first beginning of an answer."""
+    hedge, step = p.hedge, first
+    assert hedge is not None
+    p.wake(hedge.after_seconds)
+    following: Step | None = step
+    while True:
+        try:
+            attempt, flags = yield following
+            following = None
+            if p.hedge is not None and attempt.step is hedge.step:
+                _check_hedge(p, attempt, flags)
+                p.drop_main()
+                p.ticket.failed("cancelled", retry=False)
+                _promote(p, hedge)
+            check_beginning(p, attempt, flags)
+        except TimeIsUp:
+            following = _second(p, hedge, first.engine)
+        except EngineLost as lost:
+            following = None
+            if p.hedge is None:
+                raise  # no other attempt runs
+            if lost.step is hedge.step:
+                add_failure(p, lost)
+                p.end_hedge("failed", lost.retried_kind)
+            elif hedge.step is None:
+                raise
+            else:  # the first engine has failed; the hedge goes on
+                p.drop_main()
+                add_failure(p, lost)
+                kind = lost.retried_kind
+                p.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
+                _promote(p, hedge)
+        else:
+            p.end_hedge("lost")
+            return attempt, flags
+
+
+def _promote(p: Progress, hedge: Hedge) -> None:
+    """Makes the hedge the only attempt of the request."""
+    p.hedge = None
+    p.ticket, p.decision, p.main = hedge.ticket, hedge.decision, hedge.step
+    p.pool.hedging.outcomes["won"] += 1
+    p.acts.append("promote_hedge")
+
+
+def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
+    """Checks the beginning of the hedge's answer. Raises EngineLost if it cannot be used."""
+    step, reader = attempt.step, attempt.reader
+    if reader.status == 200 and reader.event_stream and not flags & (ENGINE_ERROR | INCOMPLETE):
+        return
+    code, reason = reader.status, f"status {reader.status}"
+    if code == 200 and not reader.event_stream:
+        code, reason = 400, why_no_stream(reader)
+    elif code == 200:
+        code, reason = reader.error_code or 500, "the stream ended with an error before a token"
+    if code in SATURATED and (seconds := retry_after_seconds(reader.head_lines)):
+        p.pool.saturated(step.engine, seconds)
+    p.acts.append("cancel_hedge")
+    # An engine is not to blame for a status below 500.
+    raise EngineLost(step.engine, kind_of(code) if code >= 500 else "saturated", reason, step=step)
+
+
+def _second(p: Progress, hedge: Hedge, first: Engine) -> Step | None:
+    """Returns the step of the hedge, once its time has come; None: it is not sent."""
+    p.hedge = None
+    if p.stalled_at:
+        return None
+    p.tried_engines = (first.name,)
+    engine = _place(p, hedge)
+    if engine is None:
+        return None
+    p.pool.hedging.budget.spend()
+    p.pool.hedging.pair(p.decision.id, hedge.decision.id)
+    hedge.step = step = own_request(p, engine)
+    step.refills = False  # the field depends on the first decision
+    p.hedge = hedge
+    p.tried_engines += (engine.name,)
+    return step
+
+
+def _place(p: Progress, hedge: Hedge) -> Engine | None:
+    """Returns the engine of the hedge, by its own decision; None: not allowed, or no engine."""
+    hedging, pool = p.pool.hedging, p.pool
+    if not hedging.budget.allows(pool.requests):
+        hedging.unsent["budget"] += 1
+        return None
+    if pool.held.admits and pool.router.waiting:
+        hedging.unsent["held"] += 1  # its queue might refuse a client's request
+        return None
+    again = _again(hedge.request)
+    arrival = pool.held.arrive(again, p.now) if pool.held.admits else None
+    if arrival is not None and arrival.verdict not in ("free", "run"):
+        arrival.drop()
+        hedging.unsent["held"] += 1
+        return None
+    try:
+        hedge.decision, hedge.ticket = pool.router.route(
+            again, now=p.now, arrival=arrival, canary=hedge.canary
+        )
+    except NoInstanceError:
+        hedging.unsent["no_engine"] += 1
+        hedging.uncounted["no_instance"] += 1
+        return None
+    name: str | None = hedge.ticket.instance
+    while name is not None and (name in p.tried_engines or name not in pool.engines):
+        # The policy still prefers that engine: take the best of the others.
+        name = hedge.ticket.failed("refused")
+        hedging.uncounted["refused" if name is None else "retries"] += 1
+    if name is None:
+        hedging.unsent["no_engine"] += 1
+        return None
+    return pool.engines[name]
+
+
+def _again(request: Request) -> Request:
+    """Returns the same request without tenant and session, to run whole on one engine."""
+    return Request(
+        request.token_ids,
+        request.text,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        request_id=request.request_id,
+        lora_name=request.lora_name,
+        cache_salt=request.cache_salt,
+        extra_tokens=request.extra_tokens,
+        length_class=request.length_class,
+        allow_split=False,
+        split_reason=request.split_reason,
+        allow_fetch=False,
+        fetch_reason=request.fetch_reason,
+        priority=request.priority,
+        instances=request.instances,
+    )

@@ -1,0 +1,169 @@
+"""Move: a running request migrates to another engine, at its present token (STAR, section 5.4).
+
+vLLM cannot transfer the KV cache of a running stream, so the target computes prompt and answer
+again (`recompute`). It computes them ahead, while the source still runs: it gets a request for one
+more token after prompt and answer so far. After its answer, its prefix cache holds all but the last
+tokens, and the stream switches. Earlier failures cost nothing, because the source still runs. An
+engine without a prefix cache computes everything in the gap.
+
+Alternatively the target fetches the KV cache (`fetch`). Then the source first prepares it (`copy`).
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from lmetric._core import TicketError
+from lmetric.server.execution.failures import (
+    TRANSFER_STATUSES,
+    EngineLost,
+    NoTransfer,
+    SwitchTo,
+    blame,
+    kind_of,
+    ready_to_switch,
+)
+from lmetric.server.execution.plan import Attempt, Migration, Step, Way
+from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.transcript import MergeError
+from lmetric.server.execution.transfer import KvTransfer
+from lmetric.server.execution.ways.copy import hold, one_token
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.rebalancer import fetches
+
+log = structlog.get_logger("lmetric.relay")
+
+
+def begin(p: Progress, target: Engine) -> bool:
+    """Begins a migration, which `move` makes. Returns False if the request stays."""
+    why = _why_not(p, target)
+    if why:
+        p.count_move(why)
+        return False
+    assert p.mover is not None  # the rebalancer calls this
+    p.migration = Migration(target, KvTransfer(p.pool))
+    p.mover.moves.add(p.migration)
+    return True
+
+
+def _why_not(p: Progress, target: Engine) -> str:
+    """Returns the outcome if the request cannot move; empty: it can."""
+    assert p.mover is not None
+    if p.done or not p.has_tokens:
+        return "not_movable"
+    transcript = p.merged()
+    ahead = _works_ahead(target)
+    try:
+        p.observe()
+        if transcript.over:
+            return "ended"
+        if target.runs_halves_at_once:
+            return "not_movable"  # it serves only second segments
+        if not ahead and p.pool.prefill_seconds(target, p.total) > p.mover.max_gap_seconds:
+            return "long_gap"
+        transcript.catch_up()
+        # Tokens computed ahead or fetched count as transferred.
+        p.ticket.begin_migration(target.name, recompute=not ahead)
+    except MergeError as error:
+        p.pool.not_joinable(p.client_request.path, str(error))
+        return "not_joinable"
+    except TicketError as error:
+        log.debug("cannot move", model=p.pool.name, reason=str(error))
+        return "not_movable"
+    return ""
+
+
+def _works_ahead(target: Engine) -> bool:
+    """Whether the target computes or fetches while the source still runs."""
+    return target.capabilities.prefix_caching is not False
+
+
+def move(p: Progress) -> Way[SwitchTo | None]:
+    """Prepares the target of a migration. Returns the switch to it; None: the request stays."""
+    migration, mover = p.migration, p.mover
+    assert migration is not None
+    assert mover is not None
+    target, kv = migration.target, migration.kv
+    if _works_ahead(target):
+        source = p.pool.engines.get(p.ticket.instance)
+        if source is not None and mover.by != "recompute" and fetches(source, target):
+            yield from _hold(p, migration, source)
+        attempt = yield from _warm(p, migration)
+        if attempt is None:
+            return None
+        try:
+            p.observe()
+        except MergeError as error:
+            p.pool.not_joinable(p.client_request.path, str(error))
+            p.cancel_migration("not_joinable")
+            return None
+        if _left_seconds(p, migration, attempt) > mover.max_gap_seconds:
+            p.cancel_migration("long_gap")
+            return None
+    return SwitchTo(kv) if ready_to_switch(p, target) else None
+
+
+def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
+    """Lets the source prepare its KV cache. If it cannot, the target computes the tokens."""
+    kv, migration.sent_tokens = migration.kv, p.total
+    step = hold(p, kv, source, tokens=p.merged().tokens(p.total))
+    step.beside = True
+    try:
+        attempt, _ = yield step
+    except EngineLost as lost:
+        blame(p, source, lost.kind, lost.reason)
+        kv.recompute("missing", lost.reason)
+        return
+    if attempt.reader.status == 200:
+        kv.accept(source, bytes(attempt.answer), migration.sent_tokens, p.now)
+    else:
+        kv.recompute("missing", f"status {attempt.reader.status}")
+
+
+def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
+    """Lets the target fetch or compute the tokens so far. Returns its attempt; None: it cannot."""
+    target, kv = migration.target, migration.kv
+    while True:
+        try:
+            attempt, _ = yield _warm_step(p, migration)
+        except NoTransfer:
+            continue  # it computes them
+        except EngineLost as lost:
+            blame(p, target, lost.kind, lost.reason)
+            p.cancel_migration("target_failed")
+            return None
+        status = attempt.reader.status
+        if status == 200:
+            return attempt
+        if (status not in p.rules.statuses or status in TRANSFER_STATUSES) and kv.broke(status, None):
+            continue
+        if status >= 500:
+            blame(p, target, kind_of(status), f"status {status}")
+        p.cancel_migration("target_refused")
+        return None
+
+
+def _warm_step(p: Progress, migration: Migration) -> Step:
+    target, kv, fields = migration.target, migration.kv, {}
+    if target.connector is not None and kv.source is not None:
+        fields = kv.take(target, p.now, goes_on=False, total=0)
+    # Fetch only the tokens that the source has prepared: with one token more, the target dies.
+    if not fields:
+        migration.sent_tokens = p.total
+    tokens = p.merged().tokens(migration.sent_tokens)
+    return one_token(p, target, tokens, fields=fields, kv=kv if kv.used else None, beside=True)
+
+
+def _left_seconds(p: Progress, migration: Migration, attempt: Attempt) -> float:
+    """Returns the expected seconds of the target for the tokens that came since its step.
+
+    The estimate scales the time of that step. Tokens beyond the step's computed tokens count at the
+    measured prefill rate instead, because the step's time also contains its wait in the queue.
+    """
+    block, sent, target = p.pool.block_size, migration.sent_tokens, migration.target
+    left = p.total - sent // block * block
+    if migration.kv.used:
+        return p.pool.prefill_seconds(target, left)
+    computed = max(sent - (attempt.reader.cached_tokens or 0), block)
+    more = p.pool.prefill_seconds(target, max(left - computed, 0))
+    return min(left / computed, 1.0) * (p.now - attempt.started) + more

@@ -1,0 +1,157 @@
+"""Pair: prefill/decode disaggregation. One engine computes the prompt, another decodes.
+
+The prefill's answer is for the router. The decode engine gets the client's own request (`plain`)
+and fetches the prefill's KV cache. If it cannot, it computes the prompt itself, which costs time
+but gives the same answer. If a connector runs both halves at once, both engines get the same body
+together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from lmetric.engines.handover import FirstSegment, HandoverError
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.execution.failures import check_beginning, discard_transfer, refuse
+from lmetric.server.execution.plan import Attempt, Step, Way
+from lmetric.server.execution.progress import Ended, Progress
+from lmetric.server.execution.transcript import MergeError, dumps, object_of, other_tokens
+from lmetric.server.execution.transfer import WHOLE_PROMPT
+from lmetric.server.execution.ways.plain import pass_on
+from lmetric.server.fleet.engine import Engine
+
+
+def prefill(p: Progress, engine: Engine) -> Way[str | None]:
+    """Computes the prompt. Returns the engine that decodes."""
+    p.prefill_engine, p.at_once = engine, False
+    try:
+        step = _prefill_step(p, engine)
+    except HandoverError as error:
+        p.prefill_engine = None  # it computes nothing
+        p.transfer().recompute("not_cut", str(error))
+        return p.next_segment()
+    attempt = yield from whole_answer(p, step)
+    kv, reader = p.transfer(), attempt.reader
+    kv.begin(engine)
+    kv.tokens = WHOLE_PROMPT
+    if not p.unmergeable:
+        kv.accept(engine, bytes(attempt.answer), None, p.now)
+    return p.next_segment(reader.prompt_tokens, reader.cached_tokens)
+
+
+def whole_answer(p: Progress, step: Step) -> Way[Attempt]:
+    """Sends a step whose answer is for the router. Returns its attempt after a good answer."""
+    attempt, _ = yield step
+    if attempt.reader.status != 200:
+        refuse(p, attempt)
+    if step.checks_prompt:
+        try:
+            told = object_of(bytes(attempt.answer)).get("prompt_token_ids")
+            why = other_tokens(p.prompt, told)
+        except MergeError as error:
+            why = str(error)
+        if why:
+            discard_transfer(p, step.engine, why)
+    return attempt
+
+
+def at_once(p: Progress, first: Engine) -> Way[str | None]:
+    """Computes the prompt on one engine while another already waits for it, to decode."""
+    p.prefill_engine, p.at_once = first, False
+    try:
+        body = _first_body(p, first)
+    except HandoverError as error:
+        what = f"{p.pool.name} is served by prefill and decode engines: {error}"
+        raise Ended(bad(what), "engine_error") from None
+    p.at_once = True
+    second = p.pool.engines.get(p.ticket.next_instance or "")
+    if second is None:
+        return p.next_segment()
+    return (yield from _both(p, first, second, body=body, opens=True))
+
+
+def other_decode(p: Progress, second: Engine) -> Way[str | None]:
+    """Sends both halves again, to another engine that decodes: it needs a new prefill."""
+    first = p.prefill_engine
+    if first is None or not p.ticket.from_token or p.begun:
+        why = f"{p.pool.name}: only prefill engines or only decode engines are usable"
+        raise Ended(ApiError(503, why, engines=second.name, code="no_engine"), "engine_error")
+    try:
+        body = _first_body(p, first)
+    except HandoverError:
+        raise Ended(ApiError(502, "no engine could answer", code="reset"), "engine_error") from None
+    p.at_once = True
+    return (yield from _both(p, first, second, body=body, opens=False))
+
+
+def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: bool) -> Way[str | None]:
+    """Runs both halves. Returns another engine for the second one; None: the answer is whole.
+
+    `opens`: the first one is the open segment.
+    """
+    prefill = Step(
+        first,
+        body,
+        "whole",
+        limit_seconds=p.rules.timeouts.first_byte,
+        beside=True,
+        for_client=False,
+        advances_ticket=opens,
+    )
+    decode = Step(second, body, "pass", limit_seconds=p.limit_seconds, stream=p.stream)
+    p.send(prefill)
+    attempt, flags = yield decode
+    if attempt.step is prefill:
+        if attempt.reader.status != 200:
+            refuse(p, attempt)
+        if p.ticket.has_next:  # not if the prefill was repeated
+            following = p.next_segment(attempt.reader.prompt_tokens, attempt.reader.cached_tokens)
+            if following != second.name:
+                return following
+        attempt, flags = yield None
+    check_beginning(p, attempt, flags)
+    if p.ticket.has_next:  # the second half answers before the first has ended
+        following = p.next_segment()
+        if following != second.name:
+            return following
+    yield from pass_on(p, attempt, flags)
+    return None
+
+
+def _prefill_step(p: Progress, engine: Engine) -> Step:
+    """Returns the prefill step. Raises HandoverError if the engine has no KV transfer for it."""
+    body, kv = _first_body(p, engine), p.kv
+    checks = False
+    if kv is not None:
+        # A prefix fetch may have prepared a part of the prompt.
+        inside = p.inside
+        fields = kv.take(engine, p.now, goes_on=True, total=p.total)
+        if kv.used:
+            more: dict[str, Any] = dict(fields)
+            checks = inside and p.chat
+            if checks:
+                more["return_token_ids"] = True
+            elif inside:
+                more["prompt"] = p.prompt
+            body = dumps(orjson.loads(body) | more)
+    return Step(
+        engine,
+        body,
+        "whole",
+        limit_seconds=p.rules.timeouts.first_byte,
+        for_client=False,
+        kv=kv if kv is not None and kv.used else None,
+        checks_prompt=checks,
+    )
+
+
+def _first_body(p: Progress, engine: Engine) -> bytes:
+    """Returns the body of the prefill, or of both halves. Raises HandoverError."""
+    connector, handover = engine.connector, engine.handover
+    if connector is None or handover is None:
+        raise HandoverError(f"{engine.name} has no KV transfer")
+    if p.first is None:
+        p.first = FirstSegment(p.client_request.path, p.body)
+    return connector.first(p.first, engine.host, handover)

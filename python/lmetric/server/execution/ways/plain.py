@@ -1,0 +1,87 @@
+"""Plain: the client's own request on one engine, whose answer goes to the client.
+
+It runs alone, or after a prefill, a split in the prompt or a prefix fetch. In these cases the
+engine fetches their KV cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from lmetric._core import END, ENGINE_ERROR
+from lmetric.server.execution.failures import (
+    EngineLost,
+    check_beginning,
+    discard_transfer,
+    prove,
+    refuse,
+    stream_failed,
+)
+from lmetric.server.execution.own_request import own_request
+from lmetric.server.execution.plan import Attempt, Step, Way
+from lmetric.server.execution.progress import Ended, Progress
+from lmetric.server.execution.transcript import dumps, other_tokens
+from lmetric.server.execution.ways.hedge import hedged
+from lmetric.server.fleet.engine import Engine
+
+
+def plain(p: Progress, engine: Engine) -> Way[None]:
+    """Sends the request to an engine, and passes its answer on to the client."""
+    step = own_request(p, engine)
+    if step.reader == "whole":
+        yield from _rewritten(p, step)
+        return
+    if p.hedge is None:
+        attempt, flags = yield step
+        check_beginning(p, attempt, flags)
+    else:
+        attempt, flags = yield from hedged(p, step)
+    yield from pass_on(p, attempt, flags)
+
+
+def pass_on(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
+    """Passes an answer on to the client, from its beginning to its end."""
+    reader = attempt.reader
+    if p.verdicts is not None and reader.status < 500 and not stream_failed(reader, flags):
+        prove(p)
+    p.commit(attempt)
+    if flags & END and not flags & ENGINE_ERROR:
+        p.main = None  # it is whole
+    else:
+        yield None
+    if attempt.error or reader.status >= 400 or reader.aborted:
+        raise Ended(None, "engine_error")
+    reader.finish_ticket()
+
+
+def _rewritten(p: Progress, step: Step) -> Way[None]:
+    """Sends a whole answer to the client, without fields that only the router requested."""
+    engine = step.engine
+    attempt, _ = yield step
+    if attempt.reader.status != 200:
+        refuse(p, attempt)
+    try:
+        answer = orjson.loads(attempt.answer)
+        choices = answer["choices"]
+    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+        raise EngineLost(engine, "reset", f"its answer has no choices: {error}", step=step) from None
+    if attempt.reader.aborted:
+        raise EngineLost(engine, "reset", "its answer was aborted", step=step)
+    if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
+        discard_transfer(p, engine, why)
+    p.answered = attempt
+    p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
+    attempt.reader.finish_ticket()
+
+
+def _stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
+    """Returns an answer without fields that only the router requested: null, as vLLM's default."""
+    if hides_ids:
+        names = ("prompt_token_ids", "token_ids")
+        for part in (answer, *choices):
+            part |= {name: None for name in names if name in part}
+    if "kv_transfer_params" in answer:
+        answer["kv_transfer_params"] = None
+    return dumps(answer)
