@@ -25,13 +25,15 @@ from lmetric.server.fleet.engine import Engine
 def run(p: Progress) -> Way[None]:
     """Runs a request from its decision to its end, on as many engines as that needs."""
     name: str | None = p.decision.instance
+    way = _segment if p.pool.cuts else plain.plain
     while name is not None:
         try:
-            name = yield from _segment(p, p.pool.engines[name])
+            name = yield from way(p, p.pool.engines[name])
         except EngineLost as lost:
             name = next_engine(p, lost)
         except SwitchTo as to:
             name = switch(p, to.kv)
+        way = _segment
 
 
 def _segment(p: Progress, engine: Engine) -> Way[str | None]:
@@ -51,7 +53,7 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
 
 def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str | None]]:
     """Returns the way in which an engine runs the open segment."""
-    if p.pool.cuts and p.ticket.has_next:
+    if p.ticket.has_next:
         if p.transcript is None and (p.call is None or engine.role == "prefill"):
             return pair.at_once if engine.runs_halves_at_once else pair.prefill
         return chain.part

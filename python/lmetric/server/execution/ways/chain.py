@@ -53,7 +53,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     return p.next_segment(reader.prompt_tokens, reader.cached_tokens)
 
 
-def rest(p: Progress, engine: Engine) -> Way[None]:
+def rest(p: Progress, engine: Engine) -> Way[str | None]:
     """Runs the rest of an answer, after the part that the client has."""
     step = _rest_step(p, engine)
     attempt, flags = yield step
@@ -66,7 +66,7 @@ def rest(p: Progress, engine: Engine) -> Way[None]:
         except MergeError as error:
             raise EngineLost(engine, "reset", str(error), step=step) from None
         p.end_merged(delta)
-        return
+        return None
     if not ended:
         check_beginning(p, attempt, flags)
         p.acts.append(COMMIT)
@@ -74,6 +74,7 @@ def rest(p: Progress, engine: Engine) -> Way[None]:
         _, events = yield None
         ended = events is None or _take(p, step, events)
     p.end_merged()
+    return None
 
 
 def _take(p: Progress, step: Step, events: list[bytes]) -> bool:

@@ -27,18 +27,19 @@ from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 
 
-def plain(p: Progress, engine: Engine) -> Way[None]:
+def plain(p: Progress, engine: Engine) -> Way[str | None]:
     """Sends the request to an engine, and passes its answer on to the client."""
     step = own_request(p, engine)
     if step.reader == "whole":
         yield from _rewritten(p, step)
-        return
+        return None
     if p.hedge is None:
         attempt, flags = yield step
         check_beginning(p, attempt, flags)
     else:
         attempt, flags = yield from hedged(p, step)
     yield from pass_on(p, attempt, flags)
+    return None
 
 
 def pass_on(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
