@@ -37,7 +37,7 @@ def content(folder: Path) -> bytes:
 
 def recorded(it: World) -> Records:
     """Ends the router's recorder and reads its files."""
-    recorder = it.server.front.recorder
+    recorder = it.server.recorder
     assert recorder is not None
     recorder.close()
     return read_records(recorder.writer._folder)
@@ -150,7 +150,7 @@ async def test_sessions_are_sampled_whole(tmp_path: Path) -> None:
 async def test_no_records_without_the_setting(tmp_path: Path) -> None:
     async with world(1) as it:
         await it.post()
-        assert it.server.front.recorder is None
+        assert it.server.recorder is None
         assert b"lmetric_records" not in (await it.get("/metrics"))[1]
 
 
@@ -162,7 +162,7 @@ async def test_an_unwritable_folder_costs_records_and_no_request(
         for _ in range(3):
             assert (await it.post())[0] == 200
         await it.settled()
-        recorder = it.server.front.recorder
+        recorder = it.server.recorder
         assert recorder is not None
         await until(lambda: recorder.writer.outcomes["disk"] == 3)
         assert b'lmetric_records_total{outcome="disk"} 3.0' in (await it.get("/metrics"))[1]

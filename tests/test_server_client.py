@@ -8,7 +8,6 @@ from typing import Any
 
 import orjson
 import pytest
-from structlog.testing import capture_logs
 
 from lmetric.server import app
 from lmetric.server.execution.exchange import ClientRequest
@@ -738,26 +737,3 @@ async def test_tokens_reach_the_indicators_while_the_stream_goes_on() -> None:
             step.set()
             await w.until(lambda done=done: pool.router.stats()["output_tokens"] == 1 + 2 * done)
         await c.reader.readuntil(b"0\r\n\r\n")
-
-
-@pytest.mark.parametrize("observer", ["metrics", "live"])
-async def test_an_observer_that_fails_at_the_end_loses_no_answer(
-    observer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Defect 6 of the server review: the client's connection goes on, and the error is logged."""
-
-    def fails(*_: object) -> None:
-        raise RuntimeError("broken")
-
-    with capture_logs() as logs:
-        async with world(1) as w, client(w) as c:
-            front = w.server.front
-            watched = front.metrics.requests if observer == "metrics" else front.live
-            monkeypatch.setattr(type(watched), "ended", fails)
-            for _ in range(3):
-                await c.send(post(BODY))
-                assert (await c.answer())[0] == 200
-            await w.until(lambda: not front.relays)
-            assert front.clients.body_bytes == 0
-    said = [each for each in logs if each["event"] == "the end of a request was not counted"]
-    assert len(said) == 3

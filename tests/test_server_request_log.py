@@ -16,8 +16,8 @@ import pytest
 
 from lmetric.config import Log
 from lmetric.server.api.paths import RELAYED, route
+from lmetric.server.execution import request_log
 from lmetric.server.execution.execution import Execution
-from lmetric.server.observe import request_log
 from lmetric.server.observe.logs import configure_logging, flush_logs
 from otlp_world import receiver
 from server_world import FakeEngine, reset, world

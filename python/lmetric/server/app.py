@@ -37,6 +37,7 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 if TYPE_CHECKING:
     from lmetric.roles import Role
     from lmetric.server.epp.picker import Picker
+    from lmetric.server.observe.tracing.export import Tracing
 
 log = structlog.get_logger("lmetric.server")
 
@@ -92,6 +93,7 @@ class Server:
         self._discovery: Discovery
         self._replicas: Replicas
         self._listeners: Listeners
+        self.recorder: Recorder | None = None
         self._picks = picks
         self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
         self.reloads: Reloads | None = None
@@ -133,11 +135,12 @@ class Server:
                 "no engines: set --engine URL, --embedded N, or engines or discovery in the configuration"
             )
         bound = self._bound = self._bound or await bind(config)
-        dispatcher = Frontend if config.tracing is None else _load_tracing()
         epp = _load_epp() if self._picks else None
-        if epp is not None:
-            dispatcher = epp.picker_frontend(dispatcher)
-        self.front = front = dispatcher(config, self.fleet, keys, self.metrics, pages)
+        kind: type[Frontend] = Frontend if epp is None else epp.PickerFrontend
+        self.front = front = kind(config, self.fleet, keys, self.metrics, pages)
+        if config.tracing is not None:
+            front.tracing = _load_tracing()(config.tracing, self.metrics.spans)
+            front.observers.add(front.tracing)
         if epp is not None:
             self.picker = epp.Picker(config, front)
             self.metrics.further.append(self.picker.shared.metrics)
@@ -149,8 +152,9 @@ class Server:
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
         self.metrics.further.append(LogWriter.metrics)
         if config.records.path is not None:
-            front.recorder = Recorder(config.records, self.fleet)
-            self.metrics.further.append(front.recorder.metrics)
+            self.recorder = Recorder(config.records, self.fleet)
+            front.observers.add(self.recorder)
+            self.metrics.further.append(self.recorder.metrics)
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port
@@ -163,8 +167,8 @@ class Server:
         if self.picker is not None:
             await self.picker.start()
         self._monitor.start()
-        if front.recorder is not None:
-            front.recorder.start()
+        if self.recorder is not None:
+            self.recorder.start()
         if front.live is not None:
             front.live.start()
         await self._replicas.start()
@@ -334,8 +338,8 @@ class Server:
                 await pool.changes.stop()
         if self.front.tracing is not None:
             await asyncio.to_thread(self.front.tracing.stop)
-        if self.front.recorder is not None:
-            await asyncio.to_thread(self.front.recorder.close)
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
         for engine in self.fleet.engines():
             engine.upstream.close()
         for pool in self.fleet.pools:
@@ -343,11 +347,11 @@ class Server:
         log.info("stopped")
 
 
-def _load_tracing() -> type[Frontend]:
+def _load_tracing() -> type[Tracing]:
     """Imports OpenTelemetry, which only routers with traces need. Raises ConfigError without it."""
-    from lmetric.server.http.traced import TracedFrontend
+    from lmetric.server.observe.tracing.export import Tracing
 
-    return TracedFrontend
+    return Tracing
 
 
 def _load_epp() -> ModuleType:

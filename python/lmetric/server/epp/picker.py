@@ -48,11 +48,6 @@ class PickerFrontend(Frontend):
         return await super().handle(request)
 
 
-def picker_frontend(base: type[Frontend]) -> type[Frontend]:
-    """The frontend of a picker, on a frontend with or without traces."""
-    return PickerFrontend if base is Frontend else type("TracedPickerFrontend", (PickerFrontend, base), {})
-
-
 class Picker:
     """The gRPC server: one stream for each request of a gateway, and health checks."""
 

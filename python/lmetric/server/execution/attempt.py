@@ -16,12 +16,13 @@ from lmetric._core import (
     PASS,
     READY,
     UNSEEN,
-    RequestHead,
     Ticket,
     WireError,
 )
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
+from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import AttemptEvent, Step
+from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
@@ -49,8 +50,7 @@ class AttemptListener(Protocol):
 class EngineAttempt:
     """A step at its engine: call `go`, which reports events to the listener later."""
 
-    # Writes the head for the engine; a subclass may add fields to it.
-    _for_engine: Callable[..., bytes] = staticmethod(RequestHead.for_engine)
+    trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
     reader: Connection
     started: float  # seconds on the monotonic clock
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
@@ -159,15 +159,20 @@ class EngineAttempt:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
         upstream = engine.upstream
         first = upstream.head(step.target or client_request.head.target, step.stream, step.method)
-        head = self._for_engine(
-            client_request.head,
-            first + client_request.session_line,
+        first += client_request.session_line
+        trace = self.trace
+        if trace is not None:
+            first += trace.line
+        head = client_request.head.for_engine(
+            first,
             len(body),
             given,
             upstream.has_key,
             client_request.drops_priority,
             client_request.client.peer,
         )
+        if trace is not None:
+            head = guarded(trace.head, head, first) or head
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)
         else:
@@ -284,6 +289,8 @@ class EngineAttempt:
 
     def _close(self) -> None:
         """Ends the attempt after a whole answer: updates the engine, releases the connection."""
+        if self.trace is not None:
+            guarded(self.trace.answered, self)
         self.over = True
         reader, engine = self.reader, self.step.engine
         status, load = reader.status, reader.load
@@ -332,11 +339,15 @@ class EngineAttempt:
         """Ends the attempt with a failure."""
         if self.over:
             return
+        if self.trace is not None:
+            guarded(self.trace.failed, self, kind)  # before `cancel`, which knows no reason
         self.cancel()
         self._listener.on_attempt_event("failed", self, (kind, reason))
 
     def cancel(self) -> None:
         """Ends the attempt without an event. The engine aborts the request."""
+        if self.trace is not None:
+            guarded(self.trace.failed, self, "cancelled")
         self.over = True
         self._drop()
 

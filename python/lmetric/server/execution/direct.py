@@ -10,9 +10,11 @@ import structlog
 
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.server.api.errors import ApiError
+from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.failures import NOT_ACCEPTED, STATUSES
+from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.execution.progress import CORE_KINDS
 from lmetric.server.fleet.engine import Engine
@@ -28,8 +30,6 @@ class DirectRequest(InFlightRequest):
     No other engine could answer it. After `start()`, callbacks advance it until it calls
     ``on_end``, once, with an ApiError if the client still needs an answer.
     """
-
-    _attempt_class = EngineAttempt
 
     def __init__(
         self, rules: Rules, client_request: ClientRequest, engine: Engine, method: bytes, on_end: OnEnd
@@ -49,10 +49,12 @@ class DirectRequest(InFlightRequest):
             advances_ticket=False,
             refills=False,
         )
-        self._attempt = self._attempt_class(self, rules, client_request, None, step, require_finish=False)
+        self._attempt = EngineAttempt(self, rules, client_request, None, step, require_finish=False)
 
     def start(self, now: float) -> None:
         """Sends the request. ``now``: seconds on the monotonic clock."""
+        if self.trace is not None:
+            self._attempt.trace = guarded(self.trace.sent, self._attempt, now)
         self._attempt.go(now)
 
     @property
@@ -64,6 +66,9 @@ class DirectRequest(InFlightRequest):
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Forwards the engine's answer, or ends the request."""
+        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+            request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
+            return
         if self._over:
             return
         if event == "comments":
@@ -135,10 +140,16 @@ class DirectRequest(InFlightRequest):
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
+        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+            request_log.in_request(self._client_request, self.fail)
+            return
         log.exception("a request failed with an internal error", path=self._client_request.path)
         self._leave("internal error", None if self.committed else ApiError(500, FAILED))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+            request_log.in_request(self._client_request, self._leave, reason, error)
+            return
         if self._over:
             return
         self._attempt.cancel()

@@ -14,7 +14,7 @@ from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.draft import Draft
-from lmetric.server.execution.trace import TraceContext
+from lmetric.server.execution.trace import RequestTrace, TraceContext
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.canary import CanaryRequest
 from lmetric.server.fleet.engine import Engine
@@ -296,8 +296,7 @@ class InFlightRequest:
     # Usage of an engine's answer or of a merged one. None before the end, or without such an
     # answer.
     usage: ResponseReader | Transcript | None = None
-    trace_id: str | None = None  # None: the router records no traces
-    trace_sampled = False
+    trace: RequestTrace | None = None  # None: its engines get no trace context of the router
 
     @property
     def decision(self) -> str | None:

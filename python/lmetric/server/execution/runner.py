@@ -10,9 +10,11 @@ from typing import Any
 import structlog
 
 from lmetric.server.api.errors import ApiError
+from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
     Act,
     Action,
@@ -41,7 +43,6 @@ class RequestRunner(InFlightRequest):
     the ticket is closed, and no attempt runs.
     """
 
-    _attempt = EngineAttempt  # the class of its attempts
     _main: EngineAttempt | None = None
     _side: EngineAttempt | None = None
     _hedge: EngineAttempt | None = None
@@ -73,6 +74,9 @@ class RequestRunner(InFlightRequest):
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
         """Gives an event to the request, and carries out the resulting actions."""
+        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+            request_log.in_request(self._client_request, self._on, event, *args)
+            return
         try:
             for act in event(*args):
                 _DO[act.__class__](self, act)
@@ -81,6 +85,9 @@ class RequestRunner(InFlightRequest):
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Gives an event of an attempt to the request."""
+        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+            request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
+            return
         try:  # the code of `_on`, inline because each request runs it
             for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
@@ -93,7 +100,7 @@ class RequestRunner(InFlightRequest):
     def _send(self, step: Step) -> None:
         execution, hedge = self.execution, self.execution.hedge
         hedges = hedge is not None and step is hedge.step
-        attempt = self._attempt(
+        attempt = EngineAttempt(
             self,
             execution.rules,
             self._client_request,
@@ -109,7 +116,10 @@ class RequestRunner(InFlightRequest):
             self._side = attempt
         if execution.stalled_at and step.for_client:
             attempt.pause(True)
-        attempt.go(time.monotonic())
+        now = time.monotonic()
+        if self.trace is not None:
+            attempt.trace = guarded(self.trace.sent, attempt, now)
+        attempt.go(now)
 
     def _commit(self, _: Commit) -> None:
         attempt, execution = self._main, self.execution
@@ -246,6 +256,9 @@ class RequestRunner(InFlightRequest):
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
+        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+            request_log.in_request(self._client_request, self.fail)
+            return
         execution = self.execution
         log.exception("a request failed with an internal error", decision=execution.label)
         error = None if execution.committed else ApiError(500, FAILED)

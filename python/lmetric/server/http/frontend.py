@@ -42,16 +42,17 @@ from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, par
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
+from lmetric.server.execution import request_log
 from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.observers import Observers, Placement, RequestEnd, guarded
 from lmetric.server.execution.plan import Hedge
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
-from lmetric.server.http import on_trial
 from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import (
     HEAD_SECONDS,
@@ -84,18 +85,15 @@ from lmetric.server.http.tokenizing import (
 )
 from lmetric.server.http.unpacking import Unpacking
 from lmetric.server.http.waiting import WaitingRequest
+from lmetric.server.observe.access_log import AccessLog
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
-from lmetric.server.observe.recorder import Recorder
-from lmetric.server.observe.request_log import request_ids
+from lmetric.server.observe.trials import TrialResults
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from lmetric.server.observe.tracing.export import Tracing
-
-# Longest note of a refused request in the access log, in characters.
-NOTE_LENGTH = 200
 
 log = structlog.get_logger("lmetric.access")
 log_tokens = structlog.get_logger("lmetric.tokens")
@@ -138,13 +136,18 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
-        self.tracing: Tracing | None = None  # set by `TracedFrontend`
-        self.recorder: Recorder | None = None  # set by the server
+        self.tracing: Tracing | None = None  # set by the server
         # Reloads the configuration; set by the server.
         self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
+        self.observers = Observers()
+        self.observers.add(metrics.requests)
+        self.observers.add(TrialResults())
         self.live = Live(fleet, self.relays) if config.ui.enabled else None
+        if self.live is not None:
+            self.observers.add(self.live)
+        self._access_log = AccessLog()
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
         self._threads = WorkThreads()
@@ -168,6 +171,7 @@ class Frontend(web.Server):
         self.forwarding = Forwarding(config.forwarded.trusted_proxies)
         self.paths = {**dict.fromkeys(config.paths, CONFIGURED_PATH), **RELAYED}
         self._access = config.log.access
+        (self.observers.add if self._access else self.observers.remove)(self._access_log)
         self._show_engines = config.errors.show_engines
         self._cors = Cors(config.cors.origins) if config.cors.origins else None
         self._body_limit = config.limits.max_body_bytes
@@ -502,6 +506,10 @@ class Frontend(web.Server):
 
     def admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
+        if self.tracing is not None:
+            guarded(self.tracing.context, client_request)
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            return request_log.in_request(client_request, self.admits, client_request)
         if self._access:
             client_request.address = _address(client_request)
         if self._cors is not None:
@@ -538,6 +546,9 @@ class Frontend(web.Server):
 
     def _serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Starts the request. `_ended` is called at its end."""
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            request_log.in_request(client_request, self._serve, client_request, body)
+            return
         payer = client_request.payer = client_request.client.payer
         if payer is not None:  # it counts until `_ended`
             payer.running += 1
@@ -650,6 +661,9 @@ class Frontend(web.Server):
 
     def serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `_ended` at its end."""
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            request_log.in_request(client_request, self.serve_stored, client_request, target, method)
+            return
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
         payer = client_request.payer = client_request.client.payer
@@ -665,13 +679,16 @@ class Frontend(web.Server):
             if method == "DELETE":
                 client_request.on_answer = lambda _: self.stored.forget(tenant, response_id)
             client_request.keep_alive &= self.phase is SERVING
-            direct = DirectRequest if self.tracing is None else self.tracing.direct
-            relay = direct(self._rules, client_request, engine, method.encode(), self._ended)
+            relay = DirectRequest(self._rules, client_request, engine, method.encode(), self._ended)
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
                 relay.client_slow()
-            relay.start(time.monotonic())
+            now = time.monotonic()
+            self.observers.placed(
+                Placement(client_request, pool, relay, decision=None, before=now, after=now)
+            )
+            relay.start(now)
         except ApiError as error:
             self._ended(client_request, None, error)
         except Exception:
@@ -722,7 +739,9 @@ class Frontend(web.Server):
             elif isinstance(error, NotPredictable):
                 count_text_prompt(pool, error)
             else:
-                log_tokens.error("cannot tokenize a prompt", exc_info=error, **request_ids(client_request))
+                log_tokens.error(
+                    "cannot tokenize a prompt", exc_info=error, **request_log.request_ids(client_request)
+                )
                 count_text_prompt(pool, NotPredictable("tokenizer", str(error)))
             self._go_on(client_request, waiting, place, time.monotonic())
 
@@ -742,6 +761,9 @@ class Frontend(web.Server):
         now: float,
     ) -> None:
         """Continues a request that waited before routing; `then` replaces `waiting`."""
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            request_log.in_request(client_request, self._go_on, client_request, waiting, then, now)
+            return
         try:
             then(now)
         except ApiError as error:
@@ -817,8 +839,7 @@ class Frontend(web.Server):
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
         )
-        if self.recorder is not None:
-            self.recorder.begin(client_request, asked, call.stream, len(call.body))
+        self.observers.arrived(client_request, asked, call)
         fetches = pool.fetches_prefixes and fetch_reason is None
         hedge_seconds = pool.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
@@ -900,12 +921,13 @@ class Frontend(web.Server):
         before = time.monotonic()
         try:
             if pool.trials.on:
-                decision, ticket = on_trial.route(client_request, pool, asked, hedge, now, arrival)
+                decision, ticket, trial = pool.trials.route(asked, now, arrival)
+                client_request.trial = trial
+                if hedge is not None:
+                    hedge.canary = trial is not None and trial.canary
             else:
                 decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
             after = time.monotonic()
-            if self.recorder is not None:
-                self.recorder.placed(client_request, pool, decision)
             if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model = asked.lora_name or pool.name
                 pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
@@ -937,18 +959,18 @@ class Frontend(web.Server):
                 resumes=resumes,
                 hedge=hedge,
             )
-            if self.tracing is None:
-                relay = RequestRunner(execution, call.path.generates, self._ended)
-            else:
-                relay = self.tracing.runner(execution, call.path.generates, self._ended, before, after)
+            relay = RequestRunner(execution, call.path.generates, self._ended)
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
                 relay.client_slow()
+            held = arrival is not None and arrival.verdict == "held"
+            placement = Placement(
+                client_request, pool, relay, decision=decision, before=before, after=after, held=held
+            )
+            self.observers.placed(placement)
             relay.start(now)
-            was_held = arrival is not None and arrival.verdict == "held"
-            received = None if was_held else client_request.started
-            self.metrics.requests.placed(pool.name, received, before, after, time.monotonic())
+            self.observers.sent(placement)
         except Exception:
             if relay is None:
                 raise
@@ -957,7 +979,12 @@ class Frontend(web.Server):
     def _ended(
         self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
     ) -> None:
-        """Ends the request: sends ``error``, if any, to its client, and counts the request."""
+        """Ends the request: sends ``error``, if any, to its client, and reports the end."""
+        if self.tracing is not None and client_request.trace is None:
+            guarded(self.tracing.context, client_request)
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            request_log.in_request(client_request, self._ended, client_request, relay, error)
+            return
         # The head of the answer may have kept the connection open. Closing it would then lose the
         # client's next request.
         goes_on = client_request.keep_alive
@@ -998,22 +1025,7 @@ class Frontend(web.Server):
                         more_fields=client_request.cors,
                     )
                 )
-            if self.tracing is not None and (relay is None or relay.trace_id is None):
-                self.tracing.refused(client_request, status)
-        now = time.monotonic()
-        model = client_request.pool.name if client_request.pool is not None else ""
-        try:
-            self.metrics.requests.ended(model, client_request, status, now, relay)
-            if client_request.trial is not None:
-                on_trial.ended(client_request, status, now, relay)
-            if self.recorder is not None:
-                self.recorder.ended(client_request, status, now, relay)
-            if self.live is not None:
-                self.live.ended(client_request, status, now, relay)
-            if self._access:
-                _log_access(client_request, model, status, now, relay, error)
-        except Exception:  # the client must get its next answer all the same
-            log.exception("the end of a request was not counted", path=client_request.path)
+        self.observers.ended(RequestEnd(client_request, relay, error, status=status, at=time.monotonic()))
         client_request.done(goes_on)
 
 
@@ -1142,41 +1154,6 @@ def _address(client_request: ClientRequest) -> str | None:
         return None if client.peer.address else UNIX
     host, port = peer[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _log_access(
-    client_request: ClientRequest,
-    model: str,
-    status: int,
-    now: float,
-    relay: InFlightRequest | None,
-    error: ApiError | None,
-) -> None:
-    """Logs a request that has ended. ``error``: its answer, unless an engine gave it."""
-    done = relay or InFlightRequest()
-    note = done.reason
-    if error is not None and not note:
-        note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
-    usage = done.usage
-    first_token_at = usage.first_token_at if usage is not None else None
-    log.info(
-        "request",
-        request_id=client_request.head.request_id,
-        client=client_request.address,
-        tenant=client_request.tenant or None,
-        path=client_request.path,
-        model=model or None,
-        status=status,
-        decision=done.decision,
-        instance=done.instance,
-        duration_seconds=round(now - client_request.started, 6),
-        ttft_seconds=None if first_token_at is None else round(first_token_at - client_request.started, 6),
-        prompt_tokens=usage.prompt_tokens if usage is not None else None,
-        cached_tokens=usage.cached_tokens if usage is not None else None,
-        output_tokens=usage.output_tokens if usage is not None else 0,
-        note=note or None,
-        **({} if (trace := client_request.trace) is None else {"trace_id": trace.hex_id}),
-    )
 
 
 def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transport]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer, RequestEnd
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
@@ -133,7 +134,7 @@ def point(
     )
 
 
-class Live:
+class Live(Observer):
     """The rates, times and requests of the last minutes."""
 
     def __init__(self, fleet: Fleet, relays: Set[InFlightRequest]) -> None:
@@ -170,11 +171,12 @@ class Live:
         if not self.closed:
             await self._tick.wait()
 
-    def ended(self, request: ClientRequest, status: int, now: float, relay: InFlightRequest | None) -> None:
-        """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
+    def ended(self, end: RequestEnd) -> None:
+        """Records a request for an engine that ended."""
         if len(self._new) >= NEW_KEPT:
             self._more += 1
             return
+        request, relay = end.request, end.relay
         usage, pool = (relay.usage if relay is not None else None), request.pool
         number, first, prompt, cached, output = 0, None, None, None, 0
         predicted = False
@@ -188,9 +190,9 @@ class Live:
                 predicted = True
                 prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
         values = (
-            *(now, request.started, request.tenant),
+            *(end.at, request.started, request.tenant),
             *(("", -1) if pool is None else (pool.name, pool.index)),
-            *(number, None if relay is None else relay.instance, status),
+            *(number, None if relay is None else relay.instance, end.status),
             *(first, prompt, cached, predicted, output, request.head.request_id),
         )
         self._new.append(_make(EndedRequest, values))

@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric.config import Log
 from lmetric.printable import printable
-from lmetric.server.observe.request_log import add_request_ids
+from lmetric.server.execution.request_log import add_request_ids
 from lmetric.server.observe.startup import LISTENING, startup_block
 
 _MAX_FRAMES = 20

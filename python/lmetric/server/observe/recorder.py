@@ -17,11 +17,13 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric._core import Decision, Request, UnknownNameError, __version__, chained_hashes
+from lmetric._core import Request, UnknownNameError, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_schema import SCHEMA_VERSION
+from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.draft import Draft
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.exchange import ClientRequest
+from lmetric.server.execution.observers import Observer, Placement, RequestEnd
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
@@ -82,7 +84,7 @@ class Hasher:
         return chained_hashes(self._key, first, data, block)
 
 
-class Recorder:
+class Recorder(Observer):
     """Samples requests and hands them to the writer.
 
     Raises ConfigError if the key of its hashes cannot be read.
@@ -111,46 +113,38 @@ class Recorder:
 
     # -- on the event loop
 
-    def begin(self, client_request: ClientRequest, request: Request, stream: bool, prompt_bytes: int) -> None:
+    def arrived(self, request: ClientRequest, asked: Request, call: ParsedRequest) -> None:
         """Samples a request that is about to be routed."""
         share = self._config.sample
         if share < 1.0:
-            session = request.session
+            session = asked.session
             if (self._random.random() if session is None else self.hasher.number(session)) >= share:
                 return
-        client_request.draft = Draft(request, stream, prompt_bytes)
+        request.draft = Draft(asked, call.stream, len(call.body))
 
-    def placed(self, client_request: ClientRequest, pool: Pool, decision: Decision) -> None:
+    def placed(self, placement: Placement) -> None:
         """Adds the decision, and the load of its instance, to a sampled request."""
-        if (draft := client_request.draft) is not None:
-            draft.router, draft.decision = pool.router, decision
-            if (trial := client_request.trial) is not None:
+        draft, decision = placement.request.draft, placement.decision
+        if draft is not None and decision is not None:
+            draft.router, draft.decision = placement.pool.router, decision
+            if (trial := placement.request.trial) is not None:
                 draft.arm = "canary" if trial.canary else "stable"
-            draft.load = load_of(pool, decision.instance)
+            draft.load = load_of(placement.pool, decision.instance)
 
-    def ended(
-        self, client_request: ClientRequest, status: int, now: float, relay: InFlightRequest | None
-    ) -> None:
-        """Hands an ended request to the writer. ``now``: seconds on the monotonic clock."""
-        draft, pool = client_request.draft, client_request.pool
+    def ended(self, end: RequestEnd) -> None:
+        """Hands an ended request to the writer."""
+        draft, pool = end.request.draft, end.request.pool
         if draft is None or pool is None:
             return
         try:
-            if now >= self._fleet_at:
-                self._look(now)
-            self._put(client_request, draft, pool, status, now, relay)
-        except Exception:  # a defect here must not leave the client without an answer
+            if end.at >= self._fleet_at:
+                self._look(end.at)
+            self._put(end, draft, pool)
+        except Exception:
             self.writer.count_error()
 
-    def _put(
-        self,
-        client_request: ClientRequest,
-        draft: Draft,
-        pool: Pool,
-        status: int,
-        now: float,
-        relay: InFlightRequest | None,
-    ) -> None:
+    def _put(self, end: RequestEnd, draft: Draft, pool: Pool) -> None:
+        client_request, relay, now = end.request, end.relay, end.at
         started = client_request.started
         if isinstance(relay, RequestRunner) and draft.decision is not None:
             decision = relay.execution.decision
@@ -166,7 +160,7 @@ class Recorder:
                 client_request.path,
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
-                status,
+                end.status,
                 # Without the engine's words, which may repeat the prompt.
                 relay.reason.partition(": ")[0] if relay is not None else "",
                 relay.instance if relay is not None else None,

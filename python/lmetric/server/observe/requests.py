@@ -6,12 +6,13 @@ the fleet are dropped.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer, Placement, RequestEnd
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.exposition import HistogramTable, Table, labels_text
 from lmetric.server.observe.histograms import (
@@ -61,7 +62,7 @@ class InstanceRequests:
             self.under += reported - predicted
 
 
-class RequestMetrics:
+class RequestMetrics(Observer):
     """Counts and times of requests for engines."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -81,29 +82,22 @@ class RequestMetrics:
         self.requests = Counter({key: count for key, count in self.requests.items() if key[0] != model})
         self._classes = {key: times for key, times in self._classes.items() if key[0] != model}
 
-    def placed(self, model: str, received: float | None, before: float, after: float, sent: float) -> None:
-        """Records the start of a request at an engine. Times: seconds on the monotonic clock.
-
-        ``received``: None if the request waited on purpose. ``before``, ``after``: its decision.
-        """
+    def sent(self, placement: Placement) -> None:
+        """Records the start of a request at an engine."""
+        model = placement.pool.name
         decisions = self._decisions.get(model)
         if decisions is None:
             decisions = self._decisions[model] = Histogram(SHORT_SECONDS)
             self._overhead[model] = Histogram(SHORT_SECONDS)
-        decisions.observe(after - before)
-        if received is not None:
-            self._overhead[model].observe(sent - received)
+        decisions.observe(placement.after - placement.before)
+        if not placement.held:
+            self._overhead[model].observe(time.monotonic() - placement.request.started)
 
-    def ended(
-        self,
-        model: str,
-        request: ClientRequest,
-        status: int,
-        now: float,
-        relay: InFlightRequest | None,
-    ) -> None:
-        """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
-        self.requests[model, request.tenant, status] += 1
+    def ended(self, end: RequestEnd) -> None:
+        """Records a request for an engine that ended."""
+        request, relay, now = end.request, end.relay, end.at
+        model = "" if request.pool is None else request.pool.name
+        self.requests[model, request.tenant, end.status] += 1
         if request.priority is not None:
             self._prioritized[model] += 1
         usage = relay.usage if relay is not None else None
@@ -119,8 +113,8 @@ class RequestMetrics:
         if first:
             ttft = first - request.started
             observe_both(times.ttft, own.ttft, ttft)
-            if relay.trace_sampled and relay.trace_id is not None:
-                times.ttft.exemplify(ttft, relay.trace_id)
+            if request.trace is not None and request.trace.sampled:
+                times.ttft.exemplify(ttft, request.trace.hex_id)
             further = usage.output_tokens - 1
             if further > 0:
                 observe_both(times.tpot, own.tpot, (now - first) / further)

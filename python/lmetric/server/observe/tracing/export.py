@@ -15,14 +15,9 @@ import structlog
 
 from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
-from lmetric.server.execution.direct import DirectRequest
-from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.runner import OnEnd, RequestRunner
-from lmetric.server.fleet.engine import Engine
-from lmetric.server.observe.tracing.context import parent_line
-from lmetric.server.observe.tracing.direct import traced_direct
-from lmetric.server.observe.tracing.runner import LoggedRunner, TracedRunner, UnsampledRunner
+from lmetric.server.execution.observers import Observer, Placement, RequestEnd
+from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.observe.tracing.requests import SampledRequest, UnsampledRequest
 from lmetric.server.observe.tracing.spans import RequestTrace, Span, Traces
 
 try:
@@ -157,7 +152,7 @@ class SpanQueue:
         self._exporter.shutdown()
 
 
-class Tracing(Traces):
+class Tracing(Traces, Observer):
     """The traces of a router, and their way to the collector."""
 
     def __init__(self, config: TracingConfig, outcomes: Counter[str]) -> None:
@@ -179,33 +174,27 @@ class Tracing(Traces):
         self.queue = SpanQueue(exporter, resource, config.queue_spans, outcomes)
         super().__init__(config.sample_ratio, self.queue.add)
 
-    def runner(
-        self,
-        execution: Execution,
-        require_finish: bool,
-        on_end: OnEnd,
-        before: float,
-        after: float,
-    ) -> RequestRunner:
-        """Returns the runner of a request. ``before``, ``after``: its decision, monotonic clock."""
-        context = self.context(execution.client_request)
-        runner: RequestRunner
+    def placed(self, placement: Placement) -> None:
+        """Starts the trace of a request."""
+        relay, decision = placement.relay, placement.decision
+        context = self.context(placement.request)
+        if decision is not None:
+            self.remember(placement.pool.index, decision.id, context.hex_id)
         if context.sampled:
-            runner = TracedRunner(execution, require_finish, on_end, self, context, before, after)
-        elif context.parent_id:  # the client's fields, which engines get, say that it is not sampled
-            runner = LoggedRunner(execution, require_finish, on_end)
-        else:
-            line = parent_line(context.trace_id, self.span_id(), False)
-            runner = UnsampledRunner(execution, require_finish, on_end, context, line)
-        runner.trace_id = context.hex_id
-        self.remember(execution.pool.index, execution.decision.id, runner.trace_id)
-        return runner
+            execution = relay.execution if isinstance(relay, RequestRunner) else None
+            relay.trace = trace = SampledRequest(self.begin(placement.request, context), execution)
+            if execution is not None:
+                trace.decided(placement.before, placement.after)
+        elif not context.parent_id:  # else the client's fields, which engines get, say the same
+            relay.trace = UnsampledRequest(context, self.span_id())
 
-    def direct(
-        self, rules: Rules, request: ClientRequest, engine: Engine, method: bytes, on_end: OnEnd
-    ) -> DirectRequest:
-        """Returns a request about a stored response."""
-        return traced_direct(self, rules, request, engine, method, on_end)
+    def ended(self, end: RequestEnd) -> None:
+        """Ends the trace of a request, or records that the router refused it."""
+        trace = None if end.relay is None else end.relay.trace
+        if isinstance(trace, SampledRequest):
+            self.export(trace.ended(end))
+        elif end.error is not None:
+            self.refused(end.request, end.status)
 
     def stop(self) -> None:
         """Sends the last spans for at most `STOP_SECONDS`. Blocks."""

@@ -118,7 +118,7 @@ class Traces:
 
     def __init__(self, ratio: float, export: Callable[[RequestTrace], None]) -> None:
         self._ratio = ratio
-        self._export = export
+        self.export = export  # takes a trace that ended
         self._random = Random(SystemRandom().getrandbits(256))
         self._decisions: OrderedDict[tuple[int, int], str] = OrderedDict()
 
@@ -153,10 +153,6 @@ class Traces:
         """Returns the trace id of a decision; None: unknown, or too old."""
         return self._decisions.get((pool, decision))
 
-    def ended(self, trace: RequestTrace) -> None:
-        """Exports a trace that ended."""
-        self._export(trace)
-
     def refused(self, request: ClientRequest, status: int) -> None:
         """Records a request that the router answered without a decision."""
         context = self.context(request)
@@ -164,7 +160,7 @@ class Traces:
             trace = self.begin(request, context)
             trace.request.attributes = request_attributes(request, status)
             trace.request.finish(time.monotonic(), str(status) if status >= 500 else None)
-            self._export(trace)
+            self.export(trace)
 
 
 def server_name(request: ClientRequest) -> str:

@@ -35,6 +35,11 @@ def in_request(request: ClientRequest, call: Callable[P, R], *args: P.args, **kw
         _current.request = before
 
 
+def is_outside(request: ClientRequest) -> bool:
+    """Returns whether log lines would not get the ids of the request now."""
+    return _current.request is not request
+
+
 def request_ids(request: ClientRequest | None) -> dict[str, str]:
     """Returns the fields of a log line for a request; empty without traces."""
     if request is None or request.trace is None:

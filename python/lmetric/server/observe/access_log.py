@@ -1,0 +1,45 @@
+"""The access log: a line for each request for an engine."""
+
+from __future__ import annotations
+
+import structlog
+
+from lmetric.server.execution.exchange import InFlightRequest
+from lmetric.server.execution.observers import Observer, RequestEnd
+
+# Longest note of a refused request, in characters.
+NOTE_LENGTH = 200
+
+log = structlog.get_logger("lmetric.access")
+
+
+class AccessLog(Observer):
+    """Logs each request for an engine that has ended."""
+
+    def ended(self, end: RequestEnd) -> None:
+        """Logs a request."""
+        request, error = end.request, end.error
+        done = end.relay or InFlightRequest()
+        note = done.reason
+        if error is not None and not note:
+            note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
+        usage = done.usage
+        first_token_at = usage.first_token_at if usage is not None else None
+        log.info(
+            "request",
+            request_id=request.head.request_id,
+            client=request.address,
+            tenant=request.tenant or None,
+            path=request.path,
+            model=(request.pool.name if request.pool is not None else None) or None,
+            status=end.status,
+            decision=done.decision,
+            instance=done.instance,
+            duration_seconds=round(end.at - request.started, 6),
+            ttft_seconds=None if first_token_at is None else round(first_token_at - request.started, 6),
+            prompt_tokens=usage.prompt_tokens if usage is not None else None,
+            cached_tokens=usage.cached_tokens if usage is not None else None,
+            output_tokens=usage.output_tokens if usage is not None else 0,
+            note=note or None,
+            **({} if request.trace is None else {"trace_id": request.trace.hex_id}),
+        )
