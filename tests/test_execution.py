@@ -629,7 +629,7 @@ class Driver:
         self.rules = Rules.of(setup.config())
         fetches = pool.fetches_prefixes and fetch_reason is None
         resumes = pool.fails_over and call.stream and pool.failover_reason(ask.path, call) is None
-        self.execution = Execution(
+        self.execution = Execution.of(
             self.rules,
             asked,
             pool,
@@ -879,13 +879,14 @@ class Driver:
         """Checks that an event or a deadline follows in any case."""
         main, side = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE)
         hedge = self.execution.hedge
-        assert main is not None, "nothing runs"
-        fetching = main.step.limit_seconds == math.inf  # the timer ends it
+        assert main is not None or side is not None, "nothing runs"
+        fetching = side is not None and side.step.limit_seconds == math.inf  # the timer ends it
+        assert fetching is (main is None)
+        assert main is None or main.step.limit_seconds < math.inf
         assert (self.wakes_at is not None) is (fetching or self.hedge_due)
         if hedge is not None and hedge.step is not None:
             assert hedge.ticket.open
             assert hedge.ticket.instance == hedge.step.engine.name
-        assert side is None or (side.step.limit_seconds < math.inf and not fetching)
 
     def _check_end(self) -> None:
         counts, pool = self.counts, self.pool

@@ -39,20 +39,18 @@ FINISH = Finish()
 log = structlog.get_logger("lmetric.relay")
 
 
-class Execution(Progress):
+class Execution(Progress, eq=False, kw_only=True):
     """One request, from its decision to its end.
 
-    Each event returns the resulting actions, in order. No action follows `Finish`. `moves`: the
-    request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`: after a failure,
-    another engine may continue its stream. `hedge`: another engine may get it, too, if its first
-    token is late.
+    Each event returns the resulting actions, in order. No action follows `Finish`.
     """
 
     _way: Way[None] | None = None  # runs the open segment
     _beside: Way[SwitchTo | None] | None = None  # the migration
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         rules: Rules,
         client_request: ClientRequest,
         pool: Pool,
@@ -64,25 +62,32 @@ class Execution(Progress):
         fetches: bool,
         resumes: bool = False,
         hedge: Hedge | None = None,
-    ) -> None:
-        self.rules = rules
-        self.client_request = client_request
-        self.pool = pool
-        self.decision = decision
-        self.ticket = ticket
-        self.body = call.body
-        self.first = call.first
-        self.stream = call.stream
-        self.call = None
-        self.acts: list[Act] = []
+    ) -> Execution:
+        """Returns the execution of a request that is placed.
+
+        `moves`: the request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`:
+        after a failure, another engine may continue its stream. `hedge`: another engine may get it,
+        too, if its first token is late.
+        """
+        made = cls(
+            rules=rules,
+            client_request=client_request,
+            pool=pool,
+            decision=decision,
+            ticket=ticket,
+            body=call.body,
+            first=call.first,
+            stream=call.stream,
+        )
         if hedge is not None and client_request.gateway is None:  # a gateway sends one copy
-            self.hedge = hedge
+            made.hedge = hedge
         if moves or fetches or resumes:
-            self.call = call
-            self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
-            self.mover = pool.mover if moves and call.stream else None
+            made.call = call
+            made.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
+            made.mover = pool.mover if moves and call.stream else None
             # A held request may outlive the model's tokenizer.
-            self.resumes = (resumes and self.encoder is not None) or self.mover is not None
+            made.resumes = (resumes and made.encoder is not None) or made.mover is not None
+        return made
 
     # -- events of the router ----------------------------------------------------------------------
 
@@ -141,21 +146,23 @@ class Execution(Progress):
         way: Way[Any] | None = self._way
         self.now = now
         go: Callable[[Callable[[Any], Step | None], Any], object] = self._go
-        if step is self.side:
+        if step is self.main:
+            if event in ENDS:
+                self.main = None
+        elif step is self.side:
             if event in ENDS:
                 self.side = None
             if self.migration is not None:
                 way, go = self._beside, self._go_beside
             elif self.committed:
                 return []  # a prefill; the other engine has answered
-        elif step is self.main:
-            if event in ENDS:
-                self.main = None
         elif self.hedge is None or step is not self.hedge.step:
-            return []  # a late event of a cancelled attempt
+            return []  # a late event of a canceled attempt
         if way is None:
             return []
-        if event == "comments":
+        if event == "ready" or event == "ended" or event == "events":
+            go(way.send, (attempt, detail))
+        elif event == "comments":
             self._comment(detail)
         elif event == "unseen":
             self._unseen(attempt)
@@ -165,12 +172,10 @@ class Execution(Progress):
             if self.observing is attempt and not attempt.reader.aborted:
                 self.withheld = attempt.reader.withheld
             go(way.throw, EngineLost(step.engine, kind, reason, step=step))
-        elif event == "stale":
+        else:
             assert step.kv is not None  # only steps that carry a KV transfer become stale
             step.kv.stale(late=detail)
             go(way.throw, NoTransfer())
-        else:
-            go(way.send, (attempt, detail))
         acts, self.acts = self.acts, []
         return acts
 
@@ -253,6 +258,8 @@ class Execution(Progress):
     def _abort(self, reason: str, failure: str, error: ApiError | None) -> None:
         """Ends the request, whatever its way waits for."""
         self.reason = reason
+        if self._way is not None:
+            self._way.close()
         self._finish(failure, error, aborted=True)
 
     def _finish(self, failure: str | None, error: ApiError | None, *, aborted: bool = False) -> None:
@@ -262,9 +269,7 @@ class Execution(Progress):
         started answer or as its whole answer.
         """
         self.done = True
-        way, self._way, self._beside = self._way, None, None
-        if way is not None:
-            way.close()
+        self._way = self._beside = None
         if error is not None and self.committed:
             self.acts.append(BreakOff(error))
             error = None

@@ -96,7 +96,7 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     """
     step, reader = attempt.step, attempt.reader
     status, statuses = reader.status, p.rules.statuses
-    failed = stream_failed(reader, flags)
+    failed = flags & (ENGINE_ERROR | INCOMPLETE) and stream_failed(reader, flags)
     code = reader.error_code if failed and flags & ENGINE_ERROR else status
     if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):
         raise NoTransfer

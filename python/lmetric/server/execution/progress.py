@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
@@ -41,12 +42,8 @@ class Ended(Exception):
         self.failure = failure
 
 
-class Progress:
-    """One request: the client's request, its ticket, and the answers of its engines so far.
-
-    Values that are equal for most requests are class attributes, which saves setting them for each
-    request.
-    """
+class Progress(Struct, eq=False, kw_only=True):
+    """One request: the client's request, its ticket, and the answers of its engines so far."""
 
     rules: Rules
     client_request: ClientRequest
@@ -57,11 +54,11 @@ class Progress:
     stream: bool
     first: FirstSegment | None  # the body for a prefill, once it is known
     # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
-    call: ParsedRequest | None
-    acts: list[Act]  # not carried out yet
-    now: float  # time of the present event, seconds on the monotonic clock
+    call: ParsedRequest | None = None
+    acts: list[Act] = []  # not carried out yet
+    now: float = 0.0  # time of the present event, seconds on the monotonic clock
     main: Step | None = None  # runs the open segment
-    side: Step | None = None  # runs beside it: a migration, or a prefill
+    side: Step | None = None  # runs beside it: a prefix fetch, a migration, or a prefill
     hedge: Hedge | None = None  # until a token came, or it has failed
     migration: Migration | None = None
     handle: Movable | None = None  # the rebalancer's access to the request
@@ -243,6 +240,12 @@ class Progress:
             self.main = None
             self.acts.append("cancel_main")
 
+    def drop_side(self) -> None:
+        """Cancels the attempt beside the open segment, if it still runs."""
+        if self.side is not None:
+            self.side = None
+            self.acts.append("cancel_side")
+
     def wake(self, seconds: float | None) -> None:
         """Sets the timer, after which the way gets `TimeIsUp`; None: stops it."""
         self.timed = seconds is not None
@@ -267,9 +270,7 @@ class Progress:
         migration, self.migration = self.migration, None
         if migration is not None and self.mover is not None:
             self.mover.moves.discard(migration)
-        if self.side is not None:
-            self.side = None
-            self.acts.append("cancel_side")
+        self.drop_side()
 
     def cancel_migration(self, outcome: str) -> None:
         """Ends the migration; the source continues."""

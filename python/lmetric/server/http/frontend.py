@@ -947,7 +947,7 @@ class Frontend(web.Server):
             client_request.priority = decision.priority
         try:
             client_request.keep_alive &= self.phase is SERVING
-            execution = Execution(
+            execution = Execution.of(
                 self._rules,
                 client_request,
                 pool,

@@ -85,7 +85,7 @@ def _prefix(p: Progress, kv: KvTransfer, holder: Engine, tokens: int, *, patienc
     try:
         attempt, _ = yield step
     except TimeIsUp:
-        p.drop_main()
+        p.drop_side()
         return "late"
     except EngineLost as lost:
         blame(p, holder, lost.kind, lost.reason)
@@ -114,13 +114,7 @@ def hold(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: Tokens) -> Step
 
 
 def one_token(
-    p: Progress,
-    engine: Engine,
-    tokens: Tokens,
-    *,
-    fields: Any,
-    kv: KvTransfer | None = None,
-    beside: bool = False,
+    p: Progress, engine: Engine, tokens: Tokens, *, fields: Any, kv: KvTransfer | None = None
 ) -> Step:
     """Returns a step that computes one token after these tokens, for the engine's cache.
 
@@ -132,7 +126,7 @@ def one_token(
         "whole",
         limit_seconds=p.rules.timeouts.first_byte,
         target=COMPLETIONS.encode(),
-        beside=beside,
+        beside=True,
         for_client=False,
         advances_ticket=False,
         kv=kv,

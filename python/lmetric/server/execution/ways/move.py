@@ -107,7 +107,6 @@ def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
     """Lets the source prepare its KV cache. If it cannot, the target computes the tokens."""
     kv, migration.sent_tokens = migration.kv, p.total
     step = hold(p, kv, source, tokens=p.merged().tokens(p.total))
-    step.beside = True
     try:
         attempt, _ = yield step
     except EngineLost as lost:
@@ -151,7 +150,7 @@ def _warm_step(p: Progress, migration: Migration) -> Step:
     if not fields:
         migration.sent_tokens = p.total
     tokens = p.merged().tokens(migration.sent_tokens)
-    return one_token(p, target, tokens, fields=fields, kv=kv if kv.used else None, beside=True)
+    return one_token(p, target, tokens, fields=fields, kv=kv if kv.used else None)
 
 
 def _left_seconds(p: Progress, migration: Migration, attempt: Attempt) -> float:

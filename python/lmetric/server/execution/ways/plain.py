@@ -38,20 +38,27 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         check_beginning(p, attempt, flags)
     else:
         attempt, flags = yield from hedged(p, step)
-    yield from pass_on(p, attempt, flags)
+    if not pass_on(p, attempt, flags):
+        yield None  # until the end of the answer
+    passed(attempt)
     return None
 
 
-def pass_on(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
-    """Passes an answer on to the client, from its beginning to its end."""
+def pass_on(p: Progress, attempt: Attempt, flags: int) -> bool:
+    """Passes an answer on to the client from now on. Returns whether it is already whole."""
     reader = attempt.reader
     if p.verdicts is not None and reader.status < 500 and not stream_failed(reader, flags):
         prove(p)
     p.commit(attempt)
     if flags & END and not flags & ENGINE_ERROR:
-        p.main = None  # it is whole
-    else:
-        yield None
+        p.main = None
+        return True
+    return False
+
+
+def passed(attempt: Attempt) -> None:
+    """Ends an answer that was passed on. Raises Ended if it is an error, or holds one."""
+    reader = attempt.reader
     if attempt.error or reader.status >= 400 or reader.aborted:
         raise Ended(None, "engine_error")
     reader.finish_ticket()
