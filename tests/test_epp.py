@@ -224,7 +224,10 @@ async def test_an_objective_is_a_priority_and_a_class() -> None:
         world.server.fleet.objectives["fast"] = 7
         seen = []
         real = world.server.front._start
-        world.server.front._start = lambda *a: (seen.append((a[0].slo_class, a[3].priority)), real(*a))  # type: ignore[method-assign]
+        world.server.front._start = lambda it, now: (
+            seen.append((it.request.slo_class, it.asked.priority)),
+            real(it, now),
+        )  # type: ignore[method-assign]
         async with exchange(world.target) as stream:
             _, fields, _ = await stream.ask(head=request_head(x_gateway_inference_objective="fast"))
             assert seen == [("fast", -7.0)], "engines serve lower numbers first"

@@ -43,6 +43,7 @@ from lmetric.server.execution import attempt as attempt_module
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
     AttemptEvent,
@@ -579,6 +580,9 @@ class Client:
     def release_body(self) -> None:
         pass
 
+    def answered(self, goes_on: bool) -> None:
+        pass
+
 
 class Driver:
     """Carries out the actions of one request."""
@@ -606,7 +610,8 @@ class Driver:
         line = f"POST {ask.path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         head = RequestReader(False, "x", 1 << 16).read(line.encode())
         assert head is not None
-        asked = ClientRequest(cast(Any, Client()), cast(Any, self.client), head, True, True, lambda _: None)
+        asked = ClientRequest(cast(Any, Client()), cast(Any, self.client), head)
+        asked.keep_alive = True
         asked.started = self.clock.now
         asked.pool = pool
         call = parse(RELAYED[ask.path], body)
@@ -629,18 +634,11 @@ class Driver:
         self.rules = Rules.of(setup.config())
         fetches = pool.fetches_prefixes and fetch_reason is None
         resumes = pool.fails_over and call.stream and pool.failover_reason(ask.path, call) is None
-        self.execution = Execution.of(
-            self.rules,
-            asked,
-            pool,
-            decision,
-            ticket,
-            call,
-            moves=moves,
-            fetches=fetches,
-            resumes=resumes,
-            hedge=Hedge(HEDGE_SECONDS, request) if setup.hedges and call.stream else None,
+        hedge = Hedge(HEDGE_SECONDS, request) if setup.hedges and call.stream else None
+        intent = Intent(
+            *(asked, call, pool), moves=moves, fetches=fetches, resumes=resumes, hedge=hedge, asked=request
         )
+        self.execution = Execution.of(self.rules, intent, (decision, ticket))
         if self.execution.mover is not None:
             self.execution.handle = self
         self.asked = asked

@@ -6,6 +6,7 @@ Imports for types alone count, too.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +18,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.web_protocol import RequestHandler
 
 import lmetric.server
+from lmetric._core import Request
 from lmetric.server.http.connection import ClientConnection
 
 PACKAGE = "lmetric.server"
@@ -79,6 +81,61 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+MOST_PARAMETERS = 7
+MOST_POSITIONAL = 3
+# The folders whose calls of functions of the server name each further argument.
+NAMING = {ROOT / "http", ROOT / "execution", ROOT / "execution" / "ways"}
+# They pass arguments on.
+FORWARDING = {"guarded", "in_request", "partial"}
+OF_RUST = {"begin"}  # `ResponseReader.begin`
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_functions_of_the_server_have_few_parameters() -> None:
+    """One object, such as `Intent`, carries what belongs together."""
+    many = [
+        f"{name}.{node.name}"
+        for name, file in FILES.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and parameters(node) > MOST_PARAMETERS
+    ]
+    assert many == []
+
+
+def test_calls_in_the_server_name_their_further_arguments() -> None:
+    """An inserted parameter must not shift the others silently. Calls of Rust may be positional."""
+    trees = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+    own = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+    unnamed = []
+    for name in (name for name, file in FILES.items() if file.parent in NAMING):
+        for node in ast.walk(trees[name]):
+            if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL:
+                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if called in own - FORWARDING - OF_RUST:
+                    unnamed.append(f"{name}:{node.lineno} {called}")
+    assert "\n".join(unnamed) == ""
+
+
+def test_the_positional_arguments_of_a_request_have_its_order() -> None:
+    """`Request(...)` of the fast path is positional, because keywords take 4% of a chat."""
+    assert list(inspect.signature(Request).parameters)[:24] == [
+        *("token_ids", "text", "block_hashes", "prompt_tokens", "max_tokens", "session", "request_id"),
+        *("lora_name", "cache_salt", "extra_tokens", "tenant", "tenant_weight", "handicap_seconds"),
+        *("length_class", "reasoning_tokens", "allow_split", "split_reason", "allow_fetch", "fetch_reason"),
+        *("priority", "instances", "session_final", "ttft_slo_seconds", "whole_answer"),
+    ]
 
 
 # The rooms of each package, from the bottom: files and folders of one row do not import each

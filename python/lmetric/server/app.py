@@ -137,7 +137,7 @@ class Server:
         bound = self._bound = self._bound or await bind(config)
         epp = _load_epp() if self._picks else None
         kind: type[Frontend] = Frontend if epp is None else epp.PickerFrontend
-        self.front = front = kind(config, self.fleet, keys, self.metrics, pages)
+        self.front = front = kind(config, self.fleet, keys, metrics=self.metrics, pages=pages)
         if config.tracing is not None:
             front.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.observers.add(front.tracing)
@@ -146,7 +146,7 @@ class Server:
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
-        self._monitor = Monitor(self.fleet, front.check, self.metrics, self._certificates)
+        self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
         self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
@@ -220,7 +220,17 @@ class Server:
         tls = None if new.tls is None else listener_context(new.tls)
         policies, changed_keys = self.fleet.policies_of(config), self.front.keys.changes(keys)
         apply = self.front.prepare(keys, new)
-        return Change(config, new, keys, tls, policies, apply, changed_keys, changed, _engine_tls(new))
+        return Change(
+            config=config,
+            new=new,
+            keys=keys,
+            tls=tls,
+            policies=policies,
+            apply=apply,
+            changed_keys=changed_keys,
+            changed=changed,
+            engine_tls=_engine_tls(new),
+        )
 
     async def reload(self, config: ServerConfig) -> dict[str, Any]:
         """Prepares and applies a new configuration. Raises LmetricError; then nothing has changed.

@@ -178,14 +178,17 @@ def _operation(
     access: tuple[str | None, ...],
     *,
     body: JSON | None = None,
-    media: str = "application/json",
     parameters: tuple[JSON, ...] = (),
 ) -> JSON:
+    """``body``: schemas of the request's body, by content type."""
     shown: JSON = {"tags": [tag], "summary": summary}
     if parameters:
         shown["parameters"] = list(parameters)
     if body is not None:
-        shown["requestBody"] = {"required": True, "content": {media: {"schema": body}}}
+        shown["requestBody"] = {
+            "required": True,
+            "content": {media: {"schema": each} for media, each in body.items()},
+        }
     return {**shown, "responses": {"200": answer, **_errors(*errors)}, "security": _security(*access)}
 
 
@@ -208,10 +211,11 @@ def _relayed(path: str) -> JSON:
         "engines",
         SUMMARIES[path],
         passed,
-        (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504),
-        (KEY, OPEN),
-        body=schema("AudioRequest" if form else "EngineRequest"),
-        media="multipart/form-data" if form else "application/json",
+        errors=(400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504),
+        access=(KEY, OPEN),
+        body={"multipart/form-data": schema("AudioRequest")}
+        if form
+        else {"application/json": schema("EngineRequest")},
         parameters=tuple({"$ref": f"#/components/parameters/{name}"} for name in REQUEST_HEADERS),
     )
     operation["responses"]["default"] = {"description": "The engine's own error, unchanged"}
@@ -226,8 +230,8 @@ def _stored() -> JSON:
             "engines",
             summary,
             answer("The engine's answer, unchanged", OBJECT),
-            (400, 401, 404, 502, 503, 504),
-            (KEY, OPEN),
+            errors=(400, 401, 404, 502, 503, 504),
+            access=(KEY, OPEN),
             parameters=(in_path("id", "ID of a response that the same tenant made"),),
         )
 
@@ -247,9 +251,9 @@ def _own(page: OwnPage) -> JSON:
             page.tag,
             each.summary,
             each.answer,
-            each.errors,
-            page.credentials,
-            body=each.body,
+            errors=each.errors,
+            access=page.credentials,
+            body=None if each.body is None else {"application/json": each.body},
             parameters=each.parameters,
         )
         for method, each in page.operations.items()

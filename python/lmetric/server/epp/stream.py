@@ -177,7 +177,8 @@ class GatewayStream:
             clients.end(self._sender)
             self._sender = clients.begin(sender)
         client: Any = self  # with what the frontend reads of a connection
-        request = self.request = ClientRequest(client, self.transport, head, True, True, self._answered)
+        request = self.request = ClientRequest(client, self.transport, head)
+        request.keep_alive = True
         request.gateway = self
         request.subset = Subset.of(message.metadata_context)
         if not front.admits(request):
@@ -361,7 +362,7 @@ class GatewayStream:
         self._sender.release(self.body_size)
         self.body_size = 0
 
-    def _answered(self, _: bool) -> None:
+    def answered(self, _: bool) -> None:
         """Called at the end of the request."""
         self.relay = None
         self._await_step(IDLE_SECONDS, "the request has ended")

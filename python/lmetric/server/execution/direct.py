@@ -42,14 +42,16 @@ class DirectRequest(InFlightRequest):
         self._stalled_at = 0.0  # when the client became too slow; 0: it keeps up
         step = Step(
             engine,
-            b"",
-            "pass",
-            rules.timeouts.first_byte,
+            body=b"",
+            reader="pass",
+            limit_seconds=rules.timeouts.first_byte,
             method=method,
             advances_ticket=False,
             refills=False,
         )
-        self._attempt = EngineAttempt(self, rules, client_request, None, step, require_finish=False)
+        self._attempt = EngineAttempt(
+            self, rules, client_request, ticket=None, step=step, require_finish=False
+        )
 
     def start(self, now: float) -> None:
         """Sends the request. ``now``: seconds on the monotonic clock."""

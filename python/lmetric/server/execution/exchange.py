@@ -76,6 +76,9 @@ class ClientPort(Protocol):
     def release_body(self) -> None:
         """Releases the counted bytes of the request's body."""
 
+    def answered(self, goes_on: bool) -> None:
+        """Ends the request in flight. ``goes_on``: the connection may carry another request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -95,11 +98,11 @@ class Rules:
         """Returns the rules of a configuration."""
         retries = config.retries
         return cls(
-            retries.attempts,
-            retries.failures,
-            retries.statuses,
-            config.errors.show_engines,
-            config.timeouts,
+            attempts=retries.attempts,
+            failures=retries.failures,
+            statuses=retries.statuses,
+            show_engines=config.errors.show_engines,
+            timeouts=config.timeouts,
         )
 
 
@@ -117,7 +120,8 @@ class ClientRequest:
     """
 
     method = "POST"
-    trace: TraceContext | None = None  # None: the router records no traces
+    http11 = True
+    keep_alive = False  # the connection stays open after the answer
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
     model: str | None = None  # the name in the request
@@ -136,6 +140,9 @@ class ClientRequest:
     sheddable = False  # it is refused if it would have to wait
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
+    was_held = False  # it waited on purpose
+    # The times of its decision: seconds on the monotonic clock.
+    decision_began = decision_ended = 0.0
     # Called with the name of the engine whose answer (status 200) the client is about to get.
     on_answer: Callable[[str], None] | None = None
     # The answer.
@@ -144,23 +151,23 @@ class ClientRequest:
     only_closing_ends_it = False  # it has neither a length nor chunks
     _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
     _chunked = False  # the router writes chunks
+    # Its end, for observers.
+    status = 499  # of the answer; 499: the client has left
+    error: ApiError | None = None  # the router's answer; None: an engine's, or the client left
+    ended_at = 0.0  # seconds on the monotonic clock
 
     def __init__(
         self,
         client: ClientPort,
         transport: asyncio.Transport,
         head: RequestHead,
-        http11: bool,
-        keep_alive: bool,
-        done: Callable[[bool], None],
     ) -> None:
         self.client = client
         self.transport = transport
         self.head = head
         self.path = head.path
-        self.http11 = http11
-        self.keep_alive = keep_alive
-        self.done = done
+        self.done: Callable[[bool], None] = client.answered
+        self.trace: TraceContext | None = None  # None: the router records no traces
         self.tenant = ""
         self.cors = b""  # lines of the answer's head; empty: CORS is off
         self.started = time.monotonic()  # seconds

@@ -14,9 +14,9 @@ import structlog
 
 from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
-from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
+from lmetric.server.execution.exchange import FAILED, STOPPING, Rules
 from lmetric.server.execution.failures import EngineLost, NoTransfer, SwitchTo, TimeIsUp
+from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -24,7 +24,6 @@ from lmetric.server.execution.plan import (
     BreakOff,
     Comment,
     Finish,
-    Hedge,
     Step,
     Way,
     Write,
@@ -32,7 +31,6 @@ from lmetric.server.execution.plan import (
 from lmetric.server.execution.progress import CORE_KINDS, Ended, Progress
 from lmetric.server.execution.ways import move, run
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
 
 FINISH = Finish()
 
@@ -49,44 +47,27 @@ class Execution(Progress, eq=False, kw_only=True):
     _beside: Way[SwitchTo | None] | None = None  # the migration
 
     @classmethod
-    def of(
-        cls,
-        rules: Rules,
-        client_request: ClientRequest,
-        pool: Pool,
-        decision: Decision,
-        ticket: Ticket,
-        call: ParsedRequest,
-        *,
-        moves: bool,
-        fetches: bool,
-        resumes: bool = False,
-        hedge: Hedge | None = None,
-    ) -> Execution:
-        """Returns the execution of a request that is placed.
-
-        `moves`: the request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`:
-        after a failure, another engine may continue its stream. `hedge`: another engine may get it,
-        too, if its first token is late.
-        """
+    def of(cls, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> Execution:
+        """Returns the execution of a placed request."""
+        call, pool, request = intent.call, intent.pool, intent.request
         made = cls(
             rules=rules,
-            client_request=client_request,
+            client_request=request,
             pool=pool,
-            decision=decision,
-            ticket=ticket,
+            decision=routed[0],
+            ticket=routed[1],
             body=call.body,
             first=call.first,
             stream=call.stream,
         )
-        if hedge is not None and client_request.gateway is None:  # a gateway sends one copy
-            made.hedge = hedge
-        if moves or fetches or resumes:
+        if request.gateway is None:  # a gateway sends one copy
+            made.hedge = intent.hedge
+        if intent.moves or intent.fetches or intent.resumes:
             made.call = call
             made.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
-            made.mover = pool.mover if moves and call.stream else None
+            made.mover = pool.mover if intent.moves and call.stream else None
             # A held request may outlive the model's tokenizer.
-            made.resumes = (resumes and made.encoder is not None) or made.mover is not None
+            made.resumes = (intent.resumes and made.encoder is not None) or made.mover is not None
         return made
 
     # -- events of the router ----------------------------------------------------------------------

@@ -209,12 +209,12 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
     if p.has_tokens or lost.in_answer:
         return _resume(p, lost)
     p.abandon()
-    kind = lost.retried_kind
+    lost.kind = kind = lost.retried_kind
     if _record(p, lost) and (following := _retry(p, lost.engine, kind)) is not None:
         p.pool.retried[CORE_KINDS.get(kind, kind)] += 1
         p.note("retry", lost.engine.name, following, outcome=kind)
         return following
-    raise give_up(p, lost.engine, kind, lost.reason)
+    raise _give_up(p, lost)
 
 
 def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
@@ -248,7 +248,7 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
         p.pool.retried[CORE_KINDS.get(kind, kind)] += 1
     p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
     if outcome not in ("continued", "complete"):
-        raise give_up(p, lost.engine, lost.kind, lost.reason)
+        raise _give_up(p, lost)
     return following
 
 
@@ -397,16 +397,23 @@ def add_failure(p: Progress, lost: EngineLost) -> bool:
         return kind == "refused"
     if p.verdicts is None:
         p.verdicts = Verdicts(p.pool, p.client_request.client_key)
-    p.verdicts.add(Failure(engine, kind, reason, p.known_tokens))
+    p.verdicts.add(Failure(engine, kind, reason, tokens=p.known_tokens))
     return (kind == "reset" and engine.breaks.add(p.now)) or engine.lost
 
 
-def blame(p: Progress, engine: Engine, kind: str, reason: str) -> None:
+def blame(p: Progress, lost: EngineLost) -> None:
     """Records a failure of a step that no other engine repeats."""
-    if kind not in NOT_ACCEPTED:
-        p.pool.blame(engine, p.client_request.client_key, reason, proven=False)
-    elif kind not in HEALTHY_KINDS:
-        engine.failed(kind, reason)
+    if lost.kind not in NOT_ACCEPTED:
+        p.pool.blame(lost.engine, p.client_request.client_key, lost.reason, proven=False)
+    elif lost.kind not in HEALTHY_KINDS:
+        lost.engine.failed(lost.kind, lost.reason)
+
+
+def blame_status(p: Progress, attempt: Attempt) -> None:
+    """Records an error answer to a step that no other engine repeats."""
+    status = attempt.reader.status
+    if status >= 500:
+        blame(p, _lost(attempt.step, kind_of(status), f"status {status}"))
 
 
 def prove(p: Progress) -> None:
@@ -423,15 +430,15 @@ def _refusal_of(p: Progress, attempt: Attempt) -> EngineRefusal:
     engine, lines = attempt.step.engine.name, attempt.reader.head_lines
     if p.client_request.cors:
         lines = without_cors(lines)
-    return EngineRefusal(attempt.reader.status, lines, bytes(attempt.answer), engine)
+    return EngineRefusal(attempt.reader.status, lines, bytes(attempt.answer), engine=engine)
 
 
 def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
     """Ends the request with an engine's error answer."""
-    raise _refused(p, _refusal_of(p, attempt), attempt.error_words(), "engine_error")
+    raise _refused(p, _refusal_of(p, attempt), attempt.error_words())
 
 
-def _refused(p: Progress, refusal: EngineRefusal, words: str, failure: str) -> Ended:
+def _refused(p: Progress, refusal: EngineRefusal, words: str, *, failure: str = "engine_error") -> Ended:
     """Returns the end with an engine's error answer. In an opened stream it must be JSON."""
     error: ApiError = refusal
     refusal.headers["x-lmetric-decision"] = p.label
@@ -443,16 +450,17 @@ def _refused(p: Progress, refusal: EngineRefusal, words: str, failure: str) -> E
     return Ended(error, failure)
 
 
-def give_up(p: Progress, engine: Engine, kind: str, reason: str) -> Ended:
+def _give_up(p: Progress, lost: EngineLost) -> Ended:
     """Returns the end with an error, because no engine is left, or none may be tried."""
-    p.reason = reason
+    kind, engine = lost.kind, lost.engine.name
+    p.reason = reason = lost.reason
     code = CORE_KINDS.get(kind, kind)
     if p.committed:
         broke, why = "the engine failed in the middle of its answer", p.client_request.not_resumable
         stays = "" if why is None else f"; no other engine can continue it: {why.why}"
-        error = ApiError(502, broke, engines=f"{engine.name}: {reason}{stays}", code=code)
+        error = ApiError(502, broke, engines=f"{engine}: {reason}{stays}", code=code)
         if p.withheld:
-            error = EngineRefusal(502, b"", p.withheld, engine.name)
+            error = EngineRefusal(502, b"", p.withheld, engine=engine)
         return Ended(error, kind)
     headers = {"x-lmetric-decision": p.label}
     suspect = p.verdicts is not None and p.verdicts.suspect
@@ -460,7 +468,7 @@ def give_up(p: Progress, engine: Engine, kind: str, reason: str) -> Ended:
     if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
         if refusal.status in SATURATED:
             refusal.wait(_wait_seconds(p))
-        return _refused(p, refusal, f": {reason}", kind)
+        return _refused(p, refusal, f": {reason}", failure=kind)
     tried = "; ".join(p.tried)
     status = 503 if p.over_budget else STATUSES[code]
     if status == 503 and not suspect:

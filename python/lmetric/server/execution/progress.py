@@ -186,7 +186,8 @@ class Progress(Struct, eq=False, kw_only=True):
             assert call is not None  # the request may be split or moved
             assert call.tokens is not None
             assert self.encoder is not None
-            self.transcript = Transcript(self.client_request.path, call.request, call.tokens, self.encoder)
+            path, encoder = self.client_request.path, self.encoder
+            self.transcript = Transcript(path, call.request, call.tokens, encoder=encoder)
             self.call = None
         return self.transcript
 
@@ -209,7 +210,8 @@ class Progress(Struct, eq=False, kw_only=True):
     ) -> None:
         """Adds an event to the model's activity. `moved`: tokens and seconds."""
         tenant = self.client_request.tenant
-        self.pool.activity.note(self.now, kind, self.decision.id, tenant, source, target, outcome, *moved)
+        event = self.now, kind, self.decision.id, tenant, source, target, outcome, *moved
+        self.pool.activity.note(*event)
 
     # -- its attempts ------------------------------------------------------------------------------
 

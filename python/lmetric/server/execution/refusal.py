@@ -7,7 +7,6 @@ import time
 from email.utils import parsedate_to_datetime
 from math import ceil
 
-from lmetric._core import ResponseReader
 from lmetric.server.api.errors import ApiError
 
 _RETRY_AFTER = re.compile(rb"\r\nretry-after:[ \t]*([^\r\n]*)", re.IGNORECASE)
@@ -26,11 +25,6 @@ class EngineRefusal(ApiError):
         self._answer = answer
         self.engine = engine
         self.retry_after = retry_after_seconds(lines)
-
-    @classmethod
-    def of(cls, reader: ResponseReader, answer: bytes, engine: str) -> EngineRefusal:
-        """Returns the error answer that a reader has received. ``answer``: its whole body."""
-        return cls(reader.status, reader.head_lines, answer, engine)
 
     def first_lines(self) -> bytes:
         """Returns the engine's status line and fields."""

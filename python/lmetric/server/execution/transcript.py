@@ -205,12 +205,11 @@ class Transcript:
             self._first(answer, choice, ids)
         over = finish != "length" or len(ids) < max_tokens or len(self.output_ids) + len(ids) >= self._most
         kept = ids if over or whole else ids[:-1]
-        return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
+        return self._add(kept, choice, finish=finish if over else None)
 
     def more(self, choice: JSON) -> Delta:
         """Adds the choice of a chunk of the last segment's stream. Raises MergeError."""
-        logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
-        return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
+        return self._add(_ids(choice), choice, finish=choice.get("finish_reason"))
 
     def observe(self, reader: ResponseReader) -> None:
         """Adds the recorded tokens of a forwarded stream: the whole answer so far.
@@ -276,7 +275,8 @@ class Transcript:
         self._choice = dict(choice)
         self.forget_prompt()
 
-    def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Delta:
+    def _add(self, ids: list[int], choice: JSON, *, finish: Any) -> Delta:
+        logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
         offset = self._offset()
         try:
             text, ids, found = self._text_of(ids, finish)
@@ -299,7 +299,7 @@ class Transcript:
         self._decoded_ids = len(self.output_ids)
         self._decoded += text
         self._engine_text.clear()
-        return Delta(ids, text, finish, stop, shifted)
+        return Delta(ids, text, finish, stop=stop, logprobs=shifted)
 
     def _text_of(self, ids: list[int], finish: Any) -> tuple[str, list[int], str | None]:
         """Returns the text that tokens add, the tokens up to a stop string, and the stop string.

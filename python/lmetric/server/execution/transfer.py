@@ -55,7 +55,7 @@ class KvTransfer:
         self.source, self._fields = engine, None
         self._lent = self._sent = False
 
-    def accept(self, engine: Engine, answer: bytes, tokens: int | None, now: float) -> None:
+    def accept(self, engine: Engine, answer: bytes, *, tokens: int | None, now: float) -> None:
         """Stores the transfer fields of an answer.
 
         `tokens`: the expected token count; None: any.

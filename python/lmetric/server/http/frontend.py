@@ -46,7 +46,8 @@ from lmetric.server.execution import request_log
 from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.observers import Observers, Placement, RequestEnd, guarded
+from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.observers import Observers, failed, guarded
 from lmetric.server.execution.plan import Hedge
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
@@ -143,7 +144,7 @@ class Frontend(web.Server):
         self.relays: set[InFlightRequest] = set()
         self.observers = Observers()
         self.observers.add(metrics.requests)
-        self.observers.add(TrialResults())
+        self._trial_results = TrialResults()  # an observer once a model has trials
         self.live = Live(fleet, self.relays) if config.ui.enabled else None
         if self.live is not None:
             self.observers.add(self.live)
@@ -292,10 +293,11 @@ class Frontend(web.Server):
             client,
             request.transport,
             head,
-            request.version >= (1, 1),
-            request.keep_alive and request.content.is_eof(),  # after a refusal, the body still comes
-            lambda goes_on: None if ended.done() else ended.set_result(goes_on),
         )
+        client_request.http11 = request.version >= (1, 1)
+        # After a refusal, the body still comes.
+        client_request.keep_alive = request.keep_alive and request.content.is_eof()
+        client_request.done = lambda goes_on: None if ended.done() else ended.set_result(goes_on)
         client_request.method = request.method
         if self.admits(client_request):
             client_request.keep_alive = request.keep_alive
@@ -354,9 +356,7 @@ class Frontend(web.Server):
         """Answers a request without a usable head, then calls ``client.answered``."""
         if client.transport is not None:
             head = self.requests.sort(b"", [])
-            self._ended(
-                ClientRequest(client, client.transport, head, True, False, client.answered), None, error
-            )
+            self._ended(ClientRequest(client, client.transport, head), None, error)
 
     def _reject(
         self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
@@ -364,9 +364,9 @@ class Frontend(web.Server):
         """Answers a request with an error and closes the connection."""
         if client.transport is not None:
             head = self.requests.sort(b"", fields)
-            self._ended(
-                ClientRequest(client, client.transport, head, True, False, lambda _: None), None, error
-            )
+            client_request = ClientRequest(client, client.transport, head)
+            client_request.done = lambda _: None
+            self._ended(client_request, None, error)
         return self._ends
 
     def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
@@ -399,7 +399,7 @@ class Frontend(web.Server):
         assert isinstance(client, ClientConnection)  # as `handle` made sure
         body = await self._receive_body(request, limit)
         if body and (coding := content_coding(request.headers)) is not None:
-            unpacked = await self._unpacking.unpack(coding, body, limit, client)
+            unpacked = await self._unpacking.unpack(coding, body, limit, account=client)
             if unpacked is None:
                 raise no_room_error()
             body = unpacked
@@ -458,7 +458,8 @@ class Frontend(web.Server):
         """Answers a plain request, then calls ``client.answered``."""
         transport = client.transport
         if transport is not None:
-            client_request = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
+            client_request = ClientRequest(client, transport, head)
+            client_request.keep_alive = head.keep_alive
             if self.admits(client_request):
                 self._serve(client_request, body)
 
@@ -470,9 +471,7 @@ class Frontend(web.Server):
         transport = client.transport
         if transport is None:
             return None
-        client_request = ClientRequest(
-            client, transport, head, True, False, client.answered
-        )  # after a refusal, the body still comes
+        client_request = ClientRequest(client, transport, head)  # it closes: the body still comes
         if not self.admits(client_request):
             return None
         client_request.keep_alive = head.keep_alive
@@ -494,7 +493,7 @@ class Frontend(web.Server):
         if client.transport is not None:
             if client_request is None:
                 head = self.requests.sort(b"", [])
-                client_request = ClientRequest(client, client.transport, head, True, False, client.answered)
+                client_request = ClientRequest(client, client.transport, head)
             client_request.keep_alive = False
             self._ended(client_request, None, no_room_error())
 
@@ -506,9 +505,8 @@ class Frontend(web.Server):
 
     def admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
-        if self.tracing is not None:
+        if self.tracing is not None and request_log.is_outside(client_request):
             guarded(self.tracing.context, client_request)
-        if client_request.trace is not None and request_log.is_outside(client_request):
             return request_log.in_request(client_request, self.admits, client_request)
         if self._access:
             client_request.address = _address(client_request)
@@ -559,7 +557,7 @@ class Frontend(web.Server):
             if len(body) > LARGE_BODY or isinstance(body, BodyParts):
                 self._read_in_thread(client_request, path, body)
                 return
-            call = _read_call(client_request, path, self.isolation, body)
+            call = _read_call(client_request, path, self.isolation, body=body)
             self._serve_call(client_request, call, client_request.started)
         except ApiError as error:
             self._ended(client_request, None, error)
@@ -576,11 +574,13 @@ class Frontend(web.Server):
             def serve(now: float) -> None:
                 self._serve_call(client_request, read.result(), now)
 
-            self._go_on(client_request, waiting, serve, time.monotonic())
+            self._go_on(client_request, waiting, serve, now=time.monotonic())
 
         work = self._threads.begin(partial(_read_large_call, client_request, path, self.isolation, body))
         limit = self._rules.timeouts.request
-        self._wait(client_request, PendingWork(client_request, work, then, self._ended, limit))
+        self._wait(
+            client_request, PendingWork(client_request, work, then, ended=self._ended, limit_seconds=limit)
+        )
 
     def _serve_call(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Serves a request whose body was read. Raises ApiError."""
@@ -603,13 +603,13 @@ class Frontend(web.Server):
                 priority.remove(call)
         in_thread = self._read_prompt(call, pool)
         splits = len(call.body) > LARGE_BODY and pool.cuts
+        intent = Intent(client_request, call, pool, adapter=adapter)
         if in_thread is None and not call.changes and not splits:
-            self._place(client_request, call, pool, adapter, now)
+            self._place(intent, now)
         else:
-            place = partial(self._place, client_request, call, pool, adapter)
             if splits:
-                in_thread = partial(_read_first, in_thread, client_request.path, call, pool.prefills_apart)
-            self._prepare_in_thread(client_request, in_thread, call, pool, place)
+                in_thread = partial(_read_first, intent, in_thread)
+            self._prepare_in_thread(intent, in_thread)
 
     def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
         """Asks the engines for an unknown model: one may have loaded it a moment ago.
@@ -622,10 +622,12 @@ class Frontend(web.Server):
 
         def then(_: asyncio.Future[None], waiting: WaitingRequest) -> None:
             serve = partial(self._serve_model, client_request, call)
-            self._go_on(client_request, waiting, serve, time.monotonic())
+            self._go_on(client_request, waiting, serve, now=time.monotonic())
 
         limit = self._rules.timeouts.request
-        self._wait(client_request, PendingSearch(client_request, found, then, self._ended, limit))
+        self._wait(
+            client_request, PendingSearch(client_request, found, then, ended=self._ended, limit_seconds=limit)
+        )
         return True
 
     # Stored responses.
@@ -679,15 +681,16 @@ class Frontend(web.Server):
             if method == "DELETE":
                 client_request.on_answer = lambda _: self.stored.forget(tenant, response_id)
             client_request.keep_alive &= self.phase is SERVING
-            relay = DirectRequest(self._rules, client_request, engine, method.encode(), self._ended)
+            relay = DirectRequest(
+                self._rules, client_request, engine, method=method.encode(), on_end=self._ended
+            )
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
                 relay.client_slow()
             now = time.monotonic()
-            self.observers.placed(
-                Placement(client_request, pool, relay, decision=None, before=now, after=now)
-            )
+            for hook in self.observers.placed:
+                guarded(hook, client_request, relay)
             relay.start(now)
         except ApiError as error:
             self._ended(client_request, None, error)
@@ -720,16 +723,14 @@ class Frontend(web.Server):
 
     def _prepare_in_thread(
         self,
-        client_request: ClientRequest,
+        intent: Intent,
         read: Callable[[], Tokens | None] | None,
-        call: ParsedRequest,
-        pool: Pool,
-        place: Callable[[float], None],
     ) -> None:
-        """Changes the body in a thread, and renders or tokenizes its prompt; then calls `place`.
+        """Changes the body in a thread, and renders or tokenizes its prompt; then places it.
 
-        `place` is not called if the request has ended by then.
+        It is not placed if it has ended by then.
         """
+        client_request, call, pool = intent.request, intent.call, intent.pool
 
         def then(work: asyncio.Future[Tokens | None], waiting: WaitingRequest) -> None:
             error = work.exception()
@@ -743,11 +744,13 @@ class Frontend(web.Server):
                     "cannot tokenize a prompt", exc_info=error, **request_log.request_ids(client_request)
                 )
                 count_text_prompt(pool, NotPredictable("tokenizer", str(error)))
-            self._go_on(client_request, waiting, place, time.monotonic())
+            self._go_on(client_request, waiting, partial(self._place, intent), now=time.monotonic())
 
         work = self._threads.begin(partial(_prepare, call, read))
         limit = self._rules.timeouts.request
-        self._wait(client_request, PendingWork(client_request, work, then, self._ended, limit))
+        self._wait(
+            client_request, PendingWork(client_request, work, then, ended=self._ended, limit_seconds=limit)
+        )
 
     def _wait(self, client_request: ClientRequest, waiting: WaitingRequest) -> None:
         client_request.client.relay = waiting
@@ -776,13 +779,11 @@ class Frontend(web.Server):
 
     def _place(
         self,
-        client_request: ClientRequest,
-        call: ParsedRequest,
-        pool: Pool,
-        adapter: str | None,
+        intent: Intent,
         now: float,
     ) -> None:
         """Routes the request and starts its execution, or holds or refuses it. Raises ApiError."""
+        client_request, call, pool = intent.request, intent.call, intent.pool
         if call.path.prompt == "form" and pool.disaggregates:
             raise ApiError(
                 501,
@@ -794,13 +795,13 @@ class Frontend(web.Server):
         joins = pool.joins
         split_reason = pool.split_reason(client_request.path, call) if joins else None
         fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
-        moves = joins and split_reason is None
+        intent.moves = joins and split_reason is None
+        intent.fetches = pool.fetches_prefixes and fetch_reason is None
         if split_reason is not None or fetch_reason is not None:
             pool.count_ineligible(split_reason, fetch_reason)
-        resumes = False
         if pool.fails_over and call.stream:
             client_request.not_resumable = pool.failover_reason(client_request.path, call)
-            resumes = client_request.not_resumable is None
+            intent.resumes = client_request.not_resumable is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
         session = call.session_id or head.session or call.session
         if call.session_id is not None and head.session is None:
@@ -809,8 +810,8 @@ class Frontend(web.Server):
             session = _session(client_request.tenant, session)
         policies, held = pool.policies, pool.held
         slo = self._slo_class(client_request, pool) if held.classes else None
-        # Positional, in the order of `Request`: each keyword costs about 50 ns.
-        asked = Request(
+        # Positional, in the order of `Request`: keywords take 4% of a chat's instructions.
+        intent.asked = asked = Request(
             call.tokens,
             call.text if call.tokens is None else None,
             None,  # block_hashes
@@ -818,7 +819,7 @@ class Frontend(web.Server):
             call.max_tokens,
             session,
             head.request_id,
-            adapter,
+            intent.adapter,
             call.salt,
             extra_tokens,
             client_request.tenant or None,
@@ -839,25 +840,24 @@ class Frontend(web.Server):
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
         )
-        self.observers.arrived(client_request, asked, call)
-        fetches = pool.fetches_prefixes and fetch_reason is None
+        for hook in self.observers.arrived:
+            guarded(hook, intent)
         hedge_seconds = pool.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
             hedge_seconds = slo.hedge_after_seconds
-        hedge = None if hedge_seconds is None else _hedge(client_request, call, hedge_seconds, asked)
-        arrival: Arrival | None = None
+        if hedge_seconds is not None:
+            intent.hedge = _hedge(intent, hedge_seconds)
         if held.admits and (arrival := held.arrive(asked, now)) is not None:
+            intent.arrival = arrival
             if arrival.verdict == "refused":
                 reason = arrival.reason or ""
                 held.count_refused(client_request.tenant, reason)
                 raise refusal(pool.name, reason, arrival.retry_after_seconds or 1.0)
             if arrival.verdict == "held":
-                start = partial(
-                    self._start, client_request, call, pool, asked, moves, fetches, resumes, hedge, arrival
-                )
-                self._hold(client_request, call, pool, arrival, start, now)
+                client_request.was_held = True
+                self._hold(intent, arrival, now)
                 return
-        self._start(client_request, call, pool, asked, moves, fetches, resumes, hedge, arrival, now)
+        self._start(intent, now)
 
     def _slo_class(self, client_request: ClientRequest, pool: Pool) -> SloClass | None:
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
@@ -880,57 +880,47 @@ class Frontend(web.Server):
 
     def _hold(
         self,
-        client_request: ClientRequest,
-        call: ParsedRequest,
-        pool: Pool,
+        intent: Intent,
         arrival: Arrival,
-        start: Callable[[float], None],
         now: float,
     ) -> None:
-        """Calls `start` when the core router lets the request run."""
+        """Starts the request when the core router lets it run."""
+        client_request, pool = intent.request, intent.pool
 
         def then(now: float, held: WaitingRequest) -> None:
-            self._go_on(client_request, held, start, now)
+            self._go_on(client_request, held, partial(self._start, intent), now=now)
 
         limit = self._rules.timeouts.request
         if client_request.sheddable:
             arrival.drop()
             pool.held.count_refused(client_request.tenant, "queue")
             raise refusal(pool.name, "queue", 1.0)
-        comments = call.stream and call.path.streams and client_request.gateway is None
-        held = HeldRequest(
-            client_request, arrival, pool, then, self._ended, limit, comments=comments, now=now
-        )
+        held = HeldRequest(intent, arrival, then, ended=self._ended, limit_seconds=limit, now=now)
         self._wait(client_request, held)
 
     def _start(
         self,
-        client_request: ClientRequest,
-        call: ParsedRequest,
-        pool: Pool,
-        asked: Request,
-        moves: bool,
-        fetches: bool,
-        resumes: bool,
-        hedge: Hedge | None,
-        arrival: Arrival | None,
+        intent: Intent,
         now: float,
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
+        client_request, call, pool, asked = intent.request, intent.call, intent.pool, intent.asked
         relay: RequestRunner | None = None
-        before = time.monotonic()
+        client_request.decision_began = time.monotonic()
         try:
             if pool.trials.on:
-                decision, ticket, trial = pool.trials.route(asked, now, arrival)
+                decision, ticket, trial = pool.trials.route(asked, now, intent.arrival)
+                routed = decision, ticket
                 client_request.trial = trial
-                if hedge is not None:
-                    hedge.canary = trial is not None and trial.canary
+                self.observers.add(self._trial_results)
+                if intent.hedge is not None:
+                    intent.hedge.canary = trial is not None and trial.canary
             else:
-                decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
-            after = time.monotonic()
+                routed = decision, ticket = pool.router.route(asked, now=now, arrival=intent.arrival)
+            client_request.decision_ended = time.monotonic()
             if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model = asked.lora_name or pool.name
-                pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
+                pool.changes.note(ticket.prompt_key, call.tokens, str(model), salt=call.salt)
         except NoInstanceError as error:
             if client_request.subset is not None:
                 raise client_request.subset.no_engine_error(pool, str(error)) from None
@@ -947,30 +937,20 @@ class Frontend(web.Server):
             client_request.priority = decision.priority
         try:
             client_request.keep_alive &= self.phase is SERVING
-            execution = Execution.of(
-                self._rules,
-                client_request,
-                pool,
-                decision,
-                ticket,
-                call,
-                moves=moves,
-                fetches=fetches,
-                resumes=resumes,
-                hedge=hedge,
-            )
+            execution = Execution.of(self._rules, intent, routed)
             relay = RequestRunner(execution, call.path.generates, self._ended)
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
                 relay.client_slow()
-            held = arrival is not None and arrival.verdict == "held"
-            placement = Placement(
-                client_request, pool, relay, decision=decision, before=before, after=after, held=held
-            )
-            self.observers.placed(placement)
+            for hook in self.observers.placed:
+                guarded(hook, client_request, relay)
             relay.start(now)
-            self.observers.sent(placement)
+            for hook in self.observers.sent:
+                try:  # `guarded`, inline because each request runs it
+                    hook(client_request, relay)
+                except Exception:
+                    failed(hook)
         except Exception:
             if relay is None:
                 raise
@@ -980,15 +960,13 @@ class Frontend(web.Server):
         self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
     ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and reports the end."""
-        if self.tracing is not None and client_request.trace is None:
+        if self.tracing is not None and request_log.is_outside(client_request):
             guarded(self.tracing.context, client_request)
-        if client_request.trace is not None and request_log.is_outside(client_request):
             request_log.in_request(client_request, self._ended, client_request, relay, error)
             return
         # The head of the answer may have kept the connection open. Closing it would then lose the
         # client's next request.
         goes_on = client_request.keep_alive
-        status = 499
         payer = client_request.payer
         if payer is not None:
             client_request.payer = None
@@ -1002,17 +980,17 @@ class Frontend(web.Server):
                 self._idle.set()
             goes_on = goes_on and not relay.close_client
             if relay.committed:
-                status = relay.status
+                client_request.status = relay.status
             usage = relay.usage
             if usage is not None and client_request.prompt_bytes and client_request.pool is not None:
                 prompt_tokens = usage.prompt_tokens
                 if prompt_tokens:
                     client_request.pool.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         if error is not None:
-            status = error.status
+            client_request.error, client_request.status = error, error.status
             goes_on = goes_on and client_request.http11 and self.phase is SERVING
             if client_request.transport.is_closing():
-                status = 499  # the client left before the router refused its request
+                client_request.status = 499  # the client left before the router refused its request
             elif client_request.opened:
                 client_request.break_off(error.body(self._show_engines))
             else:
@@ -1025,7 +1003,12 @@ class Frontend(web.Server):
                         more_fields=client_request.cors,
                     )
                 )
-        self.observers.ended(RequestEnd(client_request, relay, error, status=status, at=time.monotonic()))
+        client_request.ended_at = time.monotonic()
+        for hook in self.observers.ended:
+            try:  # `guarded`, inline because each request runs it
+                hook(client_request, relay)
+            except Exception:
+                failed(hook)
         client_request.done(goes_on)
 
 
@@ -1048,7 +1031,7 @@ def _read_large_call(
     """Reads a large body, with all work that the event loop must not do. Raises ApiError."""
     if isinstance(body, BodyParts):
         body = body.joined()
-    call = _read_call(client_request, path, isolation, body)
+    call = _read_call(client_request, path, isolation, body=body)
     if call.changes:
         call.apply_changes()
     if path.stores:
@@ -1063,29 +1046,24 @@ def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> T
     return None if read is None else read()
 
 
-def _read_first(
-    read: Callable[[], Tokens | None] | None, path: str, call: ParsedRequest, one_token: bool
-) -> Tokens | None:
-    """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable.
-
-    ``one_token``: the prefill has a body of its own.
-    """
-    call.first = FirstSegment(path, call.body)
-    if one_token and not call.first.why_whole:
+def _read_first(intent: Intent, read: Callable[[], Tokens | None] | None) -> Tokens | None:
+    """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
+    call = intent.call
+    call.first = FirstSegment(intent.request.path, call.body)
+    if intent.pool.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
         call.first.for_one_token()
     return call.tokens if read is None else read()
 
 
-def _hedge(
-    client_request: ClientRequest, call: ParsedRequest, seconds: float, asked: Request
-) -> Hedge | None:
+def _hedge(intent: Intent, seconds: float) -> Hedge | None:
     """Returns the hedge of a request after this time; None: only its own engine may answer it.
 
     Only a stream of choices shows when its first token comes.
     """
-    if not call.stream or not call.path.generates or client_request.pinned_to is not None:
+    call = intent.call
+    if not call.stream or not call.path.generates or intent.request.pinned_to is not None:
         return None
-    return Hedge(seconds, asked)
+    return Hedge(seconds, intent.asked)
 
 
 def _reader(keys: Keys, config: ServerConfig) -> RequestReader:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from lmetric._core import Arrival
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.intent import Intent
 from lmetric.server.fleet.admission import Waiting
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.waiting import WaitingRequest
 
 
@@ -58,30 +58,30 @@ class HeldRequest(WaitingRequest):
     """A held request.
 
     ``then`` is called once when the request may run, unless the request ends before. Arguments:
-    the monotonic clock, s, and this request. ``comments``: the client waits for a stream, and gets
-    its head and comments after each `HeldRequests.keep_alive_seconds`.
+    the monotonic clock, s, and this request. A client that waits for a stream gets its head and
+    comments after each `HeldRequests.keep_alive_seconds`.
     """
 
     def __init__(
         self,
-        client_request: ClientRequest,
+        intent: Intent,
         arrival: Arrival,
-        pool: Pool,
         then: Callable[[float, HeldRequest], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
-        limit_seconds: float | None,
         *,
-        comments: bool,
+        limit_seconds: float | None,
         now: float,
     ) -> None:
+        client_request, pool, call = intent.request, intent.pool, intent.call
         super().__init__(client_request, ended, limit_seconds)
         self._arrival = arrival
         self._pool = pool
         self._then = then
         self._since = self._written_at = now
         every = pool.held.keep_alive_seconds
+        comments = call.stream and call.path.streams and client_request.gateway is None
         self._every = every if comments and every > 0 else math.inf
-        pool.held.wait(Waiting(arrival, client_request.tenant, self._release, self._refuse))
+        pool.held.wait(Waiting(arrival, client_request.tenant, run=self._release, refuse=self._refuse))
 
     def _release(self, now: float) -> None:
         if self._goes_on():

@@ -117,7 +117,7 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
         await response.write(
             b'retry: %d\nevent: hello\ndata: {"access":"%b"}\n\n' % (RETRY_MILLISECONDS, access)
         )
-        await _stream(front, request, response, shown, shown.view, tenant)
+        await _stream(front, request, response, tenant=tenant)
     except (ConnectionError, TimeoutError, ApiError):  # ApiError: its credential is no longer valid
         response.force_close()
         if request.transport is not None:
@@ -131,11 +131,11 @@ async def _stream(
     front: Frontend,
     request: web.BaseRequest,
     response: web.StreamResponse,
-    shown: Live,
-    view: LiveView,
     tenant: str | None,
 ) -> None:
     """Sends updates until the viewer leaves or the server ends."""
+    shown = _live(front)
+    view: LiveView = shown.view
     fleet: int | None = None
     keys = front.keys
     tick, sent = shown.ticks, time.monotonic()

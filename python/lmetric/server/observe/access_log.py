@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import structlog
 
-from lmetric.server.execution.exchange import InFlightRequest
-from lmetric.server.execution.observers import Observer, RequestEnd
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer
 
 # Longest note of a refused request, in characters.
 NOTE_LENGTH = 200
@@ -16,10 +16,10 @@ log = structlog.get_logger("lmetric.access")
 class AccessLog(Observer):
     """Logs each request for an engine that has ended."""
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Logs a request."""
-        request, error = end.request, end.error
-        done = end.relay or InFlightRequest()
+        error = request.error
+        done = relay or InFlightRequest()
         note = done.reason
         if error is not None and not note:
             note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
@@ -32,10 +32,10 @@ class AccessLog(Observer):
             tenant=request.tenant or None,
             path=request.path,
             model=(request.pool.name if request.pool is not None else None) or None,
-            status=end.status,
+            status=request.status,
             decision=done.decision,
             instance=done.instance,
-            duration_seconds=round(end.at - request.started, 6),
+            duration_seconds=round(request.ended_at - request.started, 6),
             ttft_seconds=None if first_token_at is None else round(first_token_at - request.started, 6),
             prompt_tokens=usage.prompt_tokens if usage is not None else None,
             cached_tokens=usage.cached_tokens if usage is not None else None,

@@ -15,7 +15,7 @@ from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.observers import Observer, RequestEnd
+from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
@@ -171,12 +171,11 @@ class Live(Observer):
         if not self.closed:
             await self._tick.wait()
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended."""
         if len(self._new) >= NEW_KEPT:
             self._more += 1
             return
-        request, relay = end.request, end.relay
         usage, pool = (relay.usage if relay is not None else None), request.pool
         number, first, prompt, cached, output = 0, None, None, None, 0
         predicted = False
@@ -190,9 +189,9 @@ class Live(Observer):
                 predicted = True
                 prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
         values = (
-            *(end.at, request.started, request.tenant),
+            *(request.ended_at, request.started, request.tenant),
             *(("", -1) if pool is None else (pool.name, pool.index)),
-            *(number, None if relay is None else relay.instance, end.status),
+            *(number, None if relay is None else relay.instance, request.status),
             *(first, prompt, cached, predicted, output, request.head.request_id),
         )
         self._new.append(_make(EndedRequest, values))

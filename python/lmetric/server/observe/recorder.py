@@ -17,13 +17,13 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric._core import Request, UnknownNameError, __version__, chained_hashes
+from lmetric._core import UnknownNameError, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_schema import SCHEMA_VERSION
-from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.draft import Draft
-from lmetric.server.execution.exchange import ClientRequest
-from lmetric.server.execution.observers import Observer, Placement, RequestEnd
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
@@ -113,39 +113,42 @@ class Recorder(Observer):
 
     # -- on the event loop
 
-    def arrived(self, request: ClientRequest, asked: Request, call: ParsedRequest) -> None:
+    def arrived(self, intent: Intent) -> None:
         """Samples a request that is about to be routed."""
         share = self._config.sample
         if share < 1.0:
-            session = asked.session
+            session = intent.asked.session
             if (self._random.random() if session is None else self.hasher.number(session)) >= share:
                 return
-        request.draft = Draft(asked, call.stream, len(call.body))
+        call = intent.call
+        intent.request.draft = Draft(intent.asked, call.stream, len(call.body))
 
-    def placed(self, placement: Placement) -> None:
+    def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
         """Adds the decision, and the load of its instance, to a sampled request."""
-        draft, decision = placement.request.draft, placement.decision
-        if draft is not None and decision is not None:
-            draft.router, draft.decision = placement.pool.router, decision
-            if (trial := placement.request.trial) is not None:
+        draft = request.draft
+        if draft is not None and isinstance(relay, RequestRunner):
+            pool, decision = relay.execution.pool, relay.execution.decision
+            draft.router, draft.decision = pool.router, decision
+            if (trial := request.trial) is not None:
                 draft.arm = "canary" if trial.canary else "stable"
-            draft.load = load_of(placement.pool, decision.instance)
+            draft.load = load_of(pool, decision.instance)
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Hands an ended request to the writer."""
-        draft, pool = end.request.draft, end.request.pool
+        draft, pool = request.draft, request.pool
         if draft is None or pool is None:
             return
         try:
-            if end.at >= self._fleet_at:
-                self._look(end.at)
-            self._put(end, draft, pool)
+            if request.ended_at >= self._fleet_at:
+                self._look(request.ended_at)
+            self._put(request, relay, draft, pool=pool)
         except Exception:
             self.writer.count_error()
 
-    def _put(self, end: RequestEnd, draft: Draft, pool: Pool) -> None:
-        client_request, relay, now = end.request, end.relay, end.at
-        started = client_request.started
+    def _put(
+        self, client_request: ClientRequest, relay: InFlightRequest | None, draft: Draft, pool: Pool
+    ) -> None:
+        started, now = client_request.started, client_request.ended_at
         if isinstance(relay, RequestRunner) and draft.decision is not None:
             decision = relay.execution.decision
             if decision.id != draft.decision.id:  # its hedge answered
@@ -160,7 +163,7 @@ class Recorder(Observer):
                 client_request.path,
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
-                end.status,
+                client_request.status,
                 # Without the engine's words, which may repeat the prompt.
                 relay.reason.partition(": ")[0] if relay is not None else "",
                 relay.instance if relay is not None else None,

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from lmetric.server.execution.observers import Observer, Placement, RequestEnd
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.exposition import HistogramTable, Table, labels_text
 from lmetric.server.observe.histograms import (
@@ -82,22 +83,21 @@ class RequestMetrics(Observer):
         self.requests = Counter({key: count for key, count in self.requests.items() if key[0] != model})
         self._classes = {key: times for key, times in self._classes.items() if key[0] != model}
 
-    def sent(self, placement: Placement) -> None:
+    def sent(self, request: ClientRequest, relay: InFlightRequest) -> None:
         """Records the start of a request at an engine."""
-        model = placement.pool.name
+        model = request.pool.name if request.pool is not None else ""
         decisions = self._decisions.get(model)
         if decisions is None:
             decisions = self._decisions[model] = Histogram(SHORT_SECONDS)
             self._overhead[model] = Histogram(SHORT_SECONDS)
-        decisions.observe(placement.after - placement.before)
-        if not placement.held:
-            self._overhead[model].observe(time.monotonic() - placement.request.started)
+        decisions.observe(request.decision_ended - request.decision_began)
+        if not request.was_held:
+            self._overhead[model].observe(time.monotonic() - request.started)
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended."""
-        request, relay, now = end.request, end.relay, end.at
-        model = "" if request.pool is None else request.pool.name
-        self.requests[model, request.tenant, end.status] += 1
+        model, now = request.pool.name if request.pool is not None else "", request.ended_at
+        self.requests[model, request.tenant, request.status] += 1
         if request.priority is not None:
             self._prioritized[model] += 1
         usage = relay.usage if relay is not None else None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric.canary import ARMS, Outcome
-from lmetric.server.execution.observers import Observer, RequestEnd
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.canary import State
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
@@ -23,24 +24,24 @@ class TrialResults(Observer):
     Requests whose client left, and invalid ones, have no result.
     """
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Adds the result of a request."""
-        placed, relay, status = end.request.trial, end.relay, end.status
-        if placed is None or relay is None or end.request.pool is None:
+        placed, pool, status = request.trial, request.pool, request.status
+        if placed is None or relay is None or pool is None:
             return
         failed = status >= 500 or (status == 200 and bool(relay.reason))
         if relay.reason.startswith(BY_CLIENT) or not (failed or status == 200):
             return
-        began, usage = end.request.started, relay.usage
+        began, usage = request.started, relay.usage
         outcome = Outcome(failed)
         if not failed and usage is not None:
-            outcome.e2e_seconds = end.at - began
+            outcome.e2e_seconds = request.ended_at - began
             if first := usage.first_token_at:
                 outcome.ttft_seconds = first - began
                 outcome.further_tokens = max(0, usage.output_tokens - 1)
             if usage.cached_tokens is not None:
                 outcome.cached_tokens, outcome.prompt_tokens = usage.cached_tokens, usage.prompt_tokens or 0
-        end.request.pool.trials.canary.ended(placed, began, outcome)
+        pool.trials.canary.ended(placed, began, outcome)
 
 
 def trial_metrics(fleet: Fleet) -> Iterator[Metric]:

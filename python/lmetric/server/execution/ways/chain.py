@@ -45,7 +45,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     if not p.unmergeable and engine.connector is not None:
         # If the engine tokenized the prompt itself, its token count is not checked.
         told = None if ends_at == count else min(ends_at, p.total) - keeps_last
-        kv.accept(engine, bytes(attempt.answer), told, p.now)
+        kv.accept(engine, bytes(attempt.answer), tokens=told, now=p.now)
     if delta is not None:
         p.write(delta)
         if len(delta.ids) == len(transcript.output_ids) == 1:

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from lmetric.engines.handover import COMPLETIONS
-from lmetric.server.execution.failures import EngineLost, TimeIsUp, blame, kind_of
+from lmetric.server.execution.failures import EngineLost, TimeIsUp, blame, blame_status
 from lmetric.server.execution.plan import Step, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import ahead, dumps
@@ -39,9 +39,8 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
     kv, began = KvTransfer(p.pool), p.now
     outcome = _why_not(holder, target, tokens - from_token)
     if holder is not None and not outcome:
-        outcome = yield from _prefix(
-            p, kv, holder, tokens, patience=_patience(p, target, tokens - from_token)
-        )
+        p.wake(_patience(p, target, tokens - from_token))
+        outcome = yield from _prefix(p, kv, holder, tokens=tokens)
     came = tokens - from_token if outcome == "fetched" else 0
     # No engine reports its transfer time, so that is configured; the time until now is measured.
     seconds = p.now - began + came * p.pool.transfer_seconds_per_token
@@ -77,29 +76,27 @@ def _patience(p: Progress, target: Engine, tokens: int) -> float:
     return max(p.pool.prefill_seconds(target, tokens), MIN_FETCH_SECONDS)
 
 
-def _prefix(p: Progress, kv: KvTransfer, holder: Engine, tokens: int, *, patience: float) -> Way[str]:
+def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[str]:
     """Lets the holder prepare the prefix. Returns the outcome."""
     step = hold(p, kv, holder, tokens=p.prompt[:tokens])
     step.limit_seconds = inf  # the timer ends it
-    p.wake(patience)
     try:
         attempt, _ = yield step
     except TimeIsUp:
         p.drop_side()
         return "late"
     except EngineLost as lost:
-        blame(p, holder, lost.kind, lost.reason)
+        blame(p, lost)
         outcome = "holder_failed"
     except GeneratorExit:
         p.pool.fetch_outcomes["ended"] += 1
         raise
     else:
-        if (status := attempt.reader.status) == 200:
-            kv.accept(holder, bytes(attempt.answer), tokens, p.now)
+        if attempt.reader.status == 200:
+            kv.accept(holder, bytes(attempt.answer), tokens=tokens, now=p.now)
             outcome = "fetched" if kv.available else "missing"
         else:
-            if status >= 500:
-                blame(p, holder, kind_of(status), f"status {status}")
+            blame_status(p, attempt)
             outcome = "refused"
     p.wake(None)
     return outcome

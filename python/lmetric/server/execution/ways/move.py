@@ -20,7 +20,7 @@ from lmetric.server.execution.failures import (
     NoTransfer,
     SwitchTo,
     blame,
-    kind_of,
+    blame_status,
     ready_to_switch,
 )
 from lmetric.server.execution.plan import Attempt, Migration, Step, Way
@@ -110,25 +110,25 @@ def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
     try:
         attempt, _ = yield step
     except EngineLost as lost:
-        blame(p, source, lost.kind, lost.reason)
+        blame(p, lost)
         kv.recompute("missing", lost.reason)
         return
     if attempt.reader.status == 200:
-        kv.accept(source, bytes(attempt.answer), migration.sent_tokens, p.now)
+        kv.accept(source, bytes(attempt.answer), tokens=migration.sent_tokens, now=p.now)
     else:
         kv.recompute("missing", f"status {attempt.reader.status}")
 
 
 def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
     """Lets the target fetch or compute the tokens so far. Returns its attempt; None: it cannot."""
-    target, kv = migration.target, migration.kv
+    kv = migration.kv
     while True:
         try:
             attempt, _ = yield _warm_step(p, migration)
         except NoTransfer:
             continue  # it computes them
         except EngineLost as lost:
-            blame(p, target, lost.kind, lost.reason)
+            blame(p, lost)
             p.cancel_migration("target_failed")
             return None
         status = attempt.reader.status
@@ -136,8 +136,7 @@ def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
             return attempt
         if (status not in p.rules.statuses or status in TRANSFER_STATUSES) and kv.broke(status, None):
             continue
-        if status >= 500:
-            blame(p, target, kind_of(status), f"status {status}")
+        blame_status(p, attempt)
         p.cancel_migration("target_refused")
         return None
 

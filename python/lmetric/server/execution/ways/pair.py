@@ -37,7 +37,7 @@ def prefill(p: Progress, engine: Engine) -> Way[str | None]:
     kv.begin(engine)
     kv.tokens = WHOLE_PROMPT
     if not p.unmergeable:
-        kv.accept(engine, bytes(attempt.answer), None, p.now)
+        kv.accept(engine, bytes(attempt.answer), tokens=None, now=p.now)
     return p.next_segment(reader.prompt_tokens, reader.cached_tokens)
 
 

@@ -15,7 +15,8 @@ import structlog
 
 from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
-from lmetric.server.execution.observers import Observer, Placement, RequestEnd
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.observe.tracing.requests import SampledRequest, UnsampledRequest
 from lmetric.server.observe.tracing.spans import RequestTrace, Span, Traces
@@ -171,30 +172,28 @@ class Tracing(Traces, Observer):
                 "service.version": __version__,
             }
         )
-        self.queue = SpanQueue(exporter, resource, config.queue_spans, outcomes)
+        self.queue = SpanQueue(exporter, resource, config.queue_spans, outcomes=outcomes)
         super().__init__(config.sample_ratio, self.queue.add)
 
-    def placed(self, placement: Placement) -> None:
+    def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
         """Starts the trace of a request."""
-        relay, decision = placement.relay, placement.decision
-        context = self.context(placement.request)
-        if decision is not None:
-            self.remember(placement.pool.index, decision.id, context.hex_id)
+        context = self.context(request)
+        execution = relay.execution if isinstance(relay, RequestRunner) else None
+        if execution is not None:
+            self.remember(execution.pool.index, execution.decision.id, context.hex_id)
         if context.sampled:
-            execution = relay.execution if isinstance(relay, RequestRunner) else None
-            relay.trace = trace = SampledRequest(self.begin(placement.request, context), execution)
+            relay.trace = trace = SampledRequest(self.begin(request, context), execution)
             if execution is not None:
-                trace.decided(placement.before, placement.after)
+                trace.decided(execution, request)
         elif not context.parent_id:  # else the client's fields, which engines get, say the same
             relay.trace = UnsampledRequest(context, self.span_id())
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Ends the trace of a request, or records that the router refused it."""
-        trace = None if end.relay is None else end.relay.trace
-        if isinstance(trace, SampledRequest):
-            self.export(trace.ended(end))
-        elif end.error is not None:
-            self.refused(end.request, end.status)
+        if relay is not None and isinstance(relay.trace, SampledRequest):
+            self.export(relay.trace.ended(request, relay))
+        elif request.error is not None:
+            self.refused(request)
 
     def stop(self) -> None:
         """Sends the last spans for at most `STOP_SECONDS`. Blocks."""

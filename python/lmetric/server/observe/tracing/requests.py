@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.observers import RequestEnd
 from lmetric.server.execution.plan import Attempt, Step
 from lmetric.server.execution.trace import TraceContext
 from lmetric.server.observe.tracing.context import parent_line, with_context
@@ -125,10 +125,8 @@ class SampledRequest:
             self._spans.enter_segment(execution.ticket.from_token, now)
         return self._spans.attempt(execution.pool.name, step.beside, now)
 
-    def decided(self, before: float, after: float) -> None:
-        """Adds the span of the decision. ``before``, ``after``: seconds on the monotonic clock."""
-        execution = self._execution
-        assert execution is not None
+    def decided(self, execution: Execution, request: ClientRequest) -> None:
+        """Adds the span of the decision."""
         decision = execution.decision
         attributes: Attributes = {
             "lmetric.decision": execution.label,
@@ -140,12 +138,11 @@ class SampledRequest:
             attributes["lmetric.decode_instance"] = decision.decode_instance
         if decision.fetch is not None:
             attributes["lmetric.fetch_instance"] = decision.fetch[0]
-        self._spans.decided(before, after, attributes)
+        self._spans.decided(request.decision_began, request.decision_ended, attributes)
 
-    def ended(self, end: RequestEnd) -> RequestTrace:
+    def ended(self, request: ClientRequest, relay: InFlightRequest) -> RequestTrace:
         """Ends the spans, and returns them."""
-        request, relay, error = end.request, end.relay, end.error
-        assert relay is not None
+        error, now = request.error, request.ended_at
         for attempt, trace in self._attempts:
             trace.answered(attempt)
         self._attempts.clear()
@@ -157,8 +154,8 @@ class SampledRequest:
         if relay.usage is not None:
             span.attributes |= usage_attributes(relay.usage, request.started)
         failed = bool(relay.reason) or status >= 500
-        span.finish(end.at, str(status) if failed else None)
-        spans.finish(end.at)
+        span.finish(now, str(status) if failed else None)
+        spans.finish(now)
         return spans
 
 

@@ -75,17 +75,19 @@ class RequestTrace:
         self.route = route(request.path)
         self.method = request.method
         self.spans: list[Span] = []
-        self.request = self._span(server_name(request), "server", context.parent_id, request.started)
+        self.request = self._span(
+            server_name(request), "server", parent_id=context.parent_id, start=request.started
+        )
         self.segment: Span | None = None
 
-    def _span(self, name: str, kind: Kind, parent_id: int, start: float) -> Span:
-        span = Span(name, kind, self._ids.getrandbits(64) or 1, parent_id, start)
+    def _span(self, name: str, kind: Kind, *, parent_id: int, start: float) -> Span:
+        span = Span(name, kind, self._ids.getrandbits(64) or 1, parent_id=parent_id, start=start)
         self.spans.append(span)
         return span
 
     def decided(self, before: float, after: float, attributes: Attributes) -> None:
         """Adds the span of the routing decision."""
-        span = self._span("lmetric.decision", "internal", self.request.span_id, before)
+        span = self._span("lmetric.decision", "internal", parent_id=self.request.span_id, start=before)
         span.attributes = attributes
         span.end = after
 
@@ -95,17 +97,17 @@ class RequestTrace:
             if self.segment.attributes["lmetric.segment.from_token"] == from_token:
                 return
             self.segment.finish(now)
-        self.segment = self._span("lmetric.segment", "internal", self.request.span_id, now)
+        self.segment = self._span("lmetric.segment", "internal", parent_id=self.request.span_id, start=now)
         self.segment.attributes["lmetric.segment.from_token"] = from_token
 
     def attempt(self, model: str, beside: bool, now: float) -> Span:
         """Returns the span of an attempt at an engine. ``beside``: beside the open segment."""
         parent = self.request if beside or self.segment is None else self.segment
-        return self._span(f"{operation(self.path)} {model}", "client", parent.span_id, now)
+        return self._span(f"{operation(self.path)} {model}", "client", parent_id=parent.span_id, start=now)
 
     def direct(self, now: float) -> Span:
         """Returns the span of a request to an engine that computes nothing."""
-        return self._span(f"{self.method} {self.route}", "client", self.request.span_id, now)
+        return self._span(f"{self.method} {self.route}", "client", parent_id=self.request.span_id, start=now)
 
     def finish(self, now: float) -> None:
         """Ends all spans that have not ended."""
@@ -133,7 +135,7 @@ class Traces:
         if parent is not None:
             return TraceContext(*parent, head.field(b"tracestate") or b"")
         trace_id = self._random.getrandbits(128) or 1
-        return TraceContext(trace_id, 0, is_sampled(trace_id, self._ratio), b"")
+        return TraceContext(trace_id, 0, is_sampled(trace_id, self._ratio), state=b"")
 
     def span_id(self) -> int:
         """Returns an id for a span that is not recorded."""
@@ -153,9 +155,9 @@ class Traces:
         """Returns the trace id of a decision; None: unknown, or too old."""
         return self._decisions.get((pool, decision))
 
-    def refused(self, request: ClientRequest, status: int) -> None:
+    def refused(self, request: ClientRequest) -> None:
         """Records a request that the router answered without a decision."""
-        context = self.context(request)
+        context, status = self.context(request), request.status
         if context.sampled:
             trace = self.begin(request, context)
             trace.request.attributes = request_attributes(request, status)
