@@ -638,7 +638,7 @@ class Driver:
         intent = Intent(
             *(asked, call, pool), moves=moves, fetches=fetches, resumes=resumes, hedge=hedge, asked=request
         )
-        self.execution = Execution.of(self.rules, intent, (decision, ticket))
+        self.execution = Execution(self.rules, intent, (decision, ticket))
         if self.execution.mover is not None:
             self.execution.handle = self
         self.asked = asked

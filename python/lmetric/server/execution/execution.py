@@ -12,23 +12,24 @@ from typing import Any
 
 import structlog
 
-from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.exchange import FAILED, STOPPING, Rules
-from lmetric.server.execution.failures import EngineLost, NoTransfer, SwitchTo, TimeIsUp
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import FAILED, STOPPING
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
     AttemptEvent,
     BreakOff,
     Comment,
+    Ended,
+    EngineLost,
     Finish,
+    NoTransfer,
     Step,
+    TimeIsUp,
     Way,
     Write,
 )
-from lmetric.server.execution.progress import CORE_KINDS, Ended, Progress
+from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.ways import move, run
 from lmetric.server.fleet.engine import Engine
 
@@ -37,38 +38,11 @@ FINISH = Finish()
 log = structlog.get_logger("lmetric.relay")
 
 
-class Execution(Progress, eq=False, kw_only=True):
+class Execution(Progress):
     """One request, from its decision to its end.
 
     Each event returns the resulting actions, in order. No action follows `Finish`.
     """
-
-    _way: Way[None] | None = None  # runs the open segment
-    _beside: Way[SwitchTo | None] | None = None  # the migration
-
-    @classmethod
-    def of(cls, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> Execution:
-        """Returns the execution of a placed request."""
-        call, pool, request = intent.call, intent.pool, intent.request
-        made = cls(
-            rules=rules,
-            client_request=request,
-            pool=pool,
-            decision=routed[0],
-            ticket=routed[1],
-            body=call.body,
-            first=call.first,
-            stream=call.stream,
-        )
-        if request.gateway is None:  # a gateway sends one copy
-            made.hedge = intent.hedge
-        if intent.moves or intent.fetches or intent.resumes:
-            made.call = call
-            made.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
-            made.mover = pool.mover if intent.moves and call.stream else None
-            # A held request may outlive the model's tokenizer.
-            made.resumes = (intent.resumes and made.encoder is not None) or made.mover is not None
-        return made
 
     # -- events of the router ----------------------------------------------------------------------
 
@@ -80,7 +54,8 @@ class Execution(Progress, eq=False, kw_only=True):
             self.hedge = None
         self._way = way = run(self)
         self._go(way.send, None)
-        return self._out()
+        acts, self.acts = self.acts, []
+        return acts
 
     def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
         """Starts a migration for the rebalancer.
@@ -268,7 +243,7 @@ class Execution(Progress, eq=False, kw_only=True):
         self.acts.append(FINISH if error is None else Finish(error))
 
     def _out(self) -> list[Act]:
-        # `attempt`, which every request calls, has this code inline.
+        # `placed` and `attempt`, which every request calls, have this code inline.
         acts, self.acts = self.acts, []
         return acts
 

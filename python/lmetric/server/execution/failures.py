@@ -17,8 +17,8 @@ from lmetric._core import (
 )
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
-from lmetric.server.execution.plan import Attempt, Step, Write
-from lmetric.server.execution.progress import CORE_KINDS, Ended, Progress
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Step, Write
+from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.transcript import MergeError, other_tokens
 from lmetric.server.execution.transfer import KvTransfer
@@ -45,45 +45,6 @@ HEALTHY_KINDS = frozenset({"saturated", "not_served"})
 # `retries`. "not_resumable": by its request or its engine. "not_mergeable": its text or tokens are
 # not known. "no_engine": no other engine can continue it.
 Outcome = Literal["continued", "complete", "not_retried", "not_resumable", "not_mergeable", "no_engine"]
-
-
-class EngineLost(Exception):
-    """An engine failed a step, or declined it.
-
-    `step`: None if no step was sent. `in_answer`: the client has a part of the answer that another
-    engine must continue.
-    """
-
-    def __init__(
-        self, engine: Engine, kind: str, reason: str, *, step: Step | None = None, in_answer: bool = False
-    ) -> None:
-        super().__init__(reason)
-        self.engine = engine
-        self.kind = kind
-        self.reason = reason
-        self.step = step
-        self.in_answer = in_answer
-
-    @property
-    def retried_kind(self) -> str:
-        """Its kind, as retries and blame count it."""
-        return "reset" if self.kind == "engine_error" else self.kind
-
-
-class NoTransfer(Exception):
-    """The step must be sent again, without its KV transfer."""
-
-
-class TimeIsUp(Exception):
-    """The timer that `Progress.wake` has set is over."""
-
-
-class SwitchTo(Exception):
-    """The target of the request's migration takes over. `kv`: the transfer to it."""
-
-    def __init__(self, kv: KvTransfer) -> None:
-        super().__init__()
-        self.kv = kv
 
 
 # -- answers that cannot be used -------------------------------------------------------------------

@@ -157,8 +157,59 @@ class Migration:
     sent_tokens: int = 0  # tokens in the last request to source or target
 
 
+# -- exceptions that a way meets -------------------------------------------------------------------
+
+
+class EngineLost(Exception):
+    """An engine failed a step, or declined it.
+
+    `step`: None if no step was sent. `in_answer`: the client has a part of the answer that another
+    engine must continue.
+    """
+
+    def __init__(
+        self, engine: Engine, kind: str, reason: str, *, step: Step | None = None, in_answer: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.engine = engine
+        self.kind = kind
+        self.reason = reason
+        self.step = step
+        self.in_answer = in_answer
+
+    @property
+    def retried_kind(self) -> str:
+        """Its kind, as retries and blame count it."""
+        return "reset" if self.kind == "engine_error" else self.kind
+
+
+class NoTransfer(Exception):
+    """The step must be sent again, without its KV transfer."""
+
+
+class TimeIsUp(Exception):
+    """The timer that `Progress.wake` has set is over."""
+
+
+class SwitchTo(Exception):
+    """The target of the request's migration takes over. `kv`: the transfer to it."""
+
+    def __init__(self, kv: KvTransfer) -> None:
+        super().__init__()
+        self.kv = kv
+
+
+class Ended(Exception):
+    """The request ends. `error`: for its client; `failure`: the failure kind for an open ticket."""
+
+    def __init__(self, error: ApiError | None, failure: str) -> None:
+        super().__init__(failure)
+        self.error = error
+        self.failure = failure
+
+
 # What a way hears: an attempt with the flags of an answer that begins, with a list of events, or
-# with None at the end of its answer. A failure is thrown as `failures.EngineLost`.
+# with None at the end of its answer. A failure is thrown as `EngineLost`.
 Heard: TypeAlias = tuple[Attempt, Any]
 T = TypeVar("T")
 # A way of running a request. It yields steps to send, and None to wait for the next event.

@@ -9,14 +9,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
-from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.plan import Act, Attempt, Begin, Commit, Hedge, Migration, Step, Wake, Write
+from lmetric.server.execution.exchange import Rules
+from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.plan import (
+    Act,
+    Attempt,
+    Begin,
+    Commit,
+    Ended,
+    Hedge,
+    Migration,
+    Step,
+    SwitchTo,
+    Wake,
+    Way,
+    Write,
+)
 from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.execution.transcript import Delta, Transcript
 from lmetric.server.execution.transfer import KvTransfer
@@ -24,7 +36,6 @@ from lmetric.server.execution.verdicts import Verdicts
 from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.tokens import Tokens
 
@@ -33,62 +44,69 @@ COMMIT = Commit()
 CORE_KINDS = {"saturated": "status", "not_served": "status"}
 
 
-class Ended(Exception):
-    """The request ends. `error`: for its client; `failure`: the failure kind for an open ticket."""
+class Progress:
+    """One request: the client's request, its ticket, and the answers of its engines so far.
 
-    def __init__(self, error: ApiError | None, failure: str) -> None:
-        super().__init__(failure)
-        self.error = error
-        self.failure = failure
+    Values that are equal for most requests are class attributes. The others are at most 30, which
+    CPython keeps without a dictionary for each request.
+    """
 
-
-class Progress(Struct, eq=False, kw_only=True):
-    """One request: the client's request, its ticket, and the answers of its engines so far."""
-
-    rules: Rules
-    client_request: ClientRequest
-    pool: Pool
-    decision: Decision
-    ticket: Ticket
-    body: bytes  # as the client sent it, until a way commits to an answer
-    stream: bool
-    first: FirstSegment | None  # the body for a prefill, once it is known
-    # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
-    call: ParsedRequest | None = None
-    acts: list[Act] = []  # not carried out yet
-    now: float = 0.0  # time of the present event, seconds on the monotonic clock
-    main: Step | None = None  # runs the open segment
-    side: Step | None = None  # runs beside it: a prefix fetch, a migration, or a prefill
-    hedge: Hedge | None = None  # until a token came, or it has failed
-    migration: Migration | None = None
-    handle: Movable | None = None  # the rebalancer's access to the request
     encoder: TokenEncoder | None = None  # of the model's tokenizer
-    mover: Rebalancer | None = None  # set if it may move
+    migration: Migration | None = None
     resumes: bool = False  # after a failure, another engine may continue the answer
-    timed: bool = False  # a timer is set
-    # The answer.
-    kv: KvTransfer | None = None  # for the next step
+    handle: Movable | None = None  # the rebalancer's access to the request
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # its first answer could not be merged: one engine answers it
-    has_tokens: bool = False  # the open segment has a token, and its answer reaches the client
-    answered: Attempt | None = None  # the attempt that gives the client's whole answer
-    observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     at_once: bool = False  # prefill and decode run at once
-    committed: bool = False  # the client has a part of an answer
     close_client: bool = False
-    done: bool = False
-    status: int = 0
-    reason: str = ""  # the reason of an end with an error
-    stalled_at: float = 0.0  # when the client became too slow; 0: it keeps up
     # Failures (`failures`).
     tried: tuple[str, ...] = ()
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
-    verdicts: Verdicts | None = None  # set after a failure
     refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
     retry_after: int = 0  # seconds, the longest Retry-After of engines that declined the request
     over_budget: bool = False  # the retry budget forbade another attempt
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
+
+    def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
+        call, pool, request = intent.call, intent.pool, intent.request
+        self.rules = rules
+        self.client_request = request
+        self.pool = pool
+        self.decision, self.ticket = routed
+        self.body = call.body  # as the client sent it, until a way commits to an answer
+        self.stream = call.stream
+        self.first: FirstSegment | None = call.first  # the body for a prefill, once it is known
+        self.acts: list[Act] = []  # not carried out yet
+        self.now = 0.0  # time of the present event, seconds on the monotonic clock
+        self.timed = False  # a timer is set
+        self.main: Step | None = None  # runs the open segment
+        self.side: Step | None = None  # beside it: a prefix fetch, a migration, or a prefill
+        # Until a token came, or it has failed. A gateway sends one copy.
+        self.hedge: Hedge | None = intent.hedge if request.gateway is None else None
+        self.verdicts: Verdicts | None = None  # set after a failure
+        # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
+        self.call: ParsedRequest | None = None
+        self.mover: Rebalancer | None = None  # set if it may move
+        if intent.moves or intent.fetches or intent.resumes:
+            self.call = call
+            self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
+            self.mover = pool.mover if intent.moves and call.stream else None
+            # A held request may outlive the model's tokenizer.
+            self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None
+        # The answer.
+        self.kv: KvTransfer | None = None  # for the next step
+        self.has_tokens = False  # the open segment has a token, and its answer reaches the client
+        self.answered: Attempt | None = None  # the attempt that gives the client's whole answer
+        self.observing: Attempt | None = None  # the attempt whose tokens are recorded as they pass
+        self.committed = False  # the client has a part of an answer
+        self.stalled_at = 0.0  # when the client became too slow; 0: it keeps up
+        self.status = 0
+        self.reason = ""  # the reason of an end with an error
+        self.done = False
+        # Of `execution`.
+        self._way: Way[None] | None = None  # runs the open segment
+        self._beside: Way[SwitchTo | None] | None = None  # the migration
 
     # -- what it is --------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class RequestRunner(InFlightRequest):
             request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
             return
         try:  # the code of `_on`, inline because each request runs it
-            for act in self.execution.attempt(event, attempt, time.monotonic(), detail=detail):
+            for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
         except Exception:
             self.fail()
@@ -104,9 +104,9 @@ class RequestRunner(InFlightRequest):
             self,
             execution.rules,
             self._client_request,
-            ticket=execution.ticket if hedge is None or not hedges else hedge.ticket,
-            step=step,
-            require_finish=self._require_finish,
+            execution.ticket if hedge is None or not hedges else hedge.ticket,
+            step,
+            self._require_finish,
         )
         if hedges:
             self._hedge = attempt
@@ -214,7 +214,9 @@ class RequestRunner(InFlightRequest):
             self.usage = transcript
         # Drops references to the runner, so that no garbage collection is needed.
         self._main = self._side = self._hedge = None
-        execution.answered = execution.observing = execution.handle = None
+        execution.answered = execution.observing = None
+        if execution.handle is not None:
+            execution.handle = None
         execution.pool.held.poke()
         self._on_end(self._client_request, self, act.error)
 

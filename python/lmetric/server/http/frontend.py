@@ -937,7 +937,7 @@ class Frontend(web.Server):
             client_request.priority = decision.priority
         try:
             client_request.keep_alive &= self.phase is SERVING
-            execution = Execution.of(self._rules, intent, routed)
+            execution = Execution(self._rules, intent, routed)
             relay = RequestRunner(execution, call.path.generates, self._ended)
             client_request.client.relay = relay
             self.relays.add(relay)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lmetric.server.execution.failures import EngineLost, NoTransfer, SwitchTo, next_engine, switch
-from lmetric.server.execution.plan import Way
+from lmetric.server.execution.failures import next_engine, switch
+from lmetric.server.execution.plan import EngineLost, NoTransfer, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.ways import chain, copy, pair, plain
 from lmetric.server.fleet.engine import Engine

@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 
-from lmetric.server.execution.failures import EngineLost, check_beginning, prove, refuse
-from lmetric.server.execution.plan import Attempt, Step, Way, Write
+from lmetric.server.execution.failures import check_beginning, prove, refuse
+from lmetric.server.execution.plan import Attempt, EngineLost, Step, Way, Write
 from lmetric.server.execution.progress import COMMIT, Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, cached_of, dumps, object_of
 from lmetric.server.execution.ways.pair import whole_answer

@@ -13,8 +13,8 @@ from typing import Any
 import structlog
 
 from lmetric.engines.handover import COMPLETIONS
-from lmetric.server.execution.failures import EngineLost, TimeIsUp, blame, blame_status
-from lmetric.server.execution.plan import Step, Way
+from lmetric.server.execution.failures import blame, blame_status
+from lmetric.server.execution.plan import EngineLost, Step, TimeIsUp, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import ahead, dumps
 from lmetric.server.execution.transfer import KvTransfer

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
 from lmetric.server.execution.exchange import SATURATED, why_no_stream
-from lmetric.server.execution.failures import EngineLost, TimeIsUp, add_failure, check_beginning, kind_of
+from lmetric.server.execution.failures import add_failure, check_beginning, kind_of
 from lmetric.server.execution.own_request import own_request
-from lmetric.server.execution.plan import Attempt, Hedge, Step, Way
+from lmetric.server.execution.plan import Attempt, EngineLost, Hedge, Step, TimeIsUp, Way
 from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.refusal import retry_after_seconds
 from lmetric.server.fleet.engine import Engine

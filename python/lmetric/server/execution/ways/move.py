@@ -14,16 +14,8 @@ from __future__ import annotations
 import structlog
 
 from lmetric._core import TicketError
-from lmetric.server.execution.failures import (
-    TRANSFER_STATUSES,
-    EngineLost,
-    NoTransfer,
-    SwitchTo,
-    blame,
-    blame_status,
-    ready_to_switch,
-)
-from lmetric.server.execution.plan import Attempt, Migration, Step, Way
+from lmetric.server.execution.failures import TRANSFER_STATUSES, blame, blame_status, ready_to_switch
+from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError
 from lmetric.server.execution.transfer import KvTransfer

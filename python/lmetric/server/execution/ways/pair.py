@@ -15,8 +15,8 @@ import orjson
 from lmetric.engines.handover import FirstSegment, HandoverError
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.execution.failures import check_beginning, discard_transfer, refuse
-from lmetric.server.execution.plan import Attempt, Step, Way
-from lmetric.server.execution.progress import Ended, Progress
+from lmetric.server.execution.plan import Attempt, Ended, Step, Way
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, dumps, object_of, other_tokens
 from lmetric.server.execution.transfer import WHOLE_PROMPT
 from lmetric.server.execution.ways.plain import pass_on, passed
@@ -118,7 +118,7 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
             return following
     if not pass_on(p, attempt, flags):
         yield None  # until the end of the answer
-    passed(attempt)
+    passed(p, attempt)
     return None
 
 

@@ -11,17 +11,10 @@ from typing import Any
 import orjson
 
 from lmetric._core import END, ENGINE_ERROR
-from lmetric.server.execution.failures import (
-    EngineLost,
-    check_beginning,
-    discard_transfer,
-    prove,
-    refuse,
-    stream_failed,
-)
+from lmetric.server.execution.failures import check_beginning, discard_transfer, prove, refuse, stream_failed
 from lmetric.server.execution.own_request import own_request
-from lmetric.server.execution.plan import Attempt, Step, Way
-from lmetric.server.execution.progress import Ended, Progress
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps, other_tokens
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
@@ -40,7 +33,7 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         attempt, flags = yield from hedged(p, step)
     if not pass_on(p, attempt, flags):
         yield None  # until the end of the answer
-    passed(attempt)
+    passed(p, attempt)
     return None
 
 
@@ -56,10 +49,10 @@ def pass_on(p: Progress, attempt: Attempt, flags: int) -> bool:
     return False
 
 
-def passed(attempt: Attempt) -> None:
+def passed(p: Progress, attempt: Attempt) -> None:
     """Ends an answer that was passed on. Raises Ended if it is an error, or holds one."""
     reader = attempt.reader
-    if attempt.error or reader.status >= 400 or reader.aborted:
+    if attempt.error or p.status >= 400 or reader.aborted:
         raise Ended(None, "engine_error")
     reader.finish_ticket()
 
