@@ -19,7 +19,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 
-from lmetric_lab.emulated.errors import ApiError, invalid_body
+from lmetric_lab.emulated.errors import EngineError, invalid_body
 from lmetric_lab.emulated.generation import Generation, StopText, Stream
 from lmetric_lab.emulated.handover import Nixl, PeerError, WrongCount, WrongParams
 from lmetric_lab.emulated.options import EngineOptions
@@ -131,15 +131,15 @@ class Api:
             raise asyncio.CancelledError
         try:
             response = await handler(request)
-        except ApiError as error:
+        except EngineError as error:
             response = self._refusal(error)
         except web.HTTPException as error:
             response = self._refusal(
-                ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+                EngineError(error.status, f"{request.method} {request.path}: {error.reason}")
             )
         except Exception:
             _log.exception("%s %s failed", request.method, request.path)
-            response = self._refusal(ApiError(500, "Internal server error"))
+            response = self._refusal(EngineError(500, "Internal server error"))
         request_id = request.headers.get("X-Request-Id")
         if self._echoes_ids and request_id and not response.prepared:
             response.headers["X-Request-Id"] = request_id
@@ -147,7 +147,7 @@ class Api:
             response.headers["Date"] = formatdate(time.time() + ahead, usegmt=True)
         return response
 
-    def _refusal(self, error: ApiError) -> web.Response:
+    def _refusal(self, error: EngineError) -> web.Response:
         return error.response()
 
     # -- generation
@@ -158,7 +158,7 @@ class Api:
         if isinstance(prompt, str):
             tokens = await self._encode(prompt)
         elif not self._options.token_ids:
-            raise ApiError(400, "prompt: this engine takes text only", "prompt")
+            raise EngineError(400, "prompt: this engine takes text only", "prompt")
         else:
             tokens = self._check_ids(prompt, "prompt")
         return await self._generate(request, body, tokens, body.max_tokens or _COMPLETION_MAX_TOKENS, "cmpl")
@@ -185,18 +185,18 @@ class Api:
     ) -> web.StreamResponse:
         options = self._options
         if options.fail_status is not None:
-            raise ApiError(options.fail_status, "This engine is set to fail.")
+            raise EngineError(options.fail_status, "This engine is set to fail.")
         if self._dead:
-            raise ApiError(500, _DIED)
+            raise EngineError(500, _DIED)
         body.refuse_unsupported()
         if body.model not in (None, "", options.model):
-            raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
+            raise EngineError(404, f"The model `{body.model}` does not exist.", "model")
         chat = kind == "chatcmpl"
         self._check_length(len(prompt), max_tokens, chat)
         rank = self._rank_of(request.headers.get("X-data-parallel-rank"), body)
         rejected = self._queue_is_full(rank)
         if rejected and not body.stream:
-            raise ApiError(503, _BUSY)
+            raise EngineError(503, _BUSY)
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         shape = (TokensShape if kind == "generate-tokens" else Shape)(
             chat=chat,
@@ -247,7 +247,7 @@ class Api:
             else:
                 try:
                     await self._run(stream, rank, priority, body)
-                except ApiError as error:
+                except EngineError as error:
                     stream.write(_event_error(str(error), error.status))
                 else:
                     if stream.broken:
@@ -258,7 +258,7 @@ class Api:
             self._in_progress -= 1
 
     def _rank_of(self, header: str | None, _body: Body) -> Rank:
-        """The data-parallel rank that serves a request. Raises ApiError."""
+        """The data-parallel rank that serves a request. Raises EngineError."""
         return chosen(self._ranks, header)
 
     async def _answer_whole(
@@ -272,7 +272,7 @@ class Api:
         await self._run(generation, rank, priority, body)
         if generation.broken:
             if self._dead or self._options.fail_with == "event":
-                raise ApiError(500, _DIED)
+                raise EngineError(500, _DIED)
             await self._break(request, None)
         cached = generation.cached_tokens if self._options.cached_tokens else None
         answer = generation.shape.whole(
@@ -290,7 +290,7 @@ class Api:
 
     async def _run(self, generation: Generation, rank: Rank, priority: int, body: Body) -> None:
         """Waits until the engine is done with it. A client that leaves cancels this. Raises
-        ApiError."""
+        EngineError."""
         if generation.broken:
             return
         params = (body.kv_transfer_params or {}) if self._nixl is not None else {}
@@ -311,7 +311,7 @@ class Api:
             generation.kv_transfer_params = self._nixl.after(params, request_id, computed)
 
     async def _pull(self, generation: Generation, rank: Rank, params: dict[str, Any]) -> None:
-        """Fetches the prompt's KV cache like vLLM in pull mode. Raises ApiError."""
+        """Fetches the prompt's KV cache like vLLM in pull mode. Raises EngineError."""
         assert self._nixl is not None
         prompt = generation.shape.prompt
         try:
@@ -322,19 +322,19 @@ class Api:
                 return
             same = await self._nixl.pull(params, prompt, count)
         except WrongCount as error:
-            raise ApiError(500, f"kv_transfer_params: {error}", "kv_transfer_params") from None
+            raise EngineError(500, f"kv_transfer_params: {error}", "kv_transfer_params") from None
         except WrongParams as error:
             if self._options.kv_wrong_params == "refuse":
-                raise ApiError(400, f"kv_transfer_params: {error}", "kv_transfer_params") from None
+                raise EngineError(400, f"kv_transfer_params: {error}", "kv_transfer_params") from None
             _log.error("the engine dies of kv_transfer_params: %s", error)
             self._dead = True
             rank.driver.die()
-            raise ApiError(500, _DIED) from None
+            raise EngineError(500, _DIED) from None
         except PeerError as error:
             _log.warning("no KV cache: %s", error)
             rank.metrics.failed_transfers += 1
             if self._options.kv_load_failure_policy == "fail":
-                raise ApiError(500, "Internal server error") from None
+                raise EngineError(500, "Internal server error") from None
             return
         generation.fetched_tokens = count
         generation.garbage = None if same else self._text.words
@@ -373,11 +373,11 @@ class Api:
 
     def _check_length(self, prompt_tokens: int, max_tokens: int, chat: bool) -> None:
         if prompt_tokens == 0:
-            raise ApiError(400, "prompt: at least one token is needed", "prompt")
+            raise EngineError(400, "prompt: at least one token is needed", "prompt")
         limit = self._max_model_len
         if prompt_tokens + max_tokens > limit:
             what = "messages" if chat else "prompt"
-            raise ApiError(
+            raise EngineError(
                 400,
                 f"This model's maximum context length is {limit} tokens. However, you requested "
                 f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {what}, {max_tokens} in the "
@@ -389,7 +389,7 @@ class Api:
         vocabulary = self._text.vocabulary
         if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
             bad = next(token for token in tokens if not 0 <= token < vocabulary)
-            raise ApiError(
+            raise EngineError(
                 400, f"{param}: token id {bad} is out of vocabulary (0 to {vocabulary - 1})", param
             )
         return array("I", tokens)
@@ -402,7 +402,9 @@ class Api:
         with contextlib.suppress(ValueError):
             if -(2**63) <= int(header) < 2**63:
                 return int(header)
-        raise ApiError(400, f"header X-Vllm-Priority: {header!r} is not a signed 64-bit integer", "priority")
+        raise EngineError(
+            400, f"header X-Vllm-Priority: {header!r} is not a signed 64-bit integer", "priority"
+        )
 
     @staticmethod
     def _add_load_header(request: web.Request, response: web.Response, rank: Rank) -> None:
@@ -487,7 +489,7 @@ class Api:
     async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
         done = [rank.driver.engine.reset_cache() for rank in self._ranks]
         if not all(done):
-            raise ApiError(503, "Requests are running: the prefix cache is in use.")
+            raise EngineError(503, "Requests are running: the prefix cache is in use.")
         return web.Response()
 
     async def _tokenize(self, request: web.Request) -> web.Response:

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 
 
-class ApiError(Exception):
-    """An error for the client: status, message, and the invalid parameter."""
+class EngineError(Exception):
+    """An error answer of the engine: status, message, and the invalid parameter."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class ApiError(Exception):
         return web.Response(status=self.status, body=self.body(), content_type="application/json")
 
 
-def invalid_body(error: ValidationError) -> ApiError:
+def invalid_body(error: ValidationError) -> EngineError:
     """400 for a body that does not fit: every problem with its place."""
     problems, param = [], None
     for problem in error.errors(include_url=False, include_input=False, include_context=False):
@@ -38,4 +38,4 @@ def invalid_body(error: ValidationError) -> ApiError:
         message = problem["msg"].removeprefix("Value error, ")
         problems.append(f"{place}: {message}" if place else message)
         param = param or (str(problem["loc"][0]) if problem["loc"] else None)
-    return ApiError(400, "; ".join(problems), param)
+    return EngineError(400, "; ".join(problems), param)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from lmetric_lab.emulated.errors import ApiError
+from lmetric_lab.emulated.errors import EngineError
 
 _PRIORITY = 2**63
 
@@ -74,7 +74,7 @@ class Body(BaseModel):
         for name, allowed in _ONLY.items():
             value = (self.model_extra or {}).get(name)
             if value is not None and value not in allowed:
-                raise ApiError(400, f"{name} is not supported by the emulated engine", name)
+                raise EngineError(400, f"{name} is not supported by the emulated engine", name)
 
 
 def _one_prompt(prompt: Any) -> str | list[int]:
@@ -129,7 +129,7 @@ class GenerateBody(Body):
             for extra in (self.model_extra, self.sampling_params.model_extra):
                 value = (extra or {}).get(name)
                 if value is not None and value not in allowed:
-                    raise ApiError(400, f"{name} is not supported by the emulated engine", name)
+                    raise EngineError(400, f"{name} is not supported by the emulated engine", name)
 
 
 def _plain_content(content: Any) -> str:
@@ -160,7 +160,7 @@ class _Messages(BaseModel):
         """400 where the last message shall both be continued and be answered."""
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message needs add_generation_prompt: false"
-            raise ApiError(400, message, "continue_final_message")
+            raise EngineError(400, message, "continue_final_message")
 
 
 class ChatBody(Body, _Messages):

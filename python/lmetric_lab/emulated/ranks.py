@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from lmetric.engines.errors import EngineStartError
 from lmetric_lab.emulated.driver import Driver
-from lmetric_lab.emulated.errors import ApiError
+from lmetric_lab.emulated.errors import EngineError
 from lmetric_lab.emulated.kv_feed import KvFeed
 from lmetric_lab.emulated.metrics import EngineMetrics
 
@@ -31,12 +31,12 @@ class Rank:
 
 def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
     """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's weights. Raises
-    ApiError."""
+    EngineError."""
     if header is not None:
         with contextlib.suppress(ValueError):
             if 0 <= int(header) < len(ranks):
                 return ranks[int(header)]
-            raise ApiError(400, f"data_parallel_rank {header} is out of range [0, {len(ranks)}).")
+            raise EngineError(400, f"data_parallel_rank {header} is out of range [0, {len(ranks)}).")
 
     def load(rank: Rank) -> int:
         now = rank.driver.engine.load()

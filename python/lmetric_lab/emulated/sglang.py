@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 
 from lmetric.engines.endpoints import at_rank
 from lmetric_lab.emulated.app import Api
-from lmetric_lab.emulated.errors import ApiError
+from lmetric_lab.emulated.errors import EngineError
 from lmetric_lab.emulated.generation import Generation
 from lmetric_lab.emulated.handover import PeerError, Rooms, fetch
 from lmetric_lab.emulated.kv_feed import open_socket
@@ -145,9 +145,9 @@ class SglangApi(Api):
             number = int(header)
         except ValueError:
             message = f"Invalid X-Data-Parallel-Rank header: must be an integer, got '{header}'"
-            raise ApiError(400, message) from None
+            raise EngineError(400, message) from None
         if not 0 <= number < count:
-            raise ApiError(400, f"routed_dp_rank={number} out of range [0, {count})")
+            raise EngineError(400, f"routed_dp_rank={number} out of range [0, {count})")
         return self._ranks[number]
 
     async def _run(self, generation: Generation, rank: Rank, priority: int, body: Body) -> None:
@@ -157,14 +157,14 @@ class SglangApi(Api):
             await super()._run(generation, rank, priority, body)
             return
         if room is None:
-            raise ApiError(400, "Disaggregated request received without bootstrap room id")
+            raise EngineError(400, "Disaggregated request received without bootstrap room id")
         try:
             if self._rooms is not None:
                 await self._prefill(self._rooms, room, generation, rank, priority, body)
             else:
                 await self._decode(room, generation, rank, priority, body)
         except PeerError as error:
-            raise ApiError(500, f"KVTransferError: {error}") from None
+            raise EngineError(500, f"KVTransferError: {error}") from None
 
     async def _prefill(
         self,
@@ -216,7 +216,7 @@ class SglangApi(Api):
         router.add_get("/health_generate", self._health)
         router.add_route("*", "/flush_cache", self._reset_prefix_cache)
 
-    def _refusal(self, error: ApiError) -> web.Response:
+    def _refusal(self, error: EngineError) -> web.Response:
         """The error object stands bare in a plain answer."""
         fields = orjson.loads(error.body())["error"]
         return web.Response(
@@ -302,7 +302,7 @@ class SglangApi(Api):
 
     async def _loads(self, request: web.Request) -> web.Response:
         if request.query.get("include", "all") not in ("core", "all"):
-            raise ApiError(400, "include: core and all are what this stand-in has", "include")
+            raise EngineError(400, "include: core and all are what this stand-in has", "include")
         loads = {
             "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
             "version": SGLANG,
