@@ -152,7 +152,7 @@ class Setup:
 
     def pool(self) -> Pool:
         pool = Pool(0, "tiny", [], self.config().pool_settings())
-        pool.tokenizer = tokenizer()
+        pool.tokenizers.current = tokenizer()
         for name in self.names:
             pool.add(self.engine(name))
         return pool

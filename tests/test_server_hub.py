@@ -51,10 +51,10 @@ async def test_a_failed_download_is_repeated_and_leads_to_exact(
             engines, health = [{"url": engine.url, "name": "e0"}], {"interval": 0.1}
             async with world(0, engines=engines, health=health, tokenizer=NAME) as w:
                 (pool,) = w.server.fleet.pools
-                assert "owner/name is not downloaded yet" in str(pool.tokenizer_note)
+                assert "owner/name is not downloaded yet" in str(pool.tokenizers.note)
                 assert (await page(w))["mode"] == "approximate"
-                await until(lambda: "next try in" in str(pool.tokenizer_note), SECONDS)
-                assert "503" in str(pool.tokenizer_note)
+                await until(lambda: "next try in" in str(pool.tokenizers.note), SECONDS)
+                assert "503" in str(pool.tokenizers.note)
                 assert pool.tokenizer is None
                 hub.down = False
                 await until(lambda: pool.tokenizer is not None, SECONDS)
@@ -74,16 +74,16 @@ async def test_what_an_engine_names_is_downloaded_only_if_the_operator_allows_it
 ) -> None:
     async with world(1, tokenizer_download=allowed) as w:
         (pool,) = w.server.fleet.pools
-        await pool.set_tokenizer(NAME)
+        await pool.tokenizers.follow(NAME)
         if allowed == "any":
             await until(lambda: pool.tokenizer is not None, SECONDS)
-            assert pool.wanted is None
+            assert pool.tokenizers.wanted is None
         else:
-            assert pool.wanted is None
-            assert "the engine's model owner/name: not in the Hugging Face cache" in str(pool.tokenizer_note)
+            assert pool.tokenizers.wanted is None
+            assert "the engine's model owner/name: not in the Hugging Face cache" in str(pool.tokenizers.note)
             await asyncio.sleep(1.5)  # longer than the period of the downloads
             assert hub.requests == []
-        await pool.set_tokenizer("not a repository")
+        await pool.tokenizers.follow("not a repository")
 
 
 async def test_a_configured_repository_that_must_not_be_downloaded(
@@ -126,7 +126,7 @@ async def test_a_tokenizer_that_breaks_after_the_start_stops_no_engine(
             (pool,) = server.fleet.pools
             (found,) = pool.engines.values()
             assert found.healthy
-            assert "model: no such folder" in str(pool.tokenizer_note)
+            assert "model: no such folder" in str(pool.tokenizers.note)
             assert found.mode.name == "approximate"
         finally:
             await server.stop()

@@ -169,7 +169,7 @@ async def test_a_batch_is_matched_by_the_tokens_of_its_first_conversation() -> N
         assert record is not None
         assert record["predicted_cached_tokens"] == (tokens - 1) // 16 * 16
         assert tokens + 50 < record["prompt_tokens"] < tokens + 400
-        assert not pool.text_prompts
+        assert not pool.tokenizers.text_prompts
 
 
 async def test_token_ids_match_the_prefix_that_a_completion_cached() -> None:

@@ -28,12 +28,14 @@ class Downloads:
         now = time.monotonic()
         self._failed = {pool: failed for pool, failed in self._failed.items() if pool in self.fleet.pools}
         for pool in self.fleet.pools:
-            if pool.wanted is None or pool in self.running:
+            if pool.tokenizers.wanted is None or pool in self.running:
                 continue
             repository, due, _ = self._failed.get(pool, (None, 0.0, 0.0))
-            if now >= due or repository != pool.wanted:
+            if now >= due or repository != pool.tokenizers.wanted:
                 name = f"tokenizer of {pool.name}"
-                self.running[pool] = asyncio.create_task(self._download(pool, pool.wanted), name=name)
+                self.running[pool] = asyncio.create_task(
+                    self._download(pool, pool.tokenizers.wanted), name=name
+                )
 
     async def _download(self, pool: Pool, repository: str) -> None:
         try:
@@ -43,15 +45,17 @@ class Downloads:
                 repository=repository,
             )
             folder = await fetch(repository, pool.settings.tokenizer_revision)
-            if pool.wanted == repository:
-                await pool.use_download(folder)
+            if pool.tokenizers.wanted == repository:
+                await pool.tokenizers.use_download(folder)
+                for engine in pool.engines.values():
+                    engine.ask_again_at = 0.0  # the next check compares tokens and chooses the mode again
         except (HubError, TokenizerError, OSError) as error:
             failed, _, pause = self._failed.get(pool, (None, 0.0, RETRY_SECONDS))
             if failed != repository:
                 pause = RETRY_SECONDS
             due = time.monotonic() + pause
             self._failed[pool] = (repository, due, min(2 * pause, RETRY_SECONDS_MAX))
-            if pool.wanted == repository:
-                pool.drop_tokenizer(f"{error} (next try in {pause:g} s)")
+            if pool.tokenizers.wanted == repository:
+                pool.tokenizers.drop(f"{error} (next try in {pause:g} s)")
         finally:
             del self.running[pool]

@@ -99,7 +99,7 @@ class Fleet:
             # Invalid policies and tokenizers fail here, not when the first engine answers.
             pools.append(Pool(0, "", [], config.pool_settings()))
         for pool in pools:  # later pools have the settings of one of these
-            pool.load_tokenizer()
+            pool.tokenizers.load()
             pool.warn_of_policies()
 
     def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
@@ -351,9 +351,9 @@ class Fleet:
         if engine.misfit is not None:
             engine.identified, engine.ask_again_at = True, math.inf
             return
-        async with pool.asking:
-            await pool.set_tokenizer(capabilities.root(pool.name))
-        await pool.compare_tokens(engine, self.config.health.timeout)
+        await pool.tokenizers.follow(capabilities.root(pool.name))
+        served = pool.names.name_for(engine.name)
+        await pool.tokenizers.compare(engine, served, self.config.health.timeout)
         await pool.kv.look_up(engine)
         if self.pool_of(engine) is not pool:
             return  # removed meanwhile

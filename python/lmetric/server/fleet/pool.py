@@ -2,16 +2,13 @@
 
 import asyncio
 import math
-import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import orjson
 import structlog
 
 from lmetric._core import DecisionLabels, NoInstanceError, Router
@@ -46,18 +43,9 @@ from lmetric.server.fleet.programs import ProgramWatch
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
+from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
-from lmetric.server.upstream.connection import UpstreamError
-from lmetric.tokens import (
-    NotVerifiable,
-    PromptTokenizer,
-    TokenizerError,
-    configured_folder,
-    find_folder,
-    is_hub_id,
-    verify,
-    why_not_downloaded,
-)
+from lmetric.tokens import PromptTokenizer
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -118,103 +106,68 @@ class Pool:
         ejection: Ejection | None = None,
         tenants: Mapping[str, TenantConfig] | None = None,
     ) -> None:
+        routing = settings.routing
         self.index = index
         self.name = name
         self.names = PoolNames(name, adapters)
-        # Called with an engine that answered that it does not serve a model that it lists.
-        self.look_again: Callable[[Engine], None] = lambda engine: None
-        self._unusable: Recent[Unusable | None] = Recent()
         self.settings = settings
-        self.ratio = BytesPerToken()
-        # None: prompts are matched as text, and `tokenizer_note` has the reason.
-        self.tokenizer: PromptTokenizer | None = None
-        self.tokenizer_note: str | None = "no engine has reported its model's folder yet"
-        self.text_prompts: Counter[str] = Counter()  # by the reason for matching them as text
-        self._root: str | None = None
-        # The Hub repository from which a background task downloads the tokenizer.
-        self.wanted: str | None = None
-        # The configured folder or Hub repository, until it is loaded.
-        self._configured: str | None = None
-        if settings.tokenizer == "off":
-            self.tokenizer_note = "tokenizer: off"
-        elif settings.tokenizer is not None:
-            self._configured = settings.tokenizer
-            self.tokenizer_note = "the tokenizer is not loaded yet"
-        self.engines: dict[str, Engine] = {}
-        # By property, the names of the engines that have it (`_note`).
-        self._with: dict[str, set[str]] = {"one role": set(), "at once": set(), "in turn": set()}
-        self._review_due = False
         self.created = int(time.time())
         # A label is valid only for its tenant, and cannot be guessed.
         self.labels = DecisionLabels(f"{index}-" if index else "", secrets.token_bytes(16))
-        self.unserved_since: float | None = time.monotonic()  # None: the model has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
-        self.indicators = Indicators(settings.indicators)  # before the policies that read them
+        # In this order: indicators are declared before policies read them, policies are built
+        # before the core router uses them, and all others belong to a router.
+        self.indicators = Indicators(settings.indicators)
         self.policies = Policies(settings)
-        first, decode = self.policies.first, self.policies.decode
-        self.logged: dict[str, tuple[int, float]] = {}  # by message: decisions so far, and log time
-        routing = settings.routing
-        self.router = Router(
-            first.policy,
-            knobs=first.knobs,
-            block_size=self.block_size,
-            text_block_bytes=settings.text_block_bytes,
-            domain=[name],
-            index_bytes=settings.index_bytes,
-            record_bytes=settings.record_bytes,
-            tiers=settings.tiers,
-            tier_load_ratio=settings.tier_load_ratio,
-            **routing.options,
-            step_time=_step_time(settings.profile),
-            seed=settings.seed,
-            decode_policy=decode.policy,
-            decode_knobs=decode.knobs,
-            binding=routing.binding,
-            colocate=settings.colocate,
-            offers=settings.offers,
-        )
+        self.router = _router(name, settings, self.policies, self.block_size)
         self.trials = Trials(self)
         self.trials.configure(self.policies)
         priority.follow_clock(self.router, settings)
         self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants or {})
         self.programs = ProgramWatch(name, self.router, routing.programs, self.held)
-        # Whether requests may be split between engines of role both, and whether engines fetch
-        # prefixes from each other.
-        self.splits = routing.split is not None
-        self.fetches_prefixes = routing.prefix_fetch is not None
-        self.fetch_outcomes: Counter[str] = Counter()
-        self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
-        self.mover: Rebalancer | None = None  # set if running requests may move
-        rule, warm = routing.rebalance, routing.fleet_changes is not None
-        if rule is not None or warm:
-            self.mover = Rebalancer(name, settings, rule, self.router, self.engines)
-        self.changes: FleetChanges | None = None  # set if engines join and leave warm
-        if warm and self.mover is not None:
-            self.changes = FleetChanges(name, self.router, self.engines, self.mover)
-        # Whether several engines of role both may produce one answer.
-        self.joins = self.splits or self.mover is not None
-        # Whether a stream continues on another engine if its engine fails. Continued streams by
-        # outcome, and streams that could not continue, by reason.
-        self.fails_over = settings.stream_failover
-        self.failovers: Counter[str] = Counter()
-        self.retried: Counter[str] = Counter()  # failed attempts that another engine followed, by kind
-        self.not_resumable: Counter[str] = Counter()
-        self.orders = settings.priority is not None  # whether the router sets priorities
-        # By path: the reason of the last failed merge, and the time until which it counts.
-        self._not_joinable: dict[str, tuple[str, float]] = {}
         self.kv = KvFeed(self.router)
-        self.cuts = False  # whether a plan may have several segments
-        self._see_cuts()
-        self.kv_transfers: Counter[str] = Counter()  # KV transfers, by outcome
+        self.engines: dict[str, Engine] = {}
+        # Set if running requests may move, and if engines join and leave warm.
+        self.mover: Rebalancer | None = None
+        self.changes: FleetChanges | None = None
+        if routing.rebalance is not None or routing.fleet_changes is not None:
+            self.mover = Rebalancer(name, settings, routing.rebalance, self.router, self.engines)
+            if routing.fleet_changes is not None:
+                self.changes = FleetChanges(name, self.router, self.engines, self.mover)
+        self.ratio = BytesPerToken()
+        self.tokenizers = Tokenizers(name, settings)
         self.activity = Activity()
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
         self.hedging = Hedging(settings.hedging)
+        # Whether requests may be split between engines of role both, whether engines fetch prefixes
+        # from each other, and whether several engines of role both may produce one answer.
+        self.splits = routing.split is not None
+        self.fetches_prefixes = routing.prefix_fetch is not None
+        self.joins = self.splits or self.mover is not None
+        self.fails_over = settings.stream_failover  # whether other engines continue broken streams
+        self.orders = settings.priority is not None  # whether the router sets priorities
+        self.cuts = self.joins or self.fetches_prefixes  # whether a plan may have several segments
+        self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
         self.requests = 0  # placed so far
         self.ineligible: Counter[str] = Counter()  # by plan: requests that must not have it
+        self.retried: Counter[str] = Counter()  # failed attempts that another engine followed, by kind
+        self.failovers: Counter[str] = Counter()  # continued streams, by outcome
+        self.not_resumable: Counter[str] = Counter()  # streams that could not continue, by reason
+        self.kv_transfers: Counter[str] = Counter()  # by outcome
+        self.fetch_outcomes: Counter[str] = Counter()
+        # Called with an engine that answered that it does not serve a model that it lists.
+        self.look_again: Callable[[Engine], None] = lambda engine: None
+        self.unserved_since: float | None = time.monotonic()  # None: the model has engines
+        self.logged: dict[str, tuple[int, float]] = {}  # by message: decisions so far, and log time
+        # By property, the names of the engines that have it (`_note`).
+        self._with: dict[str, set[str]] = {"one role": set(), "at once": set(), "in turn": set()}
+        self._review_due = False
+        self._unusable: Recent[Unusable | None] = Recent()
+        # By path: the reason of the last failed merge, and the time until which it counts.
+        self._not_joinable: dict[str, tuple[str, float]] = {}
         self._pooled: PoolFacts | None = None
-        self.asking = asyncio.Lock()  # held while a tokenizer is loaded
 
     def install(self, policies: Policies) -> None:
         """Replaces the policies. Raises LmetricError; then nothing has changed."""
@@ -528,11 +481,6 @@ class Pool:
         """Allows merges again, after an engine has changed."""
         self._not_joinable.clear()
 
-    @property
-    def knows_tokens(self) -> bool:
-        """Whether text prompts become token ids, which the engines' events contain."""
-        return self.tokenizer is not None
-
     def wire(self, engine: Engine | None = None) -> None:
         """Applies an engine's block size and cache size, and sets up its KV events.
 
@@ -541,7 +489,9 @@ class Pool:
         """
         if engine is not None:
             self._take_block_size(engine)
-        pooled = PoolFacts(self.block_size, self.block_size_from, self.knows_tokens, self.tokenizer_note)
+        pooled = PoolFacts(
+            self.block_size, self.block_size_from, self.tokenizer is not None, self.tokenizers.note
+        )
         wired = [engine] if engine is not None else []
         if pooled != self._pooled:
             self._pooled = pooled
@@ -582,140 +532,17 @@ class Pool:
 
     def _blocks_of(self, tokens: int) -> int:
         """Returns the index blocks that match an engine's cache of this many tokens."""
-        if self.knows_tokens:
+        if self.tokenizer is not None:
             blocks = tokens // self.block_size
         else:
             text_bytes = int(tokens * self.ratio.bytes / self.ratio.tokens)
             blocks = text_bytes // self.settings.text_block_bytes
         return min(max(1, blocks), MAX_INDEX_BLOCKS)
 
-    def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
-        settings = self.settings
-        return PromptTokenizer.load(
-            folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
-        )
-
-    def load_tokenizer(self) -> None:
-        """Loads the configured tokenizer, or records that it must be downloaded.
-
-        Takes a second for a large vocabulary: a running server calls `set_tokenizer`. Raises
-        TokenizerError if it can neither be loaded nor downloaded.
-        """
-        if self._configured is not None:
-            self._accept(self._configured, self._load_configured(self._configured))
-
-    def _load_configured(self, setting: str) -> PromptTokenizer | None:
-        """Returns the configured tokenizer; None: it must be downloaded. Raises TokenizerError."""
-        folder = configured_folder(setting, self.settings.tokenizer_revision)
-        if folder is not None:
-            return self._load(folder)
-        if why := self._why_not_downloaded(setting):
-            raise TokenizerError(f"tokenizer: {why}")
-        return None
-
-    def _accept(self, setting: str, tokenizer: PromptTokenizer | None) -> None:
-        self._configured = None
-        if tokenizer is not None:
-            self._use(tokenizer)
-        else:
-            self._want(setting)
-
-    def _why_not_downloaded(self, repository: str) -> str | None:
-        """The reason why a tokenizer must not be downloaded; None: it may."""
-        settings = self.settings
-        return why_not_downloaded(repository, settings.tokenizer, settings.tokenizer_download)
-
-    def _want(self, repository: str) -> None:
-        self.wanted = repository
-        self.tokenizer = None
-        self.tokenizer_note = f"the tokenizer of {repository} is not downloaded yet"
-
-    async def use_download(self, folder: Path) -> None:
-        """Loads the tokenizer that was downloaded for `wanted`. Raises TokenizerError."""
-        async with self.asking:
-            tokenizer = await asyncio.to_thread(self._load, folder)
-            self.wanted = None
-            self._use(tokenizer)
-        for engine in self.engines.values():
-            engine.ask_again_at = 0.0  # the next check compares tokens and chooses the mode again
-
-    def _use(self, tokenizer: PromptTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.tokenizer_note = "; ".join(tokenizer.notes) or None
-        note = {} if self.tokenizer_note is None else {"note": self.tokenizer_note}
-        log.info("tokenizer loaded", model=self.name, folder=str(tokenizer.folder), **note)
-
-    def drop_tokenizer(self, reason: str) -> None:
-        """Removes the tokenizer: prompts are matched as text from now on. Logs the reason."""
-        self.tokenizer = None
-        self.tokenizer_note = reason
-        log.warning("prompts are matched as text", model=self.name, reason=reason)
-
-    async def set_tokenizer(self, root: str | None) -> None:
-        """Loads the configured tokenizer, or the tokenizer of an engine's model.
-
-        ``root``: the model's folder or name, if the engine reports it. A call with the same root
-        does nothing. If there is no usable tokenizer, prompts are matched as text, and
-        ``tokenizer_note`` has the reason. If it may be downloaded, ``wanted`` has the repository.
-        """
-        if (setting := self._configured) is not None:
-            try:
-                self._accept(setting, await asyncio.to_thread(self._load_configured, setting))
-            except TokenizerError as error:
-                self._configured = None
-                self.drop_tokenizer(str(error))
-        if self.settings.tokenizer is not None or root is None or root == self._root:
-            return
-        self._root = root
-        self.wanted = None
-        folder = await asyncio.to_thread(find_folder, root, self.settings.tokenizer_revision)
-        if folder is None and self.tokenizer is not None:
-            return  # another engine's folder is in use
-        if folder is None:
-            if not is_hub_id(root):
-                why = f"the engine's model {root!r} is not a folder of this machine; set tokenizer"
-                self.drop_tokenizer(why)
-            elif refused := self._why_not_downloaded(root):
-                self.drop_tokenizer(f"the engine's model {refused}")
-            else:
-                self._want(root)
-            return
-        try:
-            # Reading a large vocabulary takes a second.
-            tokenizer = await asyncio.to_thread(self._load, folder)
-        except TokenizerError as error:
-            self.drop_tokenizer(str(error))
-        else:
-            self._use(tokenizer)
-
-    async def compare_tokens(self, engine: Engine, seconds: float) -> None:
-        """Compares the tokenizer with an engine's own, on some prompts, once for each engine.
-
-        ``seconds``: time limit of each request. Raises UpstreamError if no connection is possible.
-        """
-        tokenizer = self.tokenizer
-        if tokenizer is None or engine.compared is tokenizer:
-            return
-
-        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-            return await engine.upstream.post(path, orjson.dumps(body), seconds)
-
-        try:
-            differences = await verify(tokenizer, post, self.names.name_for(engine.name))
-        except (NotVerifiable, UpstreamError) as error:
-            if isinstance(error, UpstreamError) and error.before_sending:
-                raise
-            log.info("cannot compare tokens", model=self.name, engine=engine.name, reason=str(error))
-            return
-        engine.compared = tokenizer
-        engine.tokens_differ = str(differences[0]) if differences else None
-        if differences:
-            log.warning(
-                "the engine tokenizes prompts differently from the router",
-                model=self.name,
-                engine=engine.name,
-                differences=[str(difference) for difference in differences],
-            )
+    @property
+    def tokenizer(self) -> PromptTokenizer | None:
+        """The tokenizer in use; None: prompts are matched as text."""
+        return self.tokenizers.current
 
     @property
     def unusable(self) -> Unusable | None:
@@ -734,6 +561,30 @@ class Pool:
             message = f"{name}: no engine of {self.name} lists it in {MODELS}"
             return ApiError(503, message, code="no_engine", headers={"retry-after": "2"})
         return no_engine_error(name, error, unusable(self.engines[each] for each in serving))
+
+
+def _router(name: str, settings: PoolSettings, policies: Policies, block_size: int) -> Router:
+    """Returns the core router of a model. Raises LmetricError."""
+    first, decode, routing = policies.first, policies.decode, settings.routing
+    return Router(
+        first.policy,
+        knobs=first.knobs,
+        block_size=block_size,
+        text_block_bytes=settings.text_block_bytes,
+        domain=[name],
+        index_bytes=settings.index_bytes,
+        record_bytes=settings.record_bytes,
+        tiers=settings.tiers,
+        tier_load_ratio=settings.tier_load_ratio,
+        **routing.options,
+        step_time=_step_time(settings.profile),
+        seed=settings.seed,
+        decode_policy=decode.policy,
+        decode_knobs=decode.knobs,
+        binding=routing.binding,
+        colocate=settings.colocate,
+        offers=settings.offers,
+    )
 
 
 def _step_time(profile: str | None) -> dict[str, float] | None:

@@ -39,7 +39,7 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
 
 def count_text_prompt(pool: Pool, why: NotPredictable) -> None:
     """Counts a prompt that is matched as text although its pool matches tokens."""
-    pool.text_prompts[why.reason] += 1
+    pool.tokenizers.text_prompts[why.reason] += 1
     log.debug("a prompt is matched as text", model=pool.name, reason=why.reason, why=str(why))
 
 

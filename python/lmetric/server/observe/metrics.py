@@ -245,7 +245,7 @@ class Metrics:
             "lmetric_token_cache_bytes", "Memory of the token cache", labels=("model",)
         )
         for pool in self.fleet.pools:
-            for reason, count in pool.text_prompts.items():
+            for reason, count in pool.tokenizers.text_prompts.items():
                 as_text.add_metric((pool.name, reason), count)
             if pool.tokenizer is not None:
                 stats = pool.tokenizer.encoder.stats()

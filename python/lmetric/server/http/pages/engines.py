@@ -70,7 +70,7 @@ def _tokenizer(pool: Pool, engine: Engine) -> dict[str, Any]:
     known = pool.tokenizer
     return {
         "folder": str(known.folder) if known is not None else None,
-        "note": pool.tokenizer_note,
+        "note": pool.tokenizers.note,
         "compared": known is not None and engine.compared is known,
         "differs": engine.tokens_differ,
     }
