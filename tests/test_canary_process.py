@@ -37,7 +37,10 @@ async def replay(process: Process) -> int:
     async with Client(process.url) as client:
         names = trace.sessions.tolist()
         player = Player(
-            trace, client, PromptWriter(seed=3), fields=lambda index: {"user": f"session {names[index]}"}
+            trace,
+            client,
+            PromptWriter(seed=3).prompt,
+            fields=lambda index: {"user": f"session {names[index]}"},
         )
         await player.run()
     return sum(not record.completed for record in player.records)

@@ -8,16 +8,9 @@ import pytest
 
 from constants import with_constants
 from lmetric.config import Ejection, Retries
-from lmetric.server.fleet.outliers import (
-    CLIENT_SECONDS,
-    EVENTS,
-    MAX_SATURATED_SECONDS,
-    MEANINGS,
-    TRANSITIONS,
-    Outliers,
-    ServiceRecord,
-)
+from lmetric.server.fleet.outliers import MAX_SATURATED_SECONDS, Outliers
 from lmetric.server.fleet.retry_budget import LOST_REQUESTS, WINDOW_SECONDS, Breaks, RetryBudget
+from lmetric.server.fleet.service import CLIENT_SECONDS, EVENTS, MEANINGS, TRANSITIONS, ServiceRecord
 from lmetric.server.fleet.watchdog import Watchdog
 
 

@@ -212,7 +212,7 @@ async def test_arrivals_do_not_wait_for_answers(tmp_path: Path) -> None:
 
     trace = trace_of(tmp_path, n=10, gap_ms=20)
     async with served(slow) as url, Client(url, model="m") as client:
-        player = Player(trace.faster(0.5), client, PromptWriter([" a", " b"]))
+        player = Player(trace.faster(0.5), client, PromptWriter([" a", " b"]).prompt)
         await player.run()
     # 9 gaps of 20 ms at half speed, all sent before the first answer's 0.5 s are over
     assert 0.3 < arrived[-1] - arrived[0] < 0.48
@@ -238,7 +238,7 @@ async def test_a_turn_waits_for_the_answer_before_it_and_its_think_time(tmp_path
     )
     async with served(slow) as url, Client(url, model="m") as client:
         for fails in (False, True):
-            player = Player(trace, client, PromptWriter([" a", " b"]))
+            player = Player(trace, client, PromptWriter([" a", " b"]).prompt)
             await asyncio.wait_for(player.run(), 5)
             assert [record.index for record in player.records] == [0, 2, 1, 3]
             assert all(record.completed is not fails for record in player.records)
@@ -249,7 +249,7 @@ async def test_a_turn_waits_for_the_answer_before_it_and_its_think_time(tmp_path
             lags = [(record.sent or 0.0) - record.due for record in player.records]
             assert max(lags) < 0.05  # waiting for an answer is no lag of the generator
         # Stopping ends waiting requests together with requests in flight.
-        player = Player(trace, client, PromptWriter([" a", " b"]))
+        player = Player(trace, client, PromptWriter([" a", " b"]).prompt)
         running = asyncio.create_task(player.run())
         await asyncio.sleep(0.1)
         player.stop()
@@ -273,7 +273,7 @@ async def test_stop_keeps_what_there_is(tmp_path: Path) -> None:
     prompts = PromptWriter([" a", " b"])
     fast = prompts.prompt(trace, 0)
     async with served(handler) as url, Client(url, model="m") as client:
-        player = Player(trace, client, prompts)
+        player = Player(trace, client, prompts.prompt)
         running = asyncio.create_task(player.run())
         await asyncio.sleep(0.4)
         player.stop()

@@ -283,7 +283,7 @@ async def test_an_engine_finds_what_the_trace_shares(tmp_path: Path) -> None:
         EmbeddedEngines(1, EngineOptions(clock_speed=100)) as engines,
         Client(engines.urls[0]) as client,
     ):
-        player = Player(trace, client, PromptWriter())
+        player = Player(trace, client, PromptWriter().prompt)
         await player.run()
     assert all(record.completed for record in player.records)
     by_index = {record.index: record for record in player.records}

@@ -106,7 +106,7 @@ async def live(trace: Trace, policy: str, profile: str, clock: float) -> tuple[f
         flags += [word for engine in engines.urls for word in ("--engine", engine)]
         url = await stack.enter_async_context(running_router(free_ports(1)[0], flags))
         client = await stack.enter_async_context(Client(url))
-        player = Player(trace.faster(clock), client, PromptWriter())
+        player = Player(trace.faster(clock), client, PromptWriter().prompt)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         playing = asyncio.create_task(player.run())
         late = 0.0

@@ -92,7 +92,7 @@ async def run(
         names = [f"session {number}" for number in trace.sessions.tolist()]
         async with Client(url) as client:
             player = Player(
-                trace, client, PromptWriter(seed=seed), fields=lambda index: {"user": names[index]}
+                trace, client, PromptWriter(seed=seed).prompt, fields=lambda index: {"user": names[index]}
             )
             await player.run()
             failed = sum(not record.completed for record in player.records)

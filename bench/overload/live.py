@@ -85,7 +85,7 @@ async def drive(url: str, traces: dict[int, Any]) -> dict[str, Any]:
             clients.append(client)
             mine = np.flatnonzero(whole.sessions == tenant)
             part = replace(whole.take(mine), sessions=None)
-            players.append(Player(part.faster(SPEED), client, PromptWriter(seed=tenant)))
+            players.append(Player(part.faster(SPEED), client, PromptWriter(seed=tenant).prompt))
         try:
             limit = (SECONDS / SPEED) + 20.0
             await asyncio.wait_for(asyncio.gather(*(player.run() for player in players)), limit)

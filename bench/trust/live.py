@@ -144,7 +144,7 @@ class Live:
 
 async def play(trace: Trace, sender: Placed | Client, clock_speed: float, seed: int = 0) -> Live:
     """Sends `trace`, whose times are the engines', and waits for the answers."""
-    player = Player(trace.faster(clock_speed), sender, TokenPrompts(seed))
+    player = Player(trace.faster(clock_speed), sender, TokenPrompts(seed).prompt)
     await player.run()
     return Live.of(player.records, clock_speed)
 

@@ -254,7 +254,7 @@ async def _play(
         urls = [await stack.enter_async_context(running_router(port, flags)) for port in ports]
         clients = [await stack.enter_async_context(Client(url)) for url in urls]
         told = {} if memory is None else {"fields": partial(_agent_fields, trace)}
-        player = Player(trace, _Drawn(clients), prompts, **told)
+        player = Player(trace, _Drawn(clients), prompts.prompt, **told)
         with _on_interrupt(player.stop):
             running = asyncio.create_task(player.run())
             while not running.done():

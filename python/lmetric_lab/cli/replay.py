@@ -159,7 +159,7 @@ def _play(trace: Trace, client: object, seed: int) -> Player:
 
     async def play() -> Player:
         async with client:
-            player = Player(trace, client, PromptWriter(seed=seed))
+            player = Player(trace, client, PromptWriter(seed=seed).prompt)
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, player.stop)
             columns = (TextColumn("sent"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with Progress(*columns, TextColumn("{task.fields[state]}"), console=stderr()) as progress:

@@ -29,19 +29,13 @@ class Sender(Protocol):
         ``time.monotonic()``."""
 
 
-class Prompts(Protocol):
-    """Creates the prompts: a `PromptWriter`."""
-
-    def prompt(self, trace: Trace, index: int) -> str | orjson.Fragment:
-        """The prompt of the trace's request `index`: text, or the JSON of token IDs."""
-
-
 class Player:
     """Sends `trace` to `client`'s server. `records` has all requests sent so far, in order.
 
     A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. With
     ``trace.joins``, the last end counts. The end of an answer also counts if that request failed:
     the conversation continues.
+    `prompt` returns the prompt of the trace's request `index`: text, or the JSON of token IDs.
     `fields` returns additional fields of the body of the trace's request `index`.
     """
 
@@ -49,7 +43,7 @@ class Player:
         self,
         trace: Trace,
         client: Sender,
-        prompts: Prompts,
+        prompt: Callable[[Trace, int], str | orjson.Fragment],
         *,
         fields: Callable[[int], Mapping[str, Any]] = lambda index: {},
     ) -> None:
@@ -59,7 +53,7 @@ class Player:
         self.seconds = 0.0  # from the first arrival's due time to the end of the last answer
         self.interrupted = False
         self._client = client
-        self._prompts = prompts
+        self._prompt = prompt
         self._sending: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()
         self._feeding: asyncio.Task[None] | None = None
@@ -137,6 +131,6 @@ class Player:
         """Yields bodies before they are due, so that their creation delays no request."""
         arrivals = self.trace.arrival_seconds - self.trace.arrival_seconds[0]
         for index, due in enumerate(arrivals.tolist()):
-            prompt = self._prompts.prompt(self.trace, index)
+            prompt = self._prompt(self.trace, index)
             output_tokens = int(self.trace.output_tokens[index])
             yield Record(index, due), self._client.body(prompt, output_tokens, **self._fields(index))

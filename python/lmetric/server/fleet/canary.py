@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from msgspec import Struct
@@ -192,27 +192,24 @@ class Run:
         return found
 
 
-class Owner(Protocol):
-    """The model of a canary."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def router(self) -> Router: ...
-
-    @property
-    def policies(self) -> Policies: ...
-
-    def install(self, policies: Policies) -> None:
-        """Replaces the policies. Raises LmetricError; then nothing has changed."""
-
-
 class Canary:
-    """The canary of one model: the only writer of its state."""
+    """The canary of one model: the only writer of its state.
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    ``policies``: returns the policies of the model. ``install``: replaces them; it raises
+    LmetricError, and then nothing has changed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        router: Router,
+        policies: Callable[[], Policies],
+        install: Callable[[Policies], None],
+    ) -> None:
+        self._model = model
+        self._router = router
+        self._policies = policies
+        self._install = install
         self.state = State.OFF
         self.run: Run | None = None  # the last one; None: none was started
         self.built: Built | None = None  # policy of the last one
@@ -234,7 +231,7 @@ class Canary:
         """Returns the state after an event. Raises CanaryError if the event is not possible now."""
         after = TRANSITIONS.get((self.state, event))
         if after is None:
-            raise CanaryError(f"{self._owner.name or 'the model'}: {_WHY_NOT[self.state, event]}")
+            raise CanaryError(f"{self._model or 'the model'}: {_WHY_NOT[self.state, event]}")
         return after
 
     def start(self, config: CanaryConfig, now: float | None = None) -> None:
@@ -242,18 +239,18 @@ class Canary:
 
         Raises CanaryError, or another LmetricError for a policy that is not valid.
         """
-        after, owner = self.check(Event.START), self._owner
-        built = build(owner.policies.settings, config.policy, config.knobs)
-        owner.router.set_canary(built.policy, knobs=built.knobs)
+        after, policies = self.check(Event.START), self._policies()
+        built = build(policies.settings, config.policy, config.knobs)
+        self._router.set_canary(built.policy, knobs=built.knobs)
         self.built = built
-        owner.policies.also_reads(built)
+        policies.also_reads(built)
         self.run = Run(config, time.monotonic() if now is None else now)
         self._look_at, self.reason = self.run.counts_from, ""
         self._before = self._promoted = None
         self.state = after
         log.info(
             "canary started",
-            model=owner.name,
+            model=self._model,
             policy=config.policy,
             knobs=config.knobs,
             share=config.share,
@@ -267,26 +264,26 @@ class Canary:
             return
         groups = dict(zip(ARMS, run.comparison.groups, strict=True))
         raise CanaryError(
-            f"{self._owner.name or 'the model'}: no results to promote: {groups['stable']} sessions in the "
+            f"{self._model or 'the model'}: no results to promote: {groups['stable']} sessions in the "
             f"stable arm and {groups['canary']} in the canary's; at least {MIN_GROUPS} in each are needed. "
             "Wait for more requests, or set the policy with PUT /admin/policy"
         )
 
     def promote(self) -> None:
         """Makes the canary's policy the policy of all requests. Raises LmetricError."""
-        after, owner, run = self.check(Event.PROMOTE), self._owner, self.run
+        after, run = self.check(Event.PROMOTE), self.run
         assert run is not None  # it runs
-        config, before = run.config, owner.policies
+        config, before = run.config, self._policies()
         changes = {"policy": config.policy, "knobs": config.knobs}
         promoted = Policies(before.settings.model_copy(update=changes))
-        owner.install(promoted)
-        owner.router.set_canary(None)
+        self._install(promoted)
+        self._router.set_canary(None)
         self._before, self._promoted = before, promoted
         self.promotions += 1
         self.state = after
         log.warning(
             "canary promoted; a restart or reload brings the configured policy back",
-            model=owner.name,
+            model=self._model,
             policy=config.policy,
             knobs=config.knobs,
             to_keep_it="set policy and knobs in the configuration, and remove canary",
@@ -297,22 +294,22 @@ class Canary:
 
         ``cause``: for the metric. After a promotion, the earlier policy comes back.
         """
-        after, owner, run = self.check(Event.ROLL_BACK), self._owner, self.run
+        after, run = self.check(Event.ROLL_BACK), self.run
         assert run is not None  # it was started
         if self.state is State.PROMOTED:
             assert self._before is not None
-            if owner.policies is not self._promoted:
+            if self._policies() is not self._promoted:
                 raise CanaryError(
-                    f"{owner.name or 'the model'}: the policy has changed since the promotion; set it "
+                    f"{self._model or 'the model'}: the policy has changed since the promotion; set it "
                     "with PUT /admin/policy"
                 )
-            owner.install(self._before)
+            self._install(self._before)
         else:
-            owner.router.set_canary(None)
+            self._router.set_canary(None)
         self.state, self.reason = after, reason
         self.rollbacks[cause] += 1
         (log.info if cause == "command" else log.error)(
-            "canary rolled back", model=owner.name, policy=run.config.policy, reason=reason
+            "canary rolled back", model=self._model, policy=run.config.policy, reason=reason
         )
 
     def configure(self, config: CanaryConfig | None, *, policy_changed: bool = False) -> None:
@@ -326,8 +323,8 @@ class Canary:
             return
         was_running = self.running
         if self.state is not State.OFF:
-            log.warning("canary ended by the configuration", model=self._owner.name, state=str(self.state))
-            self._owner.router.set_canary(None)
+            log.warning("canary ended by the configuration", model=self._model, state=str(self.state))
+            self._router.set_canary(None)
             self.state = self.check(Event.CONFIGURE)
         self._configured = config
         if config is not None and (changed or was_running):
@@ -351,9 +348,9 @@ class Canary:
     def shown(self, now: float | None = None) -> dict[str, Any]:
         """Returns its state for people."""
         now = time.monotonic() if now is None else now
-        settings = self._owner.policies.settings
+        settings = self._policies().settings
         return {
-            "model": self._owner.name,
+            "model": self._model,
             "state": str(self.state),
             "reason": self.reason or None,
             "stable_policy": settings.policy,

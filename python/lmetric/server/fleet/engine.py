@@ -31,8 +31,8 @@ from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
 from lmetric.server.fleet.names import PoolNames
-from lmetric.server.fleet.outliers import ServiceRecord
 from lmetric.server.fleet.retry_budget import Breaks
+from lmetric.server.fleet.service import ServiceRecord
 from lmetric.server.fleet.watchdog import Watchdog
 from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.allowed import AllowedEngines

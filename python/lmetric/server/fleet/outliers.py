@@ -1,8 +1,7 @@
 """Outlier ejection: which engines of a model are in service, by the outcomes of their requests.
 
-Pure logic: time is an argument, in seconds on the monotonic clock. `Engine` reports health checks,
-and `Verdicts` (`execution/verdicts.py`) reports requests. The rules and defaults follow Envoy's
-outlier detection (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier)
+Pure logic: time is an argument, in seconds on the monotonic clock. `Verdicts`
+(`execution/verdicts.py`) reports requests. The rules and defaults follow Envoy's outlier detection (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier)
 with two differences. Failures count by request instead of by attempt, and success rates are
 compared with a test that also works for two engines.
 """
@@ -10,178 +9,21 @@ compared with a test that also works for two engines.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from lmetric.config import Ejection
-
-# The states of an engine (`MEANINGS`) and the events that change them (`EVENTS`).
-State = Literal["HEALTHY", "DOWN", "EJECTED", "PROBING"]
-Event = Literal["UP", "LOST", "OUTLIER", "PROBE_PASSED", "PROBE_FAILED", "SERVED"]
-
-MEANINGS: Mapping[State, str] = {
-    "HEALTHY": "gets requests",
-    "DOWN": "not reachable, not healthy by its own report, or it stopped generating; gets no requests",
-    "EJECTED": "its requests failed where others succeeded; gets no requests until its ejection is over",
-    "PROBING": "gets requests on trial: the next proven failure ejects it again, for longer",
-}
-EVENTS: Mapping[Event, str] = {
-    "UP": "health checks passed",
-    "LOST": "a connection was refused, checks failed repeatedly, or it stopped generating",
-    "OUTLIER": "a rule of `health.ejection` found it to be an outlier",
-    "PROBE_PASSED": "after its ejection, a health check and the router's own small request succeeded",
-    "PROBE_FAILED": "after its ejection, that small request failed",
-    "SERVED": "a client's request succeeded, or none came for `base_seconds`",
-}
-# For each state and event, the states that may follow.
-TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
-    ("DOWN", "UP"): ("HEALTHY", "EJECTED"),  # EJECTED: its ejection is not over yet
-    ("HEALTHY", "LOST"): ("DOWN",),
-    ("EJECTED", "LOST"): ("DOWN",),
-    ("PROBING", "LOST"): ("DOWN",),
-    ("HEALTHY", "OUTLIER"): ("EJECTED",),
-    ("PROBING", "OUTLIER"): ("EJECTED",),
-    ("EJECTED", "PROBE_PASSED"): ("PROBING",),
-    ("EJECTED", "PROBE_FAILED"): ("EJECTED",),
-    ("PROBING", "SERVED"): ("HEALTHY",),
-}
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.service import Event, ServiceRecord, Tally
 
 BUCKET_SECONDS = 10.0  # success rates are compared this often, as in Envoy
-# Of one client's failures without proof, one counts per engine in this time. So one client can
-# neither eject an engine by itself nor hide the failures of others.
-CLIENT_SECONDS = 10.0
-MAX_CLIENTS = 1024  # clients remembered per engine for that
 # An engine's success rate is an outlier if it is lower than its peers' by both.
 MIN_GAP = 0.1
 MIN_DEVIATIONS = 3.0  # standard errors of the difference
 SUSPECT_LOG_SECONDS = 60.0
 # Longest time without new requests for an engine that returned Retry-After.
 MAX_SATURATED_SECONDS = 60.0
-
-
-class Tally(NamedTuple):
-    """Counted outcomes of an engine's requests."""
-
-    successes: int
-    failures: int
-
-
-class ServiceRecord:
-    """The state of one engine, and the recent outcomes of its requests."""
-
-    __slots__ = (
-        "_buckets",
-        "_clients",
-        "ejections",
-        "failures",
-        "in_service",
-        "reason",
-        "saturated_until",
-        "since",
-        "state",
-        "streak",
-        "successes",
-        "until",
-    )
-
-    def __init__(self) -> None:
-        self.state: State = "DOWN"
-        self.since = -math.inf  # of the state, or of the last change of `ejections`
-        self.in_service = False  # whether it gets new requests, as far as this module decides
-        self.ejections = 0  # the factor of the next ejection's duration, minus 1
-        self.until = -math.inf  # end of the last ejection
-        self.reason: str | None = None  # of the last ejection
-        self.saturated_until = -math.inf
-        self.streak = 0  # counted failures since the last success
-        self.successes = 0  # in the present bucket
-        self.failures = 0
-        self._buckets: deque[Tally] = deque()
-        self._clients: dict[str, float] = {}  # time of the last failure without proof
-
-    def enter(self, event: Event, state: State, now: float) -> None:
-        """Changes the state."""
-        assert state in TRANSITIONS.get((self.state, event), ()), f"{event}: {self.state} to {state}"
-        self.state = state
-        self.since = now
-
-    def up(self, now: float) -> None:
-        """Handles passed health checks of an engine that was down."""
-        self.forget()
-        self.enter("UP", "EJECTED" if now < self.until else "HEALTHY", now)
-
-    def served(self) -> None:
-        """Records a whole answer. Called for each answer of the engine."""
-        self.successes += 1
-        if self.streak:
-            self.streak = 0
-
-    def count(self, client: str, proven: bool, now: float) -> bool:
-        """Counts a failure; returns False if it does not count.
-
-        `proven`: another engine answered the same request. Failures without proof count once per
-        client and `CLIENT_SECONDS`.
-        """
-        if not proven:
-            if now - self._clients.get(client, -math.inf) < CLIENT_SECONDS:
-                return False
-            if len(self._clients) >= MAX_CLIENTS:
-                del self._clients[next(iter(self._clients))]
-            self._clients.pop(client, None)  # the newest is last
-            self._clients[client] = now
-        self.failures += 1
-        self.streak += 1
-        return True
-
-    def forget(self) -> None:
-        """Forgets the outcomes so far: an engine that comes back is judged anew."""
-        self.successes = self.failures = self.streak = 0
-        self._buckets.clear()
-
-    def rotate(self, buckets: int) -> None:
-        """Begins a new bucket; `buckets`: how many the window has."""
-        self._buckets.append(Tally(self.successes, self.failures))
-        self.successes = self.failures = 0
-        while len(self._buckets) >= buckets:
-            self._buckets.popleft()
-
-    @property
-    def tally(self) -> Tally:
-        """The counted outcomes in the window."""
-        return Tally(
-            self.successes + sum(bucket.successes for bucket in self._buckets),
-            self.failures + sum(bucket.failures for bucket in self._buckets),
-        )
-
-    def shown(self, now: float) -> dict[str, Any]:
-        """Returns its JSON object for /debug/engines."""
-        tally = self.tally
-        held = self.state in ("EJECTED", "PROBING")
-        return {
-            "state": self.state,
-            "in_service": self.in_service,
-            "reason": self.reason if held else None,
-            "ejected_seconds_left": max(0.0, self.until - now) if self.state == "EJECTED" else None,
-            "ejections": self.ejections,
-            "saturated_seconds_left": max(0.0, self.saturated_until - now) or None,
-            "successes": tally.successes,
-            "failures": tally.failures,
-        }
-
-
-class Member(Protocol):
-    """The properties of an engine that ejection needs."""
-
-    name: str
-    service: ServiceRecord
-
-    @property
-    def role(self) -> str:
-        """Engines of one role can replace each other."""
-
-    @property
-    def held(self) -> bool:
-        """Whether it gets no new requests for a reason other than its health."""
 
 
 class Notice(NamedTuple):
@@ -211,7 +53,7 @@ class Outliers:
     # -- outcomes ----------------------------------------------------------------------------------
 
     def failed(
-        self, member: Member, peers: Collection[Member], client: str, proven: bool, reason: str, now: float
+        self, member: Engine, peers: Collection[Engine], client: str, proven: bool, reason: str, now: float
     ) -> bool:
         """Counts a request that failed at an engine. Returns whether it was ejected."""
         record = member.service
@@ -224,7 +66,7 @@ class Outliers:
             return self._eject(member, peers, "consecutive", reason, now)
         return False
 
-    def saturated(self, member: Member, seconds: float, now: float) -> None:
+    def saturated(self, member: Engine, seconds: float, now: float) -> None:
         """Gives an engine no new requests for its Retry-After, at most `MAX_SATURATED_SECONDS`."""
         until = now + min(seconds, MAX_SATURATED_SECONDS)
         member.service.saturated_until = max(member.service.saturated_until, until)
@@ -239,7 +81,7 @@ class Outliers:
             self.notices.append(Notice("requests failed on two engines alike; no engine is blamed", details))
             self._noted = (self.suspects, now)
 
-    def probed(self, member: Member, error: str | None, now: float) -> None:
+    def probed(self, member: Engine, error: str | None, now: float) -> None:
         """Handles the result of a probe after an ejection; `error`: None if it succeeded."""
         record = member.service
         if record.state != "EJECTED":
@@ -254,7 +96,7 @@ class Outliers:
 
     # -- ejection ----------------------------------------------------------------------------------
 
-    def _eject(self, member: Member, peers: Collection[Member], rule: str, reason: str, now: float) -> bool:
+    def _eject(self, member: Engine, peers: Collection[Engine], rule: str, reason: str, now: float) -> bool:
         if not self.settings.enabled or member.service.state not in ("HEALTHY", "PROBING"):
             return False
         if limit := self._limit(member, peers):
@@ -266,7 +108,7 @@ class Outliers:
         self._extend(member, "OUTLIER", rule, reason, now)
         return True
 
-    def _extend(self, member: Member, event: Event, rule: str, reason: str, now: float) -> None:
+    def _extend(self, member: Engine, event: Event, rule: str, reason: str, now: float) -> None:
         record, settings = member.service, self.settings
         record.ejections += 1
         seconds = min(settings.base_seconds * record.ejections, settings.max_seconds)
@@ -276,7 +118,7 @@ class Outliers:
         details = {"engine": member.name, "rule": rule, "seconds": seconds, "reason": reason}
         self.notices.append(Notice("engine ejected", details))
 
-    def _limit(self, member: Member, peers: Collection[Member]) -> str | None:
+    def _limit(self, member: Engine, peers: Collection[Engine]) -> str | None:
         """Returns the limit that forbids to eject an engine; None: it may be ejected."""
         group = [each for each in peers if each.role == member.role and not each.held]
         ejected = sum(each.service.state == "EJECTED" for each in group)
@@ -289,7 +131,7 @@ class Outliers:
 
     # -- review ------------------------------------------------------------------------------------
 
-    def review_one(self, member: Member, members: Collection[Member], now: float) -> list[Member]:
+    def review_one(self, member: Engine, members: Collection[Engine], now: float) -> list[Engine]:
         """Decides who is in service after a change of one engine, as `review` does.
 
         The time does not grow with the fleet, unless an engine is ejected or full.
@@ -302,14 +144,14 @@ class Outliers:
         record.in_service = serves
         return changed
 
-    def review(self, members: Collection[Member], now: float) -> list[Member]:
+    def review(self, members: Collection[Engine], now: float) -> list[Engine]:
         """Ends what is over, compares success rates, and decides who is in service.
 
         Returns the engines whose `in_service` has changed. Called twice a second, and after each
         change of an engine's state.
         """
         self.calm = True
-        groups: dict[str, list[Member]] = {}
+        groups: dict[str, list[Engine]] = {}
         for member in members:
             self._pass_time(member.service, now)
             groups.setdefault(member.role, []).append(member)
@@ -337,7 +179,7 @@ class Outliers:
             record.ejections -= 1
             record.since = now
 
-    def _serving(self, role: str, group: list[Member], now: float) -> set[Member]:
+    def _serving(self, role: str, group: list[Engine], now: float) -> set[Engine]:
         """Returns the engines of a role that are in service."""
         counted = [member for member in group if not member.held]
         up = {member for member in group if member.service.state in ("HEALTHY", "PROBING")}
@@ -358,7 +200,7 @@ class Outliers:
         self.calm &= not ejected and len(free) == len(serving)
         return free if any(not member.held for member in free) else serving
 
-    def _compare(self, group: list[Member], members: Collection[Member], now: float) -> None:
+    def _compare(self, group: list[Engine], members: Collection[Engine], now: float) -> None:
         """Ejects engines whose success rate is far below the rate of all others together."""
         serving = [member for member in group if member.service.state in ("HEALTHY", "PROBING")]
         tallies = {member: member.service.tally for member in serving}

@@ -121,7 +121,7 @@ class Pool:
         self.indicators = Indicators(settings.indicators)
         self.policies = Policies(settings)
         self.router = _router(name, settings, self.policies, self.block_size)
-        self.trials = Trials(self)
+        self.trials = Trials(name, self.router, lambda: self.policies, self.install)
         self.trials.configure(self.policies)
         priority.follow_clock(self.router, settings)
         self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants or {})
@@ -250,11 +250,10 @@ class Pool:
         self.retry_budget.follow(self.requests, now)
         if changed is None:
             self._review_due = False
-            members = self.outliers.review(self.engines.values(), now)
+            engines = self.outliers.review(self.engines.values(), now)
         else:
-            members = self.outliers.review_one(changed, self.engines.values(), now)
-        for member in members:
-            engine = self.engines[member.name]
+            engines = self.outliers.review_one(changed, self.engines.values(), now)
+        for engine in engines:
             if self.changes is not None and engine.in_service and engine.cold:
                 self.changes.joins(engine)  # before it can get a request
             engine.cold &= not engine.in_service

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lmetric._core import Arrival, Decision, Request, Ticket
-from lmetric.server.fleet.canary import Canary, CanaryRequest, Owner
+from lmetric._core import Arrival, Decision, Request, Router, Ticket
+from lmetric.server.fleet.canary import Canary, CanaryRequest
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.shadow import Shadow
 
 
 class Trials:
-    """The shadow and the canary of one model."""
+    """The shadow and the canary of one model. Its arguments are those of `Canary`."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._router = owner.router
-        self.shadow = Shadow(owner.router)
-        self.canary = Canary(owner)
+    def __init__(
+        self,
+        model: str,
+        router: Router,
+        policies: Callable[[], Policies],
+        install: Callable[[Policies], None],
+    ) -> None:
+        self._router = router
+        self.shadow = Shadow(router)
+        self.canary = Canary(model, router, policies, install)
 
     @property
     def on(self) -> bool:

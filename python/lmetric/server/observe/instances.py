@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 
 from lmetric._core import indicator_table
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.outliers import MEANINGS
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.service import MEANINGS
 from lmetric.server.observe.exposition import PIECE, Table, labels_text
 
 _OF_INSTANCE = ("model", "instance")

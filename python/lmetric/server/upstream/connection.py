@@ -1,12 +1,14 @@
-"""One keep-alive connection to an engine, and the errors of connecting. Rust reads the answers."""
+"""Keep-alive connections to an engine, and the errors of connecting. Rust reads the answers."""
 
 import asyncio
 import errno
+import math
 import os
 import re
 import socket
 import ssl
 import time
+from collections import deque
 from typing import Protocol
 
 from lmetric._core import FULL_READ, ResponseReader
@@ -86,16 +88,6 @@ def _own_trouble() -> str | None:
     return None
 
 
-class Owner(Protocol):
-    """The pool that owns a connection."""
-
-    def give(self, connection: "Connection") -> None:
-        """Keeps a connection for the next request."""
-
-    def gone(self, connection: "Connection", waiting: bool) -> None:
-        """Forgets a closed connection."""
-
-
 # The buffer of `_SmallReads`. One is enough: its bytes are copied before the next read.
 _BUFFER = memoryview(bytearray(FULL_READ))
 
@@ -142,7 +134,7 @@ class Connection(ResponseReader, asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, upstream: Owner) -> None:
+    def __init__(self, upstream: "Kept") -> None:
         self.upstream = upstream
         self.made_at = self.idle_since = time.monotonic()
         self._paused = False  # by its user
@@ -236,3 +228,62 @@ class Connection(ResponseReader, asyncio.Protocol):
         self.detach()
         self._take_late()
         self.transport.abort()
+
+
+class Kept:
+    """Connections to one engine.
+
+    At most ``keep`` idle connections are kept, each for ``idle_seconds``, none older than
+    ``age_seconds``.
+    """
+
+    def __init__(self, keep: int, idle_seconds: float, age_seconds: float = math.inf) -> None:
+        self._keep = keep
+        self._idle_seconds = idle_seconds
+        self._age_seconds = age_seconds
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._closed = False
+
+    def take(self) -> Connection | None:
+        """Returns the idle connection that was used last; None if none is idle."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    def give(self, connection: Connection) -> None:
+        """Keeps a connection for its next use."""
+        now = time.monotonic()
+        if self._closed or len(self._idle) >= self._keep or now - connection.made_at > self._age_seconds:
+            connection.transport.close()
+            return
+        connection.idle_since = now
+        self._idle.append(connection)
+
+    def gone(self, connection: Connection, waiting: bool) -> None:
+        """Forgets a closed connection."""
+        self._open.discard(connection)
+        if waiting and connection in self._idle:
+            self._idle.remove(connection)
+
+    def expire(self, now: float) -> None:
+        """Closes connections that were idle too long."""
+        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
+            self._close_oldest()
+
+    def clear(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._close_oldest()
+
+    def close(self) -> None:
+        """Closes the idle connections. Connections in use close when they are given back."""
+        self._closed = True
+        self.clear()
+
+    def _close_oldest(self) -> None:
+        connection = self._idle.popleft()
+        self._open.discard(connection)
+        connection.transport.close()

@@ -1,10 +1,7 @@
 """Pools of keep-alive connections to one engine."""
 
 import asyncio
-import math
 import ssl
-import time
-from collections import deque
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -12,7 +9,7 @@ from pydantic import SecretStr
 from lmetric.config import EngineConfig, EngineTls, ServerConfig, unix_path
 from lmetric.server.tls.contexts import EngineContexts, TlsContext
 from lmetric.server.upstream.allowed import AllowedEngines
-from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
+from lmetric.server.upstream.connection import Connection, Kept, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
 
 # Size limit of an engine's pages. /metrics of a large engine has some hundred kB.
@@ -21,65 +18,6 @@ PAGE_BYTES = 1 << 20
 PAGE_CONNECTIONS = 2
 # Longest use of a page connection. After that, the name is looked up again: its address may change.
 PAGE_CONNECTION_SECONDS = 30.0
-
-
-class Kept:
-    """Connections to one engine.
-
-    At most ``keep`` idle connections are kept, each for ``idle_seconds``, none older than
-    ``age_seconds``.
-    """
-
-    def __init__(self, keep: int, idle_seconds: float, age_seconds: float = math.inf) -> None:
-        self._keep = keep
-        self._idle_seconds = idle_seconds
-        self._age_seconds = age_seconds
-        self._idle: deque[Connection] = deque()
-        self._open: set[Connection] = set()
-        self._closed = False
-
-    def take(self) -> Connection | None:
-        """Returns the idle connection that was used last; None if none is idle."""
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.transport.is_closing():
-                return connection
-        return None
-
-    def give(self, connection: Connection) -> None:
-        """Keeps a connection for its next use."""
-        now = time.monotonic()
-        if self._closed or len(self._idle) >= self._keep or now - connection.made_at > self._age_seconds:
-            connection.transport.close()
-            return
-        connection.idle_since = now
-        self._idle.append(connection)
-
-    def gone(self, connection: Connection, waiting: bool) -> None:
-        """Forgets a closed connection."""
-        self._open.discard(connection)
-        if waiting and connection in self._idle:
-            self._idle.remove(connection)
-
-    def expire(self, now: float) -> None:
-        """Closes connections that were idle too long."""
-        while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
-            self._close_oldest()
-
-    def clear(self) -> None:
-        """Closes the idle connections."""
-        while self._idle:
-            self._close_oldest()
-
-    def close(self) -> None:
-        """Closes the idle connections. Connections in use close when they are given back."""
-        self._closed = True
-        self.clear()
-
-    def _close_oldest(self) -> None:
-        connection = self._idle.popleft()
-        self._open.discard(connection)
-        connection.transport.close()
 
 
 class Upstream(Kept):
