@@ -204,7 +204,7 @@ class Monitor:
 
     async def _probe(self, engine: Engine) -> None:
         """Tests with a small request whether an engine works again after its ejection."""
-        service, pool = engine.service, engine.pool
+        service, pool = engine.service, self.fleet.pool_of(engine)
         if pool is None or service.state != "EJECTED" or time.monotonic() < service.until:
             return
         try:
@@ -275,7 +275,7 @@ class Monitor:
 
     def _suspect(self, engine: Engine, silent: float, now: float) -> None:
         """Probes an engine whose streams have got no token for too long."""
-        pool = engine.pool
+        pool = self.fleet.pool_of(engine)
         if pool is None or engine in self._probes.running:
             return
         prefill = pool.queued_prefill_seconds(engine) if engine.watchdog.prefilling else 0.0

@@ -79,19 +79,6 @@ class NotUsable(NamedTuple):
 log = structlog.get_logger("lmetric.fleet")
 
 
-class WarmFleet(Protocol):
-    """Warm fleet changes, as engines need them."""
-
-    def joins(self, engine: "Engine") -> None:
-        """Begins to warm an engine with an empty cache."""
-
-    def leaves(self, engine: "Engine") -> None:
-        """Begins to copy the prefixes of an engine that gets no more requests."""
-
-    def sends(self, name: str) -> bool:
-        """Whether other engines still fetch the prefixes of an engine that leaves."""
-
-
 class ServedModel(Protocol):
     """The properties of a model that its engines need."""
 
@@ -102,24 +89,17 @@ class ServedModel(Protocol):
     indicators: Indicators
     names: PoolNames
 
-    @property
-    def changes(self) -> "WarmFleet | None":
-        """Its warm fleet changes, if engines join and leave warm."""
-
     def review(self, changed: "Engine | None" = None) -> None:
         """Decides anew which engines are in service, after a change of all or of one."""
 
-    def review_soon(self) -> None:
-        """Decides so in the next turn of the event loop, once for many changes."""
+    def hold(self, engine: "Engine", *, one_of_many: bool) -> None:
+        """Handles a change of an engine's `held`."""
+
+    def sends_prefixes(self, name: str) -> bool:
+        """Whether other engines still fetch the prefixes of an engine that leaves."""
 
     def blame(self, engine: "Engine", client: str, reason: str, *, proven: bool) -> None:
         """Counts a request that failed at an engine."""
-
-    def queued_prefill_seconds(self, engine: "Engine") -> float:
-        """Returns the expected seconds until an engine has computed all prompts placed on it."""
-
-    def probed(self, engine: "Engine", error: str | None) -> None:
-        """Handles the result of a probe of an ejected engine."""
 
 
 class Engine:
@@ -268,8 +248,7 @@ class Engine:
     @property
     def sends_prefixes(self) -> bool:
         """Whether other engines still fetch its prefixes because it leaves."""
-        changes = self.pool.changes if self.pool is not None else None
-        return changes is not None and changes.sends(self.name)
+        return self.pool is not None and self.pool.sends_prefixes(self.name)
 
     @property
     def running(self) -> int:
@@ -297,18 +276,12 @@ class Engine:
         self.configure(server)
 
     def hold(self, *, one_of_many: bool = False) -> None:
-        """Updates the core router after a change of `held`.
+        """Applies a change of `held`.
 
         ``one_of_many``: the pool's review waits for further changes in this turn of the event loop.
         """
         if self.pool is not None:
-            self.pool.router.update_instance(self.name, draining=self.held)
-            if one_of_many:
-                self.pool.review_soon()
-            else:
-                self.pool.review(self)
-            if self.pool.changes is not None and self.held and self.in_service:
-                self.pool.changes.leaves(self)
+            self.pool.hold(self, one_of_many=one_of_many)
 
     def succeeded(self) -> None:
         """Records a successful health check."""

@@ -232,14 +232,24 @@ class Pool:
             self.review(engine)
         return self.names.update(engine.name, engine.capabilities.models)
 
-    def review_soon(self) -> None:
-        """Reviews in the next turn of the event loop, once for all changes of this turn.
+    def hold(self, engine: Engine, *, one_of_many: bool) -> None:
+        """Handles a change of an engine's `held`.
 
-        If no engine is ejected or full, a change of `held` needs no review.
+        ``one_of_many``: the review waits for further changes in this turn of the event loop.
         """
-        if not self.outliers.calm and not self._review_due:
+        self.router.update_instance(engine.name, draining=engine.held)
+        if not one_of_many:
+            self.review(engine)
+        elif not self.outliers.calm and not self._review_due:
+            # If no engine is ejected or full, a change of `held` needs no review.
             self._review_due = True
             asyncio.get_running_loop().call_soon(self.review)
+        if self.changes is not None and engine.held and engine.in_service:
+            self.changes.leaves(engine)
+
+    def sends_prefixes(self, name: str) -> bool:
+        """Whether other engines still fetch the prefixes of an engine that leaves."""
+        return self.changes is not None and self.changes.sends(name)
 
     def review(self, changed: Engine | None = None) -> None:
         """Decides anew which engines are in service, and updates the core router.
