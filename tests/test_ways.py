@@ -1,0 +1,177 @@
+"""Each way of running a request (`server/execution/ways`), step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import orjson
+import pytest
+
+from execution_world import (
+    Ask,
+    Clock,
+    Driver,
+    Engines,
+    Setup,
+    Slot,
+    driver,
+    finish,
+    limits,
+    read_answer,
+    said,
+)
+from lmetric.server.execution import attempt as attempt_module
+
+MAIN, SIDE, HEDGE = Slot.MAIN, Slot.SIDE, Slot.HEDGE
+
+
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with limits(), mock.patch.object(attempt_module, "time", clock):
+        yield clock
+
+
+def engine(it: Driver, slot: Slot = MAIN) -> str:
+    return it.open[slot].step.engine.name
+
+
+def asked(it: Driver, slot: Slot = MAIN) -> dict[str, object]:
+    """Returns the body that the engine got."""
+    body: dict[str, object] = orjson.loads(it.open[slot].step.body)
+    return body
+
+
+def test_plain_sends_the_clients_own_body_and_passes_the_answer_on(clock: Clock) -> None:
+    it = driver(clock, Setup(), Ask(stream=False))
+    assert it.open[MAIN].step.body == Ask(stream=False).body()
+    it.say(it.open[MAIN], 2)
+    assert (it.done, it.counts["commit"], it.counts["begin"]) == (True, 1, 0)
+    it.check_answer()
+
+
+def test_plain_goes_to_the_next_engine_if_the_first_is_lost(clock: Clock) -> None:
+    it = driver(clock, Setup(), Ask())
+    first = engine(it)
+    it.lose(it.open[MAIN])
+    assert engine(it) != first
+    finish(it)
+    assert it.pool.retried == {"reset": 1}
+
+
+def test_plain_continues_a_stream_on_another_engine(clock: Clock) -> None:
+    """The second engine gets the prompt and the answer so far as tokens."""
+    it = driver(clock, Setup(fails_over=True), Ask())
+    it.say(it.open[MAIN], 5)
+    first, known = engine(it), it.execution.known_tokens
+    it.lose(it.open[MAIN])
+    assert engine(it) != first
+    prompt = asked(it)["prompt"]
+    assert isinstance(prompt, list)
+    assert prompt[-known:] == [said(len(prompt) - known + n) for n in range(known)]
+    finish(it)
+    assert it.pool.failovers == {"continued": 1}
+
+
+def test_pair_computes_the_prompt_on_one_engine_and_decodes_on_another(clock: Clock) -> None:
+    it = driver(clock, Setup("nixl"), Ask())
+    assert (engine(it)[0], it.open[MAIN].step.for_client) == ("p", False)
+    it.say(it.open[MAIN], 2)  # the prefill has answered
+    decode = it.open[MAIN].step
+    assert (decode.engine.name[0], decode.for_client) == ("d", True)
+    assert decode.kv is not None
+    finish(it)
+    assert it.pool.kv_transfers == {"transferred": 1}
+
+
+def test_pair_computes_the_prompt_again_if_the_transfer_fails(clock: Clock) -> None:
+    """The same engine gets the request again, without the transfer."""
+    it = driver(clock, Setup("nixl"), Ask(stream=False))
+    it.say(it.open[MAIN], 2)
+    decode, answer = engine(it), it.open[MAIN].answered
+    assert answer is not None
+    answer.pieces = [b"HTTP/1.1 500 x\r\ncontent-length: 2\r\n\r\n{}"]
+    it.say(it.open[MAIN], 1)
+    assert (engine(it), it.open[MAIN].step.kv) == (decode, None)
+    finish(it)
+    assert it.pool.kv_transfers == {"transferred": 1, "broken": 1}
+
+
+def test_pair_sends_both_halves_at_once_if_the_engines_meet_by_themselves(clock: Clock) -> None:
+    it = driver(clock, Setup("sglang"), Ask())
+    assert (engine(it, SIDE)[0], engine(it)[0]) == ("p", "d")
+    assert asked(it, SIDE) == asked(it)
+    finish(it)
+
+
+def test_chain_runs_an_answer_on_two_engines(clock: Clock) -> None:
+    """Both engines are of role both. The client gets one answer, merged from their tokens."""
+    it = driver(clock, Setup(split_at=0.93), Ask())
+    first = it.open[MAIN].step
+    assert (first.for_client, first.reader) == (False, "whole")
+    it.say(it.open[MAIN], 2)
+    second = it.open[MAIN].step
+    assert second.engine is not first.engine
+    assert (second.merges, second.reader) == (True, "events")
+    finish(it)
+    assert it.counts["begin"] == 1
+
+
+def test_copy_fetches_a_prefix_before_the_request_starts(clock: Clock) -> None:
+    setup, ask = Setup(pulls=True), Ask()
+    pool = setup.pool()
+    setup.computed(pool, ask.path)
+    it = Driver(pool, setup, ask, clock, Engines(ask, setup))
+    holder = engine(it, SIDE)
+    assert MAIN not in it.open
+    it.say(it.open[SIDE], 2)  # the holder has prepared the prefix
+    assert engine(it) != holder
+    assert it.open[MAIN].step.kv is not None
+    finish(it)
+    assert it.pool.fetch_outcomes == {"fetched": 1}
+
+
+def test_copy_waits_only_so_long(clock: Clock) -> None:
+    setup, ask = Setup(pulls=True), Ask()
+    pool = setup.pool()
+    setup.computed(pool, ask.path)
+    it = Driver(pool, setup, ask, clock, Engines(ask, setup))
+    it.wake()
+    assert SIDE not in it.open
+    assert it.open[MAIN].step.body == ask.body()
+    finish(it)
+    assert it.pool.fetch_outcomes == {"late": 1}
+
+
+@pytest.mark.parametrize("by", ["recompute", "fetch"])
+def test_move_prepares_the_target_while_the_source_still_streams(clock: Clock, by: str) -> None:
+    it = driver(clock, Setup(moves=by), Ask())
+    it.say(it.open[MAIN], 4)
+    source, mover = engine(it), it.pool.mover
+    assert mover is not None
+    target = next(name for name in it.pool.engines if name != source)
+    assert mover.begin(it.ticket.id, target, clock.now)
+    if by == "fetch":
+        assert engine(it, SIDE) == source  # it prepares its KV cache
+        it.say(it.open[SIDE], 2)
+    assert (engine(it), engine(it, SIDE)) == (source, target)
+    it.say(it.open[MAIN], 1)  # the source goes on meanwhile
+    it.say(it.open[SIDE], 2)
+    assert (engine(it), SIDE in it.open) == (target, False)
+    finish(it)
+    assert mover.outcomes == {"migrated": 1}
+
+
+def test_hedge_asks_a_second_engine_if_the_first_token_is_late(clock: Clock) -> None:
+    it = driver(clock, Setup(hedges=True), Ask())
+    first = engine(it)
+    it.wake()
+    second = engine(it, HEDGE)
+    assert second != first
+    it.say(it.open[HEDGE], 2)  # its first token
+    assert (engine(it), HEDGE in it.open) == (second, False)
+    finish(it)
+    _, heard = read_answer(it.client.written, it.ask)
+    assert heard["whole"]
+    assert it.pool.hedging.outcomes == {"won": 1}
