@@ -223,8 +223,8 @@ async def test_an_objective_is_a_priority_and_a_class() -> None:
     async with picking(policy="bs + 0 * priority", admission=admission) as world:
         world.server.fleet.objectives["fast"] = 7
         seen = []
-        real = world.server.front._start
-        world.server.front._start = lambda it, now: (
+        real = world.server.front.placement._start
+        world.server.front.placement._start = lambda it, now: (
             seen.append((it.request.slo_class, it.asked.priority)),
             real(it, now),
         )  # type: ignore[method-assign]

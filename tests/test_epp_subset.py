@@ -124,7 +124,7 @@ async def test_a_subset_without_an_engine_is_503(subset: Any) -> None:
 async def test_a_stored_response_is_fetched_only_in_the_subset() -> None:
     async with picking(2) as world:
         model = world.server.fleet.pools[0].name
-        world.server.front.stored.add("", "resp_1", Holder(model, "e0"))
+        world.server.front.stored.responses.add("", "resp_1", Holder(model, "e0"))
         for inside, status in ((world.places[:1], None), (world.places[1:], 503)):
             async with exchange(world.target) as stream:
                 head = request_head("/v1/responses/resp_1", "GET", ends=True)

@@ -133,8 +133,8 @@ async def test_the_observers_behind_a_failing_one_get_their_events() -> None:
 
     with logged_failures() as hooks:
         async with world(1) as w:
-            w.server.front.observers.add(Broken())
-            w.server.front.observers.add(Whole())
+            w.server.front.running.observers.add(Broken())
+            w.server.front.running.observers.add(Whole())
             assert (await w.post(STREAM))[0] == 200
             await w.settled()
     assert seen == ["arrived", "placed", "sent", "ended"]
@@ -155,8 +155,8 @@ def test_an_observer_gets_only_the_events_that_it_has_hooks_for() -> None:
 async def test_the_access_log_follows_a_reload() -> None:
     async with world(1) as w:
         front: Frontend = w.server.front
-        before = len(front.observers.ended)
+        before = len(front.running.observers.ended)
         for access in (True, True, False):
             log = front.config.log.model_copy(update={"access": access})
-            front.prepare(front.keys, front.config.model_copy(update={"log": log}))()
-            assert len(front.observers.ended) == before + access
+            front.prepare(front.admission.keys, front.config.model_copy(update={"log": log}))()
+            assert len(front.running.observers.ended) == before + access

@@ -19,7 +19,7 @@ from lmetric.config import Log
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import read_object
 from lmetric.server.fleet.fleet import Served
-from lmetric.server.http import frontend as front_module
+from lmetric.server.http import arrive
 from lmetric.server.observe.logs import configure_logging, flush_logs
 from server_world import FakeEngine, World, answer, hang, world
 from test_server_client import BODY, Client, client, post
@@ -108,7 +108,7 @@ async def test_tracebacks_name_places_and_no_values(as_json: bool, monkeypatch: 
     def fails(*_: Any) -> Any:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(front_module, "parse", fails)
+    monkeypatch.setattr(arrive, "parse", fails)
     body = orjson.dumps({"prompt": PROMPT})
     log = logged(as_json)
     async with world(1) as w:
@@ -159,7 +159,7 @@ async def test_unknown_models_are_not_compared_at_any_length(monkeypatch: pytest
         w.server.fleet.names |= {f"adapter-{number}": Served(pool, None) for number in range(50_000)}
         compared: list[int] = []
         monkeypatch.setattr("difflib.get_close_matches", lambda _, names, n: compared.append(len(names)))
-        with pytest.raises(front_module.ApiError):
+        with pytest.raises(ApiError):
             w.server.fleet.find("adapter-x")
         assert compared == []
 

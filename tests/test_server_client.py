@@ -11,10 +11,10 @@ import pytest
 
 from lmetric.server import app
 from lmetric.server.execution.exchange import ClientRequest
+from lmetric.server.http import arrive
 from lmetric.server.http import connection as connection_module
-from lmetric.server.http import frontend as front_module
 from lmetric.server.http.connection import HOLD_BYTES
-from lmetric.server.http.frontend import DRAINING
+from lmetric.server.http.running import DRAINING
 from lmetric.server.upstream.connection import Connection
 from lmetric.server.upstream.pool import Upstream
 from server_world import (
@@ -512,13 +512,13 @@ async def test_the_clock_of_a_request_starts_when_its_body_is_whole(monkeypatch:
     """Python 6.1: the time of a slow upload is not the engine's, whoever reads the body."""
     starts = []
     async with world(1) as w:
-        serve = w.server.front._serve
+        serve = w.server.front.arrivals.serve
 
         def noted(client_request: ClientRequest, body: bytes) -> None:
             starts.append(client_request.started)
             serve(client_request, body)
 
-        monkeypatch.setattr(w.server.front, "_serve", noted)
+        monkeypatch.setattr(w.server.front.arrivals, "serve", noted)
         for request in (
             post(),
             post(fields="expect: 100-continue\r\n"),
@@ -640,7 +640,7 @@ async def test_stopping_closes_idle_connections_at_once_and_tells_the_others(
         await busy.send(post())
         await w.engines[0].asked(1)
         await w.until(lambda: len(w.server.front.connections) == 3)
-        w.server.front.phase = DRAINING
+        w.server.front.running.phase = DRAINING
         async with asyncio.timeout(PATIENCE_SECONDS):
             await w.server.stop()
         assert await idle.closed() == await used.closed() == b""
@@ -679,7 +679,7 @@ async def test_pipelined_requests_behind_a_client_that_left_are_forgotten() -> N
         assert len(w.engines[0].requests) == 1
 
 
-@pytest.mark.parametrize("place", ["front.parse", "upstream.head", "connect"])
+@pytest.mark.parametrize("place", ["arrive.parse", "upstream.head", "connect"])
 async def test_a_fault_of_the_router_is_a_500_and_leaves_nothing(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -690,8 +690,8 @@ async def test_a_fault_of_the_router_is_a_500_and_leaves_nothing(
         fail()
 
     async with world(1) as w, client(w) as c:
-        if place == "front.parse":
-            monkeypatch.setattr(front_module, "parse", fail)
+        if place == "arrive.parse":
+            monkeypatch.setattr(arrive, "parse", fail)
         else:
             name = place.removeprefix("upstream.")
             monkeypatch.setattr(Upstream, name, fail_later if name == "connect" else fail)
@@ -710,7 +710,7 @@ async def test_a_fault_on_the_way_through_aiohttp_is_a_500_too(monkeypatch: pyte
         raise RuntimeError("a bug")
 
     async with world(1) as w, client(w) as c:
-        monkeypatch.setattr(w.server.front, "admits", fail)
+        monkeypatch.setattr(w.server.front.admission, "admits", fail)
         await c.send(ENCODED + chunk(BODY) + b"0\r\n\r\n")
         status, _, got = await c.answer()
         assert (status, orjson.loads(got)["error"]["type"]) == (500, "server_error")

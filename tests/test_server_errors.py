@@ -9,7 +9,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from lmetric.server.background import monitor as health
-from lmetric.server.http.frontend import REFUSING, SERVING
+from lmetric.server.http.running import REFUSING, SERVING
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, plain, reset, says, token, world
 
 QUICK: dict[str, Any] = {"health": {"interval": 0.02, "timeout": 1.0}}
@@ -152,10 +152,10 @@ async def test_codes_of_errors_are_strings_or_null(logs: list[structlog.typing.E
         async with it.client.get(it.url + "/v1/completions") as response:
             codes.append((await response.json())["error"]["code"])
         assert codes == [None, None, "model_not_found", "body_too_large", "unknown_path", None, None, None]
-        it.server.front.phase = REFUSING
+        it.server.front.running.phase = REFUSING
         status, _, got = await it.post()
         assert (status, got["error"]["code"]) == (503, "shutting_down")
-        it.server.front.phase = SERVING
+        it.server.front.running.phase = SERVING
 
 
 async def test_requests_without_a_key_get_a_null_code(tmp_path: Any) -> None:

@@ -462,7 +462,7 @@ async def test_one_tenant_gets_half_of_the_places(keys: dict[str, Any]) -> None:
             assert w.server.front.clients.refused["requests_per_tenant"] == 1
         w.engines[0].behave = answer
         assert (await w.post(headers=alice))[0] == 200
-        assert +w.server.front._tenant_requests == {}
+        assert +w.server.front.running.tenants == {}
 
 
 # Upgrades.

@@ -237,7 +237,7 @@ async def test_a_right_guess_looks_like_a_wrong_one(keys: Path, api: str, mode: 
                 if mode == "exact":
                     await connected(it)
                 assert await cached(it, ALICE, secret(1)) == (0, 0)
-                salt = it.server.front.isolation.salt("alice", None) if isolated else None
+                salt = it.server.front.arrivals.isolation.salt("alice", None) if isolated else None
                 router, asked = it.server.fleet.pools[0].router, lm.Request(secret(1), cache_salt=salt)
                 await it.until(lambda router=router, asked=asked: router.cached_tokens(asked)[0] == 192)
                 right, wrong = [await cached(it, BOB, secret(number)) for number in (1, 2)]

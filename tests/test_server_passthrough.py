@@ -421,7 +421,7 @@ async def test_what_no_engine_stored_is_unknown(why: str) -> None:
             engine.refuse = 400
             await w.post({"model": "tiny", "input": "a"}, RESPONSES)
             name = engine.requests[-1].json["request_id"]
-            assert len(w.server.front.stored) == 0
+            assert len(w.server.front.stored.responses) == 0
         else:
             status, _, _ = await w.post({"input": "a", "store": False, "request_id": "x"}, RESPONSES)
             assert status == 200

@@ -124,7 +124,7 @@ async def test_without_the_setting_the_context_passes_unchanged() -> None:
         await w.post(STREAM, headers={"traceparent": PARENT, "tracestate": "vendor=1"})
         engine = w.engines[0].requests[-1].headers
         assert (engine["traceparent"], engine["tracestate"]) == (PARENT, "vendor=1")
-        assert w.server.front.tracing is None
+        assert w.server.front.running.tracing is None
 
 
 async def test_each_attempt_has_a_span() -> None:

@@ -23,10 +23,11 @@ from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
-from lmetric.server.http.frontend import DRAINING, REFUSING, REPLACED, Frontend
+from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
 from lmetric.server.http.port import Bound, bind, port_error
+from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
@@ -139,8 +140,8 @@ class Server:
         kind: type[Frontend] = Frontend if epp is None else epp.PickerFrontend
         self.front = front = kind(config, self.fleet, keys, metrics=self.metrics, pages=pages)
         if config.tracing is not None:
-            front.tracing = _load_tracing()(config.tracing, self.metrics.spans)
-            front.observers.add(front.tracing)
+            front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
+            front.running.observers.add(front.running.tracing)
         if epp is not None:
             self.picker = epp.Picker(config, front)
             self.metrics.further.append(self.picker.shared.metrics)
@@ -153,7 +154,7 @@ class Server:
         self.metrics.further.append(LogWriter.metrics)
         if config.records.path is not None:
             self.recorder = Recorder(config.records, self.fleet)
-            front.observers.add(self.recorder)
+            front.running.observers.add(self.recorder)
             self.metrics.further.append(self.recorder.metrics)
         await self._monitor.check_all()
         await self._discovery.start()
@@ -218,7 +219,7 @@ class Server:
         )
         keys = Keys.load(new.auth.keys_file)
         tls = None if new.tls is None else listener_context(new.tls)
-        policies, changed_keys = self.fleet.policies_of(config), self.front.keys.changes(keys)
+        policies, changed_keys = self.fleet.policies_of(config), self.front.admission.keys.changes(keys)
         apply = self.front.prepare(keys, new)
         return Change(
             config=config,
@@ -290,19 +291,19 @@ class Server:
         hurry = hurry or asyncio.Event()
         if self._bound is not None and self._bound.shared:
             # New connections wait in the sockets of systemd for the next process.
-            front.phase = REPLACED
+            front.running.phase = REPLACED
             self._listeners.close()
             # The next process starts when this one has ended, so idle connections delay it.
             await self._until_clients_left(min(timeouts.drain, IDLE_CLIENT_SECONDS), hurry)
             await self._until_idle(timeouts.drain, hurry)
         else:
-            front.phase = DRAINING
+            front.running.phase = DRAINING
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeouts.drain_grace):
                     await hurry.wait()
             # Pages still answer: /ready reports the drain, /metrics stays readable. Requests get
             # 503.
-            front.phase = REFUSING
+            front.running.phase = REFUSING
             await self._until_idle(timeouts.drain, hurry)
             self._listeners.close()
         if front.relays:
@@ -311,7 +312,7 @@ class Server:
     async def _until_idle(self, seconds: float, hurry: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.front.idle_or(hurry)
+                await self.front.running.idle_or(hurry)
 
     async def _until_clients_left(self, seconds: float, hurry: asyncio.Event) -> None:
         """Waits until all connections are closed: each answer closes one.
@@ -325,7 +326,7 @@ class Server:
 
     async def stop(self) -> None:
         """Ends running requests with an error to their clients, and closes all connections."""
-        self.front.phase = REFUSING
+        self.front.running.phase = REFUSING
         self._listeners.close()
         if self.reloads is not None:
             await self.reloads.stop()
@@ -346,8 +347,8 @@ class Server:
         for pool in self.fleet.pools:
             if pool.changes is not None:
                 await pool.changes.stop()
-        if self.front.tracing is not None:
-            await asyncio.to_thread(self.front.tracing.stop)
+        if self.front.running.tracing is not None:
+            await asyncio.to_thread(self.front.running.tracing.stop)
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
         for engine in self.fleet.engines():

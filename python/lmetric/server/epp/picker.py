@@ -20,8 +20,9 @@ from lmetric.server.epp.ext_proc_pb2 import (
 from lmetric.server.epp.shared import Shared
 from lmetric.server.epp.stream import GatewayStream
 from lmetric.server.http.connection import ClientConnection
-from lmetric.server.http.frontend import DRAINING, Frontend
+from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.protocol import origin_form
+from lmetric.server.http.running import DRAINING
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _HEALTH = "grpc.health.v1.Health"
@@ -42,7 +43,9 @@ class PickerFrontend(Frontend):
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers pages, and refuses requests for engines."""
         path = origin_form(request.raw_path).partition("?")[0]
-        if isinstance(request.protocol, ClientConnection) and (path in self.paths or stored_response(path)):
+        if isinstance(request.protocol, ClientConnection) and (
+            path in self.arrivals.paths or stored_response(path)
+        ):
             text = "this router picks engines for a gateway; send the request to the gateway"
             return self._refuse(request, ApiError(404, text, code="endpoint_picker"), None)
         return await super().handle(request)
@@ -120,7 +123,7 @@ class Picker:
             status = HealthCheckResponse.SERVING
         elif request.service in _READY:
             front = self.shared.front
-            ready = front.phase < DRAINING and front.fleet.ready()
+            ready = front.running.phase < DRAINING and front.fleet.ready()
             status = HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
         return HealthCheckResponse(status=status)
 

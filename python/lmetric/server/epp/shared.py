@@ -58,7 +58,7 @@ class Shared:
     def path_error(self, method: str, path: str) -> ApiError | None:
         """Returns the error of a request that is for no engine; None: it is for one."""
         stored = stored_response(path)
-        methods = ("POST",) if path in self.front.paths else stored.methods if stored else ()
+        methods = ("POST",) if path in self.front.arrivals.paths else stored.methods if stored else ()
         if path == _MODELS:
             methods = ("GET",)
         if not methods:
@@ -73,10 +73,10 @@ class Shared:
         """Routes or refuses a whole request."""
         request.sheddable = fields.priority < 0
         stored = stored_response(fields.path)
-        if fields.path in self.front.paths:
+        if fields.path in self.front.arrivals.paths:
             self.front.serve(request, body)
         elif stored is not None:
-            self.front.serve_stored(request, stored, fields.method)
+            self.front.stored.serve(request, stored, fields.method)
         else:
             models = self.front.fleet.models()
             request.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + models)

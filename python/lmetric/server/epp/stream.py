@@ -18,8 +18,8 @@ from lmetric.server.epp.subset import Subset
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.http.bodies import no_room_error
 from lmetric.server.http.client_load import Client
-from lmetric.server.http.frontend import no_room_error
 
 _BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
 IDLE_SECONDS = 10.0  # until a stream's first message, and from the end of its request to its own
@@ -181,7 +181,7 @@ class GatewayStream:
         request.keep_alive = True
         request.gateway = self
         request.subset = Subset.of(message.metadata_context)
-        if not front.admits(request):
+        if not front.admission.admits(request):
             return
         if (error := self._why_not(fields, headers)) is not None:
             front.refuse_request(request, error)

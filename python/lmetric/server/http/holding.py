@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from lmetric._core import Arrival
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.intent import Intent
 from lmetric.server.fleet.admission import Waiting
+from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.waiting import WaitingRequest
 
 
@@ -57,8 +57,8 @@ def refusal(model: str, reason: str, seconds: float) -> ApiError:
 class HeldRequest(WaitingRequest):
     """A held request.
 
-    ``then`` is called once when the request may run, unless the request ends before. Arguments:
-    the monotonic clock, s, and this request. A client that waits for a stream gets its head and
+    ``then`` is called once with the monotonic clock (s) when the request may run, unless the
+    request ends before. A client that waits for a stream gets its head and
     comments after each `HeldRequests.keep_alive_seconds`.
     """
 
@@ -66,14 +66,12 @@ class HeldRequest(WaitingRequest):
         self,
         intent: Intent,
         arrival: Arrival,
-        then: Callable[[float, HeldRequest], None],
-        ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
-        *,
-        limit_seconds: float | None,
+        running: RunningRequests,
+        then: Callable[[float], None],
         now: float,
     ) -> None:
         client_request, pool, call = intent.request, intent.pool, intent.call
-        super().__init__(client_request, ended, limit_seconds)
+        super().__init__(client_request, running)
         self._arrival = arrival
         self._pool = pool
         self._then = then
@@ -84,8 +82,7 @@ class HeldRequest(WaitingRequest):
         pool.held.wait(Waiting(arrival, client_request.tenant, run=self._release, refuse=self._refuse))
 
     def _release(self, now: float) -> None:
-        if self._goes_on():
-            self._then(now, self)
+        self._go_on(self._then, now)
 
     def _refuse(self, reason: str, seconds: float) -> None:
         """Ends the request with a 429: it can no longer be served in time."""

@@ -21,7 +21,8 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import OwnPage
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
-from lmetric.server.http.frontend import DRAINING, Frontend
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.running import DRAINING
 from lmetric.server.observe.startup import sample_request, url_of
 
 ABOUT = "Routes requests of the OpenAI API to LLM engines, by their prefix caches and their load."
@@ -76,15 +77,15 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
     shown: dict[str, Any] = {
         "name": "lmetric-router",
         "about": ABOUT,
-        "ready": front.phase < DRAINING and front.fleet.ready(),
+        "ready": front.running.phase < DRAINING and front.fleet.ready(),
         **state,
-        "api_paths": sorted(front.paths),
+        "api_paths": sorted(front.arrivals.paths),
         "pages": pages,
     }
     if models:
         name = request.transport.get_extra_info("sockname") if request.transport else None
         url = url_of(front.config, name[1] if isinstance(name, tuple) else front.config.port)
-        shown["curl"] = sample_request(url, models[0], front.keys.on)
+        shown["curl"] = sample_request(url, models[0], front.admission.keys.on)
     if admin:
         shown["version"] = __version__
         shown["fleet"] = [

@@ -16,7 +16,8 @@ from importlib import resources
 from aiohttp import web
 
 from lmetric.server.api.errors import ApiError
-from lmetric.server.http.frontend import REPLACED, Frontend
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.running import REPLACED
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.live_view import LiveView
 
@@ -80,7 +81,7 @@ def _tenant(front: Frontend, request: web.BaseRequest, path: str) -> str | None:
     Without API keys, there are no tenants that could prove who they are. Raises ApiError (401,
     403).
     """
-    if front.keys.on and not front.access.is_admin(request.headers):
+    if front.admission.keys.on and not front.access.is_admin(request.headers):
         return front.access.tenant(request.headers)
     front.access.require_admin(request.headers, path)
     return None
@@ -137,16 +138,16 @@ async def _stream(
     shown = _live(front)
     view: LiveView = shown.view
     fleet: int | None = None
-    keys = front.keys
+    keys = front.admission.keys
     tick, sent = shown.ticks, time.monotonic()
-    while not shown.closed and front.phase is not REPLACED:
+    while not shown.closed and front.running.phase is not REPLACED:
         transport = request.transport
         if transport is None or transport.is_closing():
             return
-        if front.keys is not keys:  # a reload has changed them: check again
+        if front.admission.keys is not keys:  # a reload has changed them: check again
             if _tenant(front, request, request.path) != tenant:
                 return
-            keys = front.keys
+            keys = front.admission.keys
         if not transport.get_write_buffer_size():
             shown.dropped += max(shown.ticks - tick - 1, 0)
             tick, sent = shown.ticks, time.monotonic()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
-from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.exchange import ClientRequest
+from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.waiting import WaitingRequest
 
 T = TypeVar("T")
@@ -20,18 +22,18 @@ THREADS = 2
 class PendingWork(WaitingRequest, Generic[T]):
     """A request that waits for other work, mostly in a thread.
 
-    ``then`` is called once with the work, which is done, unless the request ends before.
+    ``then`` is called once with the work, which is done, and the monotonic clock (s), unless the
+    request ends before.
     """
 
     def __init__(
         self,
         client_request: ClientRequest,
+        running: RunningRequests,
         work: asyncio.Future[T],
-        then: Callable[[asyncio.Future[T], PendingWork[T]], None],
-        ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
-        limit_seconds: float | None,
+        then: Callable[[asyncio.Future[T], float], None],
     ) -> None:
-        super().__init__(client_request, ended, limit_seconds)
+        super().__init__(client_request, running)
         self._work = work
         self._then = then
         work.add_done_callback(self._done)
@@ -40,8 +42,7 @@ class PendingWork(WaitingRequest, Generic[T]):
         if work.cancelled():
             return
         work.exception()  # else asyncio logs the error of a request that has ended
-        if self._goes_on():
-            self._then(work, self)
+        self._go_on(partial(self._then, work), time.monotonic())
 
     def _abandon(self) -> None:
         """Cancels the work. The result of a running thread is ignored."""

@@ -6,31 +6,30 @@ from collections.abc import Callable
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.http.running import RunningRequests
 
 
 class WaitingRequest(InFlightRequest):
     """A request that waits before routing. A `RequestRunner` replaces it after routing.
 
-    It ends once. Either it goes on (`_goes_on` returns True, then the subclass calls its own
-    callback), or it ends early: ``ended`` is called with the client's error. ``limit_seconds``:
-    longest duration of the request; None: no limit.
+    It ends once: it goes on, or it ends early with the client's error.
     """
 
-    def __init__(
-        self,
-        client_request: ClientRequest,
-        ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
-        limit_seconds: float | None,
-    ) -> None:
+    def __init__(self, client_request: ClientRequest, running: RunningRequests) -> None:
         self._client_request = client_request
-        self._ended = ended
-        self._limit_seconds = limit_seconds
+        self._running = running
+        self._limit_seconds = running.rules.timeouts.request  # of the whole request; None: none
         self._over = False
 
-    def _goes_on(self) -> bool:
+    def _end_wait(self) -> bool:
         """Ends the wait. Returns False if it was over."""
         over, self._over = self._over, True
         return not over
+
+    def _go_on(self, then: Callable[[float], None], now: float) -> None:
+        """Calls ``then`` with ``now``, unless the request has ended."""
+        if self._end_wait():
+            self._running.go_on(self._client_request, self, then, now=now)
 
     def _abandon(self) -> None:
         """Drops the work or the place in a queue: the request has ended early."""
@@ -47,8 +46,8 @@ class WaitingRequest(InFlightRequest):
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         """Ends the request early."""
-        if self._goes_on():
+        if self._end_wait():
             self._abandon()
             self.reason = reason
             self.close_client = error is None
-            self._ended(self._client_request, self, error)
+            self._running.ended(self._client_request, self, error)

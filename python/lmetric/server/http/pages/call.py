@@ -40,7 +40,7 @@ class Call(Struct, eq=False, gc=False):
 
     async def body(self, limit: int = PAGE_BODY_BYTES) -> bytes:
         """Reads the body of at most ``limit`` bytes. Raises ApiError."""
-        return await self.front.read_body(self.request, limit)
+        return await self.front.bodies.read(self.request, limit)
 
     async def fields(self, known: set[str]) -> dict[str, Any]:
         """Reads a body with these fields at most. Raises ApiError."""
@@ -80,7 +80,7 @@ def check_method(call: Call, page: OwnPage) -> None:
 
 def unknown(call: Call) -> ApiError:
     """The error for an unknown path, with the nearest path that exists."""
-    path, paths = call.path, sorted(call.front.paths)
+    path, paths = call.path, sorted(call.front.arrivals.paths)
     near = [known for known in paths if known.endswith(path) or path.rstrip("/") == known][-1:]
     if not near and len(path) <= LONGEST_COMPARED_PATH:
         own = [known for known, page in call.pages.items() if "{" not in known and page.access != "replica"]

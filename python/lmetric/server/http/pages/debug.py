@@ -178,7 +178,7 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
             shown = {"model": pool.name, **record, "id": label}
             if (other := pool.hedging.other(number)) is not None:
                 shown["other_attempt"] = pool.labels.label(other, tenant)
-            tracing = front.tracing
+            tracing = front.running.tracing
             if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
                 shown["trace_id"] = trace
             engine = pool.engines.get(record["instance"])

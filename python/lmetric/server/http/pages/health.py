@@ -13,10 +13,10 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Pages, answer, in_path, schema
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
-from lmetric.server.http.frontend import DRAINING
 from lmetric.server.http.home import home
 from lmetric.server.http.live import PAGE, static
 from lmetric.server.http.pages.call import Call, dumps, json
+from lmetric.server.http.running import DRAINING
 
 PAGES = Pages()
 
@@ -53,11 +53,11 @@ async def _ready(call: Call) -> web.Response:
     """Names and addresses of engines are for administrators only."""
     front = call.front
     state = summary(front.fleet, names=front.access.is_admin(call.request.headers))
-    if front.phase < DRAINING and front.fleet.ready():
+    if front.running.phase < DRAINING and front.fleet.ready():
         return json({"ready": True, **state})
     reasons = front.fleet.unusable
     why = "no usable engine" if reasons is None else f"no usable engine: {reasons.summary}"
-    if front.phase >= DRAINING:
+    if front.running.phase >= DRAINING:
         why = "shutting down"
     more = {"ready": False, **state}
     raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"}, more=more)

@@ -142,10 +142,10 @@ class SampledRequest:
 
     def ended(self, request: ClientRequest, relay: InFlightRequest) -> RequestTrace:
         """Ends the spans, and returns them."""
-        error, now = request.error, request.ended_at
         for attempt, trace in self._attempts:
             trace.answered(attempt)
         self._attempts.clear()
+        error, now = request.error, time.monotonic()  # not before the ends of the attempts
         status = relay.status if relay.committed else error.status if error else CLIENT_LEFT
         spans, span = self._spans, self._spans.request
         span.attributes = request_attributes(request, status)

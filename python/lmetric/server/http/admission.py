@@ -1,0 +1,110 @@
+"""Admission of requests before their bodies are read: keys, tenants, CORS, and room."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from lmetric.config import ServerConfig
+from lmetric.server.api.auth import Keys
+from lmetric.server.api.errors import ApiError
+from lmetric.server.execution import request_log
+from lmetric.server.execution.exchange import STOPPING, ClientRequest
+from lmetric.server.execution.observers import guarded
+from lmetric.server.http.client_load import ClientLoad
+from lmetric.server.http.cors import Cors
+from lmetric.server.http.forwarding import UNIX
+from lmetric.server.http.running import REFUSING, RunningRequests
+
+
+class Admission:
+    """Admits or refuses requests for engines."""
+
+    def __init__(
+        self, config: ServerConfig, keys: Keys, running: RunningRequests, clients: ClientLoad
+    ) -> None:
+        self.running = running
+        self._clients = clients
+        self.configure(config, keys)
+
+    def configure(self, config: ServerConfig, keys: Keys) -> None:
+        """Applies settings to new requests."""
+        self.keys = keys
+        self.tenants = frozenset(config.tenants)
+        self.cors = Cors(config.cors.origins) if config.cors.origins else None
+        self._needs_address = config.log.access
+        self._request_limit = config.limits.max_concurrent_requests
+        self._share_limit = ceil(self._request_limit * config.limits.max_client_share)
+
+    def admits(self, client_request: ClientRequest) -> bool:
+        """Returns whether the request may be served; otherwise answers it with an error."""
+        if self.running.tracing is not None and request_log.is_outside(client_request):
+            guarded(self.running.tracing.context, client_request)
+            return request_log.in_request(client_request, self.admits, client_request)
+        if self._needs_address:
+            client_request.address = _address(client_request)
+        if self.cors is not None:
+            client_request.cors = self.cors.lines(client_request.head)
+        try:
+            if self.keys.on:
+                head = client_request.head
+                client_request.tenant = self.keys.tenant(
+                    _text(head.authorization), _text(head.x_api_key), _text(head.api_key)
+                )
+            elif self.tenants and (named := client_request.head.tenant) in self.tenants:
+                client_request.tenant = named or ""  # without keys, the header is trusted
+            if len(self.running.relays) >= self._share_limit or self.running.phase is REFUSING:
+                self._check_room(client_request)
+        except ApiError as error:
+            self.running.ended(client_request, None, error)
+            return False
+        return True
+
+    def has_room(self, client_request: ClientRequest) -> bool:
+        """Returns whether an admitted request may still start; otherwise answers an error."""
+        try:
+            if len(self.running.relays) >= self._share_limit or self.running.phase is REFUSING:
+                self._check_room(client_request)
+        except ApiError as error:
+            self.running.ended(client_request, None, error)
+            return False
+        return True
+
+    def _check_room(self, client_request: ClientRequest) -> None:
+        """Raises ApiError (503) if the request may not start."""
+        if self.running.phase is REFUSING:
+            raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
+        if len(self.running.relays) >= self._request_limit:
+            raise _too_many("")
+        payer = client_request.client.payer
+        if payer is not None and payer.running >= self._share_limit and not payer.is_gateway:
+            self._clients.refused["requests_per_client"] += 1
+            raise _too_many(" of this client address")
+        tenant = client_request.tenant
+        if tenant and self.running.tenants[tenant] >= self._share_limit:
+            self._clients.refused["requests_per_tenant"] += 1
+            raise _too_many(" of this tenant")
+
+
+def _text(field: bytes | None) -> str | None:
+    return None if field is None else field.decode("utf-8", "surrogateescape")
+
+
+def _too_many(whose: str) -> ApiError:
+    return ApiError(
+        503, f"too many concurrent requests{whose}", code="too_many", headers={"retry-after": "1"}
+    )
+
+
+def _address(client_request: ClientRequest) -> str | None:
+    """Returns HOST:PORT of a client, the HOST that a trusted proxy names, or `unix`.
+
+    None: the client has disconnected.
+    """
+    client = client_request.client
+    if client.sender != client.peer.address:
+        return client.sender
+    peer = client_request.transport.get_extra_info("peername")
+    if not peer:
+        return None if client.peer.address else UNIX
+    host, port = peer[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,220 @@
+"""Arrival of a request with its body: its fields, its model and its prompt are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from lmetric.config import ServerConfig
+from lmetric.engines.handover import FirstSegment
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.form import parse_form
+from lmetric.server.api.isolation import Isolation, not_isolated
+from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
+from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
+from lmetric.server.execution import request_log
+from lmetric.server.execution.exchange import FAILED, ClientRequest
+from lmetric.server.execution.intent import Intent
+from lmetric.server.fleet import priority
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.admission import Admission
+from lmetric.server.http.place import Placement
+from lmetric.server.http.searching import PendingSearch
+from lmetric.server.http.stored import StoredRequests
+from lmetric.server.http.threads import PendingWork, WorkThreads
+from lmetric.server.http.tokenizing import (
+    RENDERED_BYTES,
+    count_text_prompt,
+    prompt_text,
+    read_prompt,
+)
+from lmetric.tokens import NotPredictable, Tokens
+
+log = structlog.get_logger("lmetric.access")
+log_tokens = structlog.get_logger("lmetric.tokens")
+
+
+class Arrivals:
+    """Reads admitted requests, and has them placed."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        *,
+        isolation: Isolation,
+        admission: Admission,
+        stored: StoredRequests,
+        placement: Placement,
+        threads: WorkThreads,
+    ) -> None:
+        self._fleet = fleet
+        self._admission = admission
+        self._running = admission.running
+        self._stored = stored
+        self._placement = placement
+        self._threads = threads
+        self.configure(config, isolation)
+
+    def configure(self, config: ServerConfig, isolation: Isolation) -> None:
+        """Applies settings to new requests."""
+        self.paths = {**dict.fromkeys(config.paths, CONFIGURED_PATH), **RELAYED}
+        self.isolation = isolation
+
+    def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
+        """Starts the request. `RunningRequests.ended` is called at its end."""
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            request_log.in_request(client_request, self.serve, client_request, body)
+            return
+        self._running.count(client_request)
+        try:
+            path = self.paths[client_request.path]
+            if len(body) > LARGE_BODY or isinstance(body, BodyParts):
+                self._read_in_thread(client_request, path, body)
+                return
+            call = self._read(client_request, path, body)
+            self._serve_call(client_request, call, client_request.started)
+        except ApiError as error:
+            self._running.ended(client_request, None, error)
+        except Exception:
+            log.exception("a request failed with an internal error", path=client_request.path)
+            self._running.ended(client_request, None, ApiError(500, FAILED))
+
+    def _read(self, client_request: ClientRequest, path: RelayedPath, body: bytes) -> ParsedRequest:
+        """Reads a body. Raises ApiError."""
+        if path.prompt == "form":
+            call = parse_form(path, client_request.head.field(b"content-type"), body)
+        else:
+            call = parse(path, body)
+        isolation = self.isolation
+        if client_request.tenant and client_request.tenant in isolation.tenants:
+            isolation.apply(client_request.tenant, client_request.path, call)
+        return call
+
+    def _read_large(
+        self, client_request: ClientRequest, path: RelayedPath, body: bytes | BodyParts
+    ) -> ParsedRequest:
+        """Reads a large body, with all work that the event loop must not do. Raises ApiError."""
+        if isinstance(body, BodyParts):
+            body = body.joined()
+        call = self._read(client_request, path, body)
+        if call.changes:
+            call.apply_changes()
+        if path.stores:
+            call.read_brief()
+        return call
+
+    def _read_in_thread(
+        self, client_request: ClientRequest, path: RelayedPath, body: bytes | BodyParts
+    ) -> None:
+        """Reads a large body in a thread. Then its request goes on."""
+
+        def then(read: asyncio.Future[ParsedRequest], now: float) -> None:
+            self._serve_call(client_request, read.result(), now)
+
+        work = self._threads.begin(partial(self._read_large, client_request, path, body))
+        self._running.add(client_request, PendingWork(client_request, self._running, work, then=then))
+
+    def _serve_call(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
+        """Serves a request whose body was read. Raises ApiError."""
+        if call.model not in self._fleet.names and self._search(client_request, call):
+            return
+        self._serve_model(client_request, call, now)
+
+    def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
+        """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
+        pool, adapter = self._fleet.find(call.model)
+        client_request.pool, client_request.model = pool, call.model
+        if call.scope and call.path.isolated_by == "salt_by_kind" and not pool.salts_messages:
+            raise not_isolated(client_request.tenant, client_request.path)
+        if call.path.stores:
+            self._stored.follow(client_request, call, pool)
+        if pool.orders or self._admission.keys.on:
+            # Otherwise clients could delay the requests of others.
+            client_request.drops_priority = True
+            if call.priority is not None:
+                priority.remove(call)
+        in_thread = self._read_prompt(call, pool)
+        splits = len(call.body) > LARGE_BODY and pool.cuts
+        intent = Intent(client_request, call, pool, adapter=adapter)
+        if in_thread is None and not call.changes and not splits:
+            self._placement.place(intent, now)
+        else:
+            if splits:
+                in_thread = partial(_read_first, intent, in_thread)
+            self._prepare_in_thread(intent, in_thread)
+
+    def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
+        """Asks the engines for an unknown model: one may have loaded it a moment ago.
+
+        Returns whether the request waits for their answers.
+        """
+        found = self._fleet.seek(call.model)
+        if found is None:
+            return False
+
+        def then(_: asyncio.Future[None], now: float) -> None:
+            self._serve_model(client_request, call, now)
+
+        self._running.add(client_request, PendingSearch(client_request, self._running, found, then=then))
+        return True
+
+    def _read_prompt(self, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
+        """Tokenizes the prompt if its pool matches tokens.
+
+        Returns long work as a function, for a thread.
+        """
+        tokenizer = pool.tokenizer
+        if tokenizer is None or call.text is None or not call.path.tokenized:
+            return None
+        if len(call.body) > RENDERED_BYTES:
+            return partial(read_prompt, tokenizer, call)
+        try:
+            text = prompt_text(tokenizer, call)
+            call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
+        except NotPredictable as error:
+            count_text_prompt(pool, error)
+            return None
+        return partial(tokenizer.encode, text) if call.tokens is None else None
+
+    def _prepare_in_thread(self, intent: Intent, read: Callable[[], Tokens | None] | None) -> None:
+        """Changes the body in a thread, and renders or tokenizes its prompt; then places it.
+
+        It is not placed if it has ended by then.
+        """
+        call, pool = intent.call, intent.pool
+
+        def then(work: asyncio.Future[Tokens | None], now: float) -> None:
+            error = work.exception()
+            if error is None:
+                if read is not None:
+                    call.tokens = work.result()
+            elif isinstance(error, NotPredictable):
+                count_text_prompt(pool, error)
+            else:
+                log_tokens.error("cannot tokenize a prompt", exc_info=error)
+                count_text_prompt(pool, NotPredictable("tokenizer", str(error)))
+            self._placement.place(intent, now)
+
+        work = self._threads.begin(partial(_prepare, call, read))
+        self._running.add(intent.request, PendingWork(intent.request, self._running, work, then=then))
+
+
+def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> Tokens | None:
+    """Changes a body, and returns its prompt's tokens. Raises NotPredictable."""
+    if call.changes:
+        call.apply_changes()
+    return None if read is None else read()
+
+
+def _read_first(intent: Intent, read: Callable[[], Tokens | None] | None) -> Tokens | None:
+    """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
+    call = intent.call
+    call.first = FirstSegment(intent.request.path, call.body)
+    if intent.pool.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
+        call.first.for_one_token()
+    return call.tokens if read is None else read()

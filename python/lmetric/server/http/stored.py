@@ -1,0 +1,102 @@
+"""Requests about stored responses, and requests that continue one: they go to its engine."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from lmetric.config import ServerConfig
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.paths import StoredResponsePath
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
+from lmetric.server.execution import request_log
+from lmetric.server.execution.direct import DirectRequest
+from lmetric.server.execution.exchange import FAILED, ClientRequest
+from lmetric.server.execution.observers import guarded
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.admission import Admission
+from lmetric.server.http.running import SERVING
+
+log = structlog.get_logger("lmetric.access")
+
+
+class StoredRequests:
+    """Finds the engines of stored responses, and sends requests there."""
+
+    def __init__(self, config: ServerConfig, fleet: Fleet, admission: Admission) -> None:
+        self.responses = StoredResponses(config.limits)
+        self._fleet = fleet
+        self._admission = admission
+        self._running = admission.running
+
+    def follow(self, client_request: ClientRequest, call: ParsedRequest, pool: Pool) -> None:
+        """Pins a request to the engine of the response that it continues, and follows its own.
+
+        Raises ApiError (400, 404).
+        """
+        tenant, stored = client_request.tenant, self.responses
+        if (previous := previous_id(call)) is not None:
+            home, engine = self._holder(tenant, previous)
+            if home is not pool:
+                raise bad(
+                    f"previous_response_id: the model of that response is {home.name!r}, not {pool.name!r}",
+                    "previous_response_id",
+                )
+            client_request.pinned_to = engine.name
+        own = assign_id(call, tenants=self._admission.keys.on or bool(self._admission.tenants))
+        if own is not None:
+            client_request.on_answer = lambda engine: stored.add(tenant, own, Holder(pool.name, engine))
+
+    def _holder(self, tenant: str, response_id: str) -> tuple[Pool, Engine]:
+        """Returns the model and the engine of a stored response. Raises ApiError (404)."""
+        holder = self.responses.find(tenant, response_id)
+        pool = next((pool for pool in self._fleet.pools if pool.name == holder.model), None)
+        engine = pool.engines.get(holder.engine) if pool is not None else None
+        if pool is None or engine is None:
+            error = not_found(response_id, "is lost: the engine that held it was removed")
+            error.engines = holder.engine
+            raise error
+        return pool, engine
+
+    def serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
+        """Forwards a request about a stored response to its engine. Calls `ended` at its end."""
+        if client_request.trace is not None and request_log.is_outside(client_request):
+            request_log.in_request(client_request, self.serve, client_request, target, method)
+            return
+        tenant, response_id = client_request.tenant, target.response_id
+        relay: DirectRequest | None = None
+        self._running.count(client_request)
+        try:
+            pool, engine = self._holder(tenant, response_id)
+            client_request.pool = pool
+            if client_request.subset is not None and engine not in client_request.subset:
+                raise client_request.subset.no_engine_error(pool, f"the response is on {engine.name}")
+            if method == "DELETE":
+                client_request.on_answer = lambda _: self.responses.forget(tenant, response_id)
+            client_request.keep_alive &= self._running.phase is SERVING
+            relay = DirectRequest(
+                self._running.rules,
+                client_request,
+                engine,
+                method=method.encode(),
+                on_end=self._running.ended,
+            )
+            self._running.add(client_request, relay)
+            if client_request.client.writing_paused:
+                relay.client_slow()
+            now = time.monotonic()
+            for hook in self._running.observers.placed:
+                guarded(hook, client_request, relay)
+            relay.start(now)
+        except ApiError as error:
+            self._running.ended(client_request, None, error)
+        except Exception:
+            log.exception("a request failed with an internal error", path=client_request.path)
+            if relay is None:
+                self._running.ended(client_request, None, ApiError(500, FAILED))
+            else:
+                relay.fail()
