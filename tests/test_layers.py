@@ -130,6 +130,11 @@ def test_calls_in_the_server_name_their_further_arguments() -> None:
     assert "\n".join(unnamed) == ""
 
 
+def test_files_of_the_front_end_are_short() -> None:
+    lines = {name: len(file.read_text().splitlines()) for name, file in FILES.items()}
+    assert [name for name, count in lines.items() if name.startswith("http.") and count > 450] == []
+
+
 def test_the_positional_arguments_of_a_request_have_its_order() -> None:
     """`Request(...)` of the fast path is positional, because keywords take 4% of a chat."""
     assert list(inspect.signature(Request).parameters)[:24] == [

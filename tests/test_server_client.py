@@ -13,7 +13,7 @@ from lmetric.server import app
 from lmetric.server.execution.exchange import ClientRequest
 from lmetric.server.http import arrive
 from lmetric.server.http import connection as connection_module
-from lmetric.server.http.connection import HOLD_BYTES
+from lmetric.server.http.held_bytes import HOLD_BYTES
 from lmetric.server.http.running import DRAINING
 from lmetric.server.upstream.connection import Connection
 from lmetric.server.upstream.pool import Upstream
@@ -113,7 +113,7 @@ async def test_a_request_cut_anywhere_is_the_same_request() -> None:
         (connection,) = w.server.front.connections
         for cut in range(1, len(whole)):
             c.writer.write(whole[:cut])
-            await w.until(lambda cut=cut: connection._size == cut)
+            await w.until(lambda cut=cut: connection._held.size == cut)
             c.writer.write(whole[cut:])
             status, fields, _ = await c.answer()
             assert (status, fields["x-request-id"]) == (200, "r1"), cut
@@ -458,11 +458,11 @@ async def test_what_is_pipelined_is_bounded_and_all_answered() -> None:
             await asyncio.sleep(0.3)
             (connection,) = w.server.front.connections
             # The bytes held when reading stops, and those read at once before.
-            assert 0 < connection._size < HOLD_BYTES + READ_BYTES
+            assert 0 < connection._held.size < HOLD_BYTES + READ_BYTES
             gate.set()
             for number in range(count):
                 assert (await c.answer())[0] == 200
-                assert connection._size < HOLD_BYTES + READ_BYTES, number
+                assert connection._held.size < HOLD_BYTES + READ_BYTES, number
         assert through_aiohttp(w) == 0
 
 

@@ -402,7 +402,7 @@ async def test_a_body_in_many_pieces_takes_no_more_memory_than_it_counts() -> No
         request = post(orjson.dumps({"prompt": "x" * 20_000}))
         for byte in request[:-1]:
             connection.data_received(bytes([byte]))
-        assert len(connection._held) <= 2
+        assert len(connection._held.parts) <= 2
         assert w.server.front.clients.body_bytes == len(request) - 1
         connection.data_received(request[-1:])
         assert (await c.answer())[0] == 200

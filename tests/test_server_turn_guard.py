@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from turn_guard import LIMIT_SECONDS, TurnGuard
 
-from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.entrance import Entrance
 from lmetric_lab.emulated.text import Text
 from server_world import world
 from split_world import COMPLETIONS, asked, body_of, both, split
@@ -55,7 +55,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_a_long_turn_of_the_server_is_named(
     reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(monkeypatch, Frontend, "takes", BUSY_SECONDS)
+    slow_down(monkeypatch, Entrance, "takes", BUSY_SECONDS)
     async with world(1) as w:
         assert (await w.post())[0] == 200
         await asyncio.sleep(0.05)
@@ -86,7 +86,7 @@ async def test_the_engines_of_the_tests_do_not_count(
 
 
 async def test_a_slow_machine_has_a_higher_limit(reports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, Frontend, "takes", 2 * LIMIT_SECONDS)
+    slow_down(monkeypatch, Entrance, "takes", 2 * LIMIT_SECONDS)
     monkeypatch.setattr("turn_guard.REFERENCE_SECONDS", 0.0001)  # this machine is much slower
     async with world(1) as w:
         assert (await w.post())[0] == 200
@@ -103,12 +103,12 @@ def taken(file: Path) -> str:
 
 SLOW = f"""
 import time
-from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.entrance import Entrance
 def takes(self, head):
     end = time.thread_time() + {BUSY_SECONDS}
     while time.thread_time() < end: sum(range(1000))
     return True
-Frontend.takes = takes
+Entrance.takes = takes
 """
 
 

@@ -36,9 +36,7 @@ log = structlog.get_logger("lmetric.epp")
 class PickerFrontend(Frontend):
     """A frontend whose requests come from a gateway. Its HTTP port has only the router's pages."""
 
-    def takes(self, head: Any) -> bool:
-        """Returns False: no request goes to an engine from here."""
-        return False
+    pages_only = True
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers pages, and refuses requests for engines."""

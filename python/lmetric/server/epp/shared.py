@@ -74,7 +74,7 @@ class Shared:
         request.sheddable = fields.priority < 0
         stored = stored_response(fields.path)
         if fields.path in self.front.arrivals.paths:
-            self.front.serve(request, body)
+            self.front.entrance.serve(request, body)
         elif stored is not None:
             self.front.stored.serve(request, stored, fields.method)
         else:

@@ -18,8 +18,8 @@ from lmetric.server.epp.subset import Subset
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
-from lmetric.server.http.bodies import no_room_error
 from lmetric.server.http.client_load import Client
+from lmetric.server.http.protocol import no_room_error
 
 _BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
 IDLE_SECONDS = 10.0  # until a stream's first message, and from the end of its request to its own
@@ -171,8 +171,11 @@ class GatewayStream:
         headers = message.request_headers
         fields = self._fields = self._shared.read_fields(headers.headers)
         front = self._front
-        head = front.requests.sort(fields.target, fields.for_router)
-        clients, sender = front.clients, front.forwarding.client(self.peer.address, head.forwarded_for)
+        head = front.entrance.requests.sort(fields.target, fields.for_router)
+        clients, sender = (
+            front.clients,
+            front.entrance.forwarding.client(self.peer.address, head.forwarded_for),
+        )
         if sender != self._sender.address:
             clients.end(self._sender)
             self._sender = clients.begin(sender)

@@ -58,8 +58,12 @@ class ClientPort(Protocol):
     """The connection of the request's client."""
 
     relay: InFlightRequest | None
-    body_size: int
+    transport: asyncio.Transport | None
     peer: Peer
+
+    @property
+    def body_size(self) -> int:
+        """The counted bytes of the request's body."""
 
     @property
     def payer(self) -> Payer | None:

@@ -53,7 +53,7 @@ class Arrivals:
         threads: WorkThreads,
     ) -> None:
         self._fleet = fleet
-        self._admission = admission
+        self.admission = admission
         self._running = admission.running
         self._stored = stored
         self._placement = placement
@@ -133,7 +133,7 @@ class Arrivals:
             raise not_isolated(client_request.tenant, client_request.path)
         if call.path.stores:
             self._stored.follow(client_request, call, pool)
-        if pool.orders or self._admission.keys.on:
+        if pool.orders or self.admission.keys.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
             if call.priority is not None:

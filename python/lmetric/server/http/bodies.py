@@ -9,8 +9,9 @@ from aiohttp import web
 
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import LARGE_BODY, BodyParts
-from lmetric.server.http.connection import SMALL_BODY, ClientConnection, NoRoomError
-from lmetric.server.http.protocol import content_coding, in_short
+from lmetric.server.http.body_feed import NoRoomError
+from lmetric.server.http.connection import SMALL_BODY, ClientConnection
+from lmetric.server.http.protocol import content_coding, in_short, late_body, no_room_error
 from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.threads import WorkThreads
 from lmetric.server.http.unpacking import Unpacking
@@ -40,13 +41,13 @@ class Bodies:
         assert isinstance(client, ClientConnection)  # as `Frontend.handle` made sure
         body = await self._receive(request, limit)
         if body and (coding := content_coding(request.headers)) is not None:
-            unpacked = await self._unpacking.unpack(coding, body, limit, account=client)
+            unpacked = await self._unpacking.unpack(coding, body, limit, account=client.account)
             if unpacked is None:
                 raise no_room_error()
             body = unpacked
             if len(body) > limit:
                 raise _too_long(limit)
-            client.keep_body(min(len(body), client.body_size))
+            client.account.keep_body(min(len(body), client.body_size))
         if client.body_size <= SMALL_BODY:
             client.release_body()
         return body
@@ -77,7 +78,7 @@ class Bodies:
                     if received.size > limit:
                         raise _too_long(limit)
         except TimeoutError:
-            raise self.late(content.total_raw_bytes, length) from None
+            raise late_body(content.total_raw_bytes, length, self._running.rules.timeouts.body) from None
         except NoRoomError:
             raise no_room_error() from None
         except ApiError:
@@ -89,24 +90,9 @@ class Bodies:
             return await self._threads.begin(received.joined)
         return received.joined()
 
-    def late(self, received: int, length: int) -> ApiError:
-        """Returns the error of a body that takes too long."""
-        of = f" of {length}" if length else ""
-        seconds = self._running.rules.timeouts.body
-        return ApiError(408, f"the body is incomplete after {seconds:g} s: {received}{of} bytes received")
-
 
 def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transport]:
     return transport is not None and not transport.is_closing()
-
-
-def no_room_error() -> ApiError:
-    return ApiError(
-        503,
-        "the request bodies in flight exceed the router's limit; try again",
-        code="too_many_bytes",
-        headers={"retry-after": "1"},
-    )
 
 
 def _too_long(limit: int) -> ApiError:

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from secrets import token_bytes, token_hex
+from collections.abc import Awaitable, Callable
+from secrets import token_bytes
 from typing import Any
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from lmetric._core import HeadTooLargeError, RequestHead, RequestReader, WireError
 from lmetric.config import ServerConfig
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.paths import stored_response
-from lmetric.server.api.request import BodyParts
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.arrive import Arrivals
-from lmetric.server.http.bodies import Bodies, no_room_error
+from lmetric.server.http.bodies import Bodies
 from lmetric.server.http.client_load import ClientLoad
-from lmetric.server.http.connection import HEAD_SECONDS, AlreadySentResponse, ClientConnection
+from lmetric.server.http.connection import ClientConnection
 from lmetric.server.http.cors import Cors
-from lmetric.server.http.forwarding import Forwarding
+from lmetric.server.http.entrance import AlreadySentResponse, Entrance
 from lmetric.server.http.place import Placement
 from lmetric.server.http.protocol import (
-    malformed_head,
     origin_form,
-    unreadable,
     upgrade_required,
     violation,
     wants_websocket,
@@ -55,6 +50,8 @@ CLOSED_AT_ONCE = 256
 
 class Frontend(web.Server):
     """Dispatches requests: to the engines, or to the router's own pages."""
+
+    pages_only = False  # requests for engines come from elsewhere
 
     def __init__(
         self,
@@ -96,10 +93,10 @@ class Frontend(web.Server):
             placement=self.placement,
             threads=self._threads,
         )
-        self.requests = _reader(keys, config)
+        self.entrance = Entrance(config, self.arrivals, self.clients, is_open=not self.pages_only)
         self._goes_on = AlreadySentResponse(True)
         self._ends = AlreadySentResponse(False)
-        self._configure(config)
+        self._body_limit = config.limits.max_body_bytes
 
     @property
     def config(self) -> ServerConfig:
@@ -111,13 +108,9 @@ class Frontend(web.Server):
         """The requests in flight."""
         return self.running.relays
 
-    def _configure(self, config: ServerConfig) -> None:
-        self.forwarding = Forwarding(config.forwarded.trusted_proxies)
-        self._body_limit = config.limits.max_body_bytes
-
     def __call__(self) -> ClientConnection:
         """Returns the protocol of a new client connection."""
-        return ClientConnection(self, self, loop=self._loop, access_log=None)
+        return ClientConnection(self.entrance, self, loop=self._loop, access_log=None)
 
     def prepare(self, keys: Keys, config: ServerConfig) -> Callable[[], None]:
         """Returns the function that applies API keys and other settings to new requests.
@@ -127,14 +120,13 @@ class Frontend(web.Server):
         access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
 
         def apply() -> None:
-            if keys.on != self.admission.keys.on or config.limits.max_head_bytes != self.requests.limit:
-                self.requests = _reader(keys, config)
             self.access = access
-            self._configure(config)
+            self._body_limit = config.limits.max_body_bytes
             self.running.configure(config)
             self.admission.configure(config, keys)
             self.placement.configure(config)
             self.arrivals.configure(config, isolation)
+            self.entrance.configure(config, keys)
             self.clients.configure(config.limits)
             self.stored.responses.configure(config.limits)
 
@@ -175,7 +167,7 @@ class Frontend(web.Server):
         client.answering = True
         target = origin_form(request.raw_path)
         if (broken := violation(request, target)) is not None:
-            return self._reject(client, request.raw_headers, broken)
+            return self.entrance.reject(client, request.raw_headers, broken)
         path, _, query = target.partition("?")
         relayed = path in self.arrivals.paths
         stored = None if relayed else stored_response(path)
@@ -208,7 +200,7 @@ class Frontend(web.Server):
             log.exception("a request failed with an internal error", path=path)
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
-        head = self.requests.sort(target.encode(), request.raw_headers)
+        head = self.entrance.requests.sort(target.encode(), request.raw_headers)
         client_request = ClientRequest(
             client,
             request.transport,
@@ -239,56 +231,11 @@ class Frontend(web.Server):
                 client.relay.client_gone()
             raise
 
-    def refuse(self, client: ClientConnection, malformed: HttpProcessingError | None) -> web.StreamResponse:
-        """Answers a request that aiohttp could not read, or (None) one with an internal error."""
-        if malformed is None:
-            log.exception("a request failed with an internal error")
-            error = ApiError(500, FAILED)
-        else:
-            error = unreadable(malformed)
-        return self._reject(client, [], error)
-
-    def unreadable(self, client: ClientConnection, data: bytes, error: WireError) -> None:
-        """Refuses a request whose head ``data`` begins with, then calls ``client.answered``."""
-        if isinstance(error, HeadTooLargeError):
-            self.clients.refused["head_size"] += 1
-        self._refuse_early(client, malformed_head(data, error))
-
-    def late(self, client: ClientConnection, client_request: ClientRequest | None, received: int) -> None:
-        """Refuses a request whose head (None) or body takes too long, then calls `answered`."""
-        if client_request is None:
-            self.clients.refused["head_time"] += 1
-            error = ApiError(
-                408, f"the head is incomplete after {HEAD_SECONDS:g} s: {received} bytes received"
-            )
-            self._refuse_early(client, error)
-        else:
-            head = client_request.head
-            client_request.keep_alive = False
-            self.running.ended(client_request, None, self.bodies.late(received - head.start, head.length))
-
-    def _refuse_early(self, client: ClientConnection, error: ApiError) -> None:
-        """Answers a request without a usable head, then calls ``client.answered``."""
-        if client.transport is not None:
-            head = self.requests.sort(b"", [])
-            self.running.ended(ClientRequest(client, client.transport, head), None, error)
-
-    def _reject(
-        self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
-    ) -> web.StreamResponse:
-        """Answers a request with an error and closes the connection."""
-        if client.transport is not None:
-            head = self.requests.sort(b"", fields)
-            client_request = ClientRequest(client, client.transport, head)
-            client_request.done = lambda _: None
-            self.running.ended(client_request, None, error)
-        return self._ends
-
     def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
         client = request.protocol
         assert isinstance(client, ClientConnection)  # as `handle` made sure
         if request.headers.get("x-request-id"):
-            head = self.requests.sort(b"", request.raw_headers)
+            head = self.entrance.requests.sort(b"", request.raw_headers)
             error.headers.setdefault("x-request-id", head.request_id)
         if cors is not None:
             error.headers.update(cors.fields(request.headers.get("origin")))
@@ -302,54 +249,6 @@ class Frontend(web.Server):
             response.force_close()
         return response
 
-    # The fast path.
-
-    def takes(self, head: RequestHead) -> bool:
-        """Returns whether a plain request is for an engine and its body within the limit."""
-        return head.path in self.arrivals.paths and head.length <= self._body_limit
-
-    def ask(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
-        """Answers a plain request, then calls ``client.answered``."""
-        transport = client.transport
-        if transport is not None:
-            client_request = ClientRequest(client, transport, head)
-            client_request.keep_alive = head.keep_alive
-            if self.admission.admits(client_request):
-                self.arrivals.serve(client_request, body)
-
-    def admit(self, client: ClientConnection, head: RequestHead) -> ClientRequest | None:
-        """Admits a request before its body is complete.
-
-        Returns None if it was refused; then ``client.answered`` was called.
-        """
-        transport = client.transport
-        if transport is None:
-            return None
-        client_request = ClientRequest(client, transport, head)  # it closes: the body still comes
-        if not self.admission.admits(client_request):
-            return None
-        client_request.keep_alive = head.keep_alive
-        return client_request
-
-    def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
-        """Answers an admitted request, then calls ``client.answered``."""
-        client_request.started = time.monotonic()
-        if self.admission.has_room(client_request):
-            self.arrivals.serve(client_request, body)
-
-    def no_room(self, client: ClientConnection, client_request: ClientRequest | None) -> None:
-        """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
-        if client.transport is not None:
-            if client_request is None:
-                head = self.requests.sort(b"", [])
-                client_request = ClientRequest(client, client.transport, head)
-            client_request.keep_alive = False
-            self.running.ended(client_request, None, no_room_error())
-
     def refuse_request(self, client_request: ClientRequest, error: ApiError) -> None:
         """Answers an admitted request with an error, before it is routed."""
         self.running.ended(client_request, None, error)
-
-
-def _reader(keys: Keys, config: ServerConfig) -> RequestReader:
-    return RequestReader(keys.on, token_hex(6), config.limits.max_head_bytes)

@@ -135,3 +135,22 @@ def _unsupported(message: str) -> ApiError:
         code="unsupported_content_encoding",
         headers={"accept-encoding": "gzip, deflate"},
     )
+
+
+def late_body(received: int, length: int, seconds: float) -> ApiError:
+    """Returns the error of a body that takes longer than these seconds.
+
+    ``received``: its bytes so far. ``length``: 0: it is unknown.
+    """
+    of = f" of {length}" if length else ""
+    return ApiError(408, f"the body is incomplete after {seconds:g} s: {received}{of} bytes received")
+
+
+def no_room_error() -> ApiError:
+    """Returns the error of a request at a limit on body bytes."""
+    return ApiError(
+        503,
+        "the request bodies in flight exceed the router's limit; try again",
+        code="too_many_bytes",
+        headers={"retry-after": "1"},
+    )

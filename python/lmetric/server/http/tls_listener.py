@@ -16,7 +16,7 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric.server.http.connection import ClientConnection
-from lmetric.server.http.forwarding import Forwarding
+from lmetric.server.http.entrance import Entrance
 from lmetric.server.tls.contexts import TlsContext
 
 HANDSHAKE_SECONDS = 10.0
@@ -57,7 +57,7 @@ class Front(Protocol):
     """The maker of connections' protocols."""
 
     tls: TlsContext | None
-    forwarding: Forwarding
+    entrance: Entrance
     handshakes: Handshakes
 
     def __call__(self) -> ClientConnection:
@@ -103,7 +103,7 @@ class TlsListener:
                 )
                 return
             connection = self._front()
-            if not connection.count(self._front.forwarding.peer(address, secure=True)):
+            if not connection.account.open(self._front.entrance.forwarding.peer(address, secure=True)):
                 accepted.close()  # without TLS, it cannot get the error
                 continue
             accepted.setblocking(False)
@@ -132,6 +132,6 @@ class TlsListener:
             outcomes["done"] += 1
         finally:
             if connection.transport is None:
-                connection.uncount()
+                connection.account.close()
                 with contextlib.suppress(OSError):
                     accepted.close()
