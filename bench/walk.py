@@ -249,7 +249,7 @@ class Scene:
         stack.callback(lambda: self.router.run(self.server.stop()))
         self.model = self.server.fleet.pools[0]
         wait(lambda: all(engine.identified for engine in self.model.engines.values()))
-        wait(lambda: self.model.tokenizer is not None)
+        wait(lambda: self.model.tokenizers.current is not None)
         self.client = stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), SECONDS))
 
     def ask(self, number: int, whole: bool = True) -> None:

@@ -283,7 +283,7 @@ class Golden:
             assert {name: each.role for name, each in of.engines.items()} == {
                 name: engine.role for name, engine in self.engines.items()
             }
-            assert of.tokenizer is not None or config.get("tokenizer") == "off"
+            assert of.tokenizers.current is not None or config.get("tokenizer") == "off"
             for engine in engines:
                 engine.golden = self
             yield w

@@ -55,9 +55,9 @@ async def test_a_failed_download_is_repeated_and_leads_to_exact(
                 assert (await page(w))["mode"] == "approximate"
                 await until(lambda: "next try in" in str(pool.tokenizers.note), SECONDS)
                 assert "503" in str(pool.tokenizers.note)
-                assert pool.tokenizer is None
+                assert pool.tokenizers.current is None
                 hub.down = False
-                await until(lambda: pool.tokenizer is not None, SECONDS)
+                await until(lambda: pool.tokenizers.current is not None, SECONDS)
                 deadline = asyncio.get_running_loop().time() + SECONDS
                 while (found := await page(w))["mode"] != "exact" or not found["tokenizer"]["compared"]:
                     assert asyncio.get_running_loop().time() < deadline, found
@@ -76,7 +76,7 @@ async def test_what_an_engine_names_is_downloaded_only_if_the_operator_allows_it
         (pool,) = w.server.fleet.pools
         await pool.tokenizers.follow(NAME)
         if allowed == "any":
-            await until(lambda: pool.tokenizer is not None, SECONDS)
+            await until(lambda: pool.tokenizers.current is not None, SECONDS)
             assert pool.tokenizers.wanted is None
         else:
             assert pool.tokenizers.wanted is None

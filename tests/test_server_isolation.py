@@ -256,7 +256,7 @@ async def test_the_tokenizers_cache_is_the_tenants_own(keys: Path, tmp_path: Pat
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a secret of alice " * 50}]}
     for isolated, known in (("alice",), False), ((), True):
         async with tenants(keys, 1, *isolated, tokenizer=str(folder)) as it:
-            tokenizer = it.server.fleet.pools[0].tokenizer
+            tokenizer = it.server.fleet.pools[0].tokenizers.current
             assert tokenizer is not None
             new = []
             for headers in (ALICE, ALICE, BOB):

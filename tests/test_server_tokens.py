@@ -99,10 +99,10 @@ async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path:
 async def test_off_and_other_paths_stay_text(folder: Path) -> None:
     async with world(1, tokenizer="off") as w:
         pool = w.server.fleet.pools[0]
-        assert (pool.tokenizer, pool.tokenizers.note) == (None, "tokenizer: off")
+        assert (pool.tokenizers.current, pool.tokenizers.note) == (None, "tokenizer: off")
         assert (await record(w, chat("hi")))["prompt_tokens"]
     async with world(1, tokenizer=str(folder)) as w:
-        tokenizer = w.server.fleet.pools[0].tokenizer
+        tokenizer = w.server.fleet.pools[0].tokenizers.current
         assert tokenizer is not None
         before = tokenizer.encoder.stats()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -119,12 +119,12 @@ async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> 
     async with world(1) as w:
         pool = w.server.fleet.pools[0]
         await pool.tokenizers.follow(str(tmp_path))
-        assert pool.tokenizer is None
+        assert pool.tokenizers.current is None
         assert "no tokenizer.json" in str(pool.tokenizers.note)
         await pool.tokenizers.follow("a model")
         assert "'a model' is not a folder of this machine; set tokenizer" in str(pool.tokenizers.note)
         await pool.tokenizers.follow(str(folder))
-        assert pool.tokenizer is not None
+        assert pool.tokenizers.current is not None
         assert pool.tokenizers.note is None
 
 

@@ -90,7 +90,7 @@ class Progress:
         self.mover: Rebalancer | None = None  # set if it may move
         if intent.moves or intent.fetches or intent.resumes:
             self.call = call
-            self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
+            self.encoder = pool.tokenizers.current.encoder if pool.tokenizers.current is not None else None
             self.mover = pool.mover if intent.moves and call.stream else None
             # A held request may outlive the model's tokenizer.
             self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None

@@ -45,7 +45,6 @@ from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
-from lmetric.tokens import PromptTokenizer
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -422,7 +421,7 @@ class Pool:
             return LARGE_BODY_REASON
         if why := fetch_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
-        if self.tokenizer is None:
+        if self.tokenizers.current is None:
             return "the model's tokenizer is not known"
         return self._why_not_joinable(path)
 
@@ -434,7 +433,7 @@ class Pool:
             return LARGE_BODY_REASON
         if why := split_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
-        if self.tokenizer is None:
+        if self.tokenizers.current is None:
             return "its answer cannot be merged: the model's tokenizer is not known"
         return self._why_not_joinable(path)
 
@@ -443,7 +442,7 @@ class Pool:
 
         Counts the reason.
         """
-        if self.tokenizer is None and path in MERGEABLE_PATHS:
+        if self.tokenizers.current is None and path in MERGEABLE_PATHS:
             why: Ineligible | None = Ineligible("tokenizer", "the model's tokenizer is not known")
         elif _is_too_large(path, call):
             why = Ineligible("large_body", LARGE_BODY_REASON)
@@ -499,7 +498,7 @@ class Pool:
         if engine is not None:
             self._take_block_size(engine)
         pooled = PoolFacts(
-            self.block_size, self.block_size_from, self.tokenizer is not None, self.tokenizers.note
+            self.block_size, self.block_size_from, self.tokenizers.current is not None, self.tokenizers.note
         )
         wired = [engine] if engine is not None else []
         if pooled != self._pooled:
@@ -541,17 +540,12 @@ class Pool:
 
     def _blocks_of(self, tokens: int) -> int:
         """Returns the index blocks that match an engine's cache of this many tokens."""
-        if self.tokenizer is not None:
+        if self.tokenizers.current is not None:
             blocks = tokens // self.block_size
         else:
             text_bytes = int(tokens * self.ratio.bytes / self.ratio.tokens)
             blocks = text_bytes // self.settings.text_block_bytes
         return min(max(1, blocks), MAX_INDEX_BLOCKS)
-
-    @property
-    def tokenizer(self) -> PromptTokenizer | None:
-        """The tokenizer in use; None: prompts are matched as text."""
-        return self.tokenizers.current
 
     @property
     def unusable(self) -> Unusable | None:

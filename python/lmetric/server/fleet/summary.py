@@ -98,7 +98,7 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
                 "decode_policy": _policy(pool.policies.settings.decode_policy) if pool.cuts else None,
                 "guard": pool.guard,
                 "guard_reason": pool.router.guard_reason,
-                "tokenizer": str(pool.tokenizer.folder) if pool.tokenizer else None,
+                "tokenizer": str(pool.tokenizers.current.folder) if pool.tokenizers.current else None,
             }
             for pool in fleet.pools
         ]

@@ -168,7 +168,7 @@ class Arrivals:
 
         Returns long work as a function, for a thread.
         """
-        tokenizer = pool.tokenizer
+        tokenizer = pool.tokenizers.current
         if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
         if len(call.body) > RENDERED_BYTES:

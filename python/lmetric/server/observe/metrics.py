@@ -247,8 +247,8 @@ class Metrics:
         for pool in self.fleet.pools:
             for reason, count in pool.tokenizers.text_prompts.items():
                 as_text.add_metric((pool.name, reason), count)
-            if pool.tokenizer is not None:
-                stats = pool.tokenizer.encoder.stats()
+            if pool.tokenizers.current is not None:
+                stats = pool.tokenizers.current.encoder.stats()
                 text.add_metric((pool.name, "found"), stats["found_bytes"])
                 text.add_metric((pool.name, "new"), stats["new_bytes"])
                 memory.add_metric((pool.name,), stats["bytes"])

@@ -67,7 +67,7 @@ async def shown(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]
 
 
 def _tokenizer(pool: Pool, engine: Engine) -> dict[str, Any]:
-    known = pool.tokenizer
+    known = pool.tokenizers.current
     return {
         "folder": str(known.folder) if known is not None else None,
         "note": pool.tokenizers.note,
