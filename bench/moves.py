@@ -86,10 +86,10 @@ async def asked(client: aiohttp.ClientSession, url: str, body: dict[str, Any], h
 
 async def moved(server: Server, at: int, every: int) -> None:
     """Moves each request once, when it has `tokens` tokens, until all moves have begun."""
-    pool = server.fleet.pools[0]
-    mover, begun = pool.mover, set()
+    model = server.fleet.models[0]
+    mover, begun = model.mover, set()
     assert mover is not None
-    names = list(pool.engines)
+    names = list(model.engines)
     while len(begun) < every:
         for number, running in list(mover.running.items()):
             if number not in begun and running.known_tokens >= at:
@@ -124,8 +124,8 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
         await server.start()
         stack.push_async_callback(server.stop)
         client = await stack.enter_async_context(aiohttp.ClientSession())
-        pool = server.fleet.pools[0]
-        while not all(engine.identified for engine in pool.engines.values()):  # noqa: ASYNC110 - nobody tells
+        model = server.fleet.models[0]
+        while not all(engine.identified for engine in model.engines.values()):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
         heard = Heard()
         bodies = [
@@ -152,7 +152,7 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             load["prompt_tokens"] - load["cached_prompt_tokens"] - load["fetched_prompt_tokens"]
             for load in loads
         )
-        stats = pool.router.stats()
+        stats = model.router.stats()
         return {
             "moved": stats["migrated"] / given.requests,
             "first_token_ms": percentile(sorted(heard.first), 0.5) * 1e3,

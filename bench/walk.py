@@ -247,7 +247,7 @@ class Scene:
         self.server = Server(ServerConfig.model_validate(config))
         self.router.run(self.server.start())
         stack.callback(lambda: self.router.run(self.server.stop()))
-        self.model = self.server.fleet.pools[0]
+        self.model = self.server.fleet.models[0]
         wait(lambda: all(engine.identified for engine in self.model.engines.values()))
         wait(lambda: self.model.tokenizers.current is not None)
         self.client = stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), SECONDS))

@@ -94,11 +94,11 @@ async def large_world(engines: int, **config: Any) -> AsyncIterator[World]:
 
 def load_engines(it: World) -> None:
     """Reports loads, as engines would: some idle, one hot."""
-    for pool in it.server.fleet.pools:
-        for name in pool.router.instances():
+    for model in it.server.fleet.models:
+        for name in model.router.instances():
             number = int(name.removeprefix("e"))
             running = 40 if number == 1 else number * 7 % 13
-            pool.router.report_load(
+            model.router.report_load(
                 name,
                 waiting=number * 5 % 7 if number % 3 == 0 else 0,
                 running=running,

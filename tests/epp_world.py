@@ -74,10 +74,10 @@ class PickerWorld:
         return f"127.0.0.1:{self.server.picker.port}"
 
     def in_flight(self) -> int:
-        return sum(pool.router.in_flight() for pool in self.server.fleet.pools)
+        return sum(model.router.in_flight() for model in self.server.fleet.models)
 
     def stats(self) -> Mapping[str, Any]:
-        return self.server.fleet.pools[0].router.stats()
+        return self.server.fleet.models[0].router.stats()
 
     async def settled(self) -> None:
         """Waits until no request is in flight."""

@@ -48,7 +48,7 @@ from lmetric.server.execution.plan import (
     Write,
 )
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.tokenizing import prompt_text
 from lmetric.server.upstream.connection import Connection, UpstreamError
 from lmetric.tokens import PromptTokenizer
@@ -142,16 +142,16 @@ class Setup:
         engine.succeeded()
         return engine
 
-    def pool(self) -> Pool:
-        pool = Pool(0, "tiny", [], self.config().pool_settings())
-        pool.tokenizers.current = tokenizer()
+    def model(self) -> Model:
+        model = Model(0, "tiny", [], self.config().pool_settings())
+        model.tokenizers.current = tokenizer()
         for name in self.names:
-            pool.add(self.engine(name))
-        return pool
+            model.add(self.engine(name))
+        return model
 
-    def computed(self, pool: Pool, path: str) -> None:
+    def computed(self, model: Model, path: str) -> None:
         """Lets one engine compute the prompt, so that another may fetch it."""
-        decision, ticket = pool.router.route(Request(token_ids=array("I", prompt_of(path, False))))
+        decision, ticket = model.router.route(Request(token_ids=array("I", prompt_of(path, False))))
         following: str | None = decision.instance
         while following is not None:
             ticket.sent()
@@ -533,9 +533,9 @@ class Driver:
     """Carries out the actions of one request."""
 
     def __init__(
-        self, pool: Pool, setup: Setup, ask: Ask, clock: Clock, engines: Engines, holds: bool = False
+        self, model: Model, setup: Setup, ask: Ask, clock: Clock, engines: Engines, holds: bool = False
     ) -> None:
-        self.pool, self.setup, self.ask, self.clock, self.engines = pool, setup, ask, clock, engines
+        self.model, self.setup, self.ask, self.clock, self.engines = model, setup, ask, clock, engines
         self.client = Wire()
         self.left = False
         self.open: dict[Slot, QuietAttempt] = {}
@@ -550,7 +550,7 @@ class Driver:
         self._start()
 
     def _start(self) -> None:
-        pool, ask, setup = self.pool, self.ask, self.setup
+        model, ask, setup = self.model, self.ask, self.setup
         body = ask.body()
         line = f"POST {ask.path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         head = RequestReader(False, "x", 1 << 16).read(line.encode())
@@ -558,30 +558,30 @@ class Driver:
         asked = ClientRequest(cast(Any, Client()), cast(Any, self.client), head)
         asked.keep_alive = True
         asked.started = self.clock.now
-        asked.pool = pool
+        asked.model = model
         call = parse(RELAYED[ask.path], body)
         call.tokens = tokenizer().encode(prompt_text(tokenizer(), call))
         assert call.tokens is not None
-        split_reason = pool.split_reason(ask.path, call) if pool.joins else None
-        fetch_reason = pool.fetch_reason(ask.path, call) if pool.fetches_prefixes else None
-        moves = pool.joins and split_reason is None
+        split_reason = model.split_reason(ask.path, call) if model.joins else None
+        fetch_reason = model.fetch_reason(ask.path, call) if model.fetches_prefixes else None
+        moves = model.joins and split_reason is None
         request = Request(
             token_ids=call.tokens,
             prompt_tokens=len(call.tokens),
             max_tokens=call.max_tokens,
-            length_class="a" if pool.splits else None,
+            length_class="a" if model.splits else None,
             allow_split=split_reason is None,
             split_reason=split_reason,
             allow_fetch=fetch_reason is None,
             fetch_reason=fetch_reason,
         )
-        decision, ticket = pool.router.route(request, now=self.clock.now)
+        decision, ticket = model.router.route(request, now=self.clock.now)
         self.rules = Rules.of(setup.config())
-        fetches = pool.fetches_prefixes and fetch_reason is None
-        resumes = pool.fails_over and call.stream and pool.failover_reason(ask.path, call) is None
+        fetches = model.fetches_prefixes and fetch_reason is None
+        resumes = model.fails_over and call.stream and model.failover_reason(ask.path, call) is None
         hedge = Hedge(HEDGE_SECONDS, request) if setup.hedges and call.stream else None
         intent = Intent(
-            *(asked, call, pool), moves=moves, fetches=fetches, resumes=resumes, hedge=hedge, asked=request
+            *(asked, call, model), moves=moves, fetches=fetches, resumes=resumes, hedge=hedge, asked=request
         )
         self.execution = Execution(self.rules, intent, (decision, ticket))
         if self.execution.mover is not None:
@@ -805,7 +805,7 @@ class Driver:
         assert hedge is None or not execution.has_tokens
         assert all(not attempt.over for attempt in self.open.values())
         assert all(attempt.over for attempt in self.gone)
-        mover = self.pool.mover
+        mover = self.model.mover
         if mover is not None:
             moves = set() if execution.migration is None else {execution.migration}
             assert mover.moves == moves
@@ -832,7 +832,7 @@ class Driver:
             assert hedge.ticket.instance == hedge.step.engine.name
 
     def _check_end(self) -> None:
-        counts, pool = self.counts, self.pool
+        counts, model = self.counts, self.model
         assert counts["finish"] == 1
         assert not self.ticket.open
         assert self.execution.reason != "no engine worked on it"
@@ -840,11 +840,11 @@ class Driver:
         assert self.wakes_at is None
         assert self.error is None or not self.execution.committed
         assert self.execution.migration is None
-        if pool.mover is not None:
-            assert not pool.mover.running
-            assert not pool.mover.moves
-        assert pool.router.in_flight() == 0
-        indicators = pool.router.indicators()
+        if model.mover is not None:
+            assert not model.mover.running
+            assert not model.mover.moves
+        assert model.router.in_flight() == 0
+        indicators = model.router.indicators()
         for name in ("bs", "bound_bs", "bound_tokens", "tokens"):
             assert not indicators[name].any(), name
 
@@ -938,7 +938,7 @@ def read_answer(raw: bytes, ask: Ask) -> tuple[int, dict[str, Any]]:
 
 
 def driver(clock: Clock, setup: Setup, ask: Ask) -> Driver:
-    return Driver(setup.pool(), setup, ask, clock, Engines(ask, setup))
+    return Driver(setup.model(), setup, ask, clock, Engines(ask, setup))
 
 
 def finish(it: Driver) -> None:

@@ -37,9 +37,9 @@ async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> 
         "migration_by": "recompute",
     }
     async with pd(*kinds, **(given | config)) as world:
-        pool = world.server.fleet.pools[0]
-        await world.until(lambda: all(engine.identified for engine in pool.engines.values()))
-        for engine in pool.engines.values():
+        model = world.server.fleet.models[0]
+        await world.until(lambda: all(engine.identified for engine in model.engines.values()))
+        for engine in model.engines.values():
             engine.capabilities = replace(engine.capabilities, prefix_caching=cache)
         yield world
         assert not mover(world).running
@@ -48,7 +48,7 @@ async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> 
 
 def mover(w: Pd) -> Rebalancer:
     """The rebalancer that starts moves."""
-    found = w.server.fleet.pools[0].mover
+    found = w.server.fleet.models[0].mover
     assert found is not None
     return found
 

@@ -47,7 +47,7 @@ class Pd:
     @property
     def outcomes(self) -> dict[str, int]:
         """The outcomes of KV transfers."""
-        return dict(self.server.fleet.pools[0].kv_transfers)
+        return dict(self.server.fleet.models[0].kv_transfers)
 
     async def post(
         self, body: Any = BODY, path: str = "/v1/completions", url: str | None = None
@@ -113,7 +113,7 @@ class Pd:
                 await asyncio.sleep(0.01)
 
     def in_flight(self) -> int:
-        return sum(pool.router.in_flight() for pool in self.server.fleet.pools)
+        return sum(model.router.in_flight() for model in self.server.fleet.models)
 
 
 @contextlib.asynccontextmanager
@@ -149,6 +149,6 @@ async def pd(
         yield world
         await world.until(lambda: not world.in_flight() and not server.front.relays)
         await world.until(lambda: not any(world.busy(n) for n in engines if n not in world.stopped))
-        indicators = server.fleet.pools[0].router.indicators()
+        indicators = server.fleet.models[0].router.indicators()
         for name in ("bs", "bound_bs", "bound_tokens", "tokens"):
             assert not indicators[name].any(), name

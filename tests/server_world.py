@@ -284,7 +284,7 @@ class World:
             return response.status, await response.read()
 
     def in_flight(self) -> int:
-        return sum(pool.router.in_flight() for pool in self.server.fleet.pools)
+        return sum(model.router.in_flight() for model in self.server.fleet.models)
 
     async def settled(self) -> None:
         """Waits until no request is in flight."""
@@ -339,7 +339,7 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
             await server.stop()
             for engine in engines:
                 await engine.stop()
-    assert sum(pool.router.in_flight() for pool in server.fleet.pools) == 0
+    assert sum(model.router.in_flight() for model in server.fleet.models) == 0
 
 
 READ_BYTES = 256 << 10  # largest read of the loop

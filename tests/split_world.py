@@ -46,8 +46,8 @@ async def split(*options: EngineOptions, at: float | None = 0.9, **config: Any) 
     kinds = options or (both(), both(), both())
     given = {"tokenizer": None, "policy": "round_robin", "split": forced(at)}
     async with pd(*kinds, **(given | config)) as world:
-        pool = world.server.fleet.pools[0]
-        await world.until(lambda: all(engine.identified for engine in pool.engines.values()))
+        model = world.server.fleet.models[0]
+        await world.until(lambda: all(engine.identified for engine in model.engines.values()))
         yield world
 
 
@@ -113,7 +113,7 @@ async def asked(world: Pd, path: str, body: dict[str, Any], url: str | None = No
         assert response.status == 200, raw
         said = heard(raw) if body.get("stream") else told(orjson.loads(raw))
         if url is None:
-            router = world.server.fleet.pools[0].router
+            router = world.server.fleet.models[0].router
             said["record"] = router.explain(decision_id(response.headers))
             said["headers"] = dict(response.headers)
     return said

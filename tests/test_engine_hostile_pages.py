@@ -181,7 +181,7 @@ async def test_figures_beyond_their_bounds_count_as_not_reported() -> None:
             "block_size",
             "max_model_len",
         ]
-        await w.until(lambda: w.server.fleet.pools[0].engines["e0"].load_reports)
+        await w.until(lambda: w.server.fleet.models[0].engines["e0"].load_reports)
         assert b"Inf" not in (await w.get("/metrics"))[1].replace(b'le="+Inf"', b"")
         assert (await w.get("/admin/engines"))[0] == 200
         assert (await w.post({}, "/admin/engines/e0/drain"))[0] == 200

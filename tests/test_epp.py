@@ -185,7 +185,7 @@ async def test_a_held_request_is_picked_later() -> None:
             await first.ask(head=request_head(x_tenant="t"))
             body = orjson.dumps({**PROMPT, "stream": True})
             await second.send(request_head(x_tenant="t"), request_body(body, True))
-            await until(lambda: world.server.fleet.pools[0].router.waiting == 1)
+            await until(lambda: world.server.fleet.models[0].router.waiting == 1)
             await answered(first)
             place, _, _ = await second.picked()
             assert place == world.places[0]
@@ -243,7 +243,7 @@ async def test_a_sheddable_request_does_not_wait() -> None:
             head = request_head(x_tenant="t", x_llm_d_inference_objective="batch")
             await second.send(head, request_body(orjson.dumps(PROMPT), True))
             assert (await second.refused())[0] == 429
-            assert world.server.fleet.pools[0].router.waiting == 0
+            assert world.server.fleet.models[0].router.waiting == 0
         await world.settled()
 
 
@@ -257,8 +257,8 @@ async def test_the_engine_that_served_gets_the_counts() -> None:
         added = changed((await stream.next()).response_headers.response.header_mutation)
         name = f"e{world.places.index(second)}"
         assert added["x-lmetric-instance"] == name
-        pool = world.server.fleet.pools[0]
-        busy = dict(zip(pool.router.instances(), pool.router.indicators()["bs"], strict=True))
+        model = world.server.fleet.models[0]
+        busy = dict(zip(model.router.instances(), model.router.indicators()["bs"], strict=True))
         assert (busy[name], sum(busy.values())) == (1, 1)
         await stream.send(answer_body(WHOLE, True))
         assert await stream.body("response_body") == WHOLE
@@ -277,7 +277,7 @@ async def test_load_reports_in_answers_are_read() -> None:
         report = "TEXT named_metrics.num_requests_waiting=3.0, named_metrics.kv_cache_usage_perc=0.25"
         await answered(stream, endpoint_load_metrics=report)
         await world.settled()
-        engine = world.server.fleet.pools[0].engines["e0"]
+        engine = world.server.fleet.models[0].engines["e0"]
         assert engine.load_reports["header"] == 1
 
 
@@ -428,7 +428,7 @@ async def test_a_stop_refuses_what_waits_and_ends_what_runs() -> None:
     ):
         await first.ask(head=request_head(x_tenant="t"))
         await second.send(request_head(x_tenant="t"), request_body(orjson.dumps(PROMPT), True))
-        await until(lambda: world.server.fleet.pools[0].router.waiting == 1)
+        await until(lambda: world.server.fleet.models[0].router.waiting == 1)
         await world.server.stop()
         status, _, error = await second.refused()
         assert (status, error["code"]) == (503, "shutting_down")

@@ -81,7 +81,7 @@ async def test_envoy_tries_the_second_engine_and_it_gets_the_counts() -> None:
         assert len(world.engines[1].requests) == 1
         await world.settled()
         assert (world.stats()["finished"], world.stats()["retries"]) == (1, 1)
-        assert not world.server.fleet.pools[0].engines["e0"].healthy, "the gateway's report is enough"
+        assert not world.server.fleet.models[0].engines["e0"].healthy, "the gateway's report is enough"
 
 
 async def test_subsets_come_from_envoy() -> None:

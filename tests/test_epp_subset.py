@@ -110,7 +110,7 @@ async def test_a_subset_without_an_engine_is_503(subset: Any) -> None:
     async with picking(2, health={"interval": 0.05, "down_after": 1}) as world:
         if subset == "dead":
             await world.engines[1].stop()
-            engines = world.server.fleet.pools[0].engines
+            engines = world.server.fleet.models[0].engines
             await until(lambda: not engines["e1"].healthy)
             subset = [world.places[1]]
         async with exchange(world.target) as stream:
@@ -123,7 +123,7 @@ async def test_a_subset_without_an_engine_is_503(subset: Any) -> None:
 
 async def test_a_stored_response_is_fetched_only_in_the_subset() -> None:
     async with picking(2) as world:
-        model = world.server.fleet.pools[0].name
+        model = world.server.fleet.models[0].name
         world.server.front.stored.responses.add("", "resp_1", Holder(model, "e0"))
         for inside, status in ((world.places[:1], None), (world.places[1:], 503)):
             async with exchange(world.target) as stream:

@@ -77,10 +77,10 @@ async def world(**config: Any) -> AsyncIterator[World]:
         stack.push_async_callback(server.stop)
         client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
         await stack.enter_async_context(client)
-        pool = server.fleet.pools[0]
-        await until(lambda: all(each.identified for each in pool.engines.values()))
+        model = server.fleet.models[0]
+        await until(lambda: all(each.identified for each in model.engines.values()))
         yield World(server, engines, client)
-        await until(lambda: not pool.router.in_flight() and not server.front.relays)
+        await until(lambda: not model.router.in_flight() and not server.front.relays)
 
 
 def bodies_of(path: str, sampling: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,9 +120,9 @@ async def test_killing_one_of_two_engines_breaks_no_stream(path: str, sampling: 
         assert found == expected
         assert all(tokens_of(raw) in (0, TOKENS) for raw in w.heard)
         assert sum(tokens_of(raw) == TOKENS for raw in w.heard) > STREAMS // 2
-        pool = w.server.fleet.pools[0]
-        assert pool.failovers == {"continued": STREAMS // 2}
-        assert not pool.not_resumable
+        model = w.server.fleet.models[0]
+        assert model.failovers == {"continued": STREAMS // 2}
+        assert not model.not_resumable
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -135,7 +135,7 @@ async def test_an_engine_that_hangs_breaks_no_stream(path: str) -> None:
             assert await w.run(path, bodies, signal.SIGSTOP) == expected
         finally:
             w.engines.engines[0].process.send_signal(signal.SIGCONT)
-        assert w.server.fleet.pools[0].failovers == {"continued": STREAMS // 2}
+        assert w.server.fleet.models[0].failovers == {"continued": STREAMS // 2}
 
 
 async def test_requests_of_a_stopped_engine_move_when_it_is_marked_as_down() -> None:
@@ -148,9 +148,9 @@ async def test_requests_of_a_stopped_engine_move_when_it_is_marked_as_down() -> 
             bodies = [body_of(COMPLETIONS, f"Story {n}", stream=True, max_tokens=3) for n in range(16)]
             answers = await w.run(COMPLETIONS, bodies, None)
             assert all(raw.endswith(b"data: [DONE]\n\n") for raw in answers)
-            stopped = w.server.fleet.pools[0].engines["e0"]
+            stopped = w.server.fleet.models[0].engines["e0"]
             assert not stopped.healthy
-            assert w.server.fleet.pools[0].router.stats()["retries"] == 8
+            assert w.server.fleet.models[0].router.stats()["retries"] == 8
         finally:
             process.send_signal(signal.SIGCONT)
 
@@ -161,4 +161,4 @@ async def test_without_failover_the_streams_of_a_killed_engine_break() -> None:
         expected = await w.run(COMPLETIONS, bodies, None)
         found = await w.run(COMPLETIONS, bodies, signal.SIGKILL)
         assert sum(one != other for one, other in zip(found, expected, strict=True)) == STREAMS // 2
-        assert w.server.fleet.pools[0].failovers == {"not_resumable": STREAMS // 2}
+        assert w.server.fleet.models[0].failovers == {"not_resumable": STREAMS // 2}

@@ -32,7 +32,7 @@ import pytest
 
 from lmetric.options import SplitAt
 from lmetric.server.fleet.kv_backfill import KvBackfill
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric_lab.emulated.protocol import Shape, StreamOptions
 from lmetric_lab.emulated.text import TOKENIZER_PATH, shared_text
@@ -278,7 +278,7 @@ class Golden:
             # Only `return_token_ids` would be added to streams: test_server_failover.py.
             settings |= {"stream_failover": False, **config}
             w = await stack.enter_async_context(world([], engines=given, **settings))
-            of = pool(w)
+            of = model(w)
             await w.until(lambda: all(each.identified for each in of.engines.values()))
             assert {name: each.role for name, each in of.engines.items()} == {
                 name: engine.role for name, engine in self.engines.items()
@@ -302,7 +302,7 @@ class Golden:
         pieces = shared_text().pieces
         expected = b"".join(pieces[said(prompt + n)] for n in range(count)).decode()
         assert (heard(answer) if self.stream else told(answer))["text"] == expected
-        record = pool(w).router.explain(int(headers["x-lmetric-decision"].split("-")[-2]))
+        record = model(w).router.explain(int(headers["x-lmetric-decision"].split("-")[-2]))
         assert record is not None
         return {**record, "answered": headers["x-lmetric-instance"], "count": prompt}
 
@@ -313,16 +313,16 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def pool(w: World) -> Pool:
-    return w.server.fleet.pools[0]
+def model(w: World) -> Model:
+    return w.server.fleet.models[0]
 
 
 def handovers(w: World) -> dict[str, int]:
-    return dict(pool(w).kv_transfers)
+    return dict(model(w).kv_transfers)
 
 
 def mover(w: World) -> Rebalancer:
-    found = pool(w).mover
+    found = model(w).mover
     assert found is not None
     return found
 
@@ -489,7 +489,7 @@ async def with_all(g: Golden, *engines: Engine, **config: Any) -> AsyncIterator[
         if engines[0].sglang and len(engines) == 2:
             answered_first(w, *engines)
         await priority_is_not_nothing(g, w)
-        for engine in pool(w).engines.values():
+        for engine in model(w).engines.values():
             engine.refill = KvBackfill({"vllm_xargs": {"kv_cache_report_mode": "full"}}, BLOCK_TOKENS, 1e12)
         yield w
 
@@ -503,7 +503,7 @@ async def priority_is_not_nothing(g: Golden, w: World) -> None:
     if g.path == CHAT:
         short = {"messages": [{"role": "user", "content": "a"}]}
     await g.ask(w, **short)
-    pool(w).kv_transfers.clear()
+    model(w).kv_transfers.clear()
     g.forget()
 
 
@@ -542,7 +542,7 @@ def answered_first(w: World, first: Engine, second: Engine) -> None:
 
     async def behave(it: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         await first.asked(len(it.requests))
-        await w.until(lambda: not pool(w).engines[first.name].upstream.in_use)
+        await w.until(lambda: not model(w).engines[first.name].upstream.in_use)
         return await answers(it, request, writer)
 
     second.behave = behave
@@ -694,7 +694,7 @@ async def pulls(g: Golden, w: World, **outcomes: int) -> None:
     g.forget()
     record = await g.ask(w)
     assert (first["answered"], record["answered"], record["fetch_instance"]) == ("e0", "e1", "e0")
-    assert pool(w).fetch_outcomes == outcomes
+    assert model(w).fetch_outcomes == outcomes
     assert [each["engine"] for each in g.sent][:2] == ["e0", "e1"]
     blocks = record["count"] // BLOCK_TOKENS if "fetched" in outcomes else 0
     assert record["fetched_tokens"] == blocks * BLOCK_TOKENS
@@ -776,7 +776,7 @@ async def _(g: Golden) -> None:
 @scenario("backfill")
 async def _(g: Golden) -> None:
     async with g.router(Engine()) as w:
-        (engine,) = pool(w).engines.values()
+        (engine,) = model(w).engines.values()
         engine.refill = KvBackfill({"vllm_xargs": {"kv_cache_report_mode": "full"}}, BLOCK_TOKENS, 1e12)
         await g.ask(w)
 

@@ -371,9 +371,9 @@ async def test_an_administrator_replaces_the_policy_under_load(mine: Path) -> No
         status, told = await put(w, {"policy": "linear", "knobs": {"lam": 0.3}, "decode_policy": "sibyl"})
         assert (status, told[0]["knobs"], told[0]["decode_policy"]) == (200, {"lam": 0.3}, "sibyl")
         assert [status for status, *_ in await asyncio.gather(*load)] == [200] * 20
-        pool = w.server.fleet.pools[0]
-        assert pool.router.stats()["policy"] == "linear"
-        assert pool.router.in_flight() == 0
+        model = w.server.fleet.models[0]
+        assert model.router.stats()["policy"] == "linear"
+        assert model.router.in_flight() == 0
         assert orjson.loads((await w.get("/admin/policy"))[1])[0]["policy"] == "linear"
         for body, message in (
             ({"policy": f"{mine}:score"}, "Python objects are not accepted here"),
@@ -391,7 +391,7 @@ async def test_an_administrator_replaces_the_policy_under_load(mine: Path) -> No
             status, told = await put(w, body)
             assert status in (400, 404), told
             assert message in told["error"]["message"], told
-        assert pool.router.stats()["policy"] == "linear"
+        assert model.router.stats()["policy"] == "linear"
         assert (await w.post({"policy": "bs"}, "/admin/policy"))[0] == 405
     async with world(1) as w:
         assert (await put(w, {"policy": "bs"}))[0] == 403
@@ -429,7 +429,7 @@ async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
         mine.write_text(text)
 
     async with world(2, policy=f"{mine}:score") as w:
-        stats = w.server.fleet.pools[0].router.stats
+        stats = w.server.fleet.models[0].router.stats
         assert stats()["policy"] == f"{mine}:score"
         write("import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
         await w.until(lambda: stats()["policy"] == "second")
@@ -456,7 +456,7 @@ async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.
         await w.server.reload(w.server.config.model_copy(update={"decode_policy": "lmetric"}))
         # Those of `tiny` at the top level, and those of `other`.
         assert built == [f"{mine}:score", "lmetric", "bs", "lmetric"]
-        assert [pool.policies.settings.policy for pool in w.server.fleet.pools] == ["bs", f"{mine}:score"]
+        assert [model.policies.settings.policy for model in w.server.fleet.models] == ["bs", f"{mine}:score"]
 
 
 async def test_sighup_replaces_the_policy(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ async def test_rounds_move_nothing_without_transfer_and_ready_warns() -> None:
     star = {"kind": "star", "period_seconds": 0.05}
     kinds = [plain(clock_speed=1.0) for _ in range(2)]
     async with moving(*kinds, rebalance=star, migration_by="fetch") as w:
-        engines = w.server.fleet.pools[0].engines
+        engines = w.server.fleet.models[0].engines
         last = list(engines.values())[1]
         last.draining = True
         last.hold()
@@ -64,7 +64,7 @@ async def test_rounds_move_nothing_without_transfer_and_ready_warns() -> None:
 @pytest.mark.parametrize(("policy", "warns"), [("sibyl", True), ("least_requests", False)])
 async def test_sibyl_without_its_look_ahead_warns(policy: str, warns: bool) -> None:
     async with pd(nixl("prefill"), nixl("decode"), decode_policy=policy, experimental=True) as w:
-        engines = w.server.fleet.pools[0].engines.values()
+        engines = w.server.fleet.models[0].engines.values()
         await w.until(lambda: all(engine.unusable is None for engine in engines))
         found = [
             each

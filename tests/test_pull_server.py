@@ -32,15 +32,15 @@ async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
     given = {"prefix_fetch": SETTINGS, "prefix_fetch_timeout_seconds": 5.0, "at": None}
     async with split(*kinds, **(given | config)) as world:
         yield world
-        assert not world.server.fleet.pools[0].router.indicators()["fetches"].any()
+        assert not world.server.fleet.models[0].router.indicators()["fetches"].any()
 
 
 def outcomes(w: Pd) -> dict[str, int]:
-    return dict(w.server.fleet.pools[0].fetch_outcomes)
+    return dict(w.server.fleet.models[0].fetch_outcomes)
 
 
 def stats(w: Pd) -> dict[str, Any]:
-    return w.server.fleet.pools[0].router.stats()
+    return w.server.fleet.models[0].router.stats()
 
 
 async def heated(w: Pd, path: str = COMPLETIONS) -> str:
@@ -98,7 +98,7 @@ async def test_any_request_whose_front_another_holds() -> None:
     loop = asyncio.get_running_loop()
     front = (LONG + LONG).split(" ")
     async with pulling(both(clock_speed=2.0), both(clock_speed=2.0), both(clock_speed=2.0)) as w:
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
 
         async def tried(case: dict[str, Any]) -> None:
             router.configure(
@@ -174,7 +174,7 @@ async def test_what_is_not_pulled_for_says_why(
         for _ in range(2):
             status, headers, _ = await w.post(body_of(COMPLETIONS, LONG) | fields)
             assert status == (200 if config else 400)  # these engines have one answer to one prompt
-            record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+            record = w.server.fleet.models[0].router.explain(decision_id(headers))
             assert record is not None
             assert why in record["fetch_reason"]
             assert record["fetch_instance"] is None

@@ -94,13 +94,13 @@ async def test_by_default_it_is_waited_for_as_long_as_computing_takes() -> None:
         holder = await heated(w)
         async with occupied(w, holder):
             said = await asked(w, COMPLETIONS, BODY)
-        pool = w.server.fleet.pools[0]
-        target = pool.engines[said["headers"]["x-lmetric-instance"]]
+        model = w.server.fleet.models[0]
+        target = model.engines[said["headers"]["x-lmetric-instance"]]
         # It had computed nothing yet: as the router assumes of such.
         tokens = said["record"]["fetch_to_token"]
         assert said["record"]["fetch_seconds"] == pytest.approx(tokens / 8_000, abs=0.1)
         assert outcomes(w) == {"late": 1}
-        assert pool.prefill_seconds(target, 1000) > 0
+        assert model.prefill_seconds(target, 1000) > 0
 
 
 async def test_a_full_holder_refuses_and_stays_healthy() -> None:
@@ -109,7 +109,7 @@ async def test_a_full_holder_refuses_and_stays_healthy() -> None:
         async with occupied(w, holder):
             equal(await asked(w, COMPLETIONS, BODY), await alone(w, COMPLETIONS, BODY))
         assert outcomes(w) == {"refused": 1}
-        assert w.server.fleet.pools[0].engines[holder].healthy
+        assert w.server.fleet.models[0].engines[holder].healthy
 
 
 async def test_a_holder_that_has_evicted_the_prompt_computes_it() -> None:
@@ -173,7 +173,7 @@ async def test_a_target_taken_out_meanwhile() -> None:
         async with occupied(w, holder):
             task = asyncio.create_task(asked(w, COMPLETIONS, BODY))
             await w.until(lambda: waiting(w, holder))
-            w.server.fleet.pools[0].remove(target)
+            w.server.fleet.models[0].remove(target)
         said = await task
         equal(said, await alone(w, COMPLETIONS, BODY))
         assert said["headers"]["x-lmetric-instance"] == holder
@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_meanwhile(stream: bool) -> None:
         async with occupied(w, holder):
             task = asyncio.create_task(asked(w, COMPLETIONS, BODY | {"stream": stream}))
             await w.until(lambda: waiting(w, holder))
-            router = w.server.fleet.pools[0].router
+            router = w.server.fleet.models[0].router
             assert router.indicators()["fetches"].sum() == 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -229,7 +229,7 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
 async def test_engines_of_other_blocks_compute() -> None:
     async with pulling(*pair()) as w:
         holder = await heated(w)
-        engine = w.server.fleet.pools[0].engines[holder]
+        engine = w.server.fleet.models[0].engines[holder]
         engine.capabilities = replace(engine.capabilities, block_size=32)
         before = w.load(holder)["prompt_tokens"]
         said = await asked(w, COMPLETIONS, BODY)

@@ -384,9 +384,9 @@ async def test_a_server_with_a_broken_router_is_not_alive() -> None:
         assert (await w.get("/health"))[0] == 200
         made: dict[str, Any] = {}
         exec(BREAK, made)
-        pool = w.server.fleet.pools[0]
-        sound, (pool.router, _) = pool.router, made["broken"]()
+        model = w.server.fleet.models[0]
+        sound, (model.router, _) = model.router, made["broken"]()
         status, body = await w.get("/health")
         assert status == 500
         assert b"the router is broken" in body
-        pool.router = sound
+        model.router = sound

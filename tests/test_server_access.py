@@ -134,7 +134,7 @@ async def test_a_tenants_key_opens_neither_admin_nor_debug(keys: dict[str, str])
             ):
                 async with it.client.request(method, it.url + path, headers=headers) as answer:
                     assert answer.status == expected, (path, headers)
-        assert not it.server.fleet.pools[0].engines["e0"].held
+        assert not it.server.fleet.models[0].engines["e0"].held
         for path in DEBUG:
             assert (await it.get(path, ADMIN))[0] == 200, path
         status, _, got = await it.post({}, "/admin/engines/e0/drain", ADMIN)
@@ -395,7 +395,7 @@ async def test_an_engines_address_is_checked_again_when_it_is_connected_to(
     admin = {"enabled": True, "allowed_engines": ["10.0.0.0/8"]}
     async with world(1, admin=admin, health={"interval": 0.02}) as it:
         assert (await it.post({"url": engine.url, "name": "new", "model": "m"}, "/admin/engines"))[0] == 200
-        added = it.server.fleet.pool("m").engines["new"]
+        added = it.server.fleet.model("m").engines["new"]
         await it.until(lambda: added.last_error)
         assert added.last_error == "admin.allowed_engines does not allow 127.0.0.1"
         assert not added.healthy

@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from lmetric.config import ConfigError, load_config
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.holding import HeldRequest
 from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
@@ -32,13 +32,13 @@ PROMPT_TOKENS = 3000  # 0.3 s of prefill on an engine at speed 1
 TWO_TENANTS: dict[str, Any] = {"a": {}, "b": {}}
 
 
-def pool(w: World | Pd) -> Pool:
-    return w.server.fleet.pools[0]
+def model(w: World | Pd) -> Model:
+    return w.server.fleet.models[0]
 
 
 def waiting(w: World | Pd) -> int:
-    assert sum(pool(w).held.waiting().values()) == pool(w).router.waiting
-    return pool(w).router.waiting
+    assert sum(model(w).held.waiting().values()) == model(w).router.waiting
+    return model(w).router.waiting
 
 
 @asynccontextmanager
@@ -141,7 +141,7 @@ async def test_requests_that_would_be_late_are_refused_with_a_time() -> None:
             assert error["code"] == "deadline"
             assert error["type"] == "rate_limit_error"
             assert 1 <= int(headers["retry-after"]) <= 60
-        assert pool(w).held.refused == {("", "deadline"): len(refused)}
+        assert model(w).held.refused == {("", "deadline"): len(refused)}
         async with w.client.get(f"{w.url}/metrics") as page:
             text = await page.text()
         name = 'lmetric_refused_requests_total{model="emulated",reason="deadline",tenant=""}'
@@ -159,7 +159,7 @@ async def test_a_held_request_is_refused_when_its_deadline_can_no_longer_be_met(
         assert time.monotonic() - began > 0.3
         assert (status, got["error"]["code"]) == (429, "deadline")
         assert int(headers["retry-after"]) >= 1
-        assert pool(w).held.refused == {("a", "deadline"): 1}
+        assert model(w).held.refused == {("a", "deadline"): 1}
         assert len(w.engines[0].requests) == 1
         first.cancel()
 
@@ -167,7 +167,7 @@ async def test_a_held_request_is_refused_when_its_deadline_can_no_longer_be_met(
 async def test_a_stream_whose_head_is_out_gets_the_refusal_as_an_event() -> None:
     limits = {"a": {"max_concurrent": 1}}
     async with small([FakeEngine(behave=hang)], admission={"ttft_seconds": 3.0}, tenants=limits) as w:
-        pool(w).held.keep_alive_seconds = 0.2
+        model(w).held.keep_alive_seconds = 0.2
         first = post(w, "a", stream=True)
         await w.engines[0].asked(1)
         status, _, got = await post(w, "a", stream=True)
@@ -195,7 +195,7 @@ async def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
             # Two requests were on the engine, and one may have been let in at the same time.
             assert sum(task.done() for task in flood) - before <= 4
         assert {status for status, _, _ in await asyncio.gather(*flood)} == {200}
-        snapshot = pool(w).held.snapshot()
+        snapshot = model(w).held.snapshot()
         assert snapshot is not None
         assert snapshot["admitted"] >= 20
         assert snapshot["held_seconds"] > 5.0
@@ -243,7 +243,7 @@ async def test_a_tenant_has_a_maximum_rate() -> None:
                 assert headers["retry-after"] == "2"
         assert (await post(w, "b"))[0] == 200
         assert (await post(w))[0] == 200
-        assert pool(w).held.refused == {("a", "rate"): 2}
+        assert model(w).held.refused == {("a", "rate"): 2}
 
 
 @pytest.mark.parametrize("most", [0, 2])
@@ -374,9 +374,9 @@ async def test_a_storm_leaves_nothing_behind() -> None:
         assert statuses <= {0, 200, 429}
         assert 200 in statuses
         await w.until(lambda: not w.in_flight() and not waiting(w))
-        indicators = pool(w).router.indicators()
+        indicators = model(w).router.indicators()
         assert not indicators["bs"].any()
-        snapshot = pool(w).held.snapshot()
+        snapshot = model(w).held.snapshot()
         assert snapshot is not None
         assert snapshot["waiting"] == 0
         assert not snapshot["waiting_by_tenant"]
@@ -401,7 +401,7 @@ async def test_a_reload_changes_limits_while_requests_wait(tmp_path: Path) -> No
         await r.change(tenants={}, admission={"max_waiting": 10})
         await engine.asked(5)
         await r.change(admission=None)
-        assert pool(r.w).held.snapshot() is None
+        assert model(r.w).held.snapshot() is None
         gate.open.set()
         assert {(await task)[0] for task in tasks} == {200}
 
@@ -434,10 +434,10 @@ async def test_a_class_has_its_own_time_to_a_hedge() -> None:
     async with small([FakeEngine(behave=later(1.0)), FakeEngine()], **config) as w:
         _, headers, _ = await post(w, stream=True, slo="interactive")
         assert headers["x-lmetric-instance"] == "e1"
-        assert pool(w).hedging.outcomes == {"won": 1}
+        assert model(w).hedging.outcomes == {"won": 1}
         w.engines[1].behave = later(1.0)
         await post(w, stream=True)
-        assert pool(w).hedging.outcomes == {"won": 1}
+        assert model(w).hedging.outcomes == {"won": 1}
 
 
 async def test_without_classes_the_header_has_no_meaning() -> None:
@@ -458,7 +458,7 @@ async def test_a_hold_of_a_program_does_not_count_against_the_deadline() -> None
         async with asyncio.timeout(20):
             status, headers, _ = await task
         assert status == 200
-        record = pool(w).router.explain(decision_id(headers))
+        record = model(w).router.explain(decision_id(headers))
         assert record is not None
         assert record["held_seconds"] > 0.5
         assert (await programs(w))["admitted"] == 1

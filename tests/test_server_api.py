@@ -297,7 +297,7 @@ async def test_adapters_and_salts_never_share_a_prefix() -> None:
             {"model": "tiny", "cache_salt": "s"},
         ):
             _, headers, _ = await w.post(body | {"prompt": prompt})
-            record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+            record = w.server.fleet.models[0].router.explain(decision_id(headers))
             hits.append(record["predicted_cached_tokens"] > 0)
         assert hits == [False, True, False, False]
 
@@ -451,7 +451,7 @@ async def test_own_pages() -> None:
 async def test_unhealthy_engines_get_nothing_and_come_back() -> None:
     async with world(2, health={"interval": 0.03, "down_after": 2}) as w:
         w.engines[0].health = 503
-        engine = w.server.fleet.pools[0].engines["e0"]
+        engine = w.server.fleet.models[0].engines["e0"]
         await w.until(lambda: not engine.healthy)
         for _ in range(4):
             assert (await w.post())[1]["x-lmetric-instance"] == "e1"
@@ -477,7 +477,7 @@ async def test_admin(tmp_path: Path) -> None:
         assert (await w.post({"url": extra.url, "name": "extra"}, "/admin/engines"))[0] == 409
         assert (await w.post({"url": "ftp://x"}, "/admin/engines"))[0] == 400
         assert (await w.post({"uri": extra.url}, "/admin/engines"))[2]["error"]["param"] == "uri"
-        await w.until(lambda: "extra" in w.server.fleet.pools[0].engines)
+        await w.until(lambda: "extra" in w.server.fleet.models[0].engines)
         assert (await w.post({}, "/admin/engines/e0/drain"))[2]["draining"] is True
         for _ in range(3):
             assert (await w.post())[1]["x-lmetric-instance"] == "extra"
@@ -494,8 +494,8 @@ async def test_admin(tmp_path: Path) -> None:
 async def test_load_reports_reach_the_indicators() -> None:
     load = b'# TYPE x gauge\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{a="}"} 2\n'
     async with world([FakeEngine(metrics=load)], load={"interval": 0.03}, policy="lmetric") as w:
-        pool = w.server.fleet.pools[0]
-        await w.until(lambda: pool.router.indicators()["bs"][0] == 5)
+        model = w.server.fleet.models[0]
+        await w.until(lambda: model.router.indicators()["bs"][0] == 5)
         gauges = b"named_metrics.num_requests_waiting=7.0, named_metrics.kv_cache_usage_perc=0.5"
         header = b"endpoint-load-metrics: TEXT %s\r\n" % gauges
         w.engines[0].behave = says(plain(200, {"choices": []}, header), then="keep")
@@ -503,7 +503,7 @@ async def test_load_reports_reach_the_indicators() -> None:
         _, headers, _ = await w.post()
         assert w.engines[0].requests[0].headers["endpoint-load-metrics-format"] == "TEXT"
         assert "endpoint-load-metrics" not in headers
-        assert pool.router.indicators()["kv_usage"][0] == 0.5
+        assert model.router.indicators()["kv_usage"][0] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -559,9 +559,9 @@ async def test_sessions_stay_together() -> None:
 async def test_the_ratio_of_bytes_to_tokens_is_learned() -> None:
     body = {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 1}}
     async with world([FakeEngine(behave=says(plain(200, body), then="keep"))]) as w:
-        pool = w.server.fleet.pools[0]
-        before = pool.ratio.tokens_of(8000)
+        model = w.server.fleet.models[0]
+        before = model.ratio.tokens_of(8000)
         for _ in range(30):
             await w.post({"prompt": "x" * 8000})
         assert before == 2001
-        assert pool.ratio.tokens_of(8000) == pytest.approx(1000, rel=0.1)
+        assert model.ratio.tokens_of(8000) == pytest.approx(1000, rel=0.1)

@@ -36,7 +36,7 @@ def poisoned(by: Any) -> Any:
 
 
 def states(it: World) -> list[str]:
-    return [engine.service.state for engine in it.server.fleet.pools[0].engines.values()]
+    return [engine.service.state for engine in it.server.fleet.models[0].engines.values()]
 
 
 def of_clients(engine: FakeEngine) -> list[Request]:
@@ -55,7 +55,7 @@ async def test_poison_takes_no_engine_from_innocent_clients(by: str) -> None:
             assert set(hostile) == {500 if by == "500" else 502}
             assert innocent == 200
             assert states(it) == ["HEALTHY", "HEALTHY"]
-        outliers = it.server.fleet.pools[0].outliers
+        outliers = it.server.fleet.models[0].outliers
         assert outliers.suspects == 45
         assert not outliers.ejected
         sent = sum(b"POISON" in request.body for engine in it.engines for request in engine.requests)
@@ -81,7 +81,7 @@ async def test_an_engine_that_fails_everything_is_ejected_for_longer_and_longer(
     """Reliability H2: 500 to all requests, 200 to /health, beside a good engine."""
     broken = FakeEngine(behave=says(plain(500, ERROR), then="keep"))
     async with world([broken, FakeEngine()], health=QUICK) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         for _ in range(40):
             assert (await it.post())[0] == 200, "no client sees the broken engine"
         assert len(of_clients(broken)) <= 6
@@ -117,7 +117,7 @@ async def test_a_failed_connection_is_no_matter_of_opinion() -> None:
         for _ in range(4):
             assert (await it.post())[0] == 200
         assert states(it) == ["DOWN", "HEALTHY"]
-        assert not it.server.fleet.pools[0].outliers.ejected
+        assert not it.server.fleet.models[0].outliers.ejected
 
 
 # -- saturation ------------------------------------------------------------------------------------
@@ -176,14 +176,14 @@ async def test_the_requests_of_a_lost_engine_need_no_budget() -> None:
     few = {"budget_ratio": 0, "min_per_second": 0.2}  # two in 10 s
     engines = [FakeEngine(behave=hang), FakeEngine()]
     async with world(engines, retries=few, policy="least_requests", health={"interval": 60}) as it:
-        pool = it.server.fleet.pools[0]
-        pool.router.update_instance("e1", draining=True)
+        model = it.server.fleet.models[0]
+        model.router.update_instance("e1", draining=True)
         running = [asyncio.create_task(it.post()) for _ in range(12)]
         await engines[0].asked(12)
-        pool.router.update_instance("e1", draining=False)
+        model.router.update_instance("e1", draining=False)
         await engines[0].stop()
         assert [(await each)[0] for each in running] == [200] * 12
-        assert pool.retry_budget.outcomes == {"charged": 2, "free": 10}
+        assert model.retry_budget.outcomes == {"charged": 2, "free": 10}
 
 
 # -- the watchdog ----------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ async def test_an_engine_that_stops_generating_is_taken_out_and_comes_back() -> 
     """engine-hooks 7: a stopped vLLM engine core answers 200 on /health, and requests hang."""
     frozen = Freezing()
     async with world([frozen, FakeEngine()], health=WATCHED) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         stream = asyncio.create_task(it.post(STREAM))
         await frozen.asked(1)
         waiting = asyncio.create_task(it.post(STREAM | {"prompt": "y"}))
@@ -273,7 +273,7 @@ class Pausing(FakeEngine):
 async def test_a_paused_vllm_gets_no_requests() -> None:
     """engine-hooks 7: a paused vLLM answers 200 on /health, and new requests wait."""
     async with world([Pausing(), FakeEngine()], health={"interval": 0.05}) as it:
-        engine, fake = it.server.fleet.pools[0].engines["e0"], it.engines[0]
+        engine, fake = it.server.fleet.models[0].engines["e0"], it.engines[0]
         assert isinstance(fake, Pausing)
         fake.paused = True
         await it.until(lambda: not engine.healthy)

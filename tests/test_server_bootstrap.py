@@ -20,7 +20,7 @@ def waiting(w: Pd, name: str = "p0") -> int:
 
 async def test_both_legs_run_at_once() -> None:
     async with pd(*ONE_AND_TWO, decode_policy="round_robin") as w:
-        engines = w.server.fleet.pools[0].engines
+        engines = w.server.fleet.models[0].engines
         assert [engine.role for engine in engines.values()] == ["prefill", "decode", "decode"]
         alone = await w.alone()
         for number in range(4):
@@ -111,6 +111,6 @@ async def test_what_does_not_fit_is_found_at_the_start(
     roles: dict[str, str], config: dict[str, Any], why: str
 ) -> None:
     async with pd(sglang("prefill"), sglang("decode"), roles=roles, **config) as w:
-        engine = w.server.fleet.pools[0].engines["p0"]
+        engine = w.server.fleet.models[0].engines["p0"]
         assert not engine.healthy
         assert why in str(engine.last_error)

@@ -155,8 +155,8 @@ async def test_unknown_models_are_not_compared_at_any_length(monkeypatch: pytest
         assert (
             "did you mean 'tiny'" in (await w.post({"model": "tini", "prompt": "a"}))[2]["error"]["message"]
         )
-        pool = w.server.fleet.pools[0]
-        w.server.fleet.names |= {f"adapter-{number}": Served(pool, None) for number in range(50_000)}
+        model = w.server.fleet.models[0]
+        w.server.fleet.names |= {f"adapter-{number}": Served(model, None) for number in range(50_000)}
         compared: list[int] = []
         monkeypatch.setattr("difflib.get_close_matches", lambda _, names, n: compared.append(len(names)))
         with pytest.raises(ApiError):

@@ -81,12 +81,12 @@ async def state(world: World) -> Any:
 # States.
 
 
-def pool_of(mine: dict[str, Any]) -> Any:
+def model_of(mine: dict[str, Any]) -> Any:
     with configured({"model": "tiny", **mine}) as config:
         fleet = Fleet(config)
         fleet.build()
-        (pool,) = fleet.pools
-        return pool
+        (model,) = fleet.models
+        return model
 
 
 def to(canary: Canary, wanted: State) -> None:
@@ -106,10 +106,10 @@ def to(canary: Canary, wanted: State) -> None:
 @pytest.mark.parametrize("before", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_each_event_in_each_state(mine: dict[str, Any], before: State, event: Event) -> None:
-    pool = pool_of(mine)
-    canary = pool.trials.canary
+    model = model_of(mine)
+    canary = model.trials.canary
     to(canary, before)
-    policy = pool.router.stats()["policy"]
+    policy = model.router.stats()["policy"]
     commands = {
         Event.START: lambda: canary.start(CanaryConfig.model_validate(QUICK)),
         Event.PROMOTE: canary.promote,
@@ -121,55 +121,55 @@ def test_each_event_in_each_state(mine: dict[str, Any], before: State, event: Ev
         with pytest.raises(CanaryError, match="tiny: "):
             commands[event]()
         assert canary.state is before
-        assert pool.router.stats()["policy"] == policy
+        assert model.router.stats()["policy"] == policy
     else:
         commands[event]()
         assert canary.state is after
-    assert pool.trials.on is (canary.state is State.RUNNING)
+    assert model.trials.on is (canary.state is State.RUNNING)
 
 
 def test_the_policy_of_all_requests_follows_the_state(mine: dict[str, Any]) -> None:
-    pool = pool_of(mine)
-    canary = pool.trials.canary
-    router = pool.router
+    model = model_of(mine)
+    canary = model.trials.canary
+    router = model.router
     to(canary, State.RUNNING)
-    assert pool.policies.settings.policy == "first"
+    assert model.policies.settings.policy == "first"
     canary.promote()
-    assert pool.policies.settings.policy == "last"
+    assert model.policies.settings.policy == "last"
     assert router.stats()["policy"].endswith("last")
     canary.roll_back()
-    assert pool.policies.settings.policy == "first"
+    assert model.policies.settings.policy == "first"
     assert router.stats()["policy"].endswith("first")
 
 
 def test_a_promotion_that_was_replaced_is_not_rolled_back(mine: dict[str, Any]) -> None:
-    pool = pool_of(mine)
-    canary = pool.trials.canary
+    model = model_of(mine)
+    canary = model.trials.canary
     to(canary, State.PROMOTED)
-    pool.install(type(pool.policies)(pool.policies.settings.model_copy(update={"policy": "vllm"})))
+    model.install(type(model.policies)(model.policies.settings.model_copy(update={"policy": "vllm"})))
     with pytest.raises(CanaryError, match="the policy has changed since the promotion"):
         canary.roll_back()
-    assert pool.policies.settings.policy == "vllm"
+    assert model.policies.settings.policy == "vllm"
 
 
 def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[str, Any]) -> None:
-    pool = pool_of(mine | {"canary": QUICK})
-    canary, settings = pool.trials.canary, pool.settings
+    model = model_of(mine | {"canary": QUICK})
+    canary, settings = model.trials.canary, model.settings
     assert canary.running
     run = canary.run
-    pool.trials.configure(pool.policies)
+    model.trials.configure(model.policies)
     assert canary.run is run
-    pool.trials.configure(pool.policies, policy_changed=True)
+    model.trials.configure(model.policies, policy_changed=True)
     assert canary.running
     assert canary.run is not run, "it starts again against the new policy"
     canary.roll_back()
-    pool.trials.configure(pool.policies)
+    model.trials.configure(model.policies)
     assert canary.state is State.ROLLED_BACK
     other = settings.model_copy(update={"canary": settings.canary.model_copy(update={"share": 0.2})})
-    pool.trials.configure(type(pool.policies)(other))
+    model.trials.configure(type(model.policies)(other))
     assert canary.running
     assert canary.run.config.share == 0.2
-    pool.trials.configure(type(pool.policies)(settings.model_copy(update={"canary": None})))
+    model.trials.configure(type(model.policies)(settings.model_copy(update={"canary": None})))
     assert canary.state is State.OFF
 
 
@@ -192,7 +192,7 @@ def test_bad_settings_are_refused(section: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize("key", ["canary", "shadow"])
 def test_an_unknown_policy_stops_the_start(key: str) -> None:
     with pytest.raises(lm.LmetricError, match=rf"{key}\.policy: .*vlllm.*did you mean.*vllm"):
-        pool_of({key: {"policy": "vlllm"}})
+        model_of({key: {"policy": "vlllm"}})
 
 
 async def test_commands_with_bad_input(mine: dict[str, Any]) -> None:
@@ -290,7 +290,7 @@ async def test_running_requests_finish_in_their_arm(mine: dict[str, Any]) -> Non
 
 def with_results(w: World) -> None:
     """Gives the running canary 20 sessions in each arm."""
-    run = w.server.fleet.pools[0].trials.canary.run
+    run = w.server.fleet.models[0].trials.canary.run
     assert run is not None
     for bucket in range(20):
         for arm in (False, True):
@@ -346,7 +346,7 @@ async def rolled_back(w: World) -> None:
         await asyncio.gather(*(send(w, f"{round_} {i}") for i in range(25)))
         if (await state(w))["state"] != "running":
             break
-    await w.until(lambda: w.server.fleet.pools[0].trials.canary.state is State.ROLLED_BACK)
+    await w.until(lambda: w.server.fleet.models[0].trials.canary.state is State.ROLLED_BACK)
     found = await state(w)
     assert "its mean TTFT is higher by at least" in found["reason"]
     assert found["canary"]["metrics"]["ttft_seconds"]["clear"]
@@ -363,9 +363,9 @@ async def test_a_failing_canary_is_rolled_back(mine: dict[str, Any], monkeypatch
         await command(w, "start", **QUICK, rollback_ttft_increase=None)
         for i in range(400):
             await w.post({"model": "tiny", "prompt": "hello", "stream": True, "user": f"s{i}"})
-            if not w.server.fleet.pools[0].trials.canary.running:
+            if not w.server.fleet.models[0].trials.canary.running:
                 break
-        await w.until(lambda: w.server.fleet.pools[0].trials.canary.state is State.ROLLED_BACK)
+        await w.until(lambda: w.server.fleet.models[0].trials.canary.state is State.ROLLED_BACK)
         assert "its error rate is higher" in (await state(w))["reason"]
 
 
@@ -414,5 +414,5 @@ async def test_a_failing_shadow_does_not_touch_traffic(mine: dict[str, Any]) -> 
         assert {await send(w, f"s{i}") for i in range(10)} == {"e0"}
         shadow = (await state(w))["shadow"]
         assert (shadow["agreed"], shadow["differed"], shadow["failed"]) == (0, 0, 10)
-        fallbacks = w.server.fleet.pools[0].router.policy_fallbacks()
+        fallbacks = w.server.fleet.models[0].router.policy_fallbacks()
         assert fallbacks["errors"] == 0, "those of the router's own policy"

@@ -667,7 +667,7 @@ async def test_a_client_that_leaves_while_its_engine_is_connected_to(monkeypatch
             assert w.in_flight() == 1
         await w.settled()
         assert list(w.server.metrics.requests.requests) == [("tiny", "", 499)]
-        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+        assert w.server.fleet.models[0].router.stats()["failed"]["cancelled"] == 1
 
 
 async def test_pipelined_requests_behind_a_client_that_left_are_forgotten() -> None:
@@ -729,11 +729,11 @@ async def test_tokens_reach_the_indicators_while_the_stream_goes_on() -> None:
         return True
 
     async with world([FakeEngine(behave=stepwise)], policy="lmetric") as w, client(w) as c:
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         await c.send(post(b'{"prompt":"a","stream":true}'))
         await c.reader.readuntil(token("a"))
-        assert pool.router.stats()["output_tokens"] == 1
+        assert model.router.stats()["output_tokens"] == 1
         for done, step in enumerate(steps, 1):
             step.set()
-            await w.until(lambda done=done: pool.router.stats()["output_tokens"] == 1 + 2 * done)
+            await w.until(lambda done=done: model.router.stats()["output_tokens"] == 1 + 2 * done)
         await c.reader.readuntil(b"0\r\n\r\n")

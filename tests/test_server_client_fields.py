@@ -25,7 +25,7 @@ async def test_an_engines_own_key_replaces_the_clients() -> None:
     raw: list[bytes] = []
     fake = FakeEngine()
     async with world([fake]) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         for key, expected in (("engine-key", [b"Bearer engine-key"]), (None, [b"Bearer theirs"])):
             engine.set_key(SecretStr(key) if key else None)
             keep_heads(it, raw)
@@ -38,7 +38,7 @@ async def test_an_engines_own_key_replaces_the_clients() -> None:
 
 def keep_heads(it: World, raw: list[bytes]) -> None:
     """Records the heads that engines receive, byte for byte."""
-    upstream = it.server.fleet.pools[0].engines["e0"].upstream
+    upstream = it.server.fleet.models[0].engines["e0"].upstream
     connection = upstream.take()
     if connection is not None:
         connection.transport.abort()
@@ -66,7 +66,7 @@ def keep_heads(it: World, raw: list[bytes]) -> None:
 async def test_a_priority_cannot_be_forged(order: str) -> None:
     """Reliability M4: engines read the last of equal fields, once a client's, escaped."""
     async with world(1, priority=order) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         engine.capabilities = replace(engine.capabilities, priority=Priority("higher_first", None))
         await it.post(FORGED, headers=HEADER)
         request = only(it.engines[0])
@@ -103,7 +103,7 @@ async def test_an_empty_body_stays_json_with_a_priority(body: bytes) -> None:
     """Server 7.10 b: adding a field to an empty object once left a comma."""
     assert with_fields(b'{"a":1}', {"b": 2}) == b'{"b":2,"a":1}'
     async with world(1, priority="uniboost", paths=["/own"]) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         engine.capabilities = replace(engine.capabilities, priority=Priority("higher_first", None))
         await it.post(body, path="/own")
         assert list(only(it.engines[0]).json) == ["priority"]

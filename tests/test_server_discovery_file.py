@@ -200,8 +200,8 @@ async def test_an_engine_that_vanishes_ends_its_requests_first(tmp_path: Path) -
             running = asyncio.create_task(it.post())
             await a.asked(1)
             file.write_text(listing(b))
-            await it.until(lambda: names(it) == {"f0", "f1"} and it.server.fleet.pools[0].engines["f0"].held)
-            await it.until(lambda: it.server.fleet.pools[0].engines["f1"].healthy)
+            await it.until(lambda: names(it) == {"f0", "f1"} and it.server.fleet.models[0].engines["f0"].held)
+            await it.until(lambda: it.server.fleet.models[0].engines["f1"].healthy)
             for _ in range(4):
                 assert (await it.post())[1]["x-lmetric-instance"] == "f1"
             row = orjson.loads((await it.get("/debug/engines"))[1])[0]
@@ -210,7 +210,7 @@ async def test_an_engine_that_vanishes_ends_its_requests_first(tmp_path: Path) -
             gate.open.set()
             assert (await running)[0] == 200
             await it.until(lambda: names(it) == {"f1"})
-            assert it.server.fleet.pools[0].router.instances() == ["f1"]
+            assert it.server.fleet.models[0].router.instances() == ["f1"]
 
 
 async def test_an_engine_that_comes_back_in_time_never_left(tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ async def test_an_engine_that_comes_back_in_time_never_left(tmp_path: Path) -> N
         gate = a.behave = Gate()
         file.write_text(listing(a))
         async with world(0, discovery=[{"file": file}]) as it:
-            pool = it.server.fleet.pools[0]
-            engine = pool.engines["f0"]
+            model = it.server.fleet.models[0]
+            engine = model.engines["f0"]
             running = asyncio.create_task(it.post())
             await a.asked(1)
             file.write_text("[]")
@@ -230,7 +230,7 @@ async def test_an_engine_that_comes_back_in_time_never_left(tmp_path: Path) -> N
             await it.until(lambda: not engine.leaving)
             gate.open.set()
             assert (await it.post())[0] == (await running)[0] == 200
-            assert pool.engines["f0"] is engine
+            assert model.engines["f0"] is engine
 
 
 async def test_another_engine_under_the_same_name_takes_its_place_at_once(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ async def test_another_engine_under_the_same_name_takes_its_place_at_once(tmp_pa
             running = asyncio.create_task(it.post())
             await a.asked(1)
             file.write_text(listing(b))
-            engines_of = it.server.fleet.pools[0].engines
+            engines_of = it.server.fleet.models[0].engines
             await it.until(lambda: engines_of["f0"].config.url == b.url and engines_of["f0"].healthy)
             assert (await it.post())[0] == 200
             assert (len(a.requests), len(b.requests)) == (1, 1)

@@ -249,20 +249,20 @@ async def test_the_fleet_follows_the_pods_without_an_error_for_clients(tmp_path:
             api.put(b, c)
             await it.until(lambda: sum(engine.healthy for engine in fleet.engines()) == 3)
             api.put(pod("b", fakes[1].url, ready=False))
-            await it.until(lambda: fleet.pools[0].engines["b.fleet"].held)
+            await it.until(lambda: fleet.models[0].engines["b.fleet"].held)
             api.delete("a")
-            await it.until(lambda: "a.fleet" not in fleet.pools[0].engines)
+            await it.until(lambda: "a.fleet" not in fleet.models[0].engines)
             asked = len(fakes[0].requests), len(fakes[1].requests)
             await it.until(lambda: len(statuses) > 100)
             assert (len(fakes[0].requests), len(fakes[1].requests)) == asked, "held and removed: nothing new"
             api.put(pod("b", fakes[1].url))
-            await it.until(lambda: not fleet.pools[0].engines["b.fleet"].held)
+            await it.until(lambda: not fleet.models[0].engines["b.fleet"].held)
             await it.until(lambda: len(fakes[1].requests) > asked[1])
             done.set()
             await asyncio.gather(*clients)
             assert set(statuses) == {200}
             await it.settled()
-            rows = fleet.pools[0].router.stats()["instances"]
+            rows = fleet.models[0].router.stats()["instances"]
             assert {name: row["bs"] for name, row in rows.items()} == {"b.fleet": 0, "c.fleet": 0}
             assert all(engine.running == 0 for engine in fleet.engines())
     for fake in fakes:

@@ -34,12 +34,12 @@ LONG = "a long prompt that will be cached " * 100
 
 
 def engine_of(it: World, name: str = "e0") -> Any:
-    return it.server.fleet.pools[0].engines[name]
+    return it.server.fleet.models[0].engines[name]
 
 
 def hits(it: World, name: str) -> int:
     """Returns the tokens of the long prompt that the index has for an engine."""
-    router = it.server.fleet.pools[0].router
+    router = it.server.fleet.models[0].router
     return int(dict(zip(router.instances(), router.cached_tokens(lm.Request(text=LONG)), strict=True))[name])
 
 
@@ -85,7 +85,7 @@ async def test_an_engine_without_tls_is_an_error_of_tls() -> None:
             assert "TLS: " in error["message"]
             assert engine_of(it).healthy
             assert hits(it, "e0") > 500
-            stats = it.server.fleet.pools[0].router.stats()
+            stats = it.server.fleet.models[0].router.stats()
             assert stats["failed"]["tls"] == 1
     finally:
         plain_server.close()
@@ -126,7 +126,7 @@ async def test_pings_do_not_keep_a_request_open_for_ever() -> None:
         assert status == 200
         assert b'"code":"timeout"' in error
         assert b"timeouts.request" in error
-        stats = it.server.fleet.pools[0].router.stats()
+        stats = it.server.fleet.models[0].router.stats()
         assert stats["failed"]["timeout"] == 1
         assert engine_of(it).failures == 0
 
@@ -145,7 +145,7 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
     lie = {"id": "1", "choices": [{"index": 0, "text": "x", "finish_reason": "length"}]}
     lies = says(plain(200, lie | {"usage": usage(prompt=4294967295)}), then="keep")
     async with world([FakeEngine(behave=lies)], programs="observe") as it:
-        ratio = it.server.fleet.pools[0].ratio
+        ratio = it.server.fleet.models[0].ratio
         before = ratio.tokens_of(100_000)
         for _ in range(4):
             assert (await it.post({"model": "tiny", "prompt": "a" * 330}))[0] == 200
@@ -155,7 +155,7 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
         metrics = (await it.get("/metrics"))[1].decode()
         assert 'lmetric_implausible_usage_total{model="tiny"} 7.0' in metrics
         # No estimate of a caller causes an error.
-        router = it.server.fleet.pools[0].router
+        router = it.server.fleet.models[0].router
         for far in (2**32 - 1, 2**32, 2**63):
             router.route(lm.Request(prompt_tokens=far, extra_tokens=far))[1].failed("cancelled")
 
@@ -175,7 +175,7 @@ async def test_output_and_cached_tokens_that_cannot_be_are_dropped(stream: bool)
         record = orjson.loads((await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}"))[1])
         assert "cached_tokens" not in record
         assert record.get("output_tokens") == (1 if stream else None)
-        stats = it.server.fleet.pools[0].router.stats()
+        stats = it.server.fleet.models[0].router.stats()
         assert stats["cached_tokens"] == 0
         assert stats["output_tokens"] <= 1
         metrics = (await it.get("/metrics"))[1].decode()

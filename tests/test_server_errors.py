@@ -55,7 +55,7 @@ async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
         await dead.start()
         await it.until(it.server.fleet.ready)
         logs.clear()
-        checks = it.server.fleet.pools[0].engines["dead"]
+        checks = it.server.fleet.models[0].engines["dead"]
         await it.until(lambda: checks.healthy)
         assert (await it.post())[0] == 200
         assert not reminders(logs)
@@ -102,7 +102,7 @@ async def test_the_503_of_a_known_model_says_why() -> None:
     """UX C8: the error names lost and drained engines, with the reason."""
     async with world(2, admin=True, **QUICK) as it:
         await it.engines[0].stop()
-        await it.until(lambda: not it.server.fleet.pools[0].engines["e0"].healthy)
+        await it.until(lambda: not it.server.fleet.models[0].engines["e0"].healthy)
         async with it.client.post(it.url + "/admin/engines/e1/drain") as response:
             assert response.status == 200
         _, message = await refusal(it)

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from lmetric.options import SplitAt
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from pd_world import Pd, nixl, pd, sglang
@@ -53,13 +53,13 @@ async def failover(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
     """Starts a router before such engines. Requests go to the first engine, then to the second."""
     given = {"tokenizer": None, "policy": "round_robin"}
     async with pd(*options, **(given | config)) as w:
-        engines = pool(w).engines
+        engines = model(w).engines
         await w.until(lambda: all(each.identified for each in engines.values()))
         yield w
 
 
-def pool(w: Pd | World) -> Pool:
-    return w.server.fleet.pools[0]
+def model(w: Pd | World) -> Model:
+    return w.server.fleet.models[0]
 
 
 def stream_of(path: str, **changes: Any) -> dict[str, Any]:
@@ -83,8 +83,8 @@ async def test_a_stream_continues_on_another_engine(path: str, ids: bool, how: s
             equal(said, expected)
             assert said["roles"] == (path == CHAT)
             assert [to for _, to in said["record"]["migrations"]] == ["b1"] * (number == 0)
-        assert pool(w).failovers == {"continued": 1}
-        assert not pool(w).not_resumable
+        assert model(w).failovers == {"continued": 1}
+        assert not model(w).not_resumable
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
         assert 'lmetric_stream_failovers_total{model="emulated",outcome="continued"} 1.0' in page
 
@@ -96,7 +96,7 @@ async def test_a_stream_continues_more_than_once(path: str) -> None:
         said = await asked(w, path, body)
         equal(said, await alone(w, path, body))
         assert [to for _, to in said["record"]["migrations"]] == ["b1", "b2"]
-        assert pool(w).failovers == {"continued": 2}
+        assert model(w).failovers == {"continued": 2}
 
 
 async def test_retries_bound_the_engines_of_a_stream() -> None:
@@ -104,7 +104,7 @@ async def test_retries_bound_the_engines_of_a_stream() -> None:
     async with failover(*kinds, retries={"attempts": 3}) as w:
         said = await raw(w, COMPLETIONS, stream_of(COMPLETIONS))
         assert said["error"]["code"] == "reset"
-        assert pool(w).failovers == {"continued": 2, "not_retried": 1}
+        assert model(w).failovers == {"continued": 2, "not_retried": 1}
 
 
 async def test_the_last_engine_fails() -> None:
@@ -113,15 +113,15 @@ async def test_the_last_engine_fails() -> None:
         # The engine's own error, as if the router had recorded nothing.
         assert said["error"]["code"] == 500
         assert "EngineCore" in said["error"]["message"] or said["error"]["message"]
-        assert pool(w).failovers == {"no_engine": 1}
+        assert model(w).failovers == {"no_engine": 1}
 
 
 async def test_failover_can_be_off() -> None:
     async with failover(failing("reset"), engine(), stream_failover=False) as w:
         said = await raw(w, CHAT, stream_of(CHAT))
         assert said["error"]["message"].startswith("the engine failed in the middle of its answer (b0: ")
-        assert pool(w).failovers == {"not_resumable": 1}
-        assert not pool(w).not_resumable
+        assert model(w).failovers == {"not_resumable": 1}
+        assert not model(w).not_resumable
 
 
 async def raw(w: Pd, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ async def test_a_chat_without_max_tokens_continues() -> None:
         equal(said, expected)
         assert said["finish"] == "stop"
         assert said["usage"]["completion_tokens"] > 60
-        assert pool(w).failovers == {"continued": 1}
+        assert model(w).failovers == {"continued": 1}
 
 
 def urls(w: Pd) -> list[str]:
@@ -163,7 +163,7 @@ async def test_a_decode_engine_fails(path: str) -> None:
         said = [await asked(w, path, body) for _ in range(2)]
         for each in said:
             equal(each, await alone(w, path, body))
-        assert set(pool(w).failovers) == {"continued"}
+        assert set(model(w).failovers) == {"continued"}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -182,7 +182,7 @@ async def test_the_last_engine_of_a_split_fails(path: str, at: float) -> None:
         await w.until(last)
         await w.kill(last()[0])
         equal(await task, await alone(w, path, body))
-        assert pool(w).failovers == {"continued": 1}
+        assert model(w).failovers == {"continued": 1}
 
 
 # -- features of requests
@@ -214,7 +214,7 @@ async def test_streams_with_these_fields_continue(path: str, fields: dict[str, A
         body = stream_of(path) | fields
         said = await asked(w, path, body)
         equal(said, await alone(w, path, body))
-        assert pool(w).failovers == {"continued": 1}
+        assert model(w).failovers == {"continued": 1}
 
 
 # Fields with which a stream does not continue, and the reason in metrics.
@@ -265,7 +265,7 @@ async def fakes(behave: Behaviour, *others: Behaviour, **config: Any) -> AsyncIt
     engines = [FakeEngine(behave=each, metrics=NIXL_PAGE) for each in (behave, *others)]
     given = {"tokenizer": str(TOKENIZER_PATH.parent), "model": "tiny"}
     async with world(engines, **(given | config)) as w:
-        await w.until(lambda: all(each.identified for each in pool(w).engines.values()))
+        await w.until(lambda: all(each.identified for each in model(w).engines.values()))
         yield w
 
 
@@ -277,8 +277,8 @@ async def test_streams_with_these_fields_end_with_the_reason(fields: dict[str, A
         error = heard(got)["error"]
         assert error["code"] == "reset"
         assert "; no other engine can continue it: " in error["message"]
-        assert pool(w).not_resumable == {reason: 1}
-        assert pool(w).failovers == {"not_resumable": 1}
+        assert model(w).not_resumable == {reason: 1}
+        assert model(w).failovers == {"not_resumable": 1}
         sent = [each for engine in w.engines for each in engine.requests if each.path == COMPLETIONS]
         # The engine got the client's bytes: nothing is recorded for nothing.
         assert [each.body for each in sent] == [orjson.dumps(body)]
@@ -310,27 +310,27 @@ async def test_requests_of_these_kinds_end_with_the_reason(
         body = {"model": "tiny", "max_tokens": 40, "stream": True}
         body |= {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}
         await w.post(body | fields, path)
-        assert pool(w).not_resumable == {reason: 1}
+        assert model(w).not_resumable == {reason: 1}
         await w.settled()
 
 
 async def test_without_a_tokenizer_streams_stay() -> None:
     async with fakes(breaks, breaks, tokenizer="off") as w:
         await w.post({"model": "tiny", "prompt": "a river", "max_tokens": 40, "stream": True})
-        assert pool(w).not_resumable == {"tokenizer": 1}
+        assert model(w).not_resumable == {"tokenizer": 1}
 
 
 @pytest.mark.parametrize("kind", ["sglang", "unknown"])
 async def test_engines_without_token_ids_get_the_request_unchanged(kind: str) -> None:
     """They may refuse `return_token_ids`, or ignore it."""
     async with fakes(breaks, breaks) as w:
-        for engine in pool(w).engines.values():
+        for engine in model(w).engines.values():
             engine.capabilities = type(engine.capabilities)(kind)
         body = {"model": "tiny", "prompt": "a river", "max_tokens": 40, "stream": True}
         _, _, got = await w.post(body)
         assert heard(got)["error"]["code"] == "reset"
-        assert pool(w).not_resumable == {"engine": 1}
-        assert pool(w).failovers == {"not_resumable": 1}
+        assert model(w).not_resumable == {"engine": 1}
+        assert model(w).failovers == {"not_resumable": 1}
         assert [each.body for each in w.engines[0].requests if each.path == COMPLETIONS] in (
             [],
             [orjson.dumps(body)],
@@ -339,7 +339,7 @@ async def test_engines_without_token_ids_get_the_request_unchanged(kind: str) ->
 
 async def test_sglang_is_not_asked_for_token_ids() -> None:
     async with failover(sglang("both"), sglang("both"), engine()) as w:
-        kinds = {name: each.capabilities.token_ids for name, each in pool(w).engines.items()}
+        kinds = {name: each.capabilities.token_ids for name, each in model(w).engines.items()}
         assert kinds == {"b0": False, "b1": False, "b2": True}
 
 
@@ -362,8 +362,8 @@ async def test_engines_that_parse_reasoning_are_named() -> None:
         for _ in range(2):
             _, _, got = await w.post(body, CHAT)
             assert heard(got)["error"]["code"] == "reset"
-        assert pool(w).failovers == {"not_mergeable": 1, "not_resumable": 1}
-        assert pool(w).not_resumable == {"not_mergeable": 1}
+        assert model(w).failovers == {"not_mergeable": 1, "not_resumable": 1}
+        assert model(w).not_resumable == {"not_mergeable": 1}
         assert "tool calls or reasoning" in heard(got)["error"]["message"]
 
 
@@ -455,7 +455,7 @@ async def test_no_token_is_lost_or_doubled_wherever_the_answer_breaks(at: int, t
         assert "error" not in said
         assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
         assert said["usage"]["completion_tokens"] == 40
-        assert pool(w).failovers == {"continued": 1}
+        assert model(w).failovers == {"continued": 1}
 
 
 @pytest.mark.parametrize("at", [40, 41])
@@ -467,7 +467,7 @@ async def test_an_answer_that_lacks_only_its_end_is_whole(at: int) -> None:
         assert "error" not in said
         assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
         assert said["usage"]["completion_tokens"] == 40
-        assert pool(w).failovers == {"complete": 1}
+        assert model(w).failovers == {"complete": 1}
 
 
 async def test_errors_of_the_request_itself_pass() -> None:
@@ -475,7 +475,7 @@ async def test_errors_of_the_request_itself_pass() -> None:
     behave = cut(7, chunk(event(fault)) + chunk(event(b"[DONE]")) + b"0\r\n\r\n")
     async with fakes(behave, behave) as w:
         assert (await story(w))["error"] == fault["error"]
-        assert not pool(w).failovers
+        assert not model(w).failovers
 
 
 @pytest.mark.parametrize(
@@ -576,8 +576,8 @@ async def test_stop_strings_end_a_continued_stream_at_the_same_place(path: str, 
                     equal(each, expected)
                     if number == 2:
                         assert (each["finish"], each["stop"]) == ("length", None)
-            assert not pool(w).not_resumable
-            assert set(pool(w).failovers) <= {"continued", "complete"}
+            assert not model(w).not_resumable
+            assert set(model(w).failovers) <= {"continued", "complete"}
 
 
 async def test_stop_strings_count_after_min_tokens() -> None:
@@ -587,4 +587,4 @@ async def test_stop_strings_count_after_min_tokens() -> None:
         expected = await asked(w, COMPLETIONS, body, urls(w)[1])
         equal(await asked(w, COMPLETIONS, body), expected)
         assert expected["usage"]["completion_tokens"] > 40
-        assert pool(w).failovers == {"continued": 1}
+        assert model(w).failovers == {"continued": 1}

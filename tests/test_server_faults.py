@@ -22,7 +22,7 @@ async def test_a_load_header_that_cannot_be_is_passed_over(value: str) -> None:
         for _ in range(2):
             assert (await it.post())[0] == 200
         await it.settled()
-        assert it.server.fleet.pools[0].router.stats()["finished"] == 2
+        assert it.server.fleet.models[0].router.stats()["finished"] == 2
 
 
 async def test_an_engine_may_be_removed_while_it_answers() -> None:
@@ -49,7 +49,7 @@ async def test_used_up_attempts_are_booked_as_what_they_were() -> None:
     async with world([FakeEngine(behave=busy) for _ in range(4)]) as it:
         status, headers, _ = await it.post()
         assert status == 503
-        router = it.server.fleet.pools[0].router
+        router = it.server.fleet.models[0].router
         record = router.explain(decision_id(headers))
         assert record is not None
         assert (len(record["tried"]), record["outcome"]) == (3, "status")
@@ -93,12 +93,12 @@ async def test_a_refused_connection_ends_what_is_believed_of_the_cache() -> None
     async with world(2, policy="lmetric") as it:
         _, headers, _ = await it.post({"model": "tiny", "prompt": prompt})
         holder = next(e for e in it.engines if e.name == headers["x-lmetric-instance"])
-        router = it.server.fleet.pools[0].router
+        router = it.server.fleet.models[0].router
         hits = dict(zip(router.instances(), router.cached_tokens(lm.Request(text=prompt)), strict=True))
         assert hits[holder.name] > 500
         await holder.stop()
         assert (await it.post({"model": "tiny", "prompt": prompt}))[0] == 200
-        await it.until(lambda: not it.server.fleet.pools[0].engines[holder.name].healthy)
+        await it.until(lambda: not it.server.fleet.models[0].engines[holder.name].healthy)
         hits = dict(zip(router.instances(), router.cached_tokens(lm.Request(text=prompt)), strict=True))
         assert hits[holder.name] == 0
 
@@ -107,13 +107,13 @@ async def test_several_prompts_teach_no_ratio_and_count_as_load() -> None:
     seen: list[int] = []
 
     async def behave(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
-        router = it.server.fleet.pools[0].router
+        router = it.server.fleet.models[0].router
         seen.append(int(router.stats()["instances"][engine.name]["tokens"]))
         writer.write(plain(200, {**GOOD, "usage": usage(prompt=9000)}))
         return True
 
     async with world([FakeEngine(behave=behave)]) as it:
-        ratio = it.server.fleet.pools[0].ratio
+        ratio = it.server.fleet.models[0].ratio
         before = ratio.tokens_of(1000)
         await it.post({"model": "tiny", "prompt": ["a" * 4000, "b" * 4000]})
         await it.post({"model": "tiny", "input": ["a" * 4000, "b" * 4000]}, path="/v1/embeddings")

@@ -29,7 +29,7 @@ async def fleet(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
 
 
 def changes(w: Pd) -> FleetChanges:
-    found = w.server.fleet.pools[0].changes
+    found = w.server.fleet.models[0].changes
     assert found is not None
     return found
 
@@ -61,8 +61,8 @@ async def added(w: Pd, options: EngineOptions, stack: contextlib.AsyncExitStack,
 
 
 async def ready(w: Pd, name: str) -> None:
-    pool = w.server.fleet.pools[0]
-    await w.until(lambda: pool.engines[name].in_service and not changes(w).warms(name), 60.0)
+    model = w.server.fleet.models[0]
+    await w.until(lambda: model.engines[name].in_service and not changes(w).warms(name), 60.0)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -199,10 +199,10 @@ async def test_a_rolling_restart_loses_nothing() -> None:
 
         users = [asyncio.create_task(user(number)) for number in range(20)]
         await asyncio.sleep(1.0)
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         for name in ("b0", "b1", "b2"):
             old = w.engines[name]
-            engine = pool.engines[name]
+            engine = model.engines[name]
             await admin(w, name, "drain")
             await w.until(lambda: not engine.running and not changes(w).sends(name), 90.0)  # noqa: B023
             options = old.options.model_copy(update={"port": int(old.url.rpartition(":")[2])})
@@ -235,8 +235,8 @@ async def test_changes_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(FleetChanges, "_run", hangs)
     async with fleet(both(), both()) as w:
         await asked(w, COMPLETIONS, talk(1))
-        pool = w.server.fleet.pools[0]
-        changes(w).leaves(pool.engines["b0"])
+        model = w.server.fleet.models[0]
+        changes(w).leaves(model.engines["b0"])
         (task,) = (change.task for change in changes(w)._changes.values())
         assert task is not None
         assert not task.done()

@@ -50,7 +50,7 @@ async def frozen(
     fakes = [engine, *(FakeEngine() for _ in range(others))]
     async with world(fakes, health=health, **config) as w:
         await w.until(lambda: all(each.unusable is None for each in w.server.fleet.engines()))
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         for number in range(others):
             router.update_instance(f"e{number + 1}", draining=True)
         engine.thawed.clear()
@@ -63,7 +63,7 @@ async def frozen(
 
 
 def down(w: World) -> bool:
-    return not w.server.fleet.pools[0].engines["e0"].healthy
+    return not w.server.fleet.models[0].engines["e0"].healthy
 
 
 async def test_requests_without_a_token_move() -> None:
@@ -72,10 +72,10 @@ async def test_requests_without_a_token_move() -> None:
         for status, headers, _ in await asyncio.gather(*running):
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         assert down(w)
-        [pool] = w.server.fleet.pools
-        assert pool.retry_budget.outcomes == {"free": 8}
-        assert pool.router.stats()["retries"] == 8
-        assert not pool.outliers.ejected
+        [model] = w.server.fleet.models
+        assert model.retry_budget.outcomes == {"free": 8}
+        assert model.router.stats()["retries"] == 8
+        assert not model.outliers.ejected
 
 
 async def test_streams_with_a_token_stay() -> None:
@@ -101,7 +101,7 @@ async def test_without_another_engine_they_wait() -> None:
 @pytest.mark.parametrize("kind", ["paused", "unfit", "status"])
 async def test_an_engine_that_answers_keeps_its_requests(kind: str) -> None:
     async with frozen(STREAM, health={"interval": 3600, "down_after": 1}) as (w, engine, running):
-        it = w.server.fleet.pools[0].engines["e0"]
+        it = w.server.fleet.models[0].engines["e0"]
         it.failed(kind, "its own report")
         assert down(w)
         w.server.front.check(time.monotonic())

@@ -49,18 +49,18 @@ async def test_off_it_lets_the_cache_draw_everything() -> None:
     with structlog.testing.capture_logs() as logs:
         async with world(4, policy="lmetric", guard=False, admin=True) as it:
             await send_hot(it, 40)
-            pool = it.server.fleet.pools[0]
-            assert pool.router.tick()[0] == []
+            model = it.server.fleet.models[0]
+            assert model.router.tick()[0] == []
             assert len(await send_hot(it, 20)) == 1
             status, _, answer = await it.post({"on": True}, path="/admin/guard")
             assert (status, answer) == (200, {"guard": True})
-            assert pool.router.stats()["guard_on"]
+            assert model.router.stats()["guard_on"]
     assert not any(entry.get("event") == "hot-spot guard" for entry in logs)
 
 
 async def test_what_an_administrator_switched_stays_when_policies_are_replaced() -> None:
     async with world(2, policy="lmetric", guard=True, admin=True) as it:
-        router = it.server.fleet.pools[0].router
+        router = it.server.fleet.models[0].router
         assert router.stats()["guard_on"]
         assert (await it.post({"on": False}, path="/admin/guard"))[0] == 200
         await it.server.reload(it.server.config)
@@ -111,7 +111,7 @@ async def test_settings_of_the_guard_come_from_the_configuration() -> None:
     with structlog.testing.capture_logs() as logs:
         async with world(4, policy="lmetric", guard=settings) as it:
             await send_hot(it, 40)
-            assert it.server.fleet.pools[0].router.tick()[0] == []
+            assert it.server.fleet.models[0].router.tick()[0] == []
             _, metrics = await it.get("/metrics")
     assert b'lmetric_guard_suspected{model="tiny"} 0.0' in metrics
     assert not any(entry["event"] == "hot-spot guard" for entry in logs)
@@ -127,11 +127,11 @@ async def test_a_policy_that_scores_nobody_serves_and_says_so() -> None:
             assert logged(logs, "policy scores no engine")
             await it.until(lambda: logged(logs, SCORED_NO_ENGINE))
             await it.post()
-            pool = it.server.fleet.pools[0]
-            _, at = pool.logged[SCORED_NO_ENGINE]
-            it.server._monitor._log_growth(pool, at + 59.0)
+            model = it.server.fleet.models[0]
+            _, at = model.logged[SCORED_NO_ENGINE]
+            it.server._monitor._log_growth(model, at + 59.0)
             assert len(logged(logs, SCORED_NO_ENGINE)) == 1
-            it.server._monitor._log_growth(pool, at + 60.0)
+            it.server._monitor._log_growth(model, at + 60.0)
             _, metrics = await it.get("/metrics")
     (warning,) = logged(logs, "policy scores no engine")
     assert "p_token / bs) scores no instance of an idle fleet" in warning["reason"]

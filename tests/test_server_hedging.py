@@ -17,7 +17,7 @@ import pytest
 
 from lmetric.config import HedgingConfig, ServerConfig
 from lmetric.server.fleet.hedging import MOST_SAVED, HedgeBudget
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
 from server_world import (
@@ -84,12 +84,12 @@ async def two(first: Behaviour, second: Behaviour, **config: Any) -> AsyncIterat
         yield w
 
 
-def pool(w: World | Pd) -> Pool:
-    return w.server.fleet.pools[0]
+def model(w: World | Pd) -> Model:
+    return w.server.fleet.models[0]
 
 
 def loads(w: World) -> list[int]:
-    return pool(w).router.indicators()["bs"].tolist()
+    return model(w).router.indicators()["bs"].tolist()
 
 
 async def test_the_second_engine_answers_for_a_frozen_one() -> None:
@@ -102,10 +102,10 @@ async def test_the_second_engine_answers_for_a_frozen_one() -> None:
         assert headers["x-lmetric-instance"] == "e1"
         await w.until(lambda: w.engines[0].left == 1)
         await w.until(lambda: loads(w) == [0, 0])
-        assert pool(w).hedging.outcomes == {"won": 1}
-        assert [engine.service.state for engine in pool(w).engines.values()] == ["HEALTHY"] * 2
-        assert not pool(w).outliers.ejected
-        router = pool(w).router
+        assert model(w).hedging.outcomes == {"won": 1}
+        assert [engine.service.state for engine in model(w).engines.values()] == ["HEALTHY"] * 2
+        assert not model(w).outliers.ejected
+        router = model(w).router
         stats = router.stats()
         assert stats["failed"]["cancelled"] == 1  # the loser, which no engine is blamed for
         # Each decision names the other.
@@ -127,7 +127,7 @@ async def test_the_first_engine_may_still_answer() -> None:
         assert (status, headers["x-lmetric-instance"]) == (200, "e0")
         assert got.startswith(ANSWER)
         await w.until(lambda: w.engines[1].left == 1)
-        assert pool(w).hedging.outcomes == {"lost": 1}
+        assert model(w).hedging.outcomes == {"lost": 1}
 
 
 async def test_a_token_in_time_needs_no_hedge() -> None:
@@ -136,7 +136,7 @@ async def test_a_token_in_time_needs_no_hedge() -> None:
             assert (await w.post(BODY))[0] == 200
         await asyncio.sleep(2 * AFTER)
         assert [len(engine.requests) for engine in w.engines] == [2, 2]
-        assert not pool(w).hedging.outcomes
+        assert not model(w).hedging.outcomes
 
 
 async def test_hedging_is_off_by_default() -> None:
@@ -164,7 +164,7 @@ async def test_comments_and_roles_are_no_tokens(path: str) -> None:
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         assert got.startswith(ANSWER)
         assert b"role" not in got
-        assert pool(w).hedging.outcomes == {"won": 1}
+        assert model(w).hedging.outcomes == {"won": 1}
 
 
 async def test_both_answer_at_once() -> None:
@@ -175,7 +175,7 @@ async def test_both_answer_at_once() -> None:
             for status, _, got in answers:
                 assert status == 200
                 assert got == ANSWER + event({"choices": [], "usage": usage()}) + event(b"[DONE]")
-        outcomes = pool(w).hedging.outcomes
+        outcomes = model(w).hedging.outcomes
         assert outcomes["won"] + outcomes["lost"] == sum(outcomes.values()) > 0
         await w.until(lambda: loads(w) == [0, 0])
 
@@ -184,7 +184,7 @@ async def test_the_budget_bounds_hedges() -> None:
     async with two(later(10 * AFTER), later(10 * AFTER), hedging=hedging(ratio=0.1)) as w:
         answers = await asyncio.gather(*(w.post(BODY) for _ in range(20)))
         assert {status for status, _, _ in answers} == {200}
-        hedges = pool(w).hedging
+        hedges = model(w).hedging
         assert sum(hedges.outcomes.values()) == 3  # one at the start, and 10% of 20
         assert hedges.unsent == {"budget": 17}
         assert sum(len(engine.requests) for engine in w.engines) == 23
@@ -210,15 +210,15 @@ async def test_a_client_that_leaves_ends_both_attempts() -> None:
         task.cancel()
         await w.until(lambda: [engine.left for engine in w.engines] == [1, 1])
         await w.settled()
-        assert pool(w).hedging.outcomes == {"ended": 1}
+        assert model(w).hedging.outcomes == {"ended": 1}
 
 
 async def test_the_hedge_continues_if_the_first_engine_fails() -> None:
     async with two(later(2 * AFTER, reset), later(2 * AFTER)) as w:
         status, headers, _ = await w.post(BODY)
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
-        assert pool(w).hedging.outcomes == {"won": 1}
-        assert not pool(w).retry_budget.outcomes
+        assert model(w).hedging.outcomes == {"won": 1}
+        assert not model(w).retry_budget.outcomes
         assert [len(engine.requests) for engine in w.engines] == [1, 1]
 
 
@@ -226,7 +226,7 @@ async def test_a_hedge_that_fails_costs_nothing() -> None:
     async with two(later(3 * AFTER), refuses) as w:
         status, headers, _ = await w.post(BODY)
         assert (status, headers["x-lmetric-instance"]) == (200, "e0")
-        assert pool(w).hedging.outcomes == {"failed": 1}
+        assert model(w).hedging.outcomes == {"failed": 1}
 
 
 async def test_two_engines_that_fail_alike_end_the_request() -> None:
@@ -240,13 +240,13 @@ async def test_two_engines_that_fail_alike_end_the_request() -> None:
 async def test_one_engine_gets_no_hedge() -> None:
     async with world([FakeEngine(behave=later(3 * AFTER))], hedging=hedging()) as w:
         assert (await w.post(BODY))[0] == 200
-        assert pool(w).hedging.unsent == {"no_engine": 1}
+        assert model(w).hedging.unsent == {"no_engine": 1}
         _, text = await w.get("/metrics")
         assert b'lmetric_hedges_not_sent_total{model="tiny",reason="no_engine"} 1.0' in text
         assert b'lmetric_failures_total{kind="refused",model="tiny"} 0.0' in text
         for total in ("retries", "no_instance"):
             assert b'lmetric_%b_total{model="tiny"} 0.0' % total.encode() in text
-        assert cast(dict[str, Any], pool(w).router.stats())["failed"]["refused"] == 1  # of the hedge
+        assert cast(dict[str, Any], model(w).router.stats())["failed"]["refused"] == 1  # of the hedge
 
 
 async def second_priority(after: float) -> int:
@@ -256,10 +256,10 @@ async def second_priority(after: float) -> int:
         tenant = {"x-tenant": "a"}
         _, headers, _ = await w.post(BODY, headers=tenant)
         assert headers["x-lmetric-instance"] == "e0"
-        assert pool(w).hedging.outcomes == ({"lost": 1} if after == AFTER else {})
+        assert model(w).hedging.outcomes == ({"lost": 1} if after == AFTER else {})
         w.engines[1].behave = answer
         _, headers, _ = await w.post(BODY, headers=tenant)
-        record = pool(w).router.explain(decision_id(headers))
+        record = model(w).router.explain(decision_id(headers))
         assert record is not None
         assert record["priority"] is not None
         return record["priority"]
@@ -276,7 +276,7 @@ async def test_a_reload_changes_hedging() -> None:
             config.model_dump(by_alias=True) | {"hedging": {"after_seconds": AFTER}}
         )
         await w.server.reload(new)
-        assert pool(w).hedging.after_seconds == AFTER
+        assert model(w).hedging.after_seconds == AFTER
         _, headers, _ = await w.post(BODY)
         assert headers["x-lmetric-instance"] == "e1"
 
@@ -299,7 +299,7 @@ def engine(speed: float) -> EngineOptions:
 async def slow_and_fast(**config: Any) -> AsyncIterator[Pd]:
     given = {"tokenizer": None, "policy": "round_robin", "hedging": hedging()}
     async with pd(engine(0.001), engine(5.0), **(given | config)) as w:
-        engines = pool(w).engines
+        engines = model(w).engines
         await w.until(lambda: all(each.identified for each in engines.values()))
         yield w
 
@@ -313,7 +313,7 @@ async def test_a_hedged_answer_is_that_of_one_engine(path: str, ids: bool) -> No
         expected = await alone(w, path, body)
         said = await asked(w, path, body)
         equal(said, expected)
-        assert pool(w).hedging.outcomes == {"won": 1}
+        assert model(w).hedging.outcomes == {"won": 1}
         await w.until(lambda: not w.busy("b0"))
         assert said["record"]["instance"] == "b1"
 
@@ -335,4 +335,4 @@ async def test_a_flood_of_hedges_leaves_nothing_behind() -> None:
         assert all(await asyncio.gather(*(one(number) for number in range(1, 19))))
         await w.until(lambda: not w.in_flight())
         await w.until(lambda: not w.busy("b0") and not w.busy("b1"))
-        assert pool(w).hedging.outcomes["won"] > 0
+        assert model(w).hedging.outcomes["won"] > 0

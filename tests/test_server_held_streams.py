@@ -158,7 +158,7 @@ async def test_comments_come_while_held_and_the_answer_follows_unchanged(
         assert sum(line.startswith(b": held for ") for line in comments) > 1
         assert b": x-lmetric-instance: e0" in comments
         label = next(line for line in comments if line.startswith(b": x-lmetric-decision: "))
-        record = w.server.fleet.pools[0].router.explain(int(label.split(b"-")[-2].split()[-1]))
+        record = w.server.fleet.models[0].router.explain(int(label.split(b"-")[-2].split()[-1]))
         assert record is not None
         assert record["held_seconds"] > 1
         if version == b"1.1":
@@ -204,7 +204,7 @@ async def test_a_failure_after_the_head_is_an_event(failure: str) -> None:
 
 
 async def until_healthy(w: World) -> None:
-    await w.until(lambda: all(engine.healthy for engine in w.server.fleet.pools[0].engines.values()))
+    await w.until(lambda: all(engine.healthy for engine in w.server.fleet.models[0].engines.values()))
 
 
 TEXT = "".join(f"river {number} " for number in range(600))
@@ -307,7 +307,7 @@ async def test_a_held_stream_that_is_merged_from_two_engines_follows_the_comment
             comments, rest = split(await response.read())
         assert any(line.startswith(b": held for ") for line in comments)
         (label,) = (line for line in comments if line.startswith(b": x-lmetric-decision: "))
-        record = w.server.fleet.pools[0].router.explain(int(label.split(b"-")[-2].split()[-1]))
+        record = w.server.fleet.models[0].router.explain(int(label.split(b"-")[-2].split()[-1]))
         assert record is not None
         assert record["cuts"]
         assert heard(rest)["text"] == (await alone(w, COMPLETIONS, request))["text"]

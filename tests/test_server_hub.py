@@ -50,14 +50,14 @@ async def test_a_failed_download_is_repeated_and_leads_to_exact(
         async with EngineServer(options) as engine:
             engines, health = [{"url": engine.url, "name": "e0"}], {"interval": 0.1}
             async with world(0, engines=engines, health=health, tokenizer=NAME) as w:
-                (pool,) = w.server.fleet.pools
-                assert "owner/name is not downloaded yet" in str(pool.tokenizers.note)
+                (model,) = w.server.fleet.models
+                assert "owner/name is not downloaded yet" in str(model.tokenizers.note)
                 assert (await page(w))["mode"] == "approximate"
-                await until(lambda: "next try in" in str(pool.tokenizers.note), SECONDS)
-                assert "503" in str(pool.tokenizers.note)
-                assert pool.tokenizers.current is None
+                await until(lambda: "next try in" in str(model.tokenizers.note), SECONDS)
+                assert "503" in str(model.tokenizers.note)
+                assert model.tokenizers.current is None
                 hub.down = False
-                await until(lambda: pool.tokenizers.current is not None, SECONDS)
+                await until(lambda: model.tokenizers.current is not None, SECONDS)
                 deadline = asyncio.get_running_loop().time() + SECONDS
                 while (found := await page(w))["mode"] != "exact" or not found["tokenizer"]["compared"]:
                     assert asyncio.get_running_loop().time() < deadline, found
@@ -73,17 +73,19 @@ async def test_what_an_engine_names_is_downloaded_only_if_the_operator_allows_it
     hub: Hub, allowed: str
 ) -> None:
     async with world(1, tokenizer_download=allowed) as w:
-        (pool,) = w.server.fleet.pools
-        await pool.tokenizers.follow(NAME)
+        (model,) = w.server.fleet.models
+        await model.tokenizers.follow(NAME)
         if allowed == "any":
-            await until(lambda: pool.tokenizers.current is not None, SECONDS)
-            assert pool.tokenizers.wanted is None
+            await until(lambda: model.tokenizers.current is not None, SECONDS)
+            assert model.tokenizers.wanted is None
         else:
-            assert pool.tokenizers.wanted is None
-            assert "the engine's model owner/name: not in the Hugging Face cache" in str(pool.tokenizers.note)
+            assert model.tokenizers.wanted is None
+            assert "the engine's model owner/name: not in the Hugging Face cache" in str(
+                model.tokenizers.note
+            )
             await asyncio.sleep(1.5)  # longer than the period of the downloads
             assert hub.requests == []
-        await pool.tokenizers.follow("not a repository")
+        await model.tokenizers.follow("not a repository")
 
 
 async def test_a_configured_repository_that_must_not_be_downloaded(
@@ -123,10 +125,10 @@ async def test_a_tokenizer_that_breaks_after_the_start_stops_no_engine(
         server = Server(ServerConfig.model_validate(config))
         await server.start()
         try:
-            (pool,) = server.fleet.pools
-            (found,) = pool.engines.values()
+            (model,) = server.fleet.models
+            (found,) = model.engines.values()
             assert found.healthy
-            assert "model: no such folder" in str(pool.tokenizers.note)
+            assert "model: no such folder" in str(model.tokenizers.note)
             assert found.mode.name == "approximate"
         finally:
             await server.stop()

@@ -32,7 +32,7 @@ def declared(name: str, source: str, **more: Any) -> dict[str, Any]:
 
 def column(w: World, name: str) -> list[float]:
     """Returns an indicator of e0, e1, ...."""
-    router = w.server.fleet.pools[0].router
+    router = w.server.fleet.models[0].router
     by_name = dict(zip(router.instances(), router.indicators()[name].tolist(), strict=True))
     return [by_name[each] for each in sorted(by_name)]
 
@@ -307,7 +307,7 @@ async def test_ranks_of_an_engine_are_a_group() -> None:
             rows = {row["name"]: row["group"] for row in orjson.loads((await w.get("/debug/engines"))[1])}
             assert rows["a0"] == rows["a1"] == first.url
             assert (rows["c"], rows["e"]) == ("node", None)
-            router = w.server.fleet.pools[0].router
+            router = w.server.fleet.models[0].router
             scores = dict(zip(router.instances(), router.score(lm.Request(prompt_tokens=9)), strict=True))
             of_groups = {name: score - values[name] / 1000 for name, score in scores.items()}
             assert {n: round(v, 6) for n, v in of_groups.items() if not math.isnan(v)} == {
@@ -364,7 +364,7 @@ async def test_requests_without_a_tenant_are_nobodys() -> None:
     async with world([FakeEngine(behave=waits)], tenants={"acme": {}}) as w:
         asks = [asyncio.create_task(w.post(headers=h)) for h in ({}, {}, {"x-tenant": "acme"})]
         await w.engines[0].asked(3)
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         router.set_policy("tenant_bs")
         assert router.score(lm.Request(prompt_tokens=9)) == [0]
         assert router.score(lm.Request(prompt_tokens=9, tenant="acme")) == [1]
@@ -386,7 +386,7 @@ async def test_lora_affinity_is_one_line() -> None:
     entries = [{"url": engine.url, "name": f"e{number}"} for number, engine in enumerate(engines)]
     model = {"name": "tiny", "engines": entries, "adapters": ["sql", "chat", "code"]}
     async with world([], engines=[], models=[model], policy="bs - 10 * lora_bs") as w:
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         homes: dict[str, list[str]] = {}
         asks = []
         for adapter in ("sql", "chat", "code", "chat", "code", "sql", "sql"):
@@ -433,12 +433,12 @@ async def test_the_length_class_is_path_and_tenant_where_a_policy_reads_it() -> 
         'where((length_class == "/v1/chat/completions") | (length_class == "/v1/completions acme"), 1, 0)'
     )
     async with world(2, indicators=fact, admin=True, tenants={"acme": {}}) as w:
-        [pool] = w.server.fleet.pools
-        assert not pool.policies.reads_length_class
+        [model] = w.server.fleet.models
+        assert not model.policies.reads_length_class
         await w.post({"srv_chats": 1}, "/admin/engines/e0/indicators")
         change = {"policy": f"({policy}) * (1 - 2 * srv_chats) + srv_chats * 0.5"}
         assert (await w.client.put(w.url + "/admin/policy", json=change)).status == 200
-        assert pool.policies.reads_length_class
+        assert model.policies.reads_length_class
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
         for body, path, tenant, expected in (
             (chat, "/v1/chat/completions", {}, "e0"),

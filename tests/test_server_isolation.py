@@ -124,11 +124,11 @@ async def test_vllm_reads_the_salt_of_messages(keys: Path) -> None:
     assert "cache_salt" in recorded["requests"][path]["AnthropicMessagesRequest"]["fields"]
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
     async with tenants(keys, 2, "alice") as it:
-        pool = it.server.fleet.pools[0]
-        pool.engines["e0"].adapter = Vllm()
+        model = it.server.fleet.models[0]
+        model.engines["e0"].adapter = Vllm()
         status, _, got = await it.post(body, path, ALICE)
         assert (status, got["error"]["code"]) == (403, "not_isolated")
-        pool.engines["e1"].adapter = Vllm()
+        model.engines["e1"].adapter = Vllm()
         salt = (await sent(it, ALICE, body, path))["cache_salt"]
         assert salt == (await sent(it, ALICE, {**body, "cache_salt": None}, path))["cache_salt"]
         assert salt != (await sent(it, ALICE, {**body, "cache_salt": "own"}, path))["cache_salt"]
@@ -238,7 +238,7 @@ async def test_a_right_guess_looks_like_a_wrong_one(keys: Path, api: str, mode: 
                     await connected(it)
                 assert await cached(it, ALICE, secret(1)) == (0, 0)
                 salt = it.server.front.arrivals.isolation.salt("alice", None) if isolated else None
-                router, asked = it.server.fleet.pools[0].router, lm.Request(secret(1), cache_salt=salt)
+                router, asked = it.server.fleet.models[0].router, lm.Request(secret(1), cache_salt=salt)
                 await it.until(lambda router=router, asked=asked: router.cached_tokens(asked)[0] == 192)
                 right, wrong = [await cached(it, BOB, secret(number)) for number in (1, 2)]
                 assert wrong == (0, 0)
@@ -256,7 +256,7 @@ async def test_the_tokenizers_cache_is_the_tenants_own(keys: Path, tmp_path: Pat
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a secret of alice " * 50}]}
     for isolated, known in (("alice",), False), ((), True):
         async with tenants(keys, 1, *isolated, tokenizer=str(folder)) as it:
-            tokenizer = it.server.fleet.pools[0].tokenizers.current
+            tokenizer = it.server.fleet.models[0].tokenizers.current
             assert tokenizer is not None
             new = []
             for headers in (ALICE, ALICE, BOB):

@@ -117,9 +117,9 @@ async def test_comments_come_before_the_first_token(path: str, version: bytes) -
         else:
             assert b": x-lmetric-instance: e0" in comments
             assert rest == STREAMS[path][1]
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         await w.settled()
-        assert pool.router.stats()["finished"] >= 1
+        assert model.router.stats()["finished"] >= 1
 
 
 FRAMINGS = {

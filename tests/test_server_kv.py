@@ -72,8 +72,8 @@ async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]
     Returns its engine, and the predicted and found cached tokens.
     """
     _, headers, answer = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1, **body})
-    [pool] = w.server.fleet.pools
-    record = pool.router.explain(decision_id(headers))
+    [model] = w.server.fleet.models
+    record = model.router.explain(decision_id(headers))
     assert record is not None
     found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return headers["x-lmetric-instance"], record["predicted_cached_tokens"], found
@@ -81,15 +81,15 @@ async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]
 
 async def hears(w: World, name: str, ids: list[int], tokens: int) -> None:
     """Waits until the router knows this many tokens of a prompt at an engine."""
-    router = w.server.fleet.pools[0].router
+    router = w.server.fleet.models[0].router
     index, key = router.instances().index(name), array("I", ids)
     await w.until(lambda: router.cached_tokens(Request(token_ids=key))[index] == tokens)
 
 
 async def connected(w: World) -> None:
     def all_are() -> bool:
-        [pool] = w.server.fleet.pools
-        statuses = [pool.kv.status(name) for name in pool.engines]
+        [model] = w.server.fleet.models
+        statuses = [model.kv.status(name) for name in model.engines]
         return all(s and all(r["state"] != "connecting" for r in s["ranks"].values()) for s in statuses)
 
     await w.until(all_are)
@@ -121,7 +121,7 @@ async def test_what_an_engine_caches_is_known_whoever_sent_it(api: str) -> None:
 async def test_the_check_for_silent_engines_reads_two_indicators() -> None:
     """rust 7.21: once a second, of each engine."""
     async with emulated() as engine, routed(engine) as w:
-        [pool] = w.server.fleet.pools
+        [model] = w.server.fleet.models
         await connected(w)
         rows: list[dict[str, Any]] = []
 
@@ -129,29 +129,29 @@ async def test_the_check_for_silent_engines_reads_two_indicators() -> None:
             """The core router; keeps the rows that it returns."""
 
             def __getattr__(self, name: str) -> Any:
-                return getattr(pool.router, name)
+                return getattr(model.router, name)
 
             def stats(self, **what: Any) -> Any:
-                stats = pool.router.stats(**what)
+                stats = model.router.stats(**what)
                 rows.extend(dict(row) for row in stats["instances"].values())
                 return stats
 
-        pool.kv._router = Seen()  # type: ignore[assignment]
-        pool.kv.watch(pool.engines.values())
+        model.kv._router = Seen()  # type: ignore[assignment]
+        model.kv.watch(model.engines.values())
         assert rows
-        indicators = set(pool.router.indicators())
+        indicators = set(model.router.indicators())
         assert all(row.keys() & indicators == {"window_prefill_tokens", "q_bs"} for row in rows)
 
 
 async def test_block_and_cache_size_are_the_engines() -> None:
     async with emulated(block_tokens=32, cache_blocks=20) as engine, routed(engine) as w:
-        [pool] = w.server.fleet.pools
-        assert (pool.block_size, pool.block_size_from) == (32, "e0")
+        [model] = w.server.fleet.models
+        assert (model.block_size, model.block_size_from) == (32, "e0")
         await connected(w)
         for seed in range(8):
             await direct(engine, prompt(seed))
         await hears(w, "e0", prompt(7), 192)
-        assert pool.router.stats()["instances"]["e0"]["index_blocks"] <= 20
+        assert model.router.stats()["instances"]["e0"]["index_blocks"] <= 20
         assert (await through(w, prompt(7)))[1:] == (192, 192)
         assert (await through(w, prompt(0)))[1:] == (0, 0)  # evicted, and the router knows it
 
@@ -179,7 +179,7 @@ async def test_a_restarted_engine_is_asked_again_and_starts_empty() -> None:
         engine = await first.enter_async_context(emulated())
         port = int(engine.url.rpartition(":")[2])
         async with routed(engine, load={"interval": 0.05}) as w:
-            [pool] = w.server.fleet.pools
+            [model] = w.server.fleet.models
             [known] = w.server.fleet.engines()
             await connected(w)
             await direct(engine, prompt(1))
@@ -188,7 +188,7 @@ async def test_a_restarted_engine_is_asked_again_and_starts_empty() -> None:
             await w.until(lambda: not known.healthy)
             await hears(w, "e0", prompt(1), 0)
             async with emulated(port=port, block_tokens=32) as again:
-                await w.until(lambda: known.healthy and pool.block_size == 32)
+                await w.until(lambda: known.healthy and model.block_size == 32)
                 assert known.capabilities.block_size == 32
                 assert known.mode.name == "exact"
                 await connected(w)
@@ -262,12 +262,12 @@ async def test_engines_may_connect_to_the_router() -> None:
         async with routed(one, two, kv_events=bound) as w:
             assert {engine.mode.name for engine in w.server.fleet.engines()} == {"exact"}
             # A publisher that connects later sends its earlier events to no subscriber.
-            [pool] = w.server.fleet.pools
+            [model] = w.server.fleet.models
             for name, engine in (("e0", one), ("e1", two)):
                 for attempt in range(100):
                     await direct(engine, prompt(100 + attempt))
                     await asyncio.sleep(0.05)
-                    if pool.kv.counts(name)["batches"]:
+                    if model.kv.counts(name)["batches"]:
                         break
             for seed in range(4):
                 await direct([one, two][seed % 2], prompt(seed))
@@ -297,11 +297,11 @@ async def test_pushed_load_is_heard() -> None:
         emulated(api="sglang", load_publish_endpoint="tcp://*:0", max_sequences=1, clock_speed=1.0) as engine,
         routed(engine) as w,  # it reads no pages: load.interval is null here
     ):
-        [pool] = w.server.fleet.pools
+        [model] = w.server.fleet.models
         asks = [asyncio.create_task(through(w, prompt(n), max_tokens=40)) for n in range(3)]
-        await w.until(lambda: pool.router.indicators()["reported_waiting"][0] == 2)
+        await w.until(lambda: model.router.indicators()["reported_waiting"][0] == 2)
         await asyncio.gather(*asks)
-        status = pool.kv.status("e0")
+        status = model.kv.status("e0")
         assert status is not None
         assert status["load"]["connected"]
 
@@ -340,10 +340,10 @@ async def test_a_prompt_in_an_engines_cpu_tier_is_found_there() -> None:
                 await hears(w, "e1", ids, 192)
                 second.publish(*(removed(n) for n in hashes))
                 await hears(w, "e1", ids, 0)
-                [pool] = w.server.fleet.pools
+                [model] = w.server.fleet.models
                 _, headers, _ = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1})
                 assert headers["x-lmetric-instance"] == "e1"
-                record = pool.router.explain(decision_id(headers))
+                record = model.router.explain(decision_id(headers))
                 assert record is not None
                 assert (record["predicted_cached_tokens"], record["predicted_tier_tokens"]) == (192, 192)
                 shown = orjson.loads((await w.get("/debug/engines"))[1])
@@ -365,7 +365,7 @@ async def test_an_emulated_engine_loads_from_its_host_tier_and_the_router_predic
         start = asyncio.get_running_loop().time()
         _, headers, answer = await w.post({"model": "tiny", "prompt": prompt(0), "max_tokens": 1})
         assert asyncio.get_running_loop().time() - start > 9.4 / 50
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert (record["predicted_cached_tokens"], record["predicted_tier_tokens"]) == (192, 192)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192

@@ -75,7 +75,7 @@ async def added(w: World, engine: FakeEngine, **more: Any) -> Engine:
     body = {"url": engine.url, "name": "new", "model": "tiny", **more}
     status, _, told = await w.post(body, "/admin/engines")
     assert status == 200, told
-    new = w.server.fleet.pool("tiny").engines["new"]
+    new = w.server.fleet.model("tiny").engines["new"]
     await w.until(lambda: new.identified)
     return new
 
@@ -141,7 +141,7 @@ async def test_a_replay_endpoint_follows_the_rules(form: str) -> None:
             routed(admin=rules) as w,
         ):
             new = await added(w, engine)
-            kv = w.server.fleet.pool("tiny").kv
+            kv = w.server.fleet.model("tiny").kv
             await w.until(lambda: new.mode.name == "exact" and kv.status("new")["ranks"]["0"]["connected"])
             status = kv.status("new")
             assert status is not None
@@ -183,7 +183,7 @@ async def test_an_engine_over_a_limit_becomes_approximate_alone() -> None:
             assert "4194304 bytes" in engines["e0"].mode.reason
             assert "version of its KV events" in str(engines["e0"].mode.fix)
             good.publish(stored([1], [1] * 16))
-            kv = w.server.fleet.pool("tiny").kv
+            kv = w.server.fleet.model("tiny").kv
             await w.until(lambda: kv.counts("e1")["batches"] == 1)
             assert engines["e1"].mode.name == "exact"
 
@@ -203,7 +203,7 @@ async def test_a_frozen_engine_is_not_told_to_check_its_topic(monkeypatch: pytes
             engine.sources, engine.behave = [source_of(events)], hangs
             async with routed(engine) as w:
                 [known] = w.server.fleet.engines()
-                kv = w.server.fleet.pool("tiny").kv
+                kv = w.server.fleet.model("tiny").kv
                 await w.until(lambda: (events.answer(), kv.status("e0")["ranks"]["0"]["state"] == "live")[1])
                 events.publish(stored([1], [1] * 16))
                 await w.until(lambda: kv.counts("e0")["batches"] == 1)
@@ -232,7 +232,7 @@ async def test_a_broken_event_connection_makes_the_router_check_the_engine() -> 
             engine.sources = [source_of(events)]
             async with routed(engine, health={"interval": 60}) as w:
                 [known] = w.server.fleet.engines()
-                kv, router = w.server.fleet.pool("tiny").kv, w.server.fleet.pool("tiny").router
+                kv, router = w.server.fleet.model("tiny").kv, w.server.fleet.model("tiny").router
                 await w.until(lambda: (events.answer(), kv.status("e0")["ranks"]["0"]["state"] == "live")[1])
                 events.publish(stored([1, 2], [7] * 32))
                 await w.until(lambda: router.stats()["instances"]["e0"]["index_blocks"] == 2)

@@ -170,7 +170,7 @@ async def test_a_thread_writes_the_large_body_of_a_prefill(kind: str, work: list
         assert status == 200, answer
         if kind == "prompts":  # they cannot be split
             assert not prefill.requests
-            assert w.server.fleet.pools[0].kv_transfers == {"not_cut": 1}
+            assert w.server.fleet.models[0].kv_transfers == {"not_cut": 1}
         else:
             (first,) = prefill.requests
             got, given = orjson.loads(first.body), orjson.loads(data)
@@ -204,12 +204,12 @@ async def test_a_large_body_gets_no_plan_that_parses_it(
     settings: dict[str, Any] = {plan: "libra" if plan == "split" else "on"}
     settings |= {"experimental": True, "stream_failover": False}
     async with world([FakeEngine(behave=whole), FakeEngine(behave=whole)], **settings) as w, client(w) as c:
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         for size, data in ((0, make()), (1, body(b"[1,2,3]"))):
             await c.send(post(data[:-1] + b', "max_tokens": 9}', path))
             assert (await c.answer())[0] == 200
             assert bool(parsed) == bool(size)
-        assert pool.ineligible["prefix_fetch" if plan != "split" else "split_or_migration"] == 2
+        assert model.ineligible["prefix_fetch" if plan != "split" else "split_or_migration"] == 2
         assert all(in_thread for _, in_thread in work), work
 
 

@@ -74,7 +74,7 @@ async def over(stream: AsyncIterator[tuple[str, Any]]) -> None:
 
 async def test_an_administrator_sees_engines_rates_and_requests() -> None:
     async with world(2, policy="lmetric") as it:
-        it.server.fleet.pools[0].router.report_load("e1", waiting=2, running=3, kv_usage=0.5)
+        it.server.fleet.models[0].router.report_load("e1", waiting=2, running=3, kv_usage=0.5)
         await it.post({"model": "tiny", "prompt": "a" * 500})
         await it.post({"model": "tiny", "prompt": "a" * 500, "stream": True})
         await ticked(it)
@@ -134,7 +134,7 @@ async def test_tenants_see_only_their_own_requests_and_no_engines(closed: dict[s
         for key, times in ((ALICE, 2), (BOB, 3)):
             for _ in range(times):
                 assert (await it.post(headers=key))[0] == 200
-        it.server.fleet.pools[0].activity.note(time.monotonic(), "fetch", 1, "bob", "e0", "e1", "fetched")
+        it.server.fleet.models[0].activity.note(time.monotonic(), "fetch", 1, "bob", "e0", "e1", "fetched")
         await ticked(it)
         everything = await state(it, ADMIN)
         assert {each["tenant"] for each in everything["requests"]} == {"alice", "bob"}
@@ -160,7 +160,7 @@ async def test_tenants_read_no_names_of_engines_if_these_are_hidden(closed: dict
     """Security L: the live view and a tenant's own record named engines, with all scores."""
     async with world(2, errors={"show_engines": False}, **closed) as it:
         assert (await it.post(headers=ALICE))[0] == 200
-        it.server.fleet.pools[0].activity.note(time.monotonic(), "fetch", 1, "alice", "e0", "e1", "fetched")
+        it.server.fleet.models[0].activity.note(time.monotonic(), "fetch", 1, "alice", "e0", "e1", "fetched")
         await ticked(it)
         own = await state(it, ALICE)
         label = own["requests"][0]["id"]
@@ -209,7 +209,7 @@ async def test_the_stream_sends_the_fleet_only_when_it_changes() -> None:
         stream = events(answer)
         names = [(await anext(stream))[0] for _ in range(6)]
         assert names == ["hello", "fleet", "history", "update", "update", "update"]
-        it.server.fleet.pools[0].engines["e1"].draining = True
+        it.server.fleet.models[0].engines["e1"].draining = True
         found: dict[str, Any] = {}
         async for name, data in stream:
             if name == "fleet":
@@ -241,9 +241,9 @@ async def test_a_slow_viewer_misses_updates_and_costs_at_most_one(monkeypatch: p
     async with world(1) as it:
         shown = it.server.front.live
         assert shown is not None
-        pool = it.server.fleet.pools[0]
+        model = it.server.fleet.models[0]
         for number in range(1000):
-            pool.activity.note(time.monotonic(), "guard", 0, "", None, None, f"{number}" + "x" * 10_000)
+            model.activity.note(time.monotonic(), "guard", 0, "", None, None, f"{number}" + "x" * 10_000)
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
@@ -356,7 +356,7 @@ def ended(number: int, **values: Any) -> EndedRequest:
         "started": 8.0,
         "tenant": "",
         "model": "tiny",
-        "pool": 0,
+        "model_index": 0,
         "number": number,
         "instance": "e0",
         "status": 200,

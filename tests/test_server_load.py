@@ -63,7 +63,7 @@ async def test_many_requests_within_one_report_are_spread(policy: str, shares: s
     go = asyncio.Event()
     engines = [FakeEngine(metrics=page, behave=waits_for(go)) for page in FROZEN]
     async with world(engines, policy=policy, load={"interval": 0.02}) as w:
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         await w.until(lambda: (router.indicators()["reported_running"] >= 0).all())
         sent = asyncio.create_task(burst(w, 64))
         await w.until(lambda: sum(len(engine.requests) for engine in engines) == 64)
@@ -92,11 +92,11 @@ async def test_load_is_read_where_the_engine_has_it(api: str) -> None:
         emulated(1, model="tiny", api=api, max_sequences=1) as engines,
         world([], engines=engines, policy="lmetric", load={"interval": 0.02}) as w,
     ):
-        [pool] = w.server.fleet.pools
+        [model] = w.server.fleet.models
         asks = [asyncio.create_task(w.post({"prompt": "a", "max_tokens": 60})) for _ in range(3)]
 
         def reported() -> tuple[float, float]:
-            columns = pool.router.indicators()
+            columns = model.router.indicators()
             return columns["reported_waiting"][0], columns["reported_running"][0]
 
         await w.until(lambda: reported() == (2, 1))
@@ -111,7 +111,7 @@ async def test_load_is_read_where_the_engine_has_it(api: str) -> None:
         assert f'engine="{api}",instance="e0",mode="approximate",model="tiny",reason="' in page
         for ask in asks:
             assert (await ask)[0] == 200
-        columns = pool.router.indicators()
+        columns = model.router.indicators()
         assert columns["bs"][0] == 0 or columns["report_age_seconds"][0] < 1
 
 
@@ -127,7 +127,7 @@ async def test_load_comes_on_answers_in_either_form(header: bytes) -> None:
     engine = FakeEngine(behave=says(plain(200, {"choices": []}, extra), then="keep"))
     async with world([engine], policy="lmetric") as w:
         await w.post()
-        columns = w.server.fleet.pools[0].router.indicators()
+        columns = w.server.fleet.models[0].router.indicators()
         assert (columns["reported_waiting"][0], columns["kv_usage"][0]) == (7.0, 0.5)
         [shown] = orjson.loads((await w.get("/debug/engines"))[1])
         assert shown["load"]["reports"] == {"header": 1}

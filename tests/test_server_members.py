@@ -30,7 +30,7 @@ async def test_removal_waits_for_running_requests() -> None:
         busy, idle = (a, b) if a.requests else (b, a)
         idle.behave = answer
         removal = asyncio.create_task(remove(it, busy.name, "?drain=20"))
-        engine = it.server.fleet.pools[0].engines[busy.name]
+        engine = it.server.fleet.models[0].engines[busy.name]
         await it.until(lambda: engine.leaving)
         for _ in range(4):
             assert (await it.post())[1]["x-lmetric-instance"] == idle.name
@@ -68,7 +68,7 @@ async def test_removal_ends_when_its_time_is_up_and_adding_again_ends_it_too() -
         running = asyncio.create_task(it.post())
         await a.asked(1)
         removal = asyncio.create_task(remove(it, "e0", "?drain=20"))
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         await it.until(lambda: engine.leaving)
         status, _, got = await it.post({"url": a.url, "name": "e0"}, "/admin/engines")
         assert (status, got["leaving"], got["source"]) == (200, False, "admin")
@@ -93,7 +93,7 @@ async def test_a_removals_query_is_checked(query: str) -> None:
 
 async def test_connections_of_a_removed_engine_close() -> None:
     async with world(1, admin=True) as it:
-        upstream = it.server.fleet.pools[0].engines["e0"].upstream
+        upstream = it.server.fleet.models[0].engines["e0"].upstream
         go = asyncio.Event()
 
         async def wait(engine: FakeEngine, request: object, writer: asyncio.StreamWriter) -> bool:
@@ -220,9 +220,9 @@ async def churn(server: Server, client: aiohttp.ClientSession, urls: list[str]) 
     done.set()
     await asyncio.gather(*clients)
     assert wrong == []
-    (pool,) = server.fleet.pools
-    assert pool.router.in_flight() == 0
-    rows = pool.router.stats()["instances"]
+    (model,) = server.fleet.models
+    assert model.router.in_flight() == 0
+    rows = model.router.stats()["instances"]
     assert {name: row["bs"] for name, row in rows.items()} == {"e0": 0}
     async with client.get("/metrics") as response:
         text = await response.text()

@@ -55,7 +55,7 @@ async def play(steps: list[tuple[str, list[Found], set[int]]]) -> None:
             await members.update(source, found)
             check(fleet, told, before, busy)
         gone = set(came) - set(fleet.engines())
-        assert all(engine.pool is None and engine.upstream._closed for engine in gone)
+        assert all(engine.model is None and engine.upstream._closed for engine in gone)
         assert members.removed == len(gone)
         leaving = {engine for engine in fleet.engines() if engine.leaving}
         busy = set()
@@ -83,14 +83,14 @@ def check(fleet: Fleet, told: dict[str, list[Found]], before: set[Engine], busy:
     for name, (source, each) in expected.items():
         engine = stay[name]
         assert (engine.source, engine.config, engine.ready) == (source, each.config, each.ready)
-        assert engine.pool is fleet.names[each.model or "m"][0]
+        assert engine.model is fleet.names[each.model or "m"][0]
         assert engine.held is not each.ready
     assert len({engine.name for engine in engines}) == len(engines)
     for engine in engines:
         if engine.leaving:
             assert engine in before, "only what was there leaves"
             assert engine.held
-    for pool in fleet.pools:
-        assert sorted(pool.router.instances()) == sorted(pool.engines)
-        live = {name for name, row in pool.router.stats()["instances"].items() if not row["draining"]}
-        assert live == {name for name, engine in pool.engines.items() if not engine.held}
+    for model in fleet.models:
+        assert sorted(model.router.instances()) == sorted(model.engines)
+        live = {name for name, row in model.router.stats()["instances"].items() if not row["draining"]}
+        assert live == {name for name, engine in model.engines.items() if not engine.held}

@@ -136,7 +136,7 @@ async def test_an_engine_that_left_has_no_samples() -> None:
         headers = {"authorization": "Bearer root"}
         async with w.client.delete(f"{w.url}/admin/engines/e1", headers=headers) as response:
             assert response.status == 200
-        await w.until(lambda: "e1" not in w.server.fleet.pools[0].engines)
+        await w.until(lambda: "e1" not in w.server.fleet.models[0].engines)
         found = await scraped(w)
         assert names_an_engine(found, "e0")
         assert not names_an_engine(found, "e1")

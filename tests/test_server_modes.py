@@ -14,7 +14,7 @@ from lmetric.engines.adapter import Capabilities, EventSource
 from lmetric.engines.endpoints import EndpointError
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.fleet.kv_backfill import MAX_BODY_BYTES, REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
-from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose
+from lmetric.server.fleet.kv_mode import ModelFacts, Subscription, choose
 
 TOLD = Capabilities(
     "vllm",
@@ -25,7 +25,7 @@ TOLD = Capabilities(
         EventSource(1, "tcp://*:5558", "kv", "tcp://*:6558"),
     ),
 )
-POOL = PoolFacts(16, "e0", knows_tokens=True)
+POOL = ModelFacts(16, "e0", knows_tokens=True)
 HOST = "10.0.0.4"
 
 
@@ -72,7 +72,7 @@ def test_exact_where_all_fits() -> None:
     ],
 )
 def test_why_not_exact(
-    change: dict[str, Any], setting: Any, pool: PoolFacts, name: str, why: str, fix: str
+    change: dict[str, Any], setting: Any, pool: ModelFacts, name: str, why: str, fix: str
 ) -> None:
     flags = {"prefix_cache": "--cache", "kv_events": "--events"}
     mode, heard = choose(replace(TOLD, **change), HOST, setting, pool, flags=flags)

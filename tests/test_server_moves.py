@@ -49,7 +49,7 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
         assert 'lmetric_migrated_requests_total{model="emulated"} 1.0' in page
         assert 'lmetric_migrations_total{model="emulated",outcome="migrated"} 1.0' in page
-        assert w.server.fleet.pools[0].router.stats()["output_tokens"] == 120
+        assert w.server.fleet.models[0].router.stats()["output_tokens"] == 120
 
 
 async def test_any_stream_moved_anywhere() -> None:
@@ -99,7 +99,7 @@ async def test_star_moves_what_piles_up(by: str) -> None:
         "migration_max_concurrent": 3,
     }
     async with moving(*kinds, migration_by=by, **given) as w:
-        engines = w.server.fleet.pools[0].engines
+        engines = w.server.fleet.models[0].engines
         for name in ("b1", "b2"):
             engines[name].draining = True
             engines[name].hold()

@@ -82,7 +82,7 @@ async def test_source_and_target_die(path: str) -> None:
         said = await task
         equal(said, expected)
         assert said["record"]["outcome"] == "finished"
-        assert w.server.fleet.pools[0].router.stats()["migrated"] == 1
+        assert w.server.fleet.models[0].router.stats()["migrated"] == 1
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -100,7 +100,7 @@ async def test_the_target_dies_in_the_gap(path: str) -> None:
         said = await task
         equal(said, expected)
         assert [to for _, to in said["record"]["migrations"]] == [target]
-        assert w.server.fleet.pools[0].router.stats()["retries"] == 1
+        assert w.server.fleet.models[0].router.stats()["retries"] == 1
 
 
 @pytest.mark.parametrize("when", ["ahead", "gap", "behind"])
@@ -118,7 +118,7 @@ async def test_a_client_that_leaves(when: str) -> None:
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
         await w.until(lambda: w.in_flight() == 0)
-        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+        assert w.server.fleet.models[0].router.stats()["failed"]["cancelled"] == 1
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -135,7 +135,7 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         assert mover(w).begin(one.execution.ticket.id, place(other), time.monotonic())
         for said in await asyncio.gather(*tasks):
             equal(said, expected)
-        stats = w.server.fleet.pools[0].router.stats()
+        stats = w.server.fleet.models[0].router.stats()
         if cache:
             assert mover(w).outcomes == {"target_refused": 1}
             assert stats["migrated"] == 0
@@ -207,7 +207,7 @@ async def tellers(behave: Behaviour, metrics: bytes = b"", **config: Any) -> Asy
     fakes = [FakeEngine(behave=behave, metrics=metrics) for _ in range(2)]
     async with world(fakes, tokenizer=str(TOKENIZER_PATH.parent), **(given | config)) as w:
         yield w
-        assert not w.server.fleet.pools[0].router.in_flight()
+        assert not w.server.fleet.models[0].router.in_flight()
 
 
 async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
@@ -215,8 +215,8 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
 
     Returns whether the move started, the client's answer, and the decision record.
     """
-    pool = w.server.fleet.pools[0]
-    moves = pool.mover
+    model = w.server.fleet.models[0]
+    moves = model.mover
     assert moves is not None
     body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
     task = asyncio.create_task(w.post(body))
@@ -224,13 +224,13 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
     while not task.done():
         for ticket, chain in list(moves.running.items()):
             if chain.known_tokens >= count and not (began or moves.outcomes):
-                target = next(name for name in pool.engines if name != place(chain))
+                target = next(name for name in model.engines if name != place(chain))
                 began = moves.begin(ticket, target, time.monotonic())
         await asyncio.sleep(0.001)
     status, headers, raw = await task
     moves.outcomes.clear()
     assert status == 200
-    record = pool.router.explain(decision_id(headers))
+    record = model.router.explain(decision_id(headers))
     assert record is not None
     return began, heard(raw), record
 
@@ -271,7 +271,7 @@ async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
         # records.
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         _, headers, _ = await w.post(body)
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers)) or {}
+        record = w.server.fleet.models[0].router.explain(decision_id(headers)) or {}
         assert why in record["split_reason"]
         last = [fake.requests[-1].json for fake in w.engines if fake.requests]
         assert any("return_token_ids" not in asked for asked in last)
@@ -359,12 +359,12 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
         return await tale()(engine, request, writer)
 
     async with tellers(closes_kept, metrics=NIXL_PAGE, migration_by="fetch") as w:
-        await w.until(lambda: all(e.connector for e in w.server.fleet.pools[0].engines.values()))
+        await w.until(lambda: all(e.connector for e in w.server.fleet.models[0].engines.values()))
         for _ in range(4):
             began, said, _ = await told_in_two(w, 10)
             assert (began, said["text"]) == (True, STORY_TEXT)
         assert True in fetches
-        outcomes = w.server.fleet.pools[0].kv_transfers
+        outcomes = w.server.fleet.models[0].kv_transfers
         assert (outcomes["transferred"], outcomes["spent"]) == (len(fetches), fetches.count(True))
 
 
@@ -375,7 +375,7 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
     ended.
     """
     async with tellers(tale(lingers=0.2)) as w:
-        moves = w.server.fleet.pools[0].mover
+        moves = w.server.fleet.models[0].mover
         assert moves is not None
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         task = asyncio.create_task(w.post(body))
@@ -401,4 +401,4 @@ async def test_a_stream_that_may_move_ends_at_its_longest_duration() -> None:
         assert (status, said["error"]["code"]) == (200, "timeout")
         assert STORY_TEXT.startswith(said["text"])
         await w.settled()
-        assert w.server.fleet.pools[0].router.stats()["failed"]["timeout"] == 1
+        assert w.server.fleet.models[0].router.stats()["failed"]["timeout"] == 1

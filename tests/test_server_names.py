@@ -15,10 +15,10 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 
-from lmetric.engines.adapter import Model
+from lmetric.engines.adapter import ModelCard
 from lmetric.server.background import monitor
 from lmetric.server.fleet import fleet, names
-from lmetric.server.fleet.names import PoolNames
+from lmetric.server.fleet.names import ModelNames
 from lmetric.server.observe.startup import startup_block
 from server_world import FakeEngine, Request, World, answer, lora, plain, strict, world
 
@@ -60,7 +60,7 @@ async def debug(w: World, name: str) -> dict[str, Any]:
 async def test_all_base_names_of_an_engine_are_names_of_one_pool_in_any_order() -> None:
     a, b = {"id": "a", "root": "/m"}, {"id": "b", "root": "/m"}
     async with world(fakes([a, b], [b, a])) as w:
-        assert [pool.name for pool in w.server.fleet.pools] == ["a"]
+        assert [model.name for model in w.server.fleet.models] == ["a"]
         assert list(await cards(w)) == ["a", "b"]
         for name in ("a", "b"):
             assert await ask(w, name, 4) == {(200, "e0"): 2, (200, "e1"): 2}
@@ -79,7 +79,7 @@ async def test_aliases_share_one_cache() -> None:
 
 async def test_an_alias_of_one_engine_goes_to_this_engine_only() -> None:
     async with world(fakes([{"id": "a"}, {"id": "b"}], [{"id": "a"}])) as w:
-        assert len(w.server.fleet.pools) == 1
+        assert len(w.server.fleet.models) == 1
         assert await ask(w, "a", 4) == {(200, "e0"): 2, (200, "e1"): 2}
         assert await ask(w, "b", 4) == {(200, "e0"): 4}
 
@@ -91,15 +91,15 @@ async def test_a_renaming_of_all_engines_one_by_one_never_splits_the_pool_early(
         for engine in (first, second):
             engine.cards = [old, new]
             assert (await ask(w, "b")).keys() <= {(200, "e0"), (200, "e1")}
-        await w.until(lambda: w.server.fleet.pools[0].names.uniform)
+        await w.until(lambda: w.server.fleet.models[0].names.uniform)
         first.cards = [new]
-        await w.until(lambda: len(w.server.fleet.pools[0].names.listed["a"]) == 1)
-        assert len(w.server.fleet.pools) == 1
+        await w.until(lambda: len(w.server.fleet.models[0].names.listed["a"]) == 1)
+        assert len(w.server.fleet.models) == 1
         assert await ask(w, "a", 3) == {(200, "e1"): 3}
         second.cards = [new]
-        await w.until(lambda: w.server.fleet.names["b"].pool.name == "b")
+        await w.until(lambda: w.server.fleet.names["b"].model.name == "b")
         await w.until(
-            lambda: len([e for e in w.server.fleet.names["b"].pool.engines.values() if e.in_service]) == 2
+            lambda: len([e for e in w.server.fleet.names["b"].model.engines.values() if e.in_service]) == 2
         )
         assert await ask(w, "b", 4) == {(200, "e0"): 2, (200, "e1"): 2}
         assert (await ask(w, "a")) == {(503, None): 1}
@@ -130,7 +130,7 @@ async def test_adapters_come_and_go_with_the_health_checks() -> None:
     async with world(fakes([BASE], [BASE, lora("sql")]), health=FAST) as w:
         assert await ask(w, "sql", 4) == {(200, "e1"): 4}
         w.engines[0].cards = [BASE, lora("sql")]
-        await w.until(lambda: len(w.server.fleet.pools[0].names.listed["sql"]) == 2)
+        await w.until(lambda: len(w.server.fleet.models[0].names.listed["sql"]) == 2)
         assert await ask(w, "sql", 4) == {(200, "e0"): 2, (200, "e1"): 2}
         for engine in w.engines:
             engine.cards = [BASE]
@@ -164,7 +164,7 @@ async def test_a_configured_adapter_needs_an_engine_that_lists_it() -> None:
         assert (status, "no engine of tiny lists it" in got["error"]["message"]) == (503, True)
         assert set(await cards(w)) == {"tiny"}
         engine.cards = [BASE, lora("sql")]
-        await w.until(lambda: w.server.fleet.pools[0].names.engines_of("sql") is None)
+        await w.until(lambda: w.server.fleet.models[0].names.engines_of("sql") is None)
         assert await ask(w, "sql") == {(200, "e0"): 1}
 
 
@@ -187,18 +187,18 @@ async def test_a_404_for_a_listed_name_is_the_failure_of_its_engine() -> None:
     async with world(fakes(*[[BASE, lora("sql")]] * 3), health={"interval": 60}) as w:
         for engine in w.engines[:2]:
             engine.cards = [BASE]
-            w.server.fleet.pools[0].engines[engine.name].models_at -= 5
+            w.server.fleet.models[0].engines[engine.name].models_at -= 5
         assert await ask(w, "sql", 4) == {(200, "e2"): 4}
-        pool = w.server.fleet.pools[0]
-        await w.until(lambda: pool.names.engines_of("sql") == ["e2"])
+        model = w.server.fleet.models[0]
+        await w.until(lambda: model.names.engines_of("sql") == ["e2"])
         before = [len(engine.requests) for engine in w.engines]
         assert await ask(w, "sql", 6) == {(200, "e2"): 6}
         assert [len(engine.requests) for engine in w.engines][:2] == before[:2]
-        assert all(engine.healthy for engine in pool.engines.values())
+        assert all(engine.healthy for engine in model.engines.values())
         w.engines[2].cards = [BASE]
         status, _, got = await w.post({"model": "sql", "prompt": "x"})
         assert (status, got["error"]["type"]) == (404, "NotFoundError"), "no other engine: its own answer"
-        await w.until(lambda: w.server.fleet.pools[0].engines["e2"].models_due)
+        await w.until(lambda: w.server.fleet.models[0].engines["e2"].models_due)
 
 
 async def test_other_404s_pass_unchanged() -> None:
@@ -225,12 +225,12 @@ async def test_an_engine_that_comes_back_with_another_model_moves_to_its_pool() 
         await w.engines[1].start()
         assert (await ask(w, "old", 10)).keys() == {(200, "e0")}
         await w.until(lambda: "new" in w.server.fleet.names)
-        new = w.server.fleet.names["new"].pool
+        new = w.server.fleet.names["new"].model
         await w.until(lambda: new.engines["e1"].in_service)
         assert await ask(w, "new", 4) == {(200, "e1"): 4}
         assert new.router.stats()["instances"]["e1"]["decisions"] == 4, "its counts begin anew"
         assert (await debug(w, "e1"))["model"] == "new"
-        assert set(w.server.fleet.names["old"].pool.engines) == {"e0"}
+        assert set(w.server.fleet.names["old"].model.engines) == {"e0"}
 
 
 async def test_requests_in_flight_on_an_engine_that_moves_end_properly() -> None:
@@ -247,7 +247,7 @@ async def test_requests_in_flight_on_an_engine_that_moves_end_properly() -> None
         w.engines[0].cards = [{"id": "new"}]
         waiting = asyncio.create_task(w.post({"model": "new", "prompt": "x"}))  # its search finds the change
         await w.until(lambda: "new" in w.server.fleet.names)
-        old = w.server.fleet.names["old"].pool
+        old = w.server.fleet.names["old"].model
         assert (old.engines, old.router.in_flight()) == ({}, 3)
         go.set()
         assert [status for status, _, _ in await asyncio.gather(*running)] == [200] * 3
@@ -272,10 +272,10 @@ async def test_an_engine_of_another_model_than_the_configured_one_is_out_of_serv
             {k: e.get(k) for k in ("engine", "reason")} for e in log
         ]
         w.engines[1].cards = [BASE]
-        await w.until(lambda: w.server.fleet.pools[0].engines["e1"].in_service)
+        await w.until(lambda: w.server.fleet.models[0].engines["e1"].in_service)
         assert await ask(w, "tiny", 4) == {(200, "e0"): 2, (200, "e1"): 2}
         w.engines[0].cards = [{"id": "x"}]
-        await w.until(lambda: not w.server.fleet.pools[0].engines["e0"].in_service)
+        await w.until(lambda: not w.server.fleet.models[0].engines["e0"].in_service)
         assert await ask(w, "tiny", 4) == {(200, "e1"): 4}
     finally:
         await it.__aexit__(None, None, None)
@@ -321,7 +321,7 @@ async def test_an_engine_that_changes_its_name_again_and_again_fills_no_memory(
         for number in range(1, 9):
             w.engines[0].cards = [{"id": f"m{number}"}]
             await w.until(lambda name=f"m{number}": name in w.server.fleet.names)
-        await w.until(lambda: len(w.server.fleet.pools) <= 4)
+        await w.until(lambda: len(w.server.fleet.models) <= 4)
         assert len(w.server.fleet.names) <= 4
 
 
@@ -405,7 +405,7 @@ async def test_cards_keep_what_the_engines_report() -> None:
 async def test_the_time_of_the_request_in_a_card_is_no_change() -> None:
     """vLLM sets `created` and the ids of permissions anew for each answer."""
     async with world(fakes([BASE | {"created": 1}])) as w:
-        engine = w.server.fleet.pools[0].engines["e0"]
+        engine = w.server.fleet.models[0].engines["e0"]
         before = (await w.get("/v1/models"))[1]
         w.engines[0].cards = [BASE | {"created": 2, "permission": [{"id": "modelperm-2"}]}]
         await w.server.fleet.read_models(engine)
@@ -415,7 +415,7 @@ async def test_the_time_of_the_request_in_a_card_is_no_change() -> None:
 
 async def test_a_list_that_returns_to_an_earlier_one_is_read() -> None:
     async with world(fakes([BASE, lora("sql")]), health={"interval": 60}) as w:
-        engine = w.server.fleet.pools[0].engines["e0"]
+        engine = w.server.fleet.models[0].engines["e0"]
         await w.server.fleet.read_models(engine)
         w.engines[0].cards = [BASE]
         await w.server.fleet.identify(engine)
@@ -429,8 +429,8 @@ async def test_a_list_that_returns_to_an_earlier_one_is_read() -> None:
 
 
 def test_names_of_a_pool() -> None:
-    it = PoolNames("a")
-    base, alias, sql = Model("a"), Model("b"), Model("sql", parent="a")
+    it = ModelNames("a")
+    base, alias, sql = ModelCard("a"), ModelCard("b"), ModelCard("sql", parent="a")
     assert it.update("e0", []) == []
     assert (it.uniform, it.engines_of("a")) == (True, None), "an engine without a list serves the main name"
     assert it.update("e0", [base, alias]) == ["a", "b"]

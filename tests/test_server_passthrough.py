@@ -145,12 +145,12 @@ async def test_the_engine_judges_all_but_the_model(
 
 async def test_a_batch_counts_with_all_its_conversations() -> None:
     async with world([FakeEngine(behave=hang)], policy="lmetric") as w:
-        [pool] = w.server.fleet.pools
+        [model] = w.server.fleet.models
         tokens = []
         for messages in ([[user("a" * 4000)]], [[user("a" * 4000)]] * 5):
             task = asyncio.create_task(w.post({"messages": messages, "stream": True}, BATCH))
             await w.engines[0].asked(len(tokens) + 1)
-            tokens.append(float(pool.router.indicators()["tokens"][0]))
+            tokens.append(float(model.router.indicators()["tokens"][0]))
             task.cancel()
             await w.settled()
         assert 4.5 < tokens[1] / tokens[0] < 5.5
@@ -161,15 +161,15 @@ async def test_a_batch_is_matched_by_the_tokens_of_its_first_conversation() -> N
     first, second = [user("river castle " * 200)], [user("winter " * 100)]
     tokens = len(PromptTokenizer.load(folder).chat({"messages": first}))
     async with world(2, policy="lmetric", tokenizer=str(folder)) as w:
-        [pool] = w.server.fleet.pools
+        [model] = w.server.fleet.models
         for messages, path in ((first, "/v1/chat/completions"), ([first, second], BATCH)):
             status, headers, _ = await w.post({"messages": messages}, path)
             assert status == 200
-        record = pool.router.explain(decision_id(headers))
+        record = model.router.explain(decision_id(headers))
         assert record is not None
         assert record["predicted_cached_tokens"] == (tokens - 1) // 16 * 16
         assert tokens + 50 < record["prompt_tokens"] < tokens + 400
-        assert not pool.tokenizers.text_prompts
+        assert not model.tokenizers.text_prompts
 
 
 async def test_token_ids_match_the_prefix_that_a_completion_cached() -> None:
@@ -181,7 +181,7 @@ async def test_token_ids_match_the_prefix_that_a_completion_cached() -> None:
                 body = {"token_ids": ids, "sampling_params": {}} if path == GENERATE else {"prompt": ids}
                 status, headers, _ = await w.post({"model": "tiny", **body}, path)
                 assert status == 200
-                record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+                record = w.server.fleet.models[0].router.explain(decision_id(headers))
                 assert record is not None
                 seen.append((record["instance"], record["predicted_cached_tokens"], record["prompt_tokens"]))
             first = (0 if path == GENERATE else 624, 640)  # the last block is computed again
@@ -191,7 +191,7 @@ async def test_token_ids_match_the_prefix_that_a_completion_cached() -> None:
         # Prompts with images match nothing, because their placeholders have equal token ids.
         body = {"token_ids": ids, "sampling_params": {}, "features": {"mm_hashes": {"image": ["x"]}}}
         _, headers, _ = await w.post(body, GENERATE)
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert (record["predicted_cached_tokens"], record["prompt_tokens"]) == (0, 641)
 
@@ -212,7 +212,7 @@ async def test_a_stream_of_token_ids_is_forwarded_and_counted() -> None:
         expected = b"".join(event(each) for each in events) + event({"choices": [], "usage": usage(3, 3)})
         assert got == expected + event(b"[DONE]")
         await w.settled()
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert record["output_tokens"] == 3
         whole.behave = cut
@@ -230,7 +230,7 @@ async def test_an_emulated_engine_answers_token_ids_as_a_completion(stream: bool
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": 5}, "return_token_ids": True}
         status, headers, got = await w.post(fields | body, GENERATE)
         assert status == 200
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         await w.until(lambda: router.cached_tokens(lm.Request(token_ids=prompt))[0] == 48)  # KV events
         other = {"prompt": prompt, "max_tokens": 5, "return_token_ids": True}
         _, _, expected = await w.post(fields | other, "/v1/completions")
@@ -252,11 +252,11 @@ async def test_an_emulated_engine_answers_token_ids_as_a_completion(stream: bool
         assert summary(got) == summary(expected)
         assert summary(got)[1:] == (["length"], prompt, [5])
         await w.settled()
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert record["output_tokens"] == 5
         # The completion hit what the request with token ids left in the cache.
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers) + 1)
+        record = w.server.fleet.models[0].router.explain(decision_id(headers) + 1)
         assert record is not None
         assert record["cached_tokens"] == record["predicted_cached_tokens"] == 48
         wrong = {"token_ids": prompt, "sampling_params": {"n": 2}}
@@ -447,7 +447,7 @@ async def test_the_oldest_responses_are_forgotten(keys: Path) -> None:
 async def test_the_answer_if_the_engine_is_gone() -> None:
     async with world([Responses(), Responses()], health={"interval": 3600}) as w:
         one, two = await created(w), await created(w)
-        [pool] = w.server.fleet.pools
+        [model] = w.server.fleet.models
         engines = {engine.name: engine for engine in w.engines}
         # It does not answer.
         await engines[one["engine"]].stop()
@@ -464,7 +464,7 @@ async def test_the_answer_if_the_engine_is_gone() -> None:
         assert "previous_response_id" in answer["error"]["message"]
         assert len(engines[two["engine"]].requests) == sent, "no other engine is tried"
         # It was removed.
-        pool.remove(two["engine"])
+        model.remove(two["engine"])
         for status, _, answer in (
             await ask(w, "GET", f"{RESPONSES}/{two['id']}"),
             await w.post(body | {"previous_response_id": two["id"]}, RESPONSES),
@@ -476,7 +476,7 @@ async def test_the_answer_if_the_engine_is_gone() -> None:
 async def test_a_draining_engine_shows_its_responses_and_starts_none() -> None:
     async with world([Responses(), Responses()]) as w:
         one = await created(w)
-        engine = w.server.fleet.pools[0].engines[one["engine"]]
+        engine = w.server.fleet.models[0].engines[one["engine"]]
         engine.draining = True
         engine.hold()
         assert (await ask(w, "GET", f"{RESPONSES}/{one['id']}"))[0] == 200

@@ -17,8 +17,8 @@ TWO_AND_TWO = [nixl("prefill"), nixl("prefill"), nixl("decode"), nixl("decode")]
 @pytest.mark.parametrize("binding", ["early", "late"])
 async def test_the_answer_is_one_engines(binding: str) -> None:
     async with pd(*TWO_AND_TWO, binding=binding, policy="round_robin") as w:
-        pool = w.server.fleet.pools[0]
-        assert {name: engine.role for name, engine in pool.engines.items()} == {
+        model = w.server.fleet.models[0]
+        assert {name: engine.role for name, engine in model.engines.items()} == {
             "p0": "prefill",
             "p1": "prefill",
             "d0": "decode",
@@ -32,7 +32,7 @@ async def test_the_answer_is_one_engines(binding: str) -> None:
             assert headers["x-lmetric-instance"][0] == "d"
             assert said["usage"]["completion_tokens"] == 20
             assert "kv_transfer_params" not in said or said["kv_transfer_params"] is None
-            record = pool.router.explain(decision_id(headers))
+            record = model.router.explain(decision_id(headers))
             assert record is not None
             assert (record["outcome"], record["instance"]) == ("finished", headers["x-lmetric-prefill"])
             assert await w.stream() == alone
@@ -68,7 +68,7 @@ async def test_what_is_late_is_computed_again() -> None:
         assert w.outcomes == {"late": 1}
         assert w.load("d0")["fetched_prompt_tokens"] == 0
         # With a longer trusted time, the answer would have been wrong without notice.
-        engine = w.server.fleet.pools[0].engines["p0"]
+        engine = w.server.fleet.models[0].engines["p0"]
         assert engine.connector is not None
         assert engine.handover is not None
         assert engine.connector.deadline_seconds(engine.handover) == pytest.approx(0.05 * 2 / 3)
@@ -137,7 +137,7 @@ async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
         assert {sent.headers["x-request-id"] for sent in (first, then)} == {"rid-1"}
         assert then.body.endswith(raw[1:])
         assert then.json.get("kv_transfer_params") == (params if outcome == "transferred" else None)
-        assert dict(w.server.fleet.pools[0].kv_transfers) == {outcome: 1}
+        assert dict(w.server.fleet.models[0].kv_transfers) == {outcome: 1}
         # The client's own fields would kill an engine.
         status, _, said = await w.post({"model": "tiny", "prompt": "a", "kv_transfer_params": PARAMS})
         assert (status, said["error"]["param"]) == (400, "kv_transfer_params")
@@ -158,7 +158,7 @@ async def test_what_was_sent_once_is_not_sent_again() -> None:
             assert (status, headers["x-lmetric-instance"]) == (200, "e2")
         assert "kv_transfer_params" in bad.requests[0].json
         assert "kv_transfer_params" not in good.requests[-1].json
-        assert w.server.fleet.pools[0].kv_transfers["spent"] == 1
+        assert w.server.fleet.models[0].kv_transfers["spent"] == 1
         # An unreachable engine has fetched nothing.
         await bad.stop()
         before = len(good.requests)
@@ -180,7 +180,7 @@ async def test_a_transfer_that_breaks_costs_no_answer(streamed: bool) -> None:
             body = {"model": "emulated", "prompt": PROMPT, "max_tokens": 3, "stream": streamed}
             status, headers, _ = await w.post(body)
             assert (status, headers["x-lmetric-instance"]) == (200, "d")
-            assert dict(w.server.fleet.pools[0].kv_transfers) == {"transferred": 1, "broken": 1}
+            assert dict(w.server.fleet.models[0].kv_transfers) == {"transferred": 1, "broken": 1}
     await prefill.stop()
 
 
@@ -217,7 +217,7 @@ async def test_an_engine_of_either_kind_dies() -> None:
         for _ in range(2):
             status, _, said = await w.post()
             assert (status, said["error"]["type"]) in ((502, "server_error"), (503, "overloaded_error"))
-        await w.until(lambda: not w.server.fleet.pools[0].engines["d0"].healthy)
+        await w.until(lambda: not w.server.fleet.models[0].engines["d0"].healthy)
         status, _, said = await w.post()
         assert (status, said["error"]["code"]) == (503, "no_engine")
         assert "role decode" in said["error"]["message"]
@@ -269,7 +269,7 @@ async def test_an_engine_without_a_connector_is_found_at_the_start() -> None:
     plain_engine = EngineOptions(port=0, clock_speed=10.0)
     given = {"b0": "prefill"}
     async with pd(plain_engine, nixl("prefill"), nixl("decode"), roles=given) as w:
-        engines = w.server.fleet.pools[0].engines
+        engines = w.server.fleet.models[0].engines
         assert not engines["b0"].healthy
         assert "--kv-connector nixl" in str(engines["b0"].last_error)
         for _ in range(3):
@@ -324,7 +324,7 @@ async def test_requests_that_cannot_be_cut() -> None:
             status, headers, _ = await w.post(body, path)
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
             assert "x-lmetric-prefill" not in headers  # no other engine has computed tokens
-        assert (len(prefill.requests), w.server.fleet.pools[0].kv_transfers["not_cut"]) == (0, 2)
+        assert (len(prefill.requests), w.server.fleet.models[0].kv_transfers["not_cut"]) == (0, 2)
     for engine in (prefill, decode):
         await engine.stop()
 

@@ -23,8 +23,8 @@ def engines(**changes: object) -> list[EngineOptions]:
 
 async def identified(w: Pd) -> None:
     """Waits until the router knows the engines' mode."""
-    pool = w.server.fleet.pools[0]
-    await w.until(lambda: all(engine.identified for engine in pool.engines.values()))
+    model = w.server.fleet.models[0]
+    await w.until(lambda: all(engine.identified for engine in model.engines.values()))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -77,4 +77,4 @@ async def test_a_client_that_leaves() -> None:
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not w.busy("d0") + w.busy("d1"))
         await w.until(lambda: not w.in_flight())
-        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+        assert w.server.fleet.models[0].router.stats()["failed"]["cancelled"] == 1

@@ -30,9 +30,9 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
     settings = {"kind": "apart", "min_gain_seconds": 0, **free}
     engines = [both(clock_speed=2.0)] * 3
     async with split(*engines, policy="planner", split=settings) as w:
-        pool = w.server.fleet.pools[0]
-        told = pool.router.stats()
-        assert (told["policy"], pool.splits) == ("planner", True)
+        model = w.server.fleet.models[0]
+        told = model.router.stats()
+        assert (told["policy"], model.splits) == ("planner", True)
         first = await asked(w, COMPLETIONS, bodies(1)[0])
         unknown = "the speed of the instances is unknown"
         assert first["record"]["split_reason"] == unknown
@@ -60,10 +60,10 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))
         all_cut = len(cut) + sum(bool(said["record"]["cuts"]) for said in before)
-        pulled = pool.fetch_outcomes["fetched"]
-        assert pool.fetch_outcomes.keys() <= {"fetched", "late"}  # the clock is fast, waits are not
+        pulled = model.fetch_outcomes["fetched"]
+        assert model.fetch_outcomes.keys() <= {"fetched", "late"}  # the clock is fast, waits are not
         assert w.outcomes == {"transferred": all_cut + pulled}
-        assert pool.router.stats()["in_flight"] == 0
+        assert model.router.stats()["in_flight"] == 0
 
 
 async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:

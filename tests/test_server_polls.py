@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, ServerConfig
-from lmetric.server.upstream import pool
+from lmetric.server.upstream import pool as upstream_pool
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.server.upstream.pool import PAGE_BYTES, PAGE_CONNECTIONS, Upstream
 from server_world import Behaviour, FakeEngine, Request, hang, plain, reset, says, self_signed, world
@@ -82,7 +82,7 @@ async def test_polls_share_a_few_connections() -> None:
     async with world([fake], **OFTEN) as it:
         await it.until(lambda: fake.polls("/health") > 30 and fake.polls("/metrics") > 30)
         assert fake.connections <= PAGE_CONNECTIONS
-        assert it.server.fleet.pools[0].engines["e0"].running == 0
+        assert it.server.fleet.models[0].engines["e0"].running == 0
 
 
 async def test_polls_go_on_while_all_connections_of_requests_are_in_use() -> None:
@@ -93,7 +93,7 @@ async def test_polls_go_on_while_all_connections_of_requests_are_in_use() -> Non
         await fake.asked(1)
         before = len(fake.pages)
         await it.until(lambda: len(fake.pages) > before + 20)
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         assert (engine.running, engine.healthy) == (1, True)
         assert (await it.post())[0] == 503
         assert fake.connections <= 1 + PAGE_CONNECTIONS
@@ -104,7 +104,7 @@ async def test_polls_go_on_while_all_connections_of_requests_are_in_use() -> Non
 async def test_a_kept_connection_that_closes_under_a_poll_is_no_failure() -> None:
     fake = Polled(behind(reset))
     async with world([fake], **OFTEN) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         for _ in range(10):
             before = fake.connections
             await it.until(lambda before=before: fake.connections > before)
@@ -132,7 +132,7 @@ async def test_a_health_check_that_hangs_does_not_delay_the_load_of_its_engine()
 async def test_an_engine_that_takes_no_more_connections_does_not_come_back_by_a_kept_one() -> None:
     fake = Polled()
     async with world([fake], **OFTEN) as it:
-        engine = it.server.fleet.pools[0].engines["e0"]
+        engine = it.server.fleet.models[0].engines["e0"]
         await it.until(lambda: fake.polls("/metrics") > 3)
         assert fake._server is not None
         fake._server.close()
@@ -150,7 +150,7 @@ async def test_no_connection_stays_behind_when_an_engine_leaves() -> None:
     async with world(fakes, admin=True, **OFTEN) as it:
         for round_ in range(3):
             await it.until(lambda: all(fake.polls("/metrics") > 3 for fake in fakes))
-            upstream = it.server.fleet.pools[0].engines["e1"].upstream
+            upstream = it.server.fleet.models[0].engines["e1"].upstream
             assert (await remove(it, "e1"))[0] == 200
             await left(fakes[1])
             assert not upstream._pages._open
@@ -174,7 +174,7 @@ async def test_polls_over_tls_share_a_few_connections(
         async with world(0, model="tiny", engines=[{"url": url, "name": "e0"}], **OFTEN) as it:
             await it.until(lambda: fake.polls("/health") > 10 and fake.polls("/metrics") > 10)
             assert fake.connections <= PAGE_CONNECTIONS
-            assert it.server.fleet.pools[0].engines["e0"].healthy
+            assert it.server.fleet.models[0].engines["e0"].healthy
         await left(fake)
     finally:
         secure.close()
@@ -262,7 +262,7 @@ async def test_kept_connections_close_when_they_wait_too_long() -> None:
 
 async def test_a_name_is_looked_up_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with frequent polls: the name may have another address by now."""
-    monkeypatch.setattr(pool, "PAGE_CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(upstream_pool, "PAGE_CONNECTION_SECONDS", 0.1)
     async with one() as (engine, upstream):
         began = time.monotonic()
         while engine.connections < 4:

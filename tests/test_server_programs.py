@@ -65,7 +65,7 @@ async def test_a_program_waits_until_another_counts_as_ended() -> None:
         async with asyncio.timeout(20):
             status, headers, _ = await waiting
         assert status == 200
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert record["program_tokens"] == 1200
         assert record["held_seconds"] > 0.3
@@ -204,7 +204,7 @@ async def attack(w: World, victims: str) -> list[tuple[int, float]]:
 
     attackers = [asyncio.create_task(returns(name)) for name in range(ATTACKERS)]
     try:
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         await w.until(lambda: (router.programs() or {})["states"]["held"] > 0)
         return await asyncio.gather(*map(comes, range(VICTIMS)))
     finally:

@@ -37,7 +37,7 @@ def body_at(path: str, *, stream: bool = False, **changes: Any) -> dict[str, Any
 
 def cut_at(w: Pd, fraction: float | None) -> None:
     """Sets the split position of all requests from now on."""
-    router = w.server.fleet.pools[0].router
+    router = w.server.fleet.models[0].router
     if fraction is None:
         router.configure(split=None)
     else:
@@ -116,7 +116,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
     loop = asyncio.get_running_loop()
     front = LONG.split(" ")
     async with pulling(*engines(4, clock_speed=20.0), **CUT) as w:
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         both_ways: list[bool] = []
 
         async def tried(case: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ async def test_a_full_holder_refuses() -> None:
             said = await asked(w, COMPLETIONS, body)
         equal(said, expected)
         assert outcomes(w) == {"refused": 1}
-        assert w.server.fleet.pools[0].engines[holder].healthy
+        assert w.server.fleet.models[0].engines[holder].healthy
 
 
 async def test_a_holder_that_has_evicted_the_prompt_computes_it() -> None:

@@ -35,23 +35,23 @@ async def ranked(api: str = "vllm", **config: Any) -> AsyncIterator[World]:
 
 
 def names(w: World) -> list[str]:
-    return sorted(w.server.fleet.pools[0].engines)
+    return sorted(w.server.fleet.models[0].engines)
 
 
 @APIS
 async def test_each_rank_is_an_engine_with_a_cache_of_its_own(api: str) -> None:
     async with ranked(api, policy="lmetric", kv_events=IDS) as w:
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         first, second = names(w)
         assert [name.rpartition("-")[2] for name in (first, second)] == ["dp0", "dp1"]
-        await w.until(lambda: all(engine.mode.name == "exact" for engine in pool.engines.values()))
+        await w.until(lambda: all(engine.mode.name == "exact" for engine in model.engines.values()))
         status, headers, _ = await w.post({"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
         assert status == 200
         holder = headers["x-lmetric-instance"]
         request = lm.Request(PROMPT)
-        index = pool.router.instances().index(holder)
-        await w.until(lambda: pool.router.cached_tokens(request)[index] == 144)
-        assert sorted(pool.router.cached_tokens(request).tolist()) == [0, 144]
+        index = model.router.instances().index(holder)
+        await w.until(lambda: model.router.cached_tokens(request)[index] == 144)
+        assert sorted(model.router.cached_tokens(request).tolist()) == [0, 144]
         # The engine finds the prefix on its rank, so the header named that rank.
         for _ in range(3):
             status, headers, answer = await w.post({"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
@@ -71,16 +71,16 @@ async def test_both_ranks_serve_and_each_counts_its_own_cache(api: str) -> None:
             served.append(headers["x-lmetric-instance"])
         assert served[:2] == served[2:]
         assert sorted(served[:2]) == names(w)
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         async with aiohttp.ClientSession() as http:
-            url = next(iter(pool.engines.values())).config.url
+            url = next(iter(model.engines.values())).config.url
             async with http.get(f"{url}/metrics") as page:
                 whole = await page.read()
         label = {"vllm": b"engine", "sglang": b"dp_rank"}[api]
         for rank, name in enumerate(names(w)):
-            own = pool.engines[name].adapter.own(whole)
+            own = model.engines[name].adapter.own(whole)
             assert (b'%b="%d"' % (label, rank) in own, b'%b="%d"' % (label, 1 - rank) in own) == (True, False)
-        each = [engine.capabilities.cache_blocks for engine in pool.engines.values()]
+        each = [engine.capabilities.cache_blocks for engine in model.engines.values()]
         assert each == [1000, 1000]
 
 
@@ -122,8 +122,8 @@ async def test_each_rank_of_sglang_has_its_own_load(pushed: bool) -> None:
         entries = [{"url": engine.url, "data_parallel_rank": rank, "name": f"e{rank}"} for rank in (0, 1)]
         every = {"interval": None if pushed else 0.05}
         async with routed(*entries, load=every) as w, aiohttp.ClientSession() as http:
-            pool = w.server.fleet.pools[0]
-            told = [engine.capabilities for engine in pool.engines.values()]
+            model = w.server.fleet.models[0]
+            told = [engine.capabilities for engine in model.engines.values()]
             assert [(each.load_path, len(each.load_feeds)) for each in told] == [(LOADS, pushed)] * 2
 
             async def ask(rank: int) -> None:
@@ -132,7 +132,7 @@ async def test_each_rank_of_sglang_has_its_own_load(pushed: bool) -> None:
                     assert answer.status == 200
 
             def waiting() -> dict[str, float]:
-                router = pool.router
+                router = model.router
                 return dict(zip(router.instances(), router.indicators()["reported_waiting"], strict=True))
 
             asks = [asyncio.create_task(ask(rank)) for rank in (0, 0, 0, 1)]

@@ -39,20 +39,20 @@ def test_a_large_fleet_is_summarized_once_a_second(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(recent, "SMALL", 2)
     monkeypatch.setattr(recent.time, "monotonic", lambda: clock[0])
     fleet = fleet_of(3)
-    (pool,) = fleet.pools
-    before = summary(fleet, names=False), fleet.unusable, pool.unusable
+    (model,) = fleet.models
+    before = summary(fleet, names=False), fleet.unusable, model.unusable
     assert before[0]["usable"] == 0
     assert before[1] == before[2]
     assert before[1] is not None
     for engine in fleet.engines():
         engine.succeeded()
     clock[0] += 0.99
-    assert (summary(fleet, names=False), fleet.unusable, pool.unusable) == before
+    assert (summary(fleet, names=False), fleet.unusable, model.unusable) == before
     assert fleet.ready(), "never late"
     clock[0] += 0.01
     assert summary(fleet, names=False)["usable"] == 3
     assert fleet.unusable is None
-    assert pool.unusable is None
+    assert model.unusable is None
     monkeypatch.setattr(recent, "SMALL", 3)  # a small fleet is never late
     next(fleet.engines()).failed("refused", "no connection")
     assert summary(fleet, names=False)["usable"] == 2

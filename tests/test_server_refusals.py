@@ -149,7 +149,7 @@ async def test_a_date_rests_the_engine_and_reaches_the_client(status: int) -> No
         for _ in range(6):
             assert (await got(w, {"model": "tiny", "prompt": "x"}))[0] == 200
         assert len(full.requests) == 1
-        until = w.server.fleet.pools[0].engines["e0"].service.saturated_until
+        until = w.server.fleet.models[0].engines["e0"].service.saturated_until
         assert 25 < until - before <= 32
         w.engines[1].behave = full.behave
         _, headers, _ = await got(w, {"model": "tiny", "prompt": "x"})
@@ -194,8 +194,8 @@ async def test_a_coded_stream_passes_unread(framing: str, monkeypatch: pytest.Mo
             assert body == PACKED
             assert headers["content-type"] == SSE.decode()
         await w.settled()
-        [pool] = w.server.fleet.pools
-        assert pool.router.stats()["finished"] == 2
+        [model] = w.server.fleet.models
+        assert model.router.stats()["finished"] == 2
         w.engines[0].behave = answer
         assert (await raw(w, STREAM))[0] == 200
 
@@ -220,7 +220,7 @@ async def test_engines_are_asked_for_no_coding() -> None:
     async with world(1) as w:
         await got(w, {"model": "tiny", "prompt": "x"}, **{"accept-encoding": "br, gzip"})
         assert w.engines[0].requests[0].headers["accept-encoding"] == "identity"
-        assert b"accept-encoding: identity\r\n" in w.server.fleet.pools[0].engines["e0"].upstream.head(
+        assert b"accept-encoding: identity\r\n" in w.server.fleet.models[0].engines["e0"].upstream.head(
             b"/v1/models", stream=False, method=b"GET"
         )
 

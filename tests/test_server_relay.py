@@ -51,7 +51,7 @@ async def test_stream_passes_bytes_exactly_and_counts_tokens() -> None:
         usage_event = event({"choices": [], "usage": usage()})
         assert got == token("a") + token("b") + token("c", "length") + usage_event + event(b"[DONE]")
         assert (status, headers["transfer-encoding"]) == (200, "chunked")
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert (record["outcome"], record["output_tokens"]) == ("finished", 3)
         assert record["ttft_seconds"] > 0
@@ -107,7 +107,7 @@ async def test_one_dead_engine_costs_no_client_an_error() -> None:
         for _ in range(6):
             status, headers, _ = await w.post()
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
-        assert not w.server.fleet.pools[0].engines["e0"].healthy
+        assert not w.server.fleet.models[0].engines["e0"].healthy
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ async def test_dying_in_mid_stream_ends_with_an_error_event(tail: bytes, then: s
         problem = orjson.loads(error.removeprefix(b"data: "))["error"]
         assert problem["message"].startswith("the engine failed in the middle of its answer (e0: ")
         assert (done, rest) == (b"data: [DONE]", b"")
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert record["outcome"] not in ("finished", "running", "dropped")
         # The client's connection is intact and serves the next request.
@@ -259,7 +259,7 @@ async def test_an_engine_that_aborts_is_no_success() -> None:
     async with world([FakeEngine(behave=fault)]) as w:
         _, headers, got = await w.post(STREAM)
         assert b'"abort"' in got
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert record["outcome"] == "engine_error"
 
@@ -273,10 +273,10 @@ async def test_a_client_that_leaves_stops_the_engine() -> None:
             task.cancel()
             await w.until(lambda w=w: w.engines[0].left == 1)
             await w.settled()
-            failed = w.server.fleet.pools[0].router.stats()["failed"]
+            failed = w.server.fleet.models[0].router.stats()["failed"]
             assert failed == {kind: int(kind == "cancelled") for kind in failed}
             assert list(w.server.metrics.requests.requests) == [("tiny", "", 200 if body else 499)]
-            assert w.server.fleet.pools[0].engines["e0"].failures == 0
+            assert w.server.fleet.models[0].engines["e0"].failures == 0
 
 
 async def test_a_slow_reader_holds_the_engine_back() -> None:
@@ -354,7 +354,7 @@ async def test_a_kept_connection_that_the_engine_closes_is_no_failure() -> None:
         for _ in range(3):
             assert (await w.post())[0] == 200
         assert len(w.engines[0].requests) == 5
-        assert w.server.fleet.pools[0].router.stats()["retries"] == 0
+        assert w.server.fleet.models[0].router.stats()["retries"] == 0
 
 
 async def test_bytes_that_nobody_asked_for_cost_the_connection() -> None:
@@ -494,5 +494,5 @@ async def test_many_at_once_leave_nothing_behind() -> None:
         codes = await asyncio.gather(*(one(number) for number in range(200)))
         await w.settled()
         assert codes.count(200) > 150
-        stats = w.server.fleet.pools[0].router.stats()
+        stats = w.server.fleet.models[0].router.stats()
         assert stats["decisions"] >= stats["finished"] > 0

@@ -201,16 +201,16 @@ async def test_a_refused_reload_changes_nothing(tmp_path: Path, wrong: dict[str,
     listed = tmp_path / "engines.json"
     listed.write_bytes(orjson.dumps([{"url": "https://127.0.0.1:1", "name": "found"}]))
     async with large_fleet(discovery=[{"file": str(listed), "model": "m0"}]) as it:
-        config, pools = it.w.server.config, list(it.fleet.pools)
+        config, models = it.w.server.config, list(it.fleet.models)
         before = [(engine, engine.config, vars(engine.upstream).copy()) for engine in it.fleet.engines()]
-        policies = [pool.policies for pool in pools]
+        policies = [model.policies for model in models]
         assert len(before) == 1
         with pytest.raises((ValueError, ConfigError)):
             await it.reload(timeouts={"connect": 7.0}, policy="least_requests", **wrong)
         assert it.w.server.config is config
         assert [(each, each.config, vars(each.upstream)) for each in it.fleet.engines()] == before
-        assert [pool.policies for pool in pools] == policies
-        assert [pool.retry_budget for pool in pools] == [pool.retry_budget for pool in it.fleet.pools]
+        assert [model.policies for model in models] == policies
+        assert [model.retry_budget for model in models] == [model.retry_budget for model in it.fleet.models]
 
 
 async def test_a_second_reload_waits_for_the_first() -> None:

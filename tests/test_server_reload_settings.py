@@ -115,7 +115,7 @@ async def test_limits_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_health_checks_change(tmp_path: Path) -> None:
     async with reloaded(tmp_path, health={"interval": 0.05}) as r:
-        engine = r.w.server.fleet.pools[0].engines["e0"]
+        engine = r.w.server.fleet.models[0].engines["e0"]
         await r.change(health={"interval": 0.05, "path": "/nowhere", "down_after": 1})
         await until(lambda: engine.upstream and engine.healthy)
         r.w.engines[0].health = 500
@@ -128,7 +128,7 @@ async def test_health_checks_change(tmp_path: Path) -> None:
 async def test_load_reports_can_be_turned_on(tmp_path: Path) -> None:
     page = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 1\nvllm:kv_cache_usage_perc 0.5\n"
     async with reloaded(tmp_path, FakeEngine(metrics=page)) as r:
-        engine = r.w.server.fleet.pools[0].engines["e0"]
+        engine = r.w.server.fleet.models[0].engines["e0"]
         assert not engine.load_reports
         await r.change(load={"interval": 0.05}, indicators={"more": {"source": "vllm:num_requests_running"}})
         await until(lambda: engine.load_reports or engine.load_error)
@@ -217,13 +217,13 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
     """
     async with world(0, **TWO, timeouts=TIMEOUTS) as w:
         r = Reloaded(w, {**TWO, "port": 0, "load": {"interval": None}}, tmp_path / "c.yaml")
-        first, second = w.server.fleet.pools
+        first, second = w.server.fleet.models
         before = w.server.config
 
         def shown() -> list[Any]:
             return [
-                (pool.policies, pool.router.stats()["policy"], pool.guard, pool.trials.shown())
-                for pool in (first, second)
+                (model.policies, model.router.stats()["policy"], model.guard, model.trials.shown())
+                for model in (first, second)
             ]
 
         unchanged = shown()
@@ -235,7 +235,7 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
         assert shown() == unchanged
         assert w.server.config is before
         assert (await r.change(**of_models({"policy": "lmetric"}, {})))["changed"] == ["health", "models"]
-        assert [pool.policies.settings.policy for pool in (first, second)] == ["lmetric", "round_robin"]
+        assert [model.policies.settings.policy for model in (first, second)] == ["lmetric", "round_robin"]
 
 
 async def test_unchanged_policies_are_not_installed_again(tmp_path: Path) -> None:
@@ -243,13 +243,13 @@ async def test_unchanged_policies_are_not_installed_again(tmp_path: Path) -> Non
     file = tmp_path / "mine.py"
     file.write_text("def score(bs):\n    return bs\n")
     async with reloaded(tmp_path) as r:
-        (pool,) = r.w.server.fleet.pools
+        (model,) = r.w.server.fleet.models
         await r.change(policy=f"{file}:score")
         with capture_logs() as lines:
             await r.change(retries={"attempts": 2})
             await r.change(retries={"attempts": 2})
         assert [line["event"] for line in lines].count("policies replaced") == 0
-        assert pool.policies.settings.policy == f"{file}:score"
+        assert model.policies.settings.policy == f"{file}:score"
         file.write_text("def score(q_bs):\n    return q_bs\n")
         with capture_logs() as lines:
             await r.change()
@@ -266,7 +266,7 @@ async def test_ejection_changes(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine(behave=fails)]
     async with reloaded(tmp_path, *engines) as r:
         await r.change(health={"ejection": {"enabled": False}})
-        engine = r.w.server.fleet.pools[0].engines["e1"]
+        engine = r.w.server.fleet.models[0].engines["e1"]
         for _ in range(20):
             assert (await r.w.post())[0] == 200
         assert engine.service.state == "HEALTHY"

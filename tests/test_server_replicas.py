@@ -42,7 +42,7 @@ async def two(
 
 def bs(seen: World) -> list[float]:
     """Returns the requests on each engine, as a router counts them."""
-    return seen.server.fleet.pools[0].router.indicators()["bs"].tolist()
+    return seen.server.fleet.models[0].router.indicators()["bs"].tolist()
 
 
 async def test_the_next_request_goes_where_the_other_router_has_none() -> None:
@@ -108,7 +108,7 @@ async def test_a_program_is_held_while_another_routers_program_fills_the_cache()
         async with asyncio.timeout(20):
             status, headers, _ = await waiting  # a forgets its program
         assert status == 200
-        record = b.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = b.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert record["held_seconds"] > 0.3
         # Now b's program counts at a.

@@ -34,7 +34,7 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, at: float) -> 
             assert said["headers"]["x-lmetric-prefill"] != said["headers"]["x-lmetric-instance"]
         assert w.outcomes == {"transferred": 2}
         if stream:  # without streaming, the router gets no tokens before the end
-            assert w.server.fleet.pools[0].router.stats()["output_tokens"] == 48
+            assert w.server.fleet.models[0].router.stats()["output_tokens"] == 48
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
         assert 'lmetric_split_requests_total{model="emulated"} 2.0' in page
 
@@ -54,11 +54,11 @@ async def test_any_request_cut_anywhere() -> None:
     )
     loop = asyncio.get_running_loop()
     async with split() as w:
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         cuts: list[int] = []
 
         async def tried(case: dict[str, Any]) -> None:
-            pool.router.configure(split=SplitAt(fraction=case["at"]))
+            model.router.configure(split=SplitAt(fraction=case["at"]))
             usage = case["usage"] and case["usage"] | {"continuous_usage_stats": case["continuous"]}
             more = {"stream_options": usage} if case["stream"] else {}
             body = body_of(
@@ -145,7 +145,7 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
             assert said["headers"]["x-lmetric-instance"] == said["record"]["instance"]
         assert w.outcomes == {}
         # After the split it ends like on one engine, too.
-        w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=(prompt + 4) / (prompt + 40)))
+        w.server.fleet.models[0].router.configure(split=SplitAt(fraction=(prompt + 4) / (prompt + 40)))
         said = await asked(w, path, stopping)
         equal(said, await alone(w, path, stopping))
         assert w.outcomes == {"transferred": 1}
@@ -176,7 +176,7 @@ async def test_only_the_output_is_cut_without_the_bidirectional_mode() -> None:
         expected = await alone(w, COMPLETIONS, body)
         equal(said, expected)
         assert said["record"]["cuts"] == [expected["usage"]["prompt_tokens"]]
-        w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=0.95))
+        w.server.fleet.models[0].router.configure(split=SplitAt(fraction=0.95))
         equal(await asked(w, COMPLETIONS, body), expected)
         assert w.outcomes == {"transferred": 2}
 

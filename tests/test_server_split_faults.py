@@ -52,7 +52,7 @@ async def cut_after(w: Pd, path: str, body: dict[str, Any], tokens: int) -> dict
     expected = await alone(w, path, body | {"stream": False})
     prompt = expected["usage"]["prompt_tokens"]
     at = (prompt + tokens) / (prompt + body["max_tokens"])
-    w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=at))
+    w.server.fleet.models[0].router.configure(split=SplitAt(fraction=at))
     return expected
 
 
@@ -126,7 +126,7 @@ async def test_a_client_that_leaves(when: str, stream: bool) -> None:
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
         await w.until(lambda: w.in_flight() == 0)
-        assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
+        assert w.server.fleet.models[0].router.stats()["failed"]["cancelled"] == 1
 
 
 async def test_a_target_that_is_full() -> None:
@@ -137,7 +137,7 @@ async def test_a_target_that_is_full() -> None:
             for stream in (True, False):
                 body = body_of(path, stream=stream, max_tokens=30)
                 equal(await asked(w, path, body), await alone(w, path, body))
-        assert w.server.fleet.pools[0].router.stats()["retries"] > 0
+        assert w.server.fleet.models[0].router.stats()["retries"] > 0
 
 
 @pytest.mark.parametrize("at", [0.4, 0.93])
@@ -357,8 +357,8 @@ async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIter
         "model": "tiny",
     }
     async with world(fakes, **(given | config)) as w:
-        pool = w.server.fleet.pools[0]
-        await w.until(lambda: all(engine.connector is not None for engine in pool.engines.values()))
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(engine.connector is not None for engine in model.engines.values()))
         yield w
 
 
@@ -380,15 +380,15 @@ ASKED = {"model": "tiny", "prompt": START, "max_tokens": 40}
 async def test_a_seam_inside_a_character(stream: bool) -> None:
     """The last segment's own text would repeat all earlier text (`test_detokenise`)."""
     async with faulty(tells) as w:
-        pool = w.server.fleet.pools[0]
+        model = w.server.fleet.models[0]
         for cut in range(1, 39):
-            pool.router.configure(split=SplitAt(fraction=(29.5 + cut) / 70))
+            model.router.configure(split=SplitAt(fraction=(29.5 + cut) / 70))
             status, headers, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)
-            record = pool.router.explain(decision_id(headers))
+            record = model.router.explain(decision_id(headers))
             assert record is not None
             assert record["cuts"] == [30 + cut]
-        assert dict(pool.kv_transfers) == {"transferred": 38}
+        assert dict(model.kv_transfers) == {"transferred": 38}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -415,7 +415,7 @@ async def test_a_leg_that_fails_is_done_again(
         status, _, got = await w.post({**ASKED, "stream": stream})
         assert (status, said_in(got)) == (200, STORY_TEXT)
         if outcomes is not None:
-            assert dict(w.server.fleet.pools[0].kv_transfers) == outcomes
+            assert dict(w.server.fleet.models[0].kv_transfers) == outcomes
         for fake in w.engines:
             for request in legs_at(fake):
                 fields = request.json.get("kv_transfer_params") or {}
@@ -472,7 +472,7 @@ async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, s
             assert said_in(got) == STORY_TEXT
         # From now on, no request is split, and the decision record has the reason.
         _, headers, _ = await w.post(ASKED)
-        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        record = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert record is not None
         assert why in record["split_reason"]
 
@@ -554,7 +554,7 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
         return await tells(engine, request, writer)
 
     async with faulty(closes_kept, number=2) as w:
-        outcomes = w.server.fleet.pools[0].kv_transfers
+        outcomes = w.server.fleet.models[0].kv_transfers
         for _ in range(4):
             status, _, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)
@@ -567,13 +567,13 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
             if (request.json.get("kv_transfer_params") or {}).get("do_remote_prefill")
         ]
         assert len(fetches) == outcomes["transferred"]
-        assert w.server.fleet.pools[0].router.stats()["retries"] == 0
+        assert w.server.fleet.models[0].router.stats()["retries"] == 0
 
 
 async def test_requests_are_cut_again_after_an_odd_answer() -> None:
     """Server 7.5: one unmergeable answer once stopped splits of its path until a restart."""
     async with faulty(but(changed(text="something else"), first=True)) as w:
-        router = w.server.fleet.pools[0].router
+        router = w.server.fleet.models[0].router
         cuts = []
         for _ in range(2):
             _, headers, _ = await w.post(ASKED)
@@ -581,17 +581,17 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
             cuts.append((record["cuts"], record["split_reason"]))
         assert cuts[0] == ([40], None)
         assert "the engine's text differs from the text of its tokens" in cuts[1][1]
-        pool = w.server.fleet.pools[0]
-        (why, until) = pool._not_joinable[COMPLETIONS]
+        model = w.server.fleet.models[0]
+        (why, until) = model._not_joinable[COMPLETIONS]
         assert 200 < until - time.monotonic() <= 300
-        pool._not_joinable[COMPLETIONS] = (why, time.monotonic())
+        model._not_joinable[COMPLETIONS] = (why, time.monotonic())
         status, headers, got = await w.post(ASKED)
         assert (status, said_in(got)) == (200, STORY_TEXT)
         record = router.explain(decision_id(headers)) or {}
         assert (record["cuts"], record["split_reason"]) == ([40], None)
         # A changed engine allows a new try at once.
-        pool.not_joinable(COMPLETIONS, "as a test wants")
-        engine = pool.engines["e0"]
+        model.not_joinable(COMPLETIONS, "as a test wants")
+        engine = model.engines["e0"]
         w.engines[0].metrics += b'vllm:cache_config_info{block_size="32"} 1.0\n'
         engine.ask_anew()
         await w.server._monitor.check([engine])

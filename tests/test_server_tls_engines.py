@@ -94,12 +94,12 @@ async def test_engines_that_require_a_certificate(authority: Authority) -> None:
     async with world([engine], engines=[entry(engine, ca | own.files)]) as w:
         assert (await w.post())[0] == 200
         # The router's certificate changes: new connections use the new one.
-        tls = w.server.fleet.pools[0].engines["e0"].upstream.tls
+        tls = w.server.fleet.models[0].engines["e0"].upstream.tls
         assert tls is not None
         before = tls.context
         own.replace(authority.issue("router2"))
         await until(lambda: tls.context is not before)
-        w.server.fleet.pools[0].engines["e0"].upstream.clear()
+        w.server.fleet.models[0].engines["e0"].upstream.clear()
         assert (await w.post())[0] == 200
     async with world([engine], engines=[entry(engine, ca)]) as w:
         assert (await w.post())[0] == 503
@@ -138,7 +138,7 @@ async def test_a_certificate_that_expires_under_load_loses_no_request(authority:
         assert all(engine.requests for engine in engines)
         old = authority.issue("old", days=-1)
         contexts[0].load_cert_chain(old.certificate, old.key)
-        pooled = w.server.fleet.pools[0].engines["e0"]
+        pooled = w.server.fleet.models[0].engines["e0"]
         pooled.upstream.clear()
         assert [(await w.post())[0] for _ in range(6)] == [200] * 6
         await until(lambda: not pooled.healthy)
@@ -171,10 +171,10 @@ async def test_doctor_uses_the_same_settings(authority: Authority) -> None:
     await engine.start()
     tls = {"ca_file": str(authority.file), "server_name": "engine.internal", **pair.files}
     listed = EngineConfig.model_validate(entry(engine, tls))
-    pool = PoolSettings.model_validate({"engine_tls": tls})
+    model = PoolSettings.model_validate({"engine_tls": tls})
     for target, works in (
         (Target(listed), True),
-        (Target(EngineConfig(url=engine.url), settings=pool), True),
+        (Target(EngineConfig(url=engine.url), settings=model), True),
         (Target(EngineConfig(url=engine.url)), False),
     ):
         (found,) = await examine([target])

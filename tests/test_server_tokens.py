@@ -37,7 +37,7 @@ async def record(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str, 
     """Returns the decision record of a successful request."""
     status, headers, answer = await w.post(body, path)
     assert status == 200, answer
-    got = w.server.fleet.pools[0].router.explain(decision_id(headers))
+    got = w.server.fleet.models[0].router.explain(decision_id(headers))
     assert got is not None
     return got
 
@@ -65,7 +65,7 @@ async def test_chats_and_completions_are_matched_by_token(folder: Path) -> None:
         # Token ids take another path, and match the same blocks.
         ids_given = {"model": "tiny", "prompt": ids.tolist()}
         assert (await record(w, ids_given, "/v1/completions"))["predicted_cached_tokens"] == len(ids) // 4 * 4
-        assert not w.server.fleet.pools[0].tokenizers.text_prompts
+        assert not w.server.fleet.models[0].tokenizers.text_prompts
 
 
 async def test_several_prompts_count_as_load(folder: Path) -> None:
@@ -88,21 +88,25 @@ async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path:
             status, _, _ = await w.post(body, CHAT)
             assert status == 200
         assert len(asked(w)) == 3
-        assert w.server.fleet.pools[0].tokenizers.text_prompts == {"template": 1, "media": 1, "truncation": 1}
+        assert w.server.fleet.models[0].tokenizers.text_prompts == {
+            "template": 1,
+            "media": 1,
+            "truncation": 1,
+        }
         _, metrics = await w.get("/metrics")
         assert b'lmetric_text_prompts_total{model="tiny",reason="media"} 1.0' in metrics
         # The engine judges requests that no engine accepts.
         assert (await w.post({"model": "tiny", "messages": [{"content": "x"}]}, CHAT))[0] == 200
-        assert w.server.fleet.pools[0].tokenizers.text_prompts["shape"] == 1
+        assert w.server.fleet.models[0].tokenizers.text_prompts["shape"] == 1
 
 
 async def test_off_and_other_paths_stay_text(folder: Path) -> None:
     async with world(1, tokenizer="off") as w:
-        pool = w.server.fleet.pools[0]
-        assert (pool.tokenizers.current, pool.tokenizers.note) == (None, "tokenizer: off")
+        model = w.server.fleet.models[0]
+        assert (model.tokenizers.current, model.tokenizers.note) == (None, "tokenizer: off")
         assert (await record(w, chat("hi")))["prompt_tokens"]
     async with world(1, tokenizer=str(folder)) as w:
-        tokenizer = w.server.fleet.pools[0].tokenizers.current
+        tokenizer = w.server.fleet.models[0].tokenizers.current
         assert tokenizer is not None
         before = tokenizer.encoder.stats()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -117,15 +121,15 @@ async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> 
     with pytest.raises(TokenizerError, match="gone: no such folder"):
         Server(ServerConfig.model_validate(config)).fleet.build()
     async with world(1) as w:
-        pool = w.server.fleet.pools[0]
-        await pool.tokenizers.follow(str(tmp_path))
-        assert pool.tokenizers.current is None
-        assert "no tokenizer.json" in str(pool.tokenizers.note)
-        await pool.tokenizers.follow("a model")
-        assert "'a model' is not a folder of this machine; set tokenizer" in str(pool.tokenizers.note)
-        await pool.tokenizers.follow(str(folder))
-        assert pool.tokenizers.current is not None
-        assert pool.tokenizers.note is None
+        model = w.server.fleet.models[0]
+        await model.tokenizers.follow(str(tmp_path))
+        assert model.tokenizers.current is None
+        assert "no tokenizer.json" in str(model.tokenizers.note)
+        await model.tokenizers.follow("a model")
+        assert "'a model' is not a folder of this machine; set tokenizer" in str(model.tokenizers.note)
+        await model.tokenizers.follow(str(folder))
+        assert model.tokenizers.current is not None
+        assert model.tokenizers.note is None
 
 
 # While a thread tokenizes.
@@ -163,7 +167,7 @@ async def test_long_new_text_waits_for_a_thread_while_others_pass(
         held.set()
         status, headers, _ = await long
         assert status == 200
-        got = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        got = w.server.fleet.models[0].router.explain(decision_id(headers))
         assert got is not None
         assert got["prompt_tokens"] == len(PromptTokenizer.load(folder).chat(chat(LONG)))
 
@@ -218,7 +222,7 @@ async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: p
         monkeypatch.setattr(threads.WorkThreads, "begin", lambda threads, _: begin(threads, fail))
         status, _, _ = await w.post(chat(LONG), CHAT)
         assert status == 200
-        assert w.server.fleet.pools[0].tokenizers.text_prompts == {"tokenizer": 1}
+        assert w.server.fleet.models[0].tokenizers.text_prompts == {"tokenizer": 1}
 
 
 async def test_an_engine_that_makes_other_tokens_is_approximate(tmp_path: Path) -> None:

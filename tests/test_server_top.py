@@ -35,9 +35,9 @@ async def top(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 async def test_once_prints_engines_and_rates() -> None:
     async with world(3, policy="lmetric") as it:
-        pool = it.server.fleet.pools[0]
-        pool.router.report_load("e2", waiting=2, running=5, kv_usage=0.25)
-        pool.engines["e0"].draining = True
+        model = it.server.fleet.models[0]
+        model.router.report_load("e2", waiting=2, running=5, kv_usage=0.25)
+        model.engines["e0"].draining = True
         await it.post({"model": "tiny", "prompt": "a", "stream": True})
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not (await read_once(it.url))["requests"]:  # noqa: ASYNC110
@@ -92,7 +92,7 @@ def text(shown: Any, width: int = 100) -> str:
 async def test_why_prints_the_reason_the_engines_and_the_alternatives() -> None:
     async with world(3, policy="lmetric") as it:
         for name in ("e0", "e2"):
-            it.server.fleet.pools[0].router.report_load(name, waiting=2, running=5)
+            it.server.fleet.models[0].router.report_load(name, waiting=2, running=5)
         _, headers, _ = await it.post({"model": "tiny", "prompt": "a" * 500, "stream": True})
         label = headers["x-lmetric-decision"]
         (code, out, _), (json_code, raw, _), (missing, _, said) = await asyncio.gather(
@@ -152,9 +152,9 @@ async def test_the_screen_fits_the_terminal() -> None:
     async with world(40) as it:
         for _ in range(30):
             await it.post()
-        pool = it.server.fleet.pools[0]
+        model = it.server.fleet.models[0]
         for number in range(9):
-            pool.activity.note(0.0, "handoff", number, "", "e0", "e1", "placed")
+            model.activity.note(0.0, "handoff", number, "", "e0", "e1", "placed")
         state = await read_once(it.url)
     for height in (24, 40, 60):
         shown = text(screen(state, height=height))

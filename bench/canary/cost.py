@@ -36,19 +36,19 @@ TRIALS: dict[str, dict[str, Any]] = {
 }
 
 
-def pool_of(engines: int, trial: dict[str, Any]) -> Any:
+def model_of(engines: int, trial: dict[str, Any]) -> Any:
     """Returns a model with this many engines, and a policy on trial."""
     fleet = Fleet(ServerConfig.model_validate({"model": "m", "policy": "lmetric", **trial}))
     fleet.build()
-    (pool,) = fleet.pools
+    (model,) = fleet.models
     for number in range(engines):
-        pool.router.add_instance(f"e{number}")
-    return pool
+        model.router.add_instance(f"e{number}")
+    return model
 
 
-def microseconds(pool: Any, requests: list[Request]) -> float:
+def microseconds(model: Any, requests: list[Request]) -> float:
     """Returns the CPU time of a request."""
-    trials, route = pool.trials, pool.router.route
+    trials, route = model.trials, model.router.route
     began = time.thread_time()
     for request in requests:
         now = time.monotonic()
@@ -65,17 +65,17 @@ def microseconds(pool: Any, requests: list[Request]) -> float:
 
 def measured(engines: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Returns medians and ranges of the variants, and of their differences to `off`."""
-    pools = {name: pool_of(engines, trial) for name, trial in TRIALS.items()}
+    models = {name: model_of(engines, trial) for name, trial in TRIALS.items()}
     rng = np.random.default_rng(engines)
-    found: dict[str, list[float]] = {name: [] for name in pools}
+    found: dict[str, list[float]] = {name: [] for name in models}
     for number in range(rounds + 1):
         requests = [
             Request(rng.integers(0, 100_000, TOKENS, np.uint32), session=f"s{rng.integers(SESSIONS)}")
             for _ in range(REQUESTS)
         ]
-        names = list(pools)[number % len(pools) :] + list(pools)[: number % len(pools)]
+        names = list(models)[number % len(models) :] + list(models)[: number % len(models)]
         for name in names:
-            value = microseconds(pools[name], requests)
+            value = microseconds(models[name], requests)
             if number:  # the first round warms up
                 found[name].append(value)
     return {

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from constants import configured
 from lmetric.server import Server
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from split_world import CHAT, COMPLETIONS, equal, heard
 from test_real_split import fresh, request
 from vllm_process import VllmEngine
@@ -47,8 +47,8 @@ class World:
         self.places: list[str | None] = []
 
     @property
-    def pool(self) -> Pool:
-        return self.server.fleet.pools[0]
+    def model(self) -> Model:
+        return self.server.fleet.models[0]
 
     async def stream(self, number: int, path: str, body: dict[str, Any], url: str | None) -> bytes:
         """Returns the bytes of a stream from the router, or from the engine at `url`."""
@@ -100,11 +100,11 @@ async def world(engines: list[VllmEngine], **config: Any) -> AsyncIterator[World
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=900)) as session:
                 w = World(server, session, engines)
                 async with asyncio.timeout(60):
-                    while not all(e.identified for e in w.pool.engines.values()):  # noqa: ASYNC110
+                    while not all(e.identified for e in w.model.engines.values()):  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                 yield w
                 async with asyncio.timeout(60):
-                    while w.pool.router.in_flight() or server.front.relays:  # noqa: ASYNC110
+                    while w.model.router.in_flight() or server.front.relays:  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
         finally:
             await server.stop()
@@ -157,10 +157,10 @@ async def test_no_greedy_stream_breaks(vllm_engines: Start, fault: str) -> None:
         found = [heard(raw) for raw in await w.run(salted(bodies), FAULTS[fault])]
         for said, want in zip(found, expected, strict=True):
             equal(said, want)
-        print(dict(w.pool.failovers), dict(w.pool.not_resumable))
-        assert set(w.pool.failovers) == {"continued"}
-        assert w.pool.failovers["continued"] >= STREAMS // 2 - 1
-        assert not w.pool.not_resumable
+        print(dict(w.model.failovers), dict(w.model.not_resumable))
+        assert set(w.model.failovers) == {"continued"}
+        assert w.model.failovers["continued"] >= STREAMS // 2 - 1
+        assert not w.model.not_resumable
 
 
 async def test_an_engine_that_hangs(vllm_engines: Start) -> None:
@@ -175,7 +175,7 @@ async def test_an_engine_that_hangs(vllm_engines: Start) -> None:
             engines[0].thaw()
         for said, want in zip(found, expected, strict=True):
             equal(said, want)
-        assert set(w.pool.failovers) == {"continued"}
+        assert set(w.model.failovers) == {"continued"}
 
 
 async def test_sampled_streams_lose_and_double_no_token(vllm_engines: Start) -> None:
@@ -200,7 +200,7 @@ async def test_sampled_streams_lose_and_double_no_token(vllm_engines: Start) -> 
             whole, before = (tokens.decode(ids) for ids in (prompt + said["ids"], prompt))
             assert whole.startswith(before.rstrip("�"))
             assert characters(whole) == characters(before) + characters(said["text"])
-        assert set(w.pool.failovers) == {"continued"}
+        assert set(w.model.failovers) == {"continued"}
 
 
 def prompt_ids(raw: bytes) -> list[int]:
@@ -231,7 +231,7 @@ async def test_logprobs_and_stop_strings_continue(vllm_engines: Start) -> None:
             assert [row[:2] for row in logprobs(raw)] == [row[:2] for row in logprobs(want)]
             for (_, _, one), (_, _, other) in zip(logprobs(raw), logprobs(want), strict=True):
                 assert one == pytest.approx(other, abs=1e-3)
-        assert set(w.pool.failovers) == {"continued"}
+        assert set(w.model.failovers) == {"continued"}
 
 
 def logprobs(raw: bytes) -> list[tuple[str, int, float]]:

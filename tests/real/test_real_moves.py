@@ -65,7 +65,7 @@ class Here:
 
     @property
     def mover(self) -> Rebalancer:
-        found = self.server.fleet.pools[0].mover
+        found = self.server.fleet.models[0].mover
         assert found is not None
         return found
 
@@ -110,7 +110,7 @@ class Here:
         raise AssertionError(f"not moved {len(counts)} times in {ATTEMPTS} attempts: {self.mover.outcomes}")
 
     def record(self, said: dict[str, Any]) -> Any:
-        return self.server.fleet.pools[0].router.explain(decision_id(said["headers"]))
+        return self.server.fleet.models[0].router.explain(decision_id(said["headers"]))
 
 
 @contextlib.asynccontextmanager
@@ -128,10 +128,10 @@ async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
                 here = Here(server, session, engines)
-                pool = server.fleet.pools[0]
-                await here.until(lambda: all(engine.identified for engine in pool.engines.values()))
+                model = server.fleet.models[0]
+                await here.until(lambda: all(engine.identified for engine in model.engines.values()))
                 yield here
-                router = pool.router
+                router = model.router
                 await here.until(lambda: not (router.in_flight() or server.front.relays))
                 assert not here.mover.running
                 assert not here.mover.moves

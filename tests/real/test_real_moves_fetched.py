@@ -51,7 +51,7 @@ async def test_to_and_fro(vllm_engines: Start, words: int) -> None:
                 f"longest gap {said['gap'] * 1e3:.0f} ms, unmoved {want['gap'] * 1e3:.0f} ms",
             )
             assert came >= prompt + FIRST
-        handovers = here.server.fleet.pools[0].kv_transfers
+        handovers = here.server.fleet.models[0].kv_transfers
         print(dict(here.mover.outcomes), dict(handovers))
         assert set(here.mover.outcomes) <= HARMLESS
         assert set(handovers) == {"transferred"}

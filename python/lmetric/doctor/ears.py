@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lmetric._core import EventFeed, LmetricError, Request, Router
 from lmetric.config import KvEvents
 from lmetric.doctor.subject import Subject
-from lmetric.server.fleet.kv_mode import Mode, PoolFacts, Subscription, choose, mismatch
+from lmetric.server.fleet.kv_mode import Mode, ModelFacts, Subscription, choose, mismatch
 
 BLOCK_SIZE = 16  # if neither configuration nor engine gives it
 
@@ -20,7 +20,7 @@ class Ear:
     """The KV index of one model's engines, and its event feed."""
 
     def __init__(self, model: str, block_size: int, block_size_from: str) -> None:
-        self.pool = PoolFacts(block_size, block_size_from, knows_tokens=True)
+        self.pool = ModelFacts(block_size, block_size_from, knows_tokens=True)
         self._router = Router(
             block_size=block_size, domain=[model], kv_source="exact", decay_queued_prefill=False
         )
@@ -110,7 +110,7 @@ class Ears:
         setting = settings.kv_events if own is None else own
         host = urlsplit(subject.client.url).hostname or "127.0.0.1"  # a unix socket
         # Block size and tokenizer have separate verdicts.
-        pool = PoolFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
+        pool = ModelFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
         flags = subject.adapter.flags if subject.adapter else {}
         mode, subscriptions = choose(capabilities, host, setting, pool, flags=flags)
         if not subscriptions:

@@ -51,7 +51,7 @@ async def read_page(page: bytes, read: Callable[[bytes], T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelCard:
     """A model that an engine serves."""
 
     name: str  # name in requests
@@ -141,7 +141,7 @@ class Capabilities:
 
     engine: str  # vllm, sglang, unknown
     version: str | None = None
-    models: tuple[Model, ...] = ()
+    models: tuple[ModelCard, ...] = ()
     # The source of the main model, if the list of models has only its name (SGLang).
     model_path: str | None = None
     # Revision or version of its weights. KV never passes between engines with different revisions.
@@ -206,7 +206,7 @@ class Capabilities:
             return None
         return self.cache_blocks * self.block_size
 
-    def base(self, name: str | None = None) -> Model | None:
+    def base(self, name: str | None = None) -> ModelCard | None:
         """The model with this name, or else the first model other than an adapter."""
         named = next((model for model in self.models if model.name == name), None)
         return named or next((model for model in self.models if model.parent is None), None)
@@ -220,15 +220,15 @@ class Capabilities:
 MODELS = "/v1/models"
 
 
-async def read_models(status: int, body: bytes) -> tuple[tuple[Model, ...], list[str]]:
+async def read_models(status: int, body: bytes) -> tuple[tuple[ModelCard, ...], list[str]]:
     """The models in an answer to GET /v1/models, and what was ignored. Raises ValueError."""
     if status != 200:
         raise ValueError(f"GET {MODELS}: status {status}")
     return await read_page(body, _models_of)
 
 
-def _models_of(body: bytes) -> tuple[tuple[Model, ...], list[str]]:
-    models: list[Model] = []
+def _models_of(body: bytes) -> tuple[tuple[ModelCard, ...], list[str]]:
+    models: list[ModelCard] = []
     ignored: list[str] = []
     try:
         for card in orjson.loads(body)["data"]:
@@ -243,7 +243,7 @@ def _models_of(body: bytes) -> tuple[tuple[Model, ...], list[str]]:
                 break
             tokens = _count(card, "max_model_len", MOST_TOKENS, ignored)
             created = count_of(card, "created", MOST_BLOCKS)
-            models.append(Model(name, text_of(card, "root"), text_of(card, "parent"), tokens, created))
+            models.append(ModelCard(name, text_of(card, "root"), text_of(card, "parent"), tokens, created))
         if all(model.parent is not None for model in models):
             raise KeyError
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
@@ -296,7 +296,7 @@ class Pages:
             return {}
         return value
 
-    async def models(self) -> tuple[Model, ...]:
+    async def models(self) -> tuple[ModelCard, ...]:
         """The models of /v1/models; the first one is the main model. Raises ValueError."""
         models, ignored = await read_models(*await self.answer(MODELS))
         self.ignored += ignored

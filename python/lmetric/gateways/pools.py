@@ -17,7 +17,7 @@ from lmetric._core import EventFeed, LmetricError, Router, read_request
 from lmetric.engines.adapter import Adapter
 from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
-from lmetric.server.fleet.kv_mode import PoolFacts, choose
+from lmetric.server.fleet.kv_mode import ModelFacts, choose
 from lmetric.tokens.chat import NotPredictable
 from lmetric.tokens.prompt import PromptTokenizer
 
@@ -165,7 +165,7 @@ class Pool:
             self.router.configure(block_size=found.block_size)
         self.router.update_instance(name, cache_blocks=found.cache_blocks)
         knows = self._tokenizer is not None
-        facts = PoolFacts(self.router.block_size, "an engine", knows)
+        facts = ModelFacts(self.router.block_size, "an engine", knows)
         host = urlsplit(client.url).hostname or ""
         mode, subscriptions = choose(found, host, "auto", facts, flags=adapter.flags)
         if subscriptions:

@@ -127,7 +127,7 @@ class Server:
         config = self.config
         keys, tls = self.build()
         if (
-            not self.fleet.pools
+            not self.fleet.models
             and not self.fleet.unplaced
             and not config.admin.enabled
             and not config.discovery
@@ -344,17 +344,17 @@ class Server:
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
-        for pool in self.fleet.pools:
-            if pool.changes is not None:
-                await pool.changes.stop()
+        for model in self.fleet.models:
+            if model.changes is not None:
+                await model.changes.stop()
         if self.front.running.tracing is not None:
             await asyncio.to_thread(self.front.running.tracing.stop)
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
         for engine in self.fleet.engines():
             engine.upstream.close()
-        for pool in self.fleet.pools:
-            pool.kv.close()
+        for model in self.fleet.models:
+            model.kv.close()
         log.info("stopped")
 
 
@@ -457,8 +457,8 @@ def check_config(config: ServerConfig) -> None:
     _check_moves(config)
     server = Server(config)
     server.build()
-    for pool in server.fleet.pools:
-        pool.kv.close()
+    for model in server.fleet.models:
+        model.kv.close()
 
 
 def _warn_ignored(config: ServerConfig) -> None:

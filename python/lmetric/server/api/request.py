@@ -84,7 +84,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     priority: float | None  # NaN: the field `priority` is not a number
     # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
-    first: FirstSegment | None = None  # of a large body, if its pool may split it
+    first: FirstSegment | None = None  # of a large body, if its model may split it
     _fields: JSON | None = None
     _brief: JSON | None = None
     changes: bool = False  # whether `apply_changes` has work to do

@@ -17,9 +17,9 @@ from lmetric.server.execution.exchange import SATURATED
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.fleet.policies import Policies
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
@@ -79,7 +79,9 @@ class Monitor:
 
     def _unusable(self) -> dict[str | None, Unusable | None]:
         """Returns by model why it has no usable engine. None, without a known model: any engine."""
-        reasons: dict[str | None, Unusable | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
+        reasons: dict[str | None, Unusable | None] = {
+            model.name: model.unusable for model in self.fleet.models
+        }
         return reasons or {None: self.fleet.unusable}
 
     def _remind(self, now: float) -> None:
@@ -147,7 +149,7 @@ class Monitor:
                 await self.fleet.read_models(engine)
             if not engine.identified or time.monotonic() >= engine.ask_again_at:
                 await self.fleet.identify(engine)
-            if self.fleet.pool_of(engine) is None:
+            if self.fleet.model_of(engine) is None:
                 return  # removed, or replaced because it serves another model
             if engine.misfit is not None:
                 raise ValueError(engine.misfit)
@@ -204,16 +206,16 @@ class Monitor:
 
     async def _probe(self, engine: Engine) -> None:
         """Tests with a small request whether an engine works again after its ejection."""
-        service, pool = engine.service, self.fleet.pool_of(engine)
-        if pool is None or service.state != "EJECTED" or time.monotonic() < service.until:
+        service, model = engine.service, self.fleet.model_of(engine)
+        if model is None or service.state != "EJECTED" or time.monotonic() < service.until:
             return
         try:
             status = await engine.generate(self.config.health.ejection.probe_timeout)
         except UpstreamError as error:
-            pool.probed(engine, f"probe: {error}")
+            model.probed(engine, f"probe: {error}")
         else:
             if status not in SATURATED:
-                pool.probed(engine, f"probe: status {status}" if status >= 500 else None)
+                model.probed(engine, f"probe: status {status}" if status >= 500 else None)
 
     def _lacks_resources(self, reason: str) -> None:
         """Logs, at most once a minute, that engines cannot be checked."""
@@ -226,7 +228,7 @@ class Monitor:
         """Starts to read the load of each healthy engine whose last read is over."""
         if self.config.load.interval is None:
             return
-        engines = (engine for pool in self.fleet.pools for engine in pool.engines.values())
+        engines = (engine for model in self.fleet.models for engine in model.engines.values())
         await self._reads.begin_all([each for each in engines if each.healthy and each.load_pages])
 
     async def _load_of(self, engine: Engine) -> None:
@@ -241,27 +243,27 @@ class Monitor:
             await engine.report_page(path, body)
 
     async def _kv(self) -> None:
-        for pool in self.fleet.pools:
-            pool.wire()
-            await self._checks.begin_all(pool.kv.watch(pool.engines.values()))
+        for model in self.fleet.models:
+            model.wire()
+            await self._checks.begin_all(model.kv.watch(model.engines.values()))
 
     async def _admission(self) -> None:
         now = time.monotonic()
-        for pool in self.fleet.pools:
-            if pool.programs.follows or pool.held.admits:
-                pool.held.release(now)
-            pool.programs.warn(now)
-            pool.trials.canary.look(now)
+        for model in self.fleet.models:
+            if model.programs.follows or model.held.admits:
+                model.held.release(now)
+            model.programs.warn(now)
+            model.trials.canary.look(now)
 
     async def _clocks(self) -> None:
-        for pool in self.fleet.pools:
-            priority.follow_clock(pool.router, pool.settings)
+        for model in self.fleet.models:
+            priority.follow_clock(model.router, model.settings)
 
     async def _sweep(self) -> None:
         now = time.monotonic()
         self._overdue(now)
-        for pool in list(self.fleet.pools):
-            pool.review()
+        for model in list(self.fleet.models):
+            model.review()
             await asyncio.sleep(0)  # a review of 4,096 engines takes 10 ms
         await in_turns(self._sweep_engines(list(self.fleet.engines()), now), ENGINES_PER_TURN)
 
@@ -275,10 +277,10 @@ class Monitor:
 
     def _suspect(self, engine: Engine, silent: float, now: float) -> None:
         """Probes an engine whose streams have got no token for too long."""
-        pool = self.fleet.pool_of(engine)
-        if pool is None or engine in self._probes.running:
+        model = self.fleet.model_of(engine)
+        if model is None or engine in self._probes.running:
             return
-        prefill = pool.queued_prefill_seconds(engine) if engine.watchdog.prefilling else 0.0
+        prefill = model.queued_prefill_seconds(engine) if engine.watchdog.prefilling else 0.0
         if silent > engine.watchdog.limit(self.config.health.stall_seconds, prefill):
             self._probes.begin(engine)
 
@@ -308,54 +310,54 @@ class Monitor:
         while True:
             now = time.monotonic()
             following = now + 5.0
-            for pool in self.fleet.pools:
+            for model in self.fleet.models:
                 try:
-                    events, deadline = pool.router.tick(now)
+                    events, deadline = model.router.tick(now)
                 except Exception:
-                    log.exception("the hot-spot guard failed", model=pool.name)
+                    log.exception("the hot-spot guard failed", model=model.name)
                     continue
                 following = min(following, deadline)
-                self._log_growth(pool, now)
+                self._log_growth(model, now)
                 for event in events:
                     kind = str(event["event"])
-                    self.metrics.events[pool.name, kind] += 1
+                    self.metrics.events[model.name, kind] += 1
                     details = {k: v for k, v in event.items() if k != "event"}
-                    pool.activity.note(now, "guard", 0, "", None, None, kind, None, None, details)
-                    log.info("hot-spot guard", model=pool.name, what=kind, **details)
+                    model.activity.note(now, "guard", 0, "", None, None, kind, None, None, details)
+                    log.info("hot-spot guard", model=model.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 
-    def _log_growth(self, pool: Pool, now: float) -> None:
+    def _log_growth(self, model: Model, now: float) -> None:
         """Logs, at most once a minute, decisions in which a policy scored no engine or failed."""
-        fallbacks = pool.router.policy_fallbacks()
+        fallbacks = model.router.policy_fallbacks()
         for message, count, details in (
             (
                 "policy scored no engine; used the engine with the fewest requests",
-                pool.router.unscored,
+                model.router.unscored,
                 {},
             ),
             (
                 "policy failed; used its fallback",
-                pool.fallbacks(fallbacks),
+                model.fallbacks(fallbacks),
                 {"reason": fallbacks["problem"]},
             ),
         ):
-            logged, at = pool.logged.get(message, (0, -math.inf))
+            logged, at = model.logged.get(message, (0, -math.inf))
             if count > logged and now >= at + GROWTH_LOG_SECONDS:
-                pool.logged[message] = (count, now)
+                model.logged[message] = (count, now)
                 decisions = count - logged
-                log.warning(message, model=pool.name, decisions=decisions, total=count, **details)
+                log.warning(message, model=model.name, decisions=decisions, total=count, **details)
 
     async def _watch_policies(self) -> None:
         """Replaces policies whose files have changed."""
-        for pool in self.fleet.pools:
-            if not pool.policies.changed():
+        for model in self.fleet.models:
+            if not model.policies.changed():
                 continue
             try:
-                pool.install(Policies(pool.policies.settings))
+                model.install(Policies(model.policies.settings))
             except LmetricError as error:
                 log.error(
                     "cannot use a changed policy file; the old policy stays in use",
-                    model=pool.name,
+                    model=model.name,
                     reason=str(error),
                 )
 
@@ -365,19 +367,19 @@ class Monitor:
             context.refresh()
 
     async def _rebalance(self) -> None:
-        """Runs the rebalancing rounds of each pool when they are due, forever."""
+        """Runs the rebalancing rounds of each model when they are due, forever."""
         while True:
             now = time.monotonic()
             following = now + 1.0
-            for pool in self.fleet.pools:
-                mover = pool.mover
+            for model in self.fleet.models:
+                mover = model.mover
                 if mover is None:
                     continue
                 if now >= mover.due:
                     try:
                         mover.round(now)
                     except Exception:
-                        log.exception("rebalancing failed", model=pool.name)
+                        log.exception("rebalancing failed", model=model.name)
                 following = min(following, mover.due)
             await asyncio.sleep(max(following - time.monotonic(), 0.001))
 

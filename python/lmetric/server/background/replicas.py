@@ -170,8 +170,8 @@ class Replicas:
             self._counts["received", "incomplete"] += 1
             return None
         try:
-            for pool in self.fleet.pools:
-                pool.router.import_load(message.router, loads.entries(pool.name))
+            for model in self.fleet.models:
+                model.router.import_load(message.router, loads.entries(model.name))
         except BadValueError as error:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
@@ -193,8 +193,8 @@ class Replicas:
 
     async def _round(self) -> None:
         """Sends one message to each router, and drops the load of silent routers."""
-        for pool in self.fleet.pools:
-            pool.router.expire_peers(self.config.silent_after)
+        for model in self.fleet.models:
+            model.router.expire_peers(self.config.silent_after)
         now = time.monotonic()
         for router, at in list(self.received.items()):
             if now - at > self.config.silent_after:
@@ -207,9 +207,9 @@ class Replicas:
             if now - address.full_at >= FULL_SECONDS:
                 address.version = None
         if others:
-            models = {pool.name: pool.router.export_load() for pool in self.fleet.pools}
+            loads_of = {model.name: model.router.export_load() for model in self.fleet.models}
             known = [address.version for address in others if address.version is not None]
-            self._sent.update(models, min(known, default=self._sent.version))
+            self._sent.update(loads_of, min(known, default=self._sent.version))
         for address in others:
             if address.sending is not None and not address.sending.done():
                 self._counts["sent", "busy"] += 1  # the last message has no answer yet

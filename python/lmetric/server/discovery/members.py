@@ -56,7 +56,7 @@ class Members:
         self.removed = 0
         self._on_new = on_new
         self._lists: Lists = {
-            CONFIGURED: [Found(engine.config, engine.model) for engine in fleet.engines()],
+            CONFIGURED: [Found(engine.config, engine.configured_model) for engine in fleet.engines()],
             ADMIN: [],
             **{source.label: [] for source in config.discovery},
         }
@@ -158,7 +158,7 @@ class Members:
             except LmetricError as error:
                 refused.add(f"cannot change TLS of engine {name} of {owner}: {error}")
                 return
-        if old is not None and (old.config, old.model) != (each.config, each.model or self._model):
+        if old is not None and (old.config, old.configured_model) != (each.config, each.model or self._model):
             # Another engine has the same name. Requests of the old engine continue.
             self._forget(old)
             old = None

@@ -53,7 +53,7 @@ class Shared:
         return RequestFields(headers, self.front.fleet.objectives, self._is_class)
 
     def _is_class(self, name: str) -> bool:
-        return any(name in pool.held.classes for pool in self.front.fleet.pools)
+        return any(name in model.held.classes for model in self.front.fleet.models)
 
     def path_error(self, method: str, path: str) -> ApiError | None:
         """Returns the error of a request that is for no engine; None: it is for one."""
@@ -78,7 +78,7 @@ class Shared:
         elif stored is not None:
             self.front.stored.serve(request, stored, fields.method)
         else:
-            models = self.front.fleet.models()
+            models = self.front.fleet.models_page()
             request.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + models)
 
     def address(self, engine: Engine) -> str:
@@ -92,9 +92,9 @@ class Shared:
         if not more or not isinstance(relay, RequestRunner):
             return found
         execution = relay.execution
-        if execution.pool.disaggregates:
+        if execution.model.disaggregates:
             return found
-        engines = execution.pool.engines
+        engines = execution.model.engines
         for name in execution.decision.ranking():
             other = engines.get(name)
             if len(found) > more:

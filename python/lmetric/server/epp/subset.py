@@ -7,7 +7,7 @@ from lmetric.server.epp import messages
 from lmetric.server.epp.addresses import address_of
 from lmetric.server.epp.ext_proc_pb2 import Metadata
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 
 class Subset:
@@ -36,11 +36,11 @@ class Subset:
         address = address_of(engine)
         return address in self._addresses or address.rpartition(":")[0] in self._addresses
 
-    def no_engine_error(self, pool: Pool, reason: str) -> ApiError:
+    def no_engine_error(self, model: Model, reason: str) -> ApiError:
         """Returns the error for a request that none of its engines can accept now."""
         return ApiError(
             503,
-            f"{pool.name}: the gateway limits the request to a subset, and no engine in it can accept it",
+            f"{model.name}: the gateway limits the request to a subset, and no engine in it can accept it",
             engines=f"{', '.join(sorted(self._addresses)) or 'the subset is empty'}: {reason}",
             code="no_engine",
             headers={"retry-after": "2"},

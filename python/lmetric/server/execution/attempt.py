@@ -313,11 +313,11 @@ class EngineAttempt:
         The ways judge answers with a status in `retries.statuses`.
         """
         code = (self.reader.error_code or 500) if self.error else status
-        pool, client_request = self.step.engine.pool, self._client_request
+        model, client_request = self.step.engine.model, self._client_request
         judged = status in self._rules.statuses
-        if pool is not None and code >= 500 and code not in SATURATED and not judged:
+        if model is not None and code >= 500 and code not in SATURATED and not judged:
             reason = f"error {code} in its answer" if self.error else f"status {status}"
-            pool.blame(self.step.engine, client_request.client_key, reason, proven=False)
+            model.blame(self.step.engine, client_request.client_key, reason, proven=False)
 
     # Failures.
 
@@ -392,15 +392,15 @@ class EngineAttempt:
     def _others_could(self) -> bool:
         """Returns whether another engine may take the request: a frozen one may also come back."""
         client_request, engine = self._client_request, self.step.engine
-        pool = client_request.pool
-        if self._ticket is None or pool is None:
+        model = client_request.model
+        if self._ticket is None or model is None:
             return False
         if client_request.gateway is not None or client_request.pinned_to is not None:
             return False
-        listing = pool.names.engines_of(client_request.model)
+        listing = model.names.engines_of(client_request.model_name)
         return any(
             other is not engine and other.in_service and not other.held and other.role == engine.role
-            for other in pool.engines.values()
+            for other in model.engines.values()
             if listing is None or other.name in listing
         )
 

@@ -96,9 +96,9 @@ class DirectRequest(InFlightRequest):
     def _failed(self, kind: str, reason: str) -> None:
         self.reason = reason
         engines = f"{self._engine.name}: {reason}"
-        pool = self._engine.pool
-        if kind not in NOT_ACCEPTED and pool is not None:
-            pool.blame(self._engine, self._client_request.client_key, reason, proven=False)
+        model = self._engine.model
+        if kind not in NOT_ACCEPTED and model is not None:
+            model.blame(self._engine, self._client_request.client_key, reason, proven=False)
         elif kind != "saturated":
             self._engine.failed(kind, reason)
         if self.committed:

@@ -18,7 +18,7 @@ from lmetric.server.execution.trace import RequestTrace, TraceContext
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.canary import CanaryRequest
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Subset(Protocol):
 
     def __contains__(self, engine: Engine) -> bool: ...
 
-    def no_engine_error(self, pool: Pool, reason: str) -> ApiError:
+    def no_engine_error(self, model: Model, reason: str) -> ApiError:
         """Returns the error for a request that none of its engines can accept now."""
 
 
@@ -127,8 +127,8 @@ class ClientRequest:
     http11 = True
     keep_alive = False  # the connection stays open after the answer
     address: str | None = None  # of the client, for the access log
-    pool: Pool | None = None
-    model: str | None = None  # the name in the request
+    model: Model | None = None
+    model_name: str | None = None  # the name in the request
     slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed

@@ -49,8 +49,8 @@ class Execution(Progress):
     def placed(self, now: float) -> list[Act]:
         """Starts the request at the instance of its decision."""
         self.now = now
-        self.pool.requests += 1
-        if self.pool.cuts:
+        self.model.requests += 1
+        if self.model.cuts:
             self.hedge = None
         self._way = way = run(self)
         self._go(way.send, None)
@@ -147,7 +147,7 @@ class Execution(Progress):
     def _unseen(self, attempt: Attempt) -> None:
         """Handles lost tokens of a forwarded stream: the request can no longer move."""
         why = f"{attempt.step.engine.name}: {attempt.reader.unseen}"
-        self.pool.not_joinable(self.client_request.path, why)
+        self.model.not_joinable(self.client_request.path, why)
         self.stop_moving()
 
     # -- events of the client and the server -------------------------------------------------------
@@ -252,7 +252,7 @@ class Execution(Progress):
 
         `engine`: the answering engine.
         """
-        client_request, labels, decision = self.client_request, self.pool.labels, self.decision.id
+        client_request, labels, decision = self.client_request, self.model.labels, self.decision.id
         if not self.rules.show_engines:
             return labels.answer_lines(client_request.head, decision, client_request.tenant)
         first = self.prefill_engine or (self.kv.source if self.kv is not None else None)

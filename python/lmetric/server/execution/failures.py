@@ -131,12 +131,12 @@ def decline(p: Progress, attempt: Attempt, *, whole: bool) -> None:
     p.refusal = _refusal_of(p, attempt) if whole else None
     if status in SATURATED and (seconds := retry_after_seconds(attempt.reader.head_lines)):
         p.retry_after = max(p.retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
-        p.pool.saturated(attempt.step.engine, seconds)
+        p.model.saturated(attempt.step.engine, seconds)
 
 
 def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     """Marks the KV transfer as unusable: it is the cache of another prompt. Raises NoTransfer."""
-    p.pool.not_joinable(p.client_request.path, f"{engine.name}: {why}")
+    p.model.not_joinable(p.client_request.path, f"{engine.name}: {why}")
     kv = p.transfer()
     kv.useless("other_tokens", why)
     kv.tokens = 0
@@ -149,11 +149,11 @@ def _lacks_model(p: Progress, attempt: Attempt) -> bool:
     vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the engine
     is asked for its models again.
     """
-    name = p.client_request.model
+    name = p.client_request.model_name
     words = attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held)
     if name is None or name not in words or not ("model" in words or "adapter" in words):
         return False
-    p.pool.look_again(attempt.step.engine)
+    p.model.look_again(attempt.step.engine)
     return True
 
 
@@ -172,7 +172,7 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
     p.abandon()
     lost.kind = kind = lost.retried_kind
     if _record(p, lost) and (following := _retry(p, lost.engine, kind)) is not None:
-        p.pool.retried[CORE_KINDS.get(kind, kind)] += 1
+        p.model.retried[CORE_KINDS.get(kind, kind)] += 1
         p.note("retry", lost.engine.name, following, outcome=kind)
         return following
     raise _give_up(p, lost)
@@ -190,7 +190,7 @@ def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
                 following = None
         if following is None:
             following = ticket.failed(CORE_KINDS.get(kind, kind))
-        while following is not None and (following not in p.pool.engines or following in p.tried_engines):
+        while following is not None and (following not in p.model.engines or following in p.tried_engines):
             following = ticket.failed("refused")  # removed since the decision, or it had a hedge
     except NoInstanceError:
         return None
@@ -203,10 +203,10 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     outcome: Outcome = "not_retried"
     if _record(p, lost):
         outcome, following = _continuing(p)
-    p.pool.failovers[outcome] += 1
+    p.model.failovers[outcome] += 1
     if outcome == "continued":
         kind = lost.retried_kind
-        p.pool.retried[CORE_KINDS.get(kind, kind)] += 1
+        p.model.retried[CORE_KINDS.get(kind, kind)] += 1
     p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
     if outcome not in ("continued", "complete"):
         raise _give_up(p, lost)
@@ -230,7 +230,7 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
             return "complete", None
         transcript.catch_up()
     except MergeError as error:
-        p.pool.not_joinable(p.client_request.path, str(error))
+        p.model.not_joinable(p.client_request.path, str(error))
         p.count_move("not_joinable")
         return "not_mergeable", None
     for target in (p.migration.target if p.migration is not None else None, _elsewhere(p)):
@@ -252,14 +252,14 @@ def _complete(p: Progress) -> None:
 
 def _elsewhere(p: Progress) -> Engine | None:
     try:
-        return p.pool.engines.get(p.ticket.choose_failover())
+        return p.model.engines.get(p.ticket.choose_failover())
     except (NoInstanceError, TicketError):
         return None
 
 
 def _can_continue(p: Progress, target: Engine) -> bool:
     """Returns whether an engine can continue the recorded answer from its token ids."""
-    model = target.capabilities.base(p.pool.name)
+    model = target.capabilities.base(p.model.name)
     context_tokens = model.max_model_len if model is not None else None
     return p.continues_at(target) and p.merged().limit(context_tokens)
 
@@ -291,7 +291,7 @@ def ready_to_switch(p: Progress, target: Engine) -> bool:
     transcript, outcome = p.merged(), ""
     try:
         p.observe()
-        gone = target.pool is not p.pool or not target.in_service or target.held
+        gone = target.model is not p.model or not target.in_service or target.held
         if transcript.over:
             outcome = "ended"
         elif gone or target.runs_halves_at_once:
@@ -299,7 +299,7 @@ def ready_to_switch(p: Progress, target: Engine) -> bool:
         else:
             transcript.catch_up()
     except MergeError as error:
-        p.pool.not_joinable(p.client_request.path, str(error))
+        p.model.not_joinable(p.client_request.path, str(error))
         outcome = "not_joinable"
     if outcome:
         p.cancel_migration(outcome)
@@ -326,7 +326,7 @@ def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> 
         following = p.ticket.migrated()
     except NoInstanceError as error:
         p.count_move("no_instance")
-        raise Ended(p.pool.no_engine_error(error), "engine_error") from None
+        raise Ended(p.model.no_engine_error(error), "engine_error") from None
     p.count_move(outcome)
     if outcome == "migrated":
         p.note("migration", source, following, outcome=outcome, moved=(p.total,))
@@ -344,7 +344,7 @@ def _record(p: Progress, lost: EngineLost) -> bool:
         return False  # perhaps the request is the cause
     if CORE_KINDS.get(kind, kind) not in p.rules.failures or len(p.tried) >= p.rules.attempts:
         return False
-    p.over_budget = not p.pool.retry_budget.allows(p.pool.requests, engine_lost, p.now)
+    p.over_budget = not p.model.retry_budget.allows(p.model.requests, engine_lost, p.now)
     return not p.over_budget
 
 
@@ -357,7 +357,7 @@ def add_failure(p: Progress, lost: EngineLost) -> bool:
             engine.failed(kind, reason)
         return kind == "refused"
     if p.verdicts is None:
-        p.verdicts = Verdicts(p.pool, p.client_request.client_key)
+        p.verdicts = Verdicts(p.model, p.client_request.client_key)
     p.verdicts.add(Failure(engine, kind, reason, tokens=p.known_tokens))
     return (kind == "reset" and engine.breaks.add(p.now)) or engine.lost
 
@@ -365,7 +365,7 @@ def add_failure(p: Progress, lost: EngineLost) -> bool:
 def blame(p: Progress, lost: EngineLost) -> None:
     """Records a failure of a step that no other engine repeats."""
     if lost.kind not in NOT_ACCEPTED:
-        p.pool.blame(lost.engine, p.client_request.client_key, lost.reason, proven=False)
+        p.model.blame(lost.engine, p.client_request.client_key, lost.reason, proven=False)
     elif lost.kind not in HEALTHY_KINDS:
         lost.engine.failed(lost.kind, lost.reason)
 

@@ -10,7 +10,7 @@ from lmetric._core import Arrival, Request
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest
 from lmetric.server.execution.plan import Hedge
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 
 class Intent(Struct, eq=False, gc=False):
@@ -18,7 +18,7 @@ class Intent(Struct, eq=False, gc=False):
 
     request: ClientRequest
     call: ParsedRequest
-    pool: Pool
+    model: Model
     adapter: str | None = None
     asked: Request = cast(Request, None)  # for the core router; set by placement
     moves: bool = False  # it may be split or moved

@@ -69,10 +69,10 @@ class Progress:
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
 
     def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
-        call, pool, request = intent.call, intent.pool, intent.request
+        call, model, request = intent.call, intent.model, intent.request
         self.rules = rules
         self.client_request = request
-        self.pool = pool
+        self.model = model
         self.decision, self.ticket = routed
         self.body = call.body  # as the client sent it, until a way commits to an answer
         self.stream = call.stream
@@ -90,8 +90,8 @@ class Progress:
         self.mover: Rebalancer | None = None  # set if it may move
         if intent.moves or intent.fetches or intent.resumes:
             self.call = call
-            self.encoder = pool.tokenizers.current.encoder if pool.tokenizers.current is not None else None
-            self.mover = pool.mover if intent.moves and call.stream else None
+            self.encoder = model.tokenizers.current.encoder if model.tokenizers.current is not None else None
+            self.mover = model.mover if intent.moves and call.stream else None
             # A held request may outlive the model's tokenizer.
             self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None
         # The answer.
@@ -113,7 +113,7 @@ class Progress:
     @property
     def label(self) -> str:
         """The label of its routing decision."""
-        return self.pool.labels.label(self.decision.id, self.client_request.tenant)
+        return self.model.labels.label(self.decision.id, self.client_request.tenant)
 
     @property
     def observed(self) -> bool:
@@ -194,7 +194,7 @@ class Progress:
     def transfer(self) -> KvTransfer:
         """Returns the KV transfer to the next step; creates it on first use."""
         if self.kv is None:
-            self.kv = KvTransfer(self.pool)
+            self.kv = KvTransfer(self.model)
         return self.kv
 
     def merged(self) -> Transcript:
@@ -217,7 +217,7 @@ class Progress:
         try:
             following = self.ticket.segment_done(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
         except NoInstanceError as error:
-            raise Ended(self.pool.no_engine_error(error), "engine_error") from None
+            raise Ended(self.model.no_engine_error(error), "engine_error") from None
         assert following is not None  # another segment follows
         if following != source:
             self.note("handoff", source, following, outcome="placed")
@@ -229,7 +229,7 @@ class Progress:
         """Adds an event to the model's activity. `moved`: tokens and seconds."""
         tenant = self.client_request.tenant
         event = self.now, kind, self.decision.id, tenant, source, target, outcome, *moved
-        self.pool.activity.note(*event)
+        self.model.activity.note(*event)
 
     # -- its attempts ------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Progress:
                 self.wake(None)
             return
         hedge.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
-        self.pool.hedging.outcomes[outcome] += 1
+        self.model.hedging.outcomes[outcome] += 1
         if outcome != "failed":
             self.acts.append("cancel_hedge")
 
@@ -314,7 +314,7 @@ class Progress:
             self.mover.running.pop(self.ticket.id, None)
 
     def count_move(self, outcome: str) -> None:
-        """Counts the outcome of a migration. Without a rebalancer, only `Pool.failovers` counts."""
+        """Counts the outcome of a migration; without a rebalancer, `Model.failovers` counts alone."""
         if self.mover is not None:
             self.mover.outcomes[outcome] += 1
 
@@ -338,7 +338,7 @@ class Progress:
             self.merged().forget_prompt()
             self.observing = attempt
         elif self.resumes and self.status == 200:
-            self.pool.not_resumable["engine"] += 1
+            self.model.not_resumable["engine"] += 1
         self.call = None
         self.acts.append(COMMIT)
 

@@ -134,7 +134,7 @@ class RequestRunner(InFlightRequest):
             client.release_body()
         engine = attempt.step.engine.name
         self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
-        execution.pool.held.poke()  # the first token: the engine has room again
+        execution.model.held.poke()  # the first token: the engine has room again
 
     def _comment(self, act: Comment) -> None:
         if not self._client_request.opened:
@@ -148,7 +148,7 @@ class RequestRunner(InFlightRequest):
         if client.body_size:
             client.release_body()
         self._client_request.begin(act.kind, act.length, execution.head_lines(act.engine))
-        execution.pool.held.poke()
+        execution.model.held.poke()
 
     def _write(self, act: Write) -> None:
         self._client_request.write(act.data, last=act.last)
@@ -208,7 +208,7 @@ class RequestRunner(InFlightRequest):
         if answered is not None:
             self.status, self.usage = execution.status, answered.reader
             if answered.reader.implausible_usage:
-                execution.pool.ratio.implausible += 1
+                execution.model.ratio.implausible += 1
         elif execution.committed and transcript is not None:
             self.status = execution.status
             self.usage = transcript
@@ -217,7 +217,7 @@ class RequestRunner(InFlightRequest):
         execution.answered = execution.observing = None
         if execution.handle is not None:
             execution.handle = None
-        execution.pool.held.poke()
+        execution.model.held.poke()
         self._on_end(self._client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------

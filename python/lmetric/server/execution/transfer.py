@@ -14,7 +14,7 @@ import structlog
 
 from lmetric.engines.handover import HandoverError
 from lmetric.server.fleet.engine import Engine, blocks_differ
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 log = structlog.get_logger("lmetric.transfer")
 
@@ -22,12 +22,15 @@ WHOLE_PROMPT = sys.maxsize  # `tokens` of a transfer of the whole prompt
 
 
 class KvTransfer:
-    """The KV transfer fields for a request's next step. `Pool.kv_transfers` counts the outcomes."""
+    """The KV transfer fields for a request's next step.
 
-    __slots__ = ("_deadline", "_fields", "_lent", "_pool", "_sent", "source", "tokens")
+    `Model.kv_transfers` counts the outcomes.
+    """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    __slots__ = ("_deadline", "_fields", "_lent", "_model", "_sent", "source", "tokens")
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self.source: Engine | None = None  # the engine that holds the KV cache
         self.tokens = 0  # the transfer covers tokens up to this one
         self._fields: Any = None  # until they were sent
@@ -71,7 +74,7 @@ class KvTransfer:
             self.recompute("missing", str(error))
             return
         self._fields = fields
-        self._deadline = now + (self._pool.settings.handover_seconds or connector.deadline_seconds(handover))
+        self._deadline = now + (self._model.settings.handover_seconds or connector.deadline_seconds(handover))
 
     def take(self, engine: Engine, now: float, *, goes_on: bool, total: int) -> Any:
         """Returns the KV transfer fields for a step's body. Call it once for each step.
@@ -124,7 +127,7 @@ class KvTransfer:
         The source frees a fetched cache, so a second fetch would get other data.
         """
         self._fields, self._sent = None, True
-        self._pool.kv_transfers["transferred"] += 1
+        self._model.kv_transfers["transferred"] += 1
 
     def forget(self, outcome: str, reason: str) -> None:
         """Drops a stored transfer that cannot be used."""
@@ -161,5 +164,5 @@ class KvTransfer:
 
     def recompute(self, outcome: str, reason: str) -> None:
         """Counts that tokens are computed again."""
-        self._pool.kv_transfers[outcome] += 1
-        log.debug("tokens are computed again", model=self._pool.name, why=outcome, reason=reason)
+        self._model.kv_transfers[outcome] += 1
+        log.debug("tokens are computed again", model=self._model.name, why=outcome, reason=reason)

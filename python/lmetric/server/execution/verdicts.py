@@ -13,7 +13,7 @@ from typing import NamedTuple
 import structlog
 
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 # A second engine that produced this many tokens has answered where the first one failed.
 PROGRESS_TOKENS = 16
@@ -33,10 +33,10 @@ class Failure(NamedTuple):
 class Verdicts:
     """The failures of one request that are not judged yet."""
 
-    __slots__ = ("_client", "_pool", "failures")
+    __slots__ = ("_client", "_model", "failures")
 
-    def __init__(self, pool: Pool, client: str) -> None:
-        self._pool = pool
+    def __init__(self, model: Model, client: str) -> None:
+        self._model = model
         self._client = client
         self.failures: list[Failure] = []
 
@@ -73,8 +73,8 @@ class Verdicts:
         """Judges the failures of a request that ended without an answer."""
         if self.suspect:
             reasons = "; ".join(f"{each.engine.name}: {each.reason}" for each in self.failures)
-            log.debug("a request failed on two engines alike", model=self._pool.name, reasons=reasons)
-            self._pool.suspect(reasons)
+            log.debug("a request failed on two engines alike", model=self._model.name, reasons=reasons)
+            self._model.suspect(reasons)
             self.failures = []
         else:
             self._blame(proven=False)
@@ -82,4 +82,4 @@ class Verdicts:
     def _blame(self, *, proven: bool) -> None:
         failures, self.failures = self.failures, []
         for each in failures:
-            self._pool.blame(each.engine, self._client, each.reason, proven=proven)
+            self._model.blame(each.engine, self._client, each.reason, proven=proven)

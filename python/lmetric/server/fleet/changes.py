@@ -52,7 +52,7 @@ class _Change:
 
 
 class FleetChanges:
-    """The warm changes of a pool."""
+    """The warm changes of a model."""
 
     def __init__(self, model: str, router: Router, engines: Mapping[str, Engine], mover: Rebalancer) -> None:
         self._model = model

@@ -30,7 +30,7 @@ from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
-from lmetric.server.fleet.names import PoolNames
+from lmetric.server.fleet.names import ModelNames
 from lmetric.server.fleet.retry_budget import Breaks
 from lmetric.server.fleet.service import ServiceRecord
 from lmetric.server.fleet.watchdog import Watchdog
@@ -87,7 +87,7 @@ class ServedModel(Protocol):
     router: Router
     block_size: int
     indicators: Indicators
-    names: PoolNames
+    names: ModelNames
 
     def review(self, changed: "Engine | None" = None) -> None:
         """Decides anew which engines are in service, after a change of all or of one."""
@@ -121,14 +121,14 @@ class Engine:
     ) -> None:
         self.config = config
         self.source = source
-        self.model = model
+        self.configured_model = model
         self.name = config.label
         local = unix_path(config.url) is not None
         self.host = "127.0.0.1" if local else urlsplit(config.url).hostname or ""
         allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
         self.upstream = Upstream(config, server, allowed, contexts, server.tls_of(config, model))
         self.health = server.health
-        self.pool: ServedModel | None = None
+        self.model: ServedModel | None = None
         # The results of the last identification, which is repeated when the engine comes back.
         self.identified = False
         self.ask_again_at = math.inf
@@ -180,7 +180,7 @@ class Engine:
     def handover(self) -> Handover | None:
         """Its KV transfer: reported by the engine, unless the configuration sets a connector."""
         reported = self.capabilities.handover
-        configured = self.pool.settings.handover if self.pool else "auto"
+        configured = self.model.settings.handover if self.model else "auto"
         if configured == "auto" or (reported is not None and reported.connector == configured):
             return reported
         return Handover(configured)
@@ -248,7 +248,7 @@ class Engine:
     @property
     def sends_prefixes(self) -> bool:
         """Whether other engines still fetch its prefixes because it leaves."""
-        return self.pool is not None and self.pool.sends_prefixes(self.name)
+        return self.model is not None and self.model.sends_prefixes(self.name)
 
     @property
     def running(self) -> int:
@@ -268,7 +268,7 @@ class Engine:
 
     def tls_settings(self, server: ServerConfig) -> EngineTls | None:
         """Returns its TLS settings in a configuration; None: the defaults."""
-        return server.tls_of(self.config, self.pool.name if self.pool else self.model)
+        return server.tls_of(self.config, self.model.name if self.model else self.configured_model)
 
     def set_tls(self, tls: EngineTls | None, server: ServerConfig) -> None:
         """Sets its TLS settings for new connections. Raises ConfigError."""
@@ -278,10 +278,10 @@ class Engine:
     def hold(self, *, one_of_many: bool = False) -> None:
         """Applies a change of `held`.
 
-        ``one_of_many``: the pool's review waits for further changes in this turn of the event loop.
+        ``one_of_many``: the review waits for further changes in this turn of the event loop.
         """
-        if self.pool is not None:
-            self.pool.hold(self, one_of_many=one_of_many)
+        if self.model is not None:
+            self.model.hold(self, one_of_many=one_of_many)
 
     def succeeded(self) -> None:
         """Records a successful health check."""
@@ -313,9 +313,9 @@ class Engine:
 
         Engines that generate only together with another one are not asked.
         """
-        if self.pool is None or self.runs_halves_at_once:
+        if self.model is None or self.runs_halves_at_once:
             return 200
-        model = self.pool.names.name_for(self.name)
+        model = self.model.names.name_for(self.name)
         body = orjson.dumps({"model": model, "prompt": "1", "max_tokens": 1})
         status, _ = await self.upstream.post("/v1/completions", body, seconds)
         return status
@@ -325,16 +325,16 @@ class Engine:
         """The paths of its pages with load and indicators."""
         path = self.capabilities.load_path
         pages = [] if path is None else [path]
-        if self.pool is not None and self.pool.indicators.read_metrics and path != METRICS_PAGE:
+        if self.model is not None and self.model.indicators.read_metrics and path != METRICS_PAGE:
             pages.append(METRICS_PAGE)
         return pages
 
     async def report_page(self, path: str, page: bytes) -> None:
         """Reports the load and the indicators on one of its `load_pages`."""
-        pool = self.pool
-        if pool is None:
+        model = self.model
+        if model is None:
             return  # removed meanwhile
-        indicators, has_load = pool.indicators, path == self.capabilities.load_path
+        indicators, has_load = model.indicators, path == self.capabilities.load_path
         adapter = self.adapter
 
         def read(page: bytes) -> tuple[Load, Values | None]:
@@ -342,7 +342,7 @@ class Engine:
             return load, indicators.of_page(adapter.own(page)) if path == METRICS_PAGE else None
 
         load, values = await read_page(page, read)
-        if self.pool is not pool or pool.indicators is not indicators:
+        if self.model is not model or model.indicators is not indicators:
             return  # removed, or changed, while a thread read the page
         if has_load:
             self.load_error = None if load else f"GET {path}: no load metric with a known name"
@@ -356,27 +356,27 @@ class Engine:
         self._report(load, path.partition("?")[0], values or {})
 
     def _log_missing(self) -> None:
-        if self.pool is not None and self.missing_metrics:
+        if self.model is not None and self.missing_metrics:
             metrics = ", ".join(self.missing_metrics)
             log.warning(
                 "the engine lacks metrics of indicators",
-                model=self.pool.name,
+                model=self.model.name,
                 engine=self.name,
                 metrics=metrics,
             )
 
     def report_header(self, header: str) -> None:
         """Reports the load and the indicators in a load header of an answer."""
-        if self.pool is not None:
-            values = self.pool.indicators.of_header(header)
+        if self.model is not None:
+            values = self.model.indicators.of_header(header)
             self._report(self.adapter.load_of_header(header), "header", values)
 
     def _report(self, load: Load, source: str, values: Values) -> None:
-        if self.pool is None or not (load or values):
+        if self.model is None or not (load or values):
             return
         if load:
             self.load_reports[source] += 1
-        self.pool.router.report_load(
+        self.model.router.report_load(
             self.name,
             waiting=load.waiting,
             running=load.running,
@@ -396,10 +396,10 @@ class Engine:
 
     def _forget(self) -> None:
         """Clears its blocks and load: no process listens there, so cache and requests are gone."""
-        if self.pool is not None:
-            self.pool.router.blocks_cleared(self.name)
-            gone = self.pool.indicators.of_nobody()
-            self.pool.router.report_load(self.name, waiting=0, running=0, extra=gone or None)
+        if self.model is not None:
+            self.model.router.blocks_cleared(self.name)
+            gone = self.model.indicators.of_nobody()
+            self.model.router.report_load(self.name, waiting=0, running=0, extra=gone or None)
             self.lost_blocks = self.cold = True
 
     def _turn(self, healthy: bool, reason: str | None) -> None:
@@ -410,12 +410,12 @@ class Engine:
         else:
             self.service.enter("LOST", "DOWN", now)
             self.ask_anew()
-        if self.pool is not None:
-            self.pool.review(self)
+        if self.model is not None:
+            self.model.review(self)
             if healthy:
-                log.log(self.quiet or logging.INFO, "engine up", model=self.pool.name, engine=self.name)
+                log.log(self.quiet or logging.INFO, "engine up", model=self.model.name, engine=self.name)
             else:
-                log.warning("engine down", model=self.pool.name, engine=self.name, reason=reason)
+                log.warning("engine down", model=self.model.name, engine=self.name, reason=reason)
 
 
 def blocks_differ(source: Engine, engine: Engine) -> str | None:

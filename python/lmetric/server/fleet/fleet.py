@@ -15,14 +15,14 @@ import structlog
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, EngineTls, ModelConfig, ServerConfig
-from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, Model, read_models
+from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, ModelCard, read_models
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.names import NameSearch, fits
 from lmetric.server.fleet.policies import Policies
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.connection import UpstreamError
@@ -47,21 +47,21 @@ MOST_UNSERVED = 32
 
 
 class Served(NamedTuple):
-    """The pool of a name in requests. ``adapter``: the name, if it is an adapter's."""
+    """The model of a name in requests. ``adapter``: the name, if it is an adapter's."""
 
-    pool: Pool
+    model: Model
     adapter: str | None
 
 
 @dataclass(slots=True)
 class Fleet:
-    """All pools, and the engines whose model is not known yet."""
+    """All models, and the engines whose model is not known yet."""
 
     config: ServerConfig
-    pools: list[Pool] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
     names: dict[str, Served] = field(default_factory=dict)
     unplaced: dict[str, Engine] = field(default_factory=dict)  # by name
-    pools_made: int = 0
+    models_made: int = 0
     contexts: EngineContexts = field(default_factory=EngineContexts)
     # Priorities by the names of Kubernetes InferenceObjectives; higher ones are served first.
     objectives: dict[str, int] = field(default_factory=dict)
@@ -81,26 +81,26 @@ class Fleet:
         self.search = NameSearch(self._read_all, lambda: self.size)
 
     def build(self) -> None:
-        """Builds pools and engines of the configuration.
+        """Builds models and engines of the configuration.
 
         Raises LmetricError if a policy or a tokenizer is invalid.
         """
         config = self.config
-        for model in config.models:
-            pool = self.pool(model.name, model)
-            for engine in model.engines:
-                pool.add(Engine(engine, config, model=model.name, contexts=self.contexts))
+        for entry in config.models:
+            model = self.model(entry.name, entry)
+            for engine in entry.engines:
+                model.add(Engine(engine, config, model=entry.name, contexts=self.contexts))
         if config.model is not None:
-            self.pool(config.model)
+            self.model(config.model)
         for engine in config.engines:
             self.add(engine)
-        pools = list(self.pools)
-        if not self.pools or self.unplaced or config.discovery:
+        models = list(self.models)
+        if not self.models or self.unplaced or config.discovery:
             # Invalid policies and tokenizers fail here, not when the first engine answers.
-            pools.append(Pool(0, "", [], config.pool_settings()))
-        for pool in pools:  # later pools have the settings of one of these
-            pool.tokenizers.load()
-            pool.warn_of_policies()
+            models.append(Model(0, "", [], config.pool_settings()))
+        for model in models:  # later models have the settings of one of these
+            model.tokenizers.load()
+            model.warn_of_policies()
 
     def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
         """Adds an engine.
@@ -114,14 +114,14 @@ class Fleet:
         if model is None:
             self.unplaced[engine.name] = engine
         else:
-            self._names_changed(self.pool(model).add(engine))
+            self._names_changed(self.model(model).add(engine))
         return engine
 
     def remove(self, engine: Engine) -> None:
         """Removes an engine. Its running requests continue."""
-        pool = self.pool_of(engine)
-        if pool is not None:
-            self._names_changed(pool.remove(engine.name))
+        model = self.model_of(engine)
+        if model is not None:
+            self._names_changed(model.remove(engine.name))
         elif self.unplaced.get(engine.name) is engine:
             del self.unplaced[engine.name]
             engine.upstream.close()
@@ -146,20 +146,20 @@ class Fleet:
         the engines, one by one. Raises LmetricError; then nothing has changed.
         """
         self._make_contexts(config)
-        chosen = [(pool, policies.get(pool.name, policies[None])) for pool in self.pools]
-        before = {pool.index: pool.policies for pool in self.pools}
-        with _installed([(pool, new) for pool, new in chosen if not pool.policies.equals(new)]):
-            for pool, new in chosen:
-                pool.trials.check(new)
+        chosen = [(model, policies.get(model.name, policies[None])) for model in self.models]
+        before = {model.index: model.policies for model in self.models}
+        with _installed([(model, new) for model, new in chosen if not model.policies.equals(new)]):
+            for model, new in chosen:
+                model.trials.check(new)
         gone = {}
-        for pool, new in chosen:
-            pool.use(new)
-            gone[pool] = pool.replace_indicators(new.settings.indicators)
-            pool.outliers.settings = config.health.ejection
-            pool.trials.configure(new, policy_changed=new.differs(before[pool.index]))
-            pool.hedging.configure(new.settings.hedging)
-            pool.held.configure(new.settings.admission, config.tenants)
-            pool.retry_budget.configure(config.retries)
+        for model, new in chosen:
+            model.use(new)
+            gone[model] = model.replace_indicators(new.settings.indicators)
+            model.outliers.settings = config.health.ejection
+            model.trials.configure(new, policy_changed=new.differs(before[model.index]))
+            model.hedging.configure(new.settings.hedging)
+            model.held.configure(new.settings.admission, config.tenants)
+            model.retry_budget.configure(config.retries)
         self.config = config  # new engines begin with it
         return self._configure(list(self.engines()), gone)
 
@@ -173,90 +173,92 @@ class Fleet:
                     made[id(settings)] = settings
                     self.contexts.get(settings)
 
-    def _configure(self, engines: Iterable[Engine], gone: Mapping[Pool, dict[str, None]]) -> Iterator[None]:
+    def _configure(self, engines: Iterable[Engine], gone: Mapping[Model, dict[str, None]]) -> Iterator[None]:
         for engine in engines:
             engine.configure(self.config)
-            pool = self.pool_of(engine)
-            if pool is not None and gone.get(pool):
-                pool.drop_indicators(engine, gone[pool])
+            model = self.model_of(engine)
+            if model is not None and gone.get(model):
+                model.drop_indicators(engine, gone[model])
             yield
         self.contexts.keep(engine.upstream.tls for engine in self.engines())
 
-    def replace_policies(self, changes: Mapping[str, Any], model: str | None) -> list[Pool]:
+    def replace_policies(self, changes: Mapping[str, Any], model_name: str | None) -> list[Model]:
         """Replaces policies of one model, or of all (None).
 
-        Returns the pools. Raises LmetricError.
+        Returns the models. Raises LmetricError.
         """
-        pools = self.pools if model is None else [self.find(model).pool]
-        for pool in pools:
-            if pool.trials.canary.running:
-                raise BadValueError(f"{pool.name}: a canary runs; promote it or roll it back first")
+        models = self.models if model_name is None else [self.find(model_name).model]
+        for model in models:
+            if model.trials.canary.running:
+                raise BadValueError(f"{model.name}: a canary runs; promote it or roll it back first")
         update = dict(changes)
-        changed = [(pool, Policies(pool.policies.settings.model_copy(update=update))) for pool in pools]
+        changed = [(model, Policies(model.policies.settings.model_copy(update=update))) for model in models]
         with _installed(changed):
             pass
-        if model is None:
+        if model_name is None:
             self.config = self.config.model_copy(update=dict(changes))
-        return pools
+        return models
 
-    def pool_of(self, engine: Engine) -> Pool | None:
-        """Returns the pool of an engine; None if its model is not known or it was removed."""
-        return next((pool for pool in self.pools if pool.engines.get(engine.name) is engine), None)
+    def model_of(self, engine: Engine) -> Model | None:
+        """Returns the model of an engine; None if its model is not known or it was removed."""
+        return next((model for model in self.models if model.engines.get(engine.name) is engine), None)
 
     def engine(self, name: str) -> Engine | None:
         """Returns an engine by its name."""
-        found = (pool.engines[name] for pool in self.pools if name in pool.engines)
+        found = (model.engines[name] for model in self.models if name in model.engines)
         return next(found, None) or self.unplaced.get(name)
 
-    def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
-        """Returns the pool of a model, and creates it for a new model."""
+    def model(self, name: str, entry: ModelConfig | None = None) -> Model:
+        """Returns the model of a name, and creates a new one."""
         served = self.names.get(name)
-        if served is not None and (served.pool.name == name or served.adapter is not None):
-            return served.pool
-        return self._create(name, model, configured=model is not None or name == self.config.model)
+        if served is not None and (served.model.name == name or served.adapter is not None):
+            return served.model
+        return self._create(name, entry, configured=entry is not None or name == self.config.model)
 
-    def _create(self, name: str, model: ModelConfig | None = None, *, configured: bool = False) -> Pool:
-        adapters = model.adapters if model else []
+    def _create(self, name: str, entry: ModelConfig | None = None, *, configured: bool = False) -> Model:
+        adapters = entry.adapters if entry else []
         config = self.config
-        settings, ejection = config.pool_settings(model), config.health.ejection
-        pool = Pool(self.pools_made, name, adapters, settings, config.retries, ejection, config.tenants)
-        pool.names.configured = configured
-        pool.look_again = self.look_again
-        self.pools_made += 1
-        self.pools.append(pool)
-        self._names_changed(pool.names.known)
-        return pool
+        settings, ejection = config.pool_settings(entry), config.health.ejection
+        model = Model(self.models_made, name, adapters, settings, config.retries, ejection, config.tenants)
+        model.names.configured = configured
+        model.look_again = self.look_again
+        self.models_made += 1
+        self.models.append(model)
+        self._names_changed(model.names.known)
+        return model
 
     def forget_unserved(self, now: float) -> None:
         """Removes models without engines for `UNSERVED_SECONDS`, except configured ones.
 
         Names whose last engine was removed so long ago are removed, too.
         """
-        named = {self.config.model, *(model.name for model in self.config.models)}
-        unserved: list[tuple[float, Pool]] = []
-        for pool in self.pools:
-            if old := pool.names.forget(now - UNSERVED_SECONDS):
+        named = {self.config.model, *(entry.name for entry in self.config.models)}
+        unserved: list[tuple[float, Model]] = []
+        for model in self.models:
+            if old := model.names.forget(now - UNSERVED_SECONDS):
                 self._names_changed(old)
-            if pool.unserved_since is not None and pool.name not in named and not pool.router.in_flight():
-                unserved.append((pool.unserved_since, pool))
+            if model.unserved_since is not None and model.name not in named and not model.router.in_flight():
+                unserved.append((model.unserved_since, model))
         unserved.sort(key=lambda each: -each[0])
-        for number, (since, pool) in enumerate(unserved):
+        for number, (since, model) in enumerate(unserved):
             if number >= MOST_UNSERVED or now - since >= UNSERVED_SECONDS:
-                self.pools.remove(pool)
-                pool.kv.close()
-                self._names_changed(pool.names.known)
+                self.models.remove(model)
+                model.kv.close()
+                self._names_changed(model.names.known)
                 for forget in self.on_model_removed:
-                    forget(pool.name)
-                log.info("model removed", model=pool.name, unserved_seconds=round(now - since))
+                    forget(model.name)
+                log.info("model removed", model=model.name, unserved_seconds=round(now - since))
 
     def _names_changed(self, names: Iterable[str]) -> None:
-        """Finds the pools of names that have appeared or vanished anywhere."""
+        """Finds the models of names that have appeared or vanished anywhere."""
         self._page = None
         for name in names:
-            claims = [(claim, pool) for pool in self.pools if (claim := pool.names.claim(name)) is not None]
+            claims = [
+                (claim, model) for model in self.models if (claim := model.names.claim(name)) is not None
+            ]
             if claims:
-                _, pool = min(claims, key=lambda each: each[0])
-                self.names[name] = Served(pool, name if pool.names.is_adapter(name) else None)
+                _, model = min(claims, key=lambda each: each[0])
+                self.names[name] = Served(model, name if model.names.is_adapter(name) else None)
             else:
                 self.names.pop(name, None)
         self.search.known(self._serves)
@@ -264,18 +266,18 @@ class Fleet:
     def _serves(self, name: str) -> bool:
         """Whether an engine is in service for a name."""
         served = self.names.get(name)
-        return served is not None and any(engine.in_service for engine in served.pool.engines.values())
+        return served is not None and any(engine.in_service for engine in served.model.engines.values())
 
     def engines(self) -> Iterator[Engine]:
         """Yields all engines, with or without a known model."""
-        for pool in self.pools:
-            yield from pool.engines.values()
+        for model in self.models:
+            yield from model.engines.values()
         yield from self.unplaced.values()
 
     @property
     def size(self) -> int:
         """The number of engines."""
-        return sum(len(pool.engines) for pool in self.pools) + len(self.unplaced)
+        return sum(len(model.engines) for model in self.models) + len(self.unplaced)
 
     @property
     def unusable(self) -> Unusable | None:
@@ -283,18 +285,18 @@ class Fleet:
         return self._unusable.get(self.size, lambda: unusable(self.engines()))
 
     def find(self, model: str | None) -> Served:
-        """Returns the pool of a model name, and whether the name is an adapter's.
+        """Returns the model of a name, and whether the name is an adapter's.
 
         Raises ApiError (400, 404, 503).
         """
         known = self.names.get(model) if model is not None else None
         if known is not None:
             return known
-        if not self.pools:
+        if not self.models:
             raise no_engine_error(None, None, self.unusable)
         if model is None:
-            if len(self.pools) == 1:
-                return Served(self.pools[0], None)
+            if len(self.models) == 1:
+                return Served(self.models[0], None)
             raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
         # The time of difflib grows with both: clients choose the length, and adapters may be many.
         comparable = len(model) <= HINT_NAME_LENGTH and len(self.names) <= HINT_NAMES
@@ -308,7 +310,7 @@ class Fleet:
         return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
 
     async def identify(self, engine: Engine) -> None:
-        """Identifies an engine, adds it to the pool of its model, and sets up its events and role.
+        """Identifies an engine, adds it to its model, and sets up its events and role.
 
         A page that does not answer counts as missing and is requested again later. Raises
         ValueError if the engine's model is not configured and not reported, UpstreamError if no
@@ -332,7 +334,7 @@ class Fleet:
                 engine.adapter, engine.capabilities = await identify(ask, engine.config.data_parallel_rank)
         except (ValueError, TimeoutError) as error:
             reason = str(error) or f"its pages did not answer within {3 * self.config.health.timeout:g} s"
-            if engine.pool is None:
+            if engine.model is None:
                 raise ValueError(reason) from None
             unanswered.append(reason)
             engine.adapter, engine.capabilities = (
@@ -341,37 +343,37 @@ class Fleet:
             )
         capabilities = engine.capabilities
         engine.models_at, engine.models_hash = time.monotonic(), None
-        if engine.pool is None:
+        if engine.model is None:
             self._place(engine)
         else:
             self._take_models(engine, before.models)
-        pool = self.pool_of(engine)
-        if pool is None:
+        model = self.model_of(engine)
+        if model is None:
             return  # removed meanwhile, or replaced
         if engine.misfit is not None:
             engine.identified, engine.ask_again_at = True, math.inf
             return
-        await pool.tokenizers.follow(capabilities.root(pool.name))
-        served = pool.names.name_for(engine.name)
-        await pool.tokenizers.compare(engine, served, self.config.health.timeout)
-        await pool.kv.look_up(engine)
-        if self.pool_of(engine) is not pool:
+        await model.tokenizers.follow(capabilities.root(model.name))
+        served = model.names.name_for(engine.name)
+        await model.tokenizers.compare(engine, served, self.config.health.timeout)
+        await model.kv.look_up(engine)
+        if self.model_of(engine) is not model:
             return  # removed meanwhile
         if before.revision != capabilities.revision and before.engine != "unknown":
-            pool.router.blocks_cleared(engine.name)  # of other weights
+            model.router.blocks_cleared(engine.name)  # of other weights
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
-        pool.wire(engine)
-        pool.set_role(engine)
+        model.wire(engine)
+        model.set_role(engine)
         if capabilities == before:
             return
-        pool.retry_joins()
+        model.retry_joins()
         level = logging.INFO if engine.mode.name == "exact" else logging.WARNING
         log.log(
             engine.quiet or level,
             "engine identified",
             engine=engine.name,
-            model=pool.name,
+            model=model.name,
             kind=capabilities.engine,
             version=capabilities.version,
             block_size=capabilities.block_size,
@@ -384,45 +386,47 @@ class Fleet:
         )
         if engine.handover is not None and (fault := engine.handover.fault) is not None:
             log.warning(
-                "KV transfers of the engine are at risk", engine=engine.name, model=pool.name, why=fault
+                "KV transfers of the engine are at risk", engine=engine.name, model=model.name, why=fault
             )
         if not engine.adapter.cache_salt and any(each.isolate for each in self.config.tenants.values()):
             log.warning(
                 "the engine may ignore cache_salt: isolated tenants may share its prefix cache",
                 engine=engine.name,
-                model=pool.name,
+                model=model.name,
                 kind=capabilities.engine,
             )
         if capabilities.ignored:
             log.warning(
                 "reported values are out of bounds and ignored",
                 engine=engine.name,
-                model=pool.name,
+                model=model.name,
                 values=capabilities.ignored[:NAMED_MODELS],
             )
 
     def _place(self, engine: Engine) -> None:
-        """Moves an engine into the pool of the model that it reported."""
+        """Moves an engine into the model that it reported."""
         if self.unplaced.get(engine.name) is not engine:
             return  # removed meanwhile
         models = engine.capabilities.models
-        bases = [model.name for model in models if model.parent is None]
-        pool = next((pool for name in bases for pool in self.pools if pool.name == name), None)
-        if pool is None:
-            sharing = (pool for pool in self.pools if pool.engines and fits(pool.names, engine.name, models))
-            pool = next(sharing, None)
-        if pool is None:
+        bases = [card.name for card in models if card.parent is None]
+        model = next((model for name in bases for model in self.models if model.name == name), None)
+        if model is None:
+            sharing = (
+                model for model in self.models if model.engines and fits(model.names, engine.name, models)
+            )
+            model = next(sharing, None)
+        if model is None:
             served = self.names.get(bases[0])
             as_adapter = served is not None and served.adapter is not None
-            pool = served.pool if served is not None and as_adapter else self._create(bases[0])
+            model = served.model if served is not None and as_adapter else self._create(bases[0])
         del self.unplaced[engine.name]
-        self._names_changed(pool.add(engine))
-        others = [name for name in bases if name in self.names and self.names[name].pool is not pool]
+        self._names_changed(model.add(engine))
+        others = [name for name in bases if name in self.names and self.names[name].model is not model]
         if others:
             log.warning(
                 "names of the engine belong to another model",
                 engine=engine.name,
-                model=pool.name,
+                model=model.name,
                 names=others,
             )
 
@@ -434,7 +438,7 @@ class Fleet:
         Returns a future that ends when the name is known, or all have answered. None: it cannot be
         a model's name, or too many requests wait.
         """
-        if name is None or not 0 < len(name) <= MOST_NAME_CHARACTERS or not self.pools:
+        if name is None or not 0 < len(name) <= MOST_NAME_CHARACTERS or not self.models:
             return None
         return self.search.find(name, self.config.health.timeout)
 
@@ -447,8 +451,8 @@ class Fleet:
 
     def _read_all(self) -> Iterator[asyncio.Task[None]]:
         """Begins to read the lists of all engines that answer."""
-        for pool in self.pools:
-            for engine in pool.engines.values():
+        for model in self.models:
+            for engine in model.engines.values():
                 if engine.identified and (engine.healthy or engine.misfit is not None):
                     yield self.read_models(engine)
 
@@ -489,45 +493,49 @@ class Fleet:
             if new is not None and (checked := self.check(new)) is not None:
                 await checked
 
-    def _take_models(self, engine: Engine, before: Sequence[Model]) -> Engine | None:
+    def _take_models(self, engine: Engine, before: Sequence[ModelCard]) -> Engine | None:
         """Handles an engine's new list of models. ``before``: the list so far.
 
-        Returns the engine that replaces it if it serves another model than its pool.
+        Returns the engine that replaces it if it serves another model than its model.
         """
-        pool, models = self.pool_of(engine), engine.capabilities.models
-        if pool is None or models == before:
+        model, cards = self.model_of(engine), engine.capabilities.models
+        if model is None or cards == before:
             return None  # removed meanwhile, or no change
-        if before and models:
-            was, now = ({each.name for each in some} for some in (before, models))
+        if before and cards:
+            was, now = ({each.name for each in some} for some in (before, cards))
             gone, come = ([*sorted(names)[:NAMED_MODELS]] for names in (was - now, now - was))
-            log.info("models of the engine changed", engine=engine.name, model=pool.name, gone=gone, new=come)
-        old, new = ([each for each in some if each.parent is None] for some in (before, models))
+            log.info(
+                "models of the engine changed", engine=engine.name, model=model.name, gone=gone, new=come
+            )
+        old, new = ([each for each in some if each.parent is None] for some in (before, cards))
         if old != new:
-            if engine.model is None and not fits(pool.names, engine.name, models):
-                moved = self._move(pool, engine)
-                self._review(pool)
+            if engine.configured_model is None and not fits(model.names, engine.name, cards):
+                moved = self._move(model, engine)
+                self._review(model)
                 return moved
             if old and engine.misfit is None:
                 engine.restarted()  # served names and weights change only with the process
             was_misfit, engine.misfit = engine.misfit, _misfit(engine)
             if engine.misfit is not None:
-                pool.kv.unwire(engine.name)
+                model.kv.unwire(engine.name)
             elif was_misfit is not None:
                 engine.ask_anew()
-        # A misfit serves no name of the pool.
-        self._names_changed(pool.names.update(engine.name, models if engine.misfit is None else ()))
+        # A misfit serves no name of the model.
+        self._names_changed(model.names.update(engine.name, cards if engine.misfit is None else ()))
         if old != new:
-            self._review(pool)
+            self._review(model)
         return None
 
-    def _review(self, pool: Pool) -> None:
-        """Moves engines that belonged to a pool only by a name of an engine that has changed."""
-        for engine in list(pool.engines.values()):
-            if engine.model is None and not fits(pool.names, engine.name, engine.capabilities.models):
-                self._move(pool, engine)
+    def _review(self, model: Model) -> None:
+        """Moves engines that belonged to a model only by a name of an engine that has changed."""
+        for engine in list(model.engines.values()):
+            if engine.configured_model is None and not fits(
+                model.names, engine.name, engine.capabilities.models
+            ):
+                self._move(model, engine)
 
-    def _move(self, pool: Pool, engine: Engine) -> Engine | None:
-        """Replaces an engine that serves another model by a new one for the right pool.
+    def _move(self, model: Model, engine: Engine) -> Engine | None:
+        """Replaces an engine that serves another model by a new one for the right model.
 
         Its requests in flight continue. The new one knows nothing of the old model. Returns it.
         """
@@ -536,7 +544,7 @@ class Fleet:
         log.warning(
             "the engine serves another model; it moves",
             engine=engine.name,
-            model=pool.name,
+            model=model.name,
             serves=_listed(engine.capabilities.models),
         )
         new = Engine(engine.config, self.config, engine.source, None, self.contexts)
@@ -555,17 +563,19 @@ class Fleet:
 
     def card(self, name: str) -> dict[str, Any]:
         """Returns the card of a known model."""
-        names = self.names[name].pool.names
-        return names.card(name, self.names[name].pool.created)
+        names = self.names[name].model.names
+        return names.card(name, self.names[name].model.created)
 
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""
-        return any(engine.in_service and not engine.held for p in self.pools for engine in p.engines.values())
+        return any(
+            engine.in_service and not engine.held for p in self.models for engine in p.engines.values()
+        )
 
-    def models(self) -> bytes:
+    def models_page(self) -> bytes:
         """Returns the JSON answer to GET /v1/models."""
         if self._page is None:
-            data = [self.card(name) for name, served in self.names.items() if served.pool.names.shown(name)]
+            data = [self.card(name) for name, served in self.names.items() if served.model.names.shown(name)]
             self._page = orjson.dumps({"object": "list", "data": data})
         return self._page
 
@@ -573,12 +583,16 @@ class Fleet:
 def _misfit(engine: Engine) -> str | None:
     """Returns the reason why an engine does not serve its configured model; None: it does."""
     models = engine.capabilities.models
-    if engine.model is None or not models or any(model.name == engine.model for model in models):
+    if (
+        engine.configured_model is None
+        or not models
+        or any(model.name == engine.configured_model for model in models)
+    ):
         return None
-    return f"it serves {_listed(models)}, not {engine.model!r}"
+    return f"it serves {_listed(models)}, not {engine.configured_model!r}"
 
 
-def _listed(models: Sequence[Model]) -> str:
+def _listed(models: Sequence[ModelCard]) -> str:
     """Returns the names of models for a message."""
     names = [repr(model.name) for model in models if model.parent is None]
     more = f" and {len(names) - NAMED_MODELS} more" if len(names) > NAMED_MODELS else ""
@@ -586,16 +600,16 @@ def _listed(models: Sequence[Model]) -> str:
 
 
 @contextlib.contextmanager
-def _installed(changes: Sequence[tuple[Pool, Policies]]) -> Iterator[None]:
-    """Installs new policies in pools. After an LmetricError, all pools have their old ones."""
-    done: list[tuple[Pool, Policies]] = []
+def _installed(changes: Sequence[tuple[Model, Policies]]) -> Iterator[None]:
+    """Installs new policies in models. After an LmetricError, all models have their old ones."""
+    done: list[tuple[Model, Policies]] = []
     try:
-        for pool, policies in changes:
-            before = pool.policies
-            pool.install(policies)
-            done.append((pool, before))
+        for model, policies in changes:
+            before = model.policies
+            model.install(policies)
+            done.append((model, before))
         yield
     except LmetricError:
-        for pool, before in done:
-            pool.install(before)
+        for model, before in done:
+            model.install(before)
         raise

@@ -1,4 +1,4 @@
-"""The KV event feed of a pool: subscriptions to its engines' events, and their supervision."""
+"""The KV event feed of a model: subscriptions to its engines' events, and their supervision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import (
     UNASKED,
     Mode,
-    PoolFacts,
+    ModelFacts,
     Subscription,
     choose,
     endpoints,
@@ -64,7 +64,7 @@ class _EngineEvents:
 
     subscriptions: tuple[Subscription, ...]
     exact: Mode
-    pooled: PoolFacts
+    pooled: ModelFacts
     connected_at: float
     batches: int = 0
     restarts: int = 0
@@ -142,7 +142,7 @@ class _Tally:
 
 
 class KvFeed:
-    """The KV events of one pool's engines."""
+    """The KV events of one model's engines."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -217,9 +217,9 @@ class KvFeed:
             for host, address in self._addresses.get(engine.name, {}).items()
         )
 
-    def wire(self, engine: Engine, pooled: PoolFacts) -> None:
+    def wire(self, engine: Engine, pooled: ModelFacts) -> None:
         """Chooses the engine's mode by its capabilities, and makes the needed subscriptions."""
-        assert engine.pool is not None
+        assert engine.model is not None
         mode, subscriptions = choose(
             engine.capabilities,
             engine.host,
@@ -350,7 +350,7 @@ class KvFeed:
         return None
 
     def _subscribe(
-        self, engine: Engine, subscriptions: tuple[Subscription, ...], mode: Mode, pooled: PoolFacts
+        self, engine: Engine, subscriptions: tuple[Subscription, ...], mode: Mode, pooled: ModelFacts
     ) -> None:
         feed, name = self._opened(), engine.name
         self._events[name] = _EngineEvents(subscriptions, mode, pooled, connected_at=time.monotonic())
@@ -415,9 +415,9 @@ class KvFeed:
         if field is None or hybrid:
             what = "its cached blocks become known when it stores them again"
         else:
-            assert engine.pool is not None
+            assert engine.model is not None
             what = "the router asks the engine to report its cached blocks"
-            engine.refill = KvBackfill(field, engine.pool.block_size, time.monotonic())
+            engine.refill = KvBackfill(field, engine.model.block_size, time.monotonic())
         log.info("the KV index of an engine is incomplete", engine=engine.name, note=what)
 
 
@@ -425,7 +425,7 @@ def _setting(engine: Engine) -> KvEventsSetting:
     """The setting of its KV events."""
     if engine.config.kv_events is not None:
         return engine.config.kv_events
-    return engine.pool.settings.kv_events if engine.pool is not None else "auto"
+    return engine.model.settings.kv_events if engine.model is not None else "auto"
 
 
 COUNTS = (

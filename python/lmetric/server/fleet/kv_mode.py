@@ -77,8 +77,8 @@ class Subscription:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolFacts:
-    """The properties of a pool that affect its engines' modes."""
+class ModelFacts:
+    """The properties of a model that affect its engines' modes."""
 
     block_size: int
     block_size_from: str = field(compare=False)  # an engine, the configuration, or default
@@ -90,7 +90,7 @@ def choose(
     capabilities: Capabilities,
     host: str,
     setting: KvEvents | Literal["auto", "off"],
-    pool: PoolFacts,
+    model: ModelFacts,
     tokens_differ: str | None = None,
     flags: Mapping[str, str] = MappingProxyType({}),
     admit: Callable[[str], str] = str,
@@ -114,22 +114,22 @@ def choose(
     if len(sources) > MAX_SOURCES or any(not 0 <= source.rank <= MAX_RANK for source in sources):
         detail = f"{len(sources)} sources; at most {MAX_SOURCES} ranks, from 0 to {MAX_RANK}"
         return Mode("approximate", "it reports too many or wrong KV event sources", detail, _FIX_ENDPOINT), ()
-    if not pool.knows_tokens and not given.without_tokenizer:
+    if not model.knows_tokens and not given.without_tokenizer:
         cause = "its events hold token ids, prompts are text, and the model's tokenizer is not known"
-        return Mode("approximate", cause, pool.tokenizer_note, _FIX_TOKENS), ()
-    if pool.knows_tokens and tokens_differ is not None:
+        return Mode("approximate", cause, model.tokenizer_note, _FIX_TOKENS), ()
+    if model.knows_tokens and tokens_differ is not None:
         cause = "it tokenizes prompts differently from the router"
         return Mode("approximate", cause, tokens_differ, FIX_TOKENIZER), ()
     size = capabilities.block_size
-    if size is not None and size != pool.block_size:
-        return mismatch(size, pool), ()
+    if size is not None and size != model.block_size:
+        return mismatch(size, model), ()
     try:
         subscriptions = tuple(_subscription(source, host, given, admit) for source in sources)
     except EndpointError as error:
         return Mode("approximate", "the router cannot reach its KV events", str(error), error.fix), ()
     reason = (
         "KV events"
-        if pool.knows_tokens
+        if model.knows_tokens
         else "KV events, for prompts of token ids; text prompts count as not cached"
     )
     return Mode("exact", reason), subscriptions
@@ -151,9 +151,11 @@ def flag_fix(flags: Mapping[str, str], feature: str) -> str | None:
     return f"start the engine with {flag}" if flag and flag.startswith("--") else flag
 
 
-def mismatch(size: int, pool: PoolFacts) -> Mode:
-    """Returns the mode of an engine with blocks of `size` tokens in a pool of another size."""
-    detail = f"its blocks have {size} tokens, its model's index {pool.block_size} (by {pool.block_size_from})"
+def mismatch(size: int, model: ModelFacts) -> Mode:
+    """Returns the mode of an engine with blocks of `size` tokens in a model of another size."""
+    detail = (
+        f"its blocks have {size} tokens, its model's index {model.block_size} (by {model.block_size_from})"
+    )
     return Mode("approximate", "its block size differs from its model's index", detail, _FIX_BLOCK_SIZE)
 
 

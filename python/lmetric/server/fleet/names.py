@@ -1,4 +1,4 @@
-"""Names in requests: the models and adapters of a pool, and the engines that list each.
+"""Names in requests: the base names and adapters of a model, and the engines that list each.
 
 An engine's list of models (`/v1/models`) has its base names, of which all mean the same weights,
 and its LoRA adapters. The list changes while the engine runs.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from lmetric.engines.adapter import Model
+from lmetric.engines.adapter import ModelCard
 
 SEARCH_SECONDS = 1.0  # least time between two searches for unknown names
 # In large fleets a search costs more: about 0.2 ms of the event loop per engine.
@@ -21,20 +21,20 @@ SEARCH_SECONDS_PER_ENGINE = 0.005
 MOST_SEARCHES = 256
 
 
-class PoolNames:
-    """The names of one pool.
+class ModelNames:
+    """The names of one model.
 
-    ``main``: the name of the pool. ``adapters``: adapters in the configuration. An engine that
+    ``main``: the name of the model. ``adapters``: adapters in the configuration. An engine that
     reports no models may serve these names, but no others. ``configured``: the configuration names
-    the pool, so that no other pool gets these names.
+    the model, so that no other model gets these names.
     """
 
     def __init__(self, main: str, adapters: Iterable[str] = (), *, configured: bool = False) -> None:
         self.main = main
         self.adapters = dict.fromkeys(adapters)
         self.configured = configured
-        self.listed: dict[str, dict[str, Model]] = {}  # by name: the engines that list it
-        self.engines: dict[str, tuple[Model, ...]] = {}  # by engine: its list
+        self.listed: dict[str, dict[str, ModelCard]] = {}  # by name: the engines that list it
+        self.engines: dict[str, tuple[ModelCard, ...]] = {}  # by engine: its list
         self.silent: set[str] = set()  # engines that report no models
         self.uniform = True  # whether each known name is served by all engines
         # Names whose last engine was removed, with the time on the monotonic clock, and whether it
@@ -46,7 +46,7 @@ class PoolNames:
         """All names that may be requested."""
         return list(dict.fromkeys([self.main, *self.adapters, *self.listed, *self._gone]))
 
-    def update(self, engine: str, models: Sequence[Model]) -> list[str]:
+    def update(self, engine: str, models: Sequence[ModelCard]) -> list[str]:
         """Replaces the list of an engine. Returns the names that appeared or vanished."""
         return self._replace(engine, models, gone=False)
 
@@ -54,7 +54,7 @@ class PoolNames:
         """Removes an engine. Names that no other engine lists stay known for a while."""
         return self._replace(engine, None, gone=True)
 
-    def _replace(self, engine: str, models: Sequence[Model] | None, *, gone: bool) -> list[str]:
+    def _replace(self, engine: str, models: Sequence[ModelCard] | None, *, gone: bool) -> list[str]:
         old = dict.fromkeys(model.name for model in self.engines.pop(engine, ()))
         new = {model.name: model for model in models or ()}
         changed = []
@@ -98,7 +98,7 @@ class PoolNames:
         return old
 
     def claim(self, name: str) -> int | None:
-        """Returns how strong the pool's claim to a name is, 0 the strongest; None: it has none."""
+        """Returns how strong the model's claim to a name is, 0 the strongest; None: it has none."""
         own = name == self.main
         if self.configured and (own or name in self.adapters):
             return 0
@@ -142,7 +142,7 @@ class PoolNames:
         """
         models = list(self.listed.get(name, {}).values())
         adapter = self.is_adapter(name)
-        first = models[0] if models else Model(name, parent=self.main if adapter else None)
+        first = models[0] if models else ModelCard(name, parent=self.main if adapter else None)
         lengths = [model.max_model_len for model in models if model.max_model_len is not None]
         card = {
             "id": name,
@@ -155,10 +155,10 @@ class PoolNames:
         return card | ({"max_model_len": min(lengths)} if lengths else {})
 
 
-def fits(names: PoolNames, engine: str, models: Iterable[Model]) -> bool:
-    """Whether an engine with this list of models serves the model of a pool.
+def fits(names: ModelNames, engine: str, models: Iterable[ModelCard]) -> bool:
+    """Whether an engine with this list of models serves a model of the fleet.
 
-    It lists the pool's name, or it shares a base name with another engine that lists it.
+    It lists the model's name, or it shares a base name with another engine that lists it.
     """
     bases = {model.name for model in models if model.parent is None}
     if not bases or names.main in bases:
@@ -167,7 +167,7 @@ def fits(names: PoolNames, engine: str, models: Iterable[Model]) -> bool:
     return any(name in bases for each in anchors for name in _bases(names.engines[each]))
 
 
-def _bases(models: Iterable[Model]) -> Iterator[str]:
+def _bases(models: Iterable[ModelCard]) -> Iterator[str]:
     return (model.name for model in models if model.parent is None)
 
 

@@ -49,7 +49,7 @@ class Movable(Protocol):
 
 
 class Rebalancer:
-    """The requests of a pool that may move, and the moves in progress."""
+    """The requests of a model that may move, and the moves in progress."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 from lmetric.server.fleet.engine import NotUsable
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 
 @dataclass(slots=True)
@@ -39,15 +39,15 @@ def _policy(setting: str | dict[str, Any]) -> str:
     return setting if isinstance(setting, str) else str(setting.get("score", setting))
 
 
-def _without_effect(pool: Pool) -> Iterator[Problem]:
+def _without_effect(model: Model) -> Iterator[Problem]:
     """Yields the settings of a model that have no effect on its engines."""
-    usable = [engine for engine in pool.engines.values() if engine.unusable is None]
+    usable = [engine for engine in model.engines.values() if engine.unusable is None]
     decodes = [engine.name for engine in usable if engine.role == "decode"]
-    if decodes and pool.policies.settings.decode_policy == "sibyl" and pool.binds_late:
+    if decodes and model.policies.settings.decode_policy == "sibyl" and model.binds_late:
         cause = "sibyl cannot look ahead: with late binding, the decode engine is chosen after the prefill"
         fix = "set decode_policy: sibyl_plus (experimental) or least_requests"
         yield Problem("decode_policy", cause, cause, fix, decodes)
-    if pool.mover is not None and pool.mover.rebalances and pool.mover.by != "recompute":
+    if model.mover is not None and model.mover.rebalances and model.mover.by != "recompute":
         names = [engine.name for engine in usable if engine.connector is None and engine.role != "prefill"]
         if names:
             cause = "no KV transfer: rebalance moves no stream of these engines"
@@ -82,7 +82,7 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
         if group is None:
             group = found[key] = Problem(what, *why)
         group.engines.append(engine.name)
-    problems = [*found.values(), *(problem for pool in fleet.pools for problem in _without_effect(pool))]
+    problems = [*found.values(), *(problem for model in fleet.models for problem in _without_effect(model))]
     shown: dict[str, Any] = {
         "engines": fleet.size,
         "usable": usable,
@@ -92,14 +92,14 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
     if names:
         shown["models"] = [
             {
-                "model": pool.name,
-                "engines": len(pool.engines),
-                "policy": _policy(pool.policies.settings.policy),
-                "decode_policy": _policy(pool.policies.settings.decode_policy) if pool.cuts else None,
-                "guard": pool.guard,
-                "guard_reason": pool.router.guard_reason,
-                "tokenizer": str(pool.tokenizers.current.folder) if pool.tokenizers.current else None,
+                "model": model.name,
+                "engines": len(model.engines),
+                "policy": _policy(model.policies.settings.policy),
+                "decode_policy": _policy(model.policies.settings.decode_policy) if model.cuts else None,
+                "guard": model.guard,
+                "guard_reason": model.router.guard_reason,
+                "tokenizer": str(model.tokenizers.current.folder) if model.tokenizers.current else None,
             }
-            for pool in fleet.pools
+            for model in fleet.models
         ]
     return shown

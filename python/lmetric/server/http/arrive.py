@@ -20,7 +20,7 @@ from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.intent import Intent
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.place import Placement
 from lmetric.server.http.searching import PendingSearch
@@ -127,20 +127,20 @@ class Arrivals:
 
     def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
-        pool, adapter = self._fleet.find(call.model)
-        client_request.pool, client_request.model = pool, call.model
-        if call.scope and call.path.isolated_by == "salt_by_kind" and not pool.salts_messages:
+        model, adapter = self._fleet.find(call.model)
+        client_request.model, client_request.model_name = model, call.model
+        if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
             raise not_isolated(client_request.tenant, client_request.path)
         if call.path.stores:
-            self._stored.follow(client_request, call, pool)
-        if pool.orders or self.admission.keys.on:
+            self._stored.follow(client_request, call, model)
+        if model.orders or self.admission.keys.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
             if call.priority is not None:
                 priority.remove(call)
-        in_thread = self._read_prompt(call, pool)
-        splits = len(call.body) > LARGE_BODY and pool.cuts
-        intent = Intent(client_request, call, pool, adapter=adapter)
+        in_thread = self._read_prompt(call, model)
+        splits = len(call.body) > LARGE_BODY and model.cuts
+        intent = Intent(client_request, call, model, adapter=adapter)
         if in_thread is None and not call.changes and not splits:
             self._placement.place(intent, now)
         else:
@@ -163,12 +163,12 @@ class Arrivals:
         self._running.add(client_request, PendingSearch(client_request, self._running, found, then=then))
         return True
 
-    def _read_prompt(self, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
-        """Tokenizes the prompt if its pool matches tokens.
+    def _read_prompt(self, call: ParsedRequest, model: Model) -> Callable[[], Tokens | None] | None:
+        """Tokenizes the prompt if its model matches tokens.
 
         Returns long work as a function, for a thread.
         """
-        tokenizer = pool.tokenizers.current
+        tokenizer = model.tokenizers.current
         if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
         if len(call.body) > RENDERED_BYTES:
@@ -177,7 +177,7 @@ class Arrivals:
             text = prompt_text(tokenizer, call)
             call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
         except NotPredictable as error:
-            count_text_prompt(pool, error)
+            count_text_prompt(model, error)
             return None
         return partial(tokenizer.encode, text) if call.tokens is None else None
 
@@ -186,7 +186,7 @@ class Arrivals:
 
         It is not placed if it has ended by then.
         """
-        call, pool = intent.call, intent.pool
+        call, model = intent.call, intent.model
 
         def then(work: asyncio.Future[Tokens | None], now: float) -> None:
             error = work.exception()
@@ -194,10 +194,10 @@ class Arrivals:
                 if read is not None:
                     call.tokens = work.result()
             elif isinstance(error, NotPredictable):
-                count_text_prompt(pool, error)
+                count_text_prompt(model, error)
             else:
                 log_tokens.error("cannot tokenize a prompt", exc_info=error)
-                count_text_prompt(pool, NotPredictable("tokenizer", str(error)))
+                count_text_prompt(model, NotPredictable("tokenizer", str(error)))
             self._placement.place(intent, now)
 
         work = self._threads.begin(partial(_prepare, call, read))
@@ -215,6 +215,6 @@ def _read_first(intent: Intent, read: Callable[[], Tokens | None] | None) -> Tok
     """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
     call = intent.call
     call.first = FirstSegment(intent.request.path, call.body)
-    if intent.pool.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
+    if intent.model.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
         call.first.for_one_token()
     return call.tokens if read is None else read()

@@ -70,24 +70,24 @@ class HeldRequest(WaitingRequest):
         then: Callable[[float], None],
         now: float,
     ) -> None:
-        client_request, pool, call = intent.request, intent.pool, intent.call
+        client_request, model, call = intent.request, intent.model, intent.call
         super().__init__(client_request, running)
         self._arrival = arrival
-        self._pool = pool
+        self._model = model
         self._then = then
         self._since = self._written_at = now
-        every = pool.held.keep_alive_seconds
+        every = model.held.keep_alive_seconds
         comments = call.stream and call.path.streams and client_request.gateway is None
         self._every = every if comments and every > 0 else math.inf
-        pool.held.wait(Waiting(arrival, client_request.tenant, run=self._release, refuse=self._refuse))
+        model.held.wait(Waiting(arrival, client_request.tenant, run=self._release, refuse=self._refuse))
 
     def _release(self, now: float) -> None:
         self._go_on(self._then, now)
 
     def _refuse(self, reason: str, seconds: float) -> None:
         """Ends the request with a 429: it can no longer be served in time."""
-        self._pool.held.count_refused(self._client_request.tenant, reason)
-        self._leave(f"refused while it was held ({reason})", refusal(self._pool.name, reason, seconds))
+        self._model.held.count_refused(self._client_request.tenant, reason)
+        self._leave(f"refused while it was held ({reason})", refusal(self._model.name, reason, seconds))
 
     def check(self, now: float) -> None:
         """Called periodically: keeps the client's connection alive, and enforces the time limit."""
@@ -100,7 +100,7 @@ class HeldRequest(WaitingRequest):
         super().check(now)
 
     def _abandon(self) -> None:
-        self._pool.held.leave(self._arrival)
+        self._model.held.leave(self._arrival)
 
     def _explain(self) -> str:
         return f"; it was held: {self.why}"

@@ -19,7 +19,7 @@ from aiohttp import web
 from lmetric._core import __version__
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import OwnPage
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.running import DRAINING
@@ -59,7 +59,7 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
     admin = front.access.is_admin(request.headers)
     try:
         front.access.tenant(request.headers)
-        models = [pool.name for pool in front.fleet.pools]
+        models = [model.name for model in front.fleet.models]
     except ApiError:  # no valid API key
         models = None
     open_to = {
@@ -91,7 +91,7 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
         shown["fleet"] = [
             {
                 "engine": engine.name,
-                "model": engine.pool.name if engine.pool else None,
+                "model": engine.model.name if engine.model else None,
                 "role": engine.role,
                 "state": "usable" if (why := engine.unusable) is None else why.reason,
                 "mode": engine.mode.name if engine.identified else None,
@@ -117,17 +117,17 @@ def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
     (text,) = given.pop("limit", [str(DECISIONS_LISTED)])[-1:]
     if given or not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_DECISIONS_LISTED):
         raise bad(f"the query must be empty or limit=N (1 to {MAX_DECISIONS_LISTED})", "limit")
-    return [each for pool in front.fleet.pools for each in _latest(pool, int(text))]
+    return [each for model in front.fleet.models for each in _latest(model, int(text))]
 
 
-def _latest(pool: Pool, limit: int) -> Iterable[dict[str, Any]]:
-    last = pool.router.stats(instances=False)["decisions"]
+def _latest(model: Model, limit: int) -> Iterable[dict[str, Any]]:
+    last = model.router.stats(instances=False)["decisions"]
     for number in range(last, max(last - limit, 0), -1):
-        record: Mapping[str, Any] | None = pool.router.explain(number)
+        record: Mapping[str, Any] | None = model.router.explain(number)
         if record is None:
             return  # older records are gone
         shown = {name: record[name] for name in _LISTED if record[name] is not None}
-        yield {"id": pool.labels.label(number, ""), "model": pool.name, **shown}
+        yield {"id": model.labels.label(number, ""), "model": model.name, **shown}
 
 
 def _page(request: web.BaseRequest, data: Any, body: Callable[[Any], str]) -> web.Response:

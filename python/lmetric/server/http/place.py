@@ -15,7 +15,7 @@ from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.observers import failed, guarded
 from lmetric.server.execution.plan import Hedge
 from lmetric.server.execution.runner import RequestRunner
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.running import SERVING, RunningRequests
 from lmetric.server.observe.trials import TrialResults
@@ -43,24 +43,24 @@ class Placement:
         now: float,
     ) -> None:
         """Routes the request and starts its execution, or holds or refuses it. Raises ApiError."""
-        client_request, call, pool = intent.request, intent.call, intent.pool
-        if call.path.prompt == "form" and pool.disaggregates:
+        client_request, call, model = intent.request, intent.call, intent.model
+        if call.path.prompt == "form" and model.disaggregates:
             raise ApiError(
                 501,
-                f"{pool.name}: {client_request.path} is not possible with prefill/decode disaggregation",
+                f"{model.name}: {client_request.path} is not possible with prefill/decode disaggregation",
                 code="not_implemented",
             )
-        client_request.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
+        client_request.prompt_bytes, prompt_tokens, extra_tokens = _size(model, call)
         head = client_request.head
-        joins = pool.joins
-        split_reason = pool.split_reason(client_request.path, call) if joins else None
-        fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
+        joins = model.joins
+        split_reason = model.split_reason(client_request.path, call) if joins else None
+        fetch_reason = model.fetch_reason(client_request.path, call) if model.fetches_prefixes else None
         intent.moves = joins and split_reason is None
-        intent.fetches = pool.fetches_prefixes and fetch_reason is None
+        intent.fetches = model.fetches_prefixes and fetch_reason is None
         if split_reason is not None or fetch_reason is not None:
-            pool.count_ineligible(split_reason, fetch_reason)
-        if pool.fails_over and call.stream:
-            client_request.not_resumable = pool.failover_reason(client_request.path, call)
+            model.count_ineligible(split_reason, fetch_reason)
+        if model.fails_over and call.stream:
+            client_request.not_resumable = model.failover_reason(client_request.path, call)
             intent.resumes = client_request.not_resumable is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
         session = call.session_id or head.session or call.session
@@ -68,8 +68,8 @@ class Placement:
             client_request.session_line = _session_line(call.session_id)
         if client_request.tenant and session is not None:
             session = _session(client_request.tenant, session)
-        policies, held = pool.policies, pool.held
-        slo = self._slo_class(client_request, pool) if held.classes else None
+        policies, held = model.policies, model.held
+        slo = self._slo_class(client_request, model) if held.classes else None
         # Positional, in the order of `Request`: keywords take 4% of a chat's instructions.
         intent.asked = asked = Request(
             call.tokens,
@@ -86,7 +86,7 @@ class Placement:
             weight,
             handicap_seconds,
             # Output lengths are learned per path and tenant.
-            _length_class(client_request) if pool.splits or policies.reads_length_class else None,
+            _length_class(client_request) if model.splits or policies.reads_length_class else None,
             None,  # reasoning_tokens
             split_reason is None,
             split_reason,
@@ -94,15 +94,15 @@ class Placement:
             fetch_reason,
             _priority(head, call) if policies.reads_priority else None,
             None
-            if pool.names.uniform and client_request.pinned_to is None and client_request.subset is None
-            else _instances(client_request, pool),
+            if model.names.uniform and client_request.pinned_to is None and client_request.subset is None
+            else _instances(client_request, model),
             head.session_final,
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
         )
         for hook in self._running.observers.arrived:
             guarded(hook, intent)
-        hedge_seconds = pool.hedging.after_seconds
+        hedge_seconds = model.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
             hedge_seconds = slo.hedge_after_seconds
         if hedge_seconds is not None:
@@ -112,16 +112,16 @@ class Placement:
             if arrival.verdict == "refused":
                 reason = arrival.reason or ""
                 held.count_refused(client_request.tenant, reason)
-                raise refusal(pool.name, reason, arrival.retry_after_seconds or 1.0)
+                raise refusal(model.name, reason, arrival.retry_after_seconds or 1.0)
             if arrival.verdict == "held":
                 client_request.was_held = True
                 self._hold(intent, arrival, now)
                 return
         self._start(intent, now)
 
-    def _slo_class(self, client_request: ClientRequest, pool: Pool) -> SloClass | None:
+    def _slo_class(self, client_request: ClientRequest, model: Model) -> SloClass | None:
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
-        classes, named = pool.held.classes, client_request.head.field(b"x-slo-class")
+        classes, named = model.held.classes, client_request.head.field(b"x-slo-class")
         name = self._classes.get(client_request.tenant, "") if named is None else named.decode("latin-1")
         if name in classes:
             client_request.slo_class = name
@@ -130,18 +130,18 @@ class Placement:
             return None
         raise ApiError(
             400,
-            f"x-slo-class: {pool.name} has no class {name[:64]!r}; known: {', '.join(classes)}",
+            f"x-slo-class: {model.name} has no class {name[:64]!r}; known: {', '.join(classes)}",
             param="x-slo-class",
             code="unknown_slo_class",
         )
 
     def _hold(self, intent: Intent, arrival: Arrival, now: float) -> None:
         """Starts the request when the core router lets it run."""
-        client_request, pool = intent.request, intent.pool
+        client_request, model = intent.request, intent.model
         if client_request.sheddable:
             arrival.drop()
-            pool.held.count_refused(client_request.tenant, "queue")
-            raise refusal(pool.name, "queue", 1.0)
+            model.held.count_refused(client_request.tenant, "queue")
+            raise refusal(model.name, "queue", 1.0)
         start = partial(self._start, intent)
         self._running.add(client_request, HeldRequest(intent, arrival, self._running, then=start, now=now))
 
@@ -151,35 +151,35 @@ class Placement:
         now: float,
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
-        client_request, call, pool, asked = intent.request, intent.call, intent.pool, intent.asked
+        client_request, call, model, asked = intent.request, intent.call, intent.model, intent.asked
         relay: RequestRunner | None = None
         client_request.decision_began = time.monotonic()
         try:
-            if pool.trials.on:
-                decision, ticket, trial = pool.trials.route(asked, now, intent.arrival)
+            if model.trials.on:
+                decision, ticket, trial = model.trials.route(asked, now, intent.arrival)
                 routed = decision, ticket
                 client_request.trial = trial
                 self._running.observers.add(self._trial_results)
                 if intent.hedge is not None:
                     intent.hedge.canary = trial is not None and trial.canary
             else:
-                routed = decision, ticket = pool.router.route(asked, now=now, arrival=intent.arrival)
+                routed = decision, ticket = model.router.route(asked, now=now, arrival=intent.arrival)
             client_request.decision_ended = time.monotonic()
-            if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
-                model = asked.lora_name or pool.name
-                pool.changes.note(ticket.prompt_key, call.tokens, str(model), salt=call.salt)
+            if model.changes is not None and call.tokens is not None and not asked.extra_tokens:
+                model_name = asked.lora_name or model.name
+                model.changes.note(ticket.prompt_key, call.tokens, str(model_name), salt=call.salt)
         except NoInstanceError as error:
             if client_request.subset is not None:
-                raise client_request.subset.no_engine_error(pool, str(error)) from None
+                raise client_request.subset.no_engine_error(model, str(error)) from None
             if client_request.pinned_to is not None:
                 raise ApiError(
                     503,
-                    f"{pool.name}: the engine that holds previous_response_id accepts no request now",
+                    f"{model.name}: the engine that holds previous_response_id accepts no request now",
                     engines=str(error),
                     code="no_engine",
                     headers={"retry-after": "2"},
                 ) from None
-            raise pool.no_engine_error(error, call.model) from None
+            raise model.no_engine_error(error, call.model) from None
         if call.path.prompt != "form":  # engines may read the priority from a field of JSON
             client_request.priority = decision.priority
         try:
@@ -214,17 +214,17 @@ def _hedge(intent: Intent, seconds: float) -> Hedge | None:
     return Hedge(seconds, intent.asked)
 
 
-def _instances(client_request: ClientRequest, pool: Pool) -> list[str] | None:
+def _instances(client_request: ClientRequest, model: Model) -> list[str] | None:
     """Returns the names of the only engines that may take a request; None: all may."""
     pinned, subset = client_request.pinned_to, client_request.subset
-    listing = pool.names.engines_of(client_request.model)
+    listing = model.names.engines_of(client_request.model_name)
     if pinned is None and subset is None:
         return None if listing is None else list(listing)
-    names = pool.engines if pinned is None else (pinned,)
+    names = model.engines if pinned is None else (pinned,)
     return [
         name
         for name in names
-        if (subset is None or (name in pool.engines and pool.engines[name] in subset))
+        if (subset is None or (name in model.engines and model.engines[name] in subset))
         and (listing is None or name in listing)
     ]
 
@@ -253,18 +253,18 @@ def _session(tenant: str, session: str) -> str:
     return f"{len(tenant)}:{tenant}{session}"
 
 
-def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
+def _size(model: Model, call: ParsedRequest) -> tuple[int, int, int]:
     """Returns the sizes of a request's prompts.
 
     They are: bytes of the prompt for the tokens-per-byte estimate (0: not used for it), tokens of
     the prompt (estimated for text), and tokens of the further prompts.
     """
-    more = call.more_tokens + (pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else 0)
+    more = call.more_tokens + (model.ratio.tokens_of(call.more_bytes) if call.more_bytes else 0)
     if call.tokens is not None:
         return 0, len(call.tokens), more
     text = call.text
     if text is None:
         return 0, 1, more
     if more:
-        return 0, pool.ratio.tokens_of(len(text)), more
-    return len(text), pool.ratio.tokens_of(len(text)), 0
+        return 0, model.ratio.tokens_of(len(text)), more
+    return len(text), model.ratio.tokens_of(len(text)), 0

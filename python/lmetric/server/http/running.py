@@ -135,10 +135,10 @@ class RunningRequests:
             if relay.committed:
                 client_request.status = relay.status
             usage = relay.usage
-            if usage is not None and client_request.prompt_bytes and client_request.pool is not None:
+            if usage is not None and client_request.prompt_bytes and client_request.model is not None:
                 prompt_tokens = usage.prompt_tokens
                 if prompt_tokens:
-                    client_request.pool.ratio.learn(client_request.prompt_bytes, prompt_tokens)
+                    client_request.model.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         if error is not None:
             client_request.error, client_request.status = error, error.status
             goes_on = goes_on and client_request.http11 and self.phase is SERVING

@@ -17,7 +17,7 @@ from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.observers import guarded
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.running import SERVING
 
@@ -33,7 +33,7 @@ class StoredRequests:
         self._admission = admission
         self._running = admission.running
 
-    def follow(self, client_request: ClientRequest, call: ParsedRequest, pool: Pool) -> None:
+    def follow(self, client_request: ClientRequest, call: ParsedRequest, model: Model) -> None:
         """Pins a request to the engine of the response that it continues, and follows its own.
 
         Raises ApiError (400, 404).
@@ -41,26 +41,26 @@ class StoredRequests:
         tenant, stored = client_request.tenant, self.responses
         if (previous := previous_id(call)) is not None:
             home, engine = self._holder(tenant, previous)
-            if home is not pool:
+            if home is not model:
                 raise bad(
-                    f"previous_response_id: the model of that response is {home.name!r}, not {pool.name!r}",
+                    f"previous_response_id: the model of that response is {home.name!r}, not {model.name!r}",
                     "previous_response_id",
                 )
             client_request.pinned_to = engine.name
         own = assign_id(call, tenants=self._admission.keys.on or bool(self._admission.tenants))
         if own is not None:
-            client_request.on_answer = lambda engine: stored.add(tenant, own, Holder(pool.name, engine))
+            client_request.on_answer = lambda engine: stored.add(tenant, own, Holder(model.name, engine))
 
-    def _holder(self, tenant: str, response_id: str) -> tuple[Pool, Engine]:
+    def _holder(self, tenant: str, response_id: str) -> tuple[Model, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
         holder = self.responses.find(tenant, response_id)
-        pool = next((pool for pool in self._fleet.pools if pool.name == holder.model), None)
-        engine = pool.engines.get(holder.engine) if pool is not None else None
-        if pool is None or engine is None:
+        model = next((model for model in self._fleet.models if model.name == holder.model), None)
+        engine = model.engines.get(holder.engine) if model is not None else None
+        if model is None or engine is None:
             error = not_found(response_id, "is lost: the engine that held it was removed")
             error.engines = holder.engine
             raise error
-        return pool, engine
+        return model, engine
 
     def serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `ended` at its end."""
@@ -71,10 +71,10 @@ class StoredRequests:
         relay: DirectRequest | None = None
         self._running.count(client_request)
         try:
-            pool, engine = self._holder(tenant, response_id)
-            client_request.pool = pool
+            model, engine = self._holder(tenant, response_id)
+            client_request.model = model
             if client_request.subset is not None and engine not in client_request.subset:
-                raise client_request.subset.no_engine_error(pool, f"the response is on {engine.name}")
+                raise client_request.subset.no_engine_error(model, f"the response is on {engine.name}")
             if method == "DELETE":
                 client_request.on_answer = lambda _: self.responses.forget(tenant, response_id)
             client_request.keep_alive &= self._running.phase is SERVING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 # Larger bodies are rendered in a thread: a template may take microseconds for each message.
@@ -37,10 +37,10 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
     return text._replace(scope=call.scope) if call.scope else text
 
 
-def count_text_prompt(pool: Pool, why: NotPredictable) -> None:
-    """Counts a prompt that is matched as text although its pool matches tokens."""
-    pool.tokenizers.text_prompts[why.reason] += 1
-    log.debug("a prompt is matched as text", model=pool.name, reason=why.reason, why=str(why))
+def count_text_prompt(model: Model, why: NotPredictable) -> None:
+    """Counts a prompt that is matched as text although its model matches tokens."""
+    model.tokenizers.text_prompts[why.reason] += 1
+    log.debug("a prompt is matched as text", model=model.name, reason=why.reason, why=str(why))
 
 
 def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | None:

@@ -31,7 +31,7 @@ class AccessLog(Observer):
             client=request.address,
             tenant=request.tenant or None,
             path=request.path,
-            model=(request.pool.name if request.pool is not None else None) or None,
+            model=(request.model.name if request.model is not None else None) or None,
             status=request.status,
             decision=done.decision,
             instance=done.instance,

@@ -39,21 +39,21 @@ def admission_metrics(fleet: Fleet) -> Iterator[Metric]:
         "Requests refused with 429, by reason: deadline, queue, rate, programs",
         labels=("model", "tenant", "reason"),
     )
-    for pool in fleet.pools:
-        for tenant, count in pool.held.waiting().items():
-            waiting.add_metric((pool.name, tenant), count)
-        for (tenant, reason), count in pool.held.refused.items():
-            refused.add_metric((pool.name, tenant, reason), count)
+    for model in fleet.models:
+        for tenant, count in model.held.waiting().items():
+            waiting.add_metric((model.name, tenant), count)
+        for (tenant, reason), count in model.held.refused.items():
+            refused.add_metric((model.name, tenant, reason), count)
     yield from (waiting, refused)
-    told = [(pool.name, found) for pool in fleet.pools if (found := pool.held.snapshot()) is not None]
+    told = [(model.name, found) for model in fleet.models if (found := model.held.snapshot()) is not None]
     for name, (text, key) in _COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("model",))
-        for model, values in told:
-            counter.add_metric((model,), values[key])
+        for model_name, values in told:
+            counter.add_metric((model_name,), values[key])
         yield counter
     for name, (text, key) in _GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=("model",))
-        for model, values in told:
+        for model_name, values in told:
             if values[key] is not None:
-                gauge.add_metric((model,), values[key])
+                gauge.add_metric((model_name,), values[key])
         yield gauge

@@ -9,12 +9,12 @@ from typing import Any
 from prometheus_client.core import InfoMetricFamily, Metric
 
 from lmetric._core import __version__
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 _LONGEST_POLICY = 80  # characters; expressions may be longer
 
 
-def build_metrics(stats: Iterable[tuple[Pool, Mapping[str, Any]]]) -> Iterator[Metric]:
+def build_metrics(stats: Iterable[tuple[Model, Mapping[str, Any]]]) -> Iterator[Metric]:
     """Yields the metrics. ``stats``: each model with its router's statistics."""
     yield InfoMetricFamily(
         "lmetric_build",
@@ -22,9 +22,9 @@ def build_metrics(stats: Iterable[tuple[Pool, Mapping[str, Any]]]) -> Iterator[M
         {"version": __version__, "python": platform.python_version()},
     )
     policies = InfoMetricFamily("lmetric_policy", "Policies of a model; always 1", labels=("model",))
-    for pool, values in stats:
+    for model, values in stats:
         names = {name: _short(values[name]) for name in ("policy", "decode_policy")}
-        policies.add_metric((pool.name,), names)
+        policies.add_metric((model.name,), names)
     yield policies
 
 

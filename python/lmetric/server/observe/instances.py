@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from lmetric._core import indicator_table
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.service import MEANINGS
 from lmetric.server.observe.exposition import PIECE, Table, labels_text
 
@@ -30,7 +30,7 @@ _GAUGES = {
 }
 
 
-def instance_metrics(stats: Sequence[tuple[Pool, Mapping[str, Any]]]) -> Iterator[Metric | None]:
+def instance_metrics(stats: Sequence[tuple[Model, Mapping[str, Any]]]) -> Iterator[Metric | None]:
     """Yields the metrics of the instances, and None where other tasks may run.
 
     ``stats``: each model with its router's statistics.
@@ -44,11 +44,11 @@ def instance_metrics(stats: Sequence[tuple[Pool, Mapping[str, Any]]]) -> Iterato
         (*_OF_INSTANCE, "source"),
     )
     role = Table("lmetric_instance_role", "Role of an instance; always 1", "gauge", (*_OF_INSTANCE, "role"))
-    for pool, values in stats:
+    for model, values in stats:
         for count, (name, row) in enumerate(values["instances"].items(), 1):
             if count % PIECE == 0:
                 yield None
-            labels = {"model": pool.name, "instance": name}
+            labels = {"model": model.name, "instance": name}
             text = labels_text(labels)
             for key, value in row.items():
                 if key == "decisions":
@@ -79,12 +79,12 @@ def indicator_metrics(fleet: Fleet) -> Iterator[Metric]:
         "gauge",
         (*_OF_INSTANCE, "indicator"),
     )
-    for pool in fleet.pools:
-        columns = pool.router.indicators(names=list(pool.indicators.declared))
-        for indicator in pool.indicators.declared:
-            for name, value in zip(pool.router.instances(), columns[indicator].tolist(), strict=True):
+    for model in fleet.models:
+        columns = model.router.indicators(names=list(model.indicators.declared))
+        for indicator in model.indicators.declared:
+            for name, value in zip(model.router.instances(), columns[indicator].tolist(), strict=True):
                 if math.isfinite(value):
-                    labels = {"model": pool.name, "instance": name, "indicator": indicator}
+                    labels = {"model": model.name, "instance": name, "indicator": indicator}
                     values.add(labels_text(labels), value)
     yield values
 
@@ -125,15 +125,15 @@ def engine_metrics(fleet: Fleet) -> Iterator[Metric | None]:
         "counter",
         tiers,
     )
-    for pool in fleet.pools:
-        for count, engine in enumerate(list(pool.engines.values()), 1):
+    for model in fleet.models:
+        for count, engine in enumerate(list(model.engines.values()), 1):
             if count % PIECE == 0:
                 yield None
-            if engine.name not in pool.engines:
+            if engine.name not in model.engines:
                 continue  # it left in the meantime
-            labels = {"model": pool.name, "instance": engine.name}
+            labels = {"model": model.name, "instance": engine.name}
             state.add(labels_text({**labels, "state": engine.service.state}), 1)
-            for medium, tier in pool.router.tiers(engine.name).items():
+            for medium, tier in model.router.tiers(engine.name).items():
                 text = labels_text({**labels, "medium": medium})
                 blocks.add(text, tier["blocks"])
                 ratio.add(text, tier["load_ratio"])
@@ -144,6 +144,6 @@ def engine_metrics(fleet: Fleet) -> Iterator[Metric | None]:
             mode.add(text, 1)
             for source, received in engine.load_reports.items():
                 reports.add(labels_text({**labels, "source": source}), received)
-            for what, received in pool.kv.counts(engine.name).items():
+            for what, received in model.kv.counts(engine.name).items():
                 events.add(labels_text({**labels, "what": what}), received)
     yield from (state, mode, reports, events, blocks, ratio, hits)

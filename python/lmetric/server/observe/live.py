@@ -37,7 +37,7 @@ class EndedRequest(NamedTuple):
     started: float
     tenant: str
     model: str
-    pool: int  # index of the pool
+    model_index: int  # index of the model
     number: int  # of the decision; 0: it was not routed
     instance: str | None
     status: int
@@ -176,7 +176,7 @@ class Live(Observer):
         if len(self._new) >= NEW_KEPT:
             self._more += 1
             return
-        usage, pool = (relay.usage if relay is not None else None), request.pool
+        usage, model = (relay.usage if relay is not None else None), request.model
         number, first, prompt, cached, output = 0, None, None, None, 0
         predicted = False
         if usage is not None:
@@ -190,7 +190,7 @@ class Live(Observer):
                 prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
         values = (
             *(request.ended_at, request.started, request.tenant),
-            *(("", -1) if pool is None else (pool.name, pool.index)),
+            *(("", -1) if model is None else (model.name, model.index)),
             *(number, None if relay is None else relay.instance, request.status),
             *(first, prompt, cached, predicted, output, request.head.request_id),
         )
@@ -201,7 +201,7 @@ class Live(Observer):
         fresh, self._new = self._new, []
         more, self._more = self._more, 0
         seconds, self._last = max(now - self._last, 1e-3), now
-        in_flight = sum(pool.router.in_flight() for pool in self.fleet.pools)
+        in_flight = sum(model.router.in_flight() for model in self.fleet.models)
         self.points.append(point(fresh, seconds, in_flight, time.time(), more))
         self.requests.extend(fresh)
         self.ticks += 1

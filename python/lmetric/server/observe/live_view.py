@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.recent import SMALL
 from lmetric.server.fleet.summary import summary
 from lmetric.server.observe.hot import hot_spots
@@ -69,26 +69,26 @@ class LiveView:
 
     def _describe_fleet(self) -> None:
         """Describes what changes rarely: models and engines. Called before `update`."""
-        pools = self._live.fleet.pools
+        models = self._live.fleet.models
         rows: Rows = {
             name: [] for name in ("name", "model", "role", "mode", "state", "reason", "mode_reason")
         }
-        for pool in pools:
-            for name in pool.router.instances():
-                _describe(rows, name, pool, pool.engines.get(name))
+        for model in models:
+            for name in model.router.instances():
+                _describe(rows, name, model, model.engines.get(name))
         for engine in self._live.fleet.unplaced.values():
             _describe(rows, engine.name, None, engine)
-        models = [
+        described = [
             {
-                "model": pool.name,
-                "policy": _policy(pool.policies.settings.policy),
-                "guard": pool.guard,
-                "guard_reason": pool.router.guard_reason,
+                "model": model.name,
+                "policy": _policy(model.policies.settings.policy),
+                "guard": model.guard,
+                "guard_reason": model.router.guard_reason,
             }
-            for pool in pools
+            for model in models
         ]
         self._rows = rows
-        body = encode({"models": models, "engines": rows})
+        body = encode({"models": described, "engines": rows})
         if body != self._fleet:
             self._fleet = body
             self.fleet_version += 1
@@ -96,7 +96,7 @@ class LiveView:
     def update(self, tenant: str | None) -> dict[str, Any]:
         """Returns what changes each second. ``tenant``: None: for an administrator."""
         live, now = self._live, time.monotonic()
-        pools = live.fleet.pools
+        models = live.fleet.models
         recent = live.within(NOW_SECONDS, now, tenant)
         window = min(NOW_SECONDS, max(now - live.began, 1.0))
         if len(live.requests) == live.requests.maxlen:  # older ones were dropped
@@ -117,10 +117,10 @@ class LiveView:
             return shown
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
-        slow = {pool.name: self._slow_of(pool, now) for pool in pools}
+        slow = {model.name: self._slow_of(model, now) for model in models}
         shown["guard"] = {name: each["guard"] for name, each in slow.items()}
         shown["programs"] = {name: each["programs"] for name, each in slow.items() if each["programs"]}
-        columns = _columns(pools, len(live.fleet.unplaced), live.within(MINUTE_SECONDS, now))
+        columns = _columns(models, len(live.fleet.unplaced), live.within(MINUTE_SECONDS, now))
         shown["engines"] = columns
         shown["hot_spots"] = hot_spots(self._rows, columns["batch"])
         return shown
@@ -165,9 +165,9 @@ class LiveView:
         """Returns whether a viewer reads the names of engines."""
         return tenant is None or self._live.fleet.config.errors.show_engines
 
-    def _label(self, pool_index: int, number: int, tenant: str | None) -> str | None:
-        pool = next((pool for pool in self._live.fleet.pools if pool.index == pool_index), None)
-        return pool.labels.label(number, tenant or "") if pool is not None and number else None
+    def _label(self, index: int, number: int, tenant: str | None) -> str | None:
+        model = next((model for model in self._live.fleet.models if model.index == index), None)
+        return model.labels.label(number, tenant or "") if model is not None and number else None
 
     def _requests(self, now: float, tenant: str | None) -> list[dict[str, Any]]:
         found = [self._running(relay, now, tenant) for relay in self._live.running(RUNNING_SHOWN, tenant)]
@@ -177,7 +177,7 @@ class LiveView:
                 continue
             found.append(
                 {
-                    "id": self._label(each.pool, each.number, tenant),
+                    "id": self._label(each.model_index, each.number, tenant),
                     "at": round(time.time() - now + each.started, 2),
                     "request_id": each.request_id,
                     "model": each.model,
@@ -200,12 +200,12 @@ class LiveView:
     def _running(self, relay: RequestRunner, now: float, tenant: str | None) -> dict[str, Any]:
         """Returns a request that has not ended. Its status is null."""
         execution = relay.execution
-        request, pool = execution.client_request, execution.pool
+        request, model = execution.client_request, execution.model
         return {
-            "id": pool.labels.label(execution.decision.id, tenant or ""),
+            "id": model.labels.label(execution.decision.id, tenant or ""),
             "at": round(time.time() - now + request.started, 2),
             "request_id": request.head.request_id,
-            "model": pool.name,
+            "model": model.name,
             "tenant": request.tenant or None,
             "instance": relay.instance if self._names(tenant) else None,
             "status": None,
@@ -214,35 +214,35 @@ class LiveView:
         }
 
     def _events(self, now: float, tenant: str | None) -> list[dict[str, Any]]:
-        found: list[tuple[Pool, ActivityEvent]] = []
-        for pool in self._live.fleet.pools:
-            of_pool = 0
-            for event in reversed(pool.activity.events):
+        found: list[tuple[Model, ActivityEvent]] = []
+        for model in self._live.fleet.models:
+            of_model = 0
+            for event in reversed(model.activity.events):
                 if tenant is not None and (event.tenant != tenant or event.kind == "guard"):
                     continue
-                found.append((pool, event))
-                of_pool += 1
-                if of_pool == EVENTS_SHOWN:
+                found.append((model, event))
+                of_model += 1
+                if of_model == EVENTS_SHOWN:
                     break
         found.sort(key=lambda each: each[1].at, reverse=True)
         names = self._names(tenant)
         return [
             {
-                "key": f"{pool.index}-{event.sequence}",
+                "key": f"{model.index}-{event.sequence}",
                 "at": round(time.time() - now + event.at, 2),
-                "id": self._label(pool.index, event.number, tenant),
-                "model": pool.name,
+                "id": self._label(model.index, event.number, tenant),
+                "model": model.name,
                 **_event(event, names),
             }
-            for pool, event in found[:EVENTS_SHOWN]
+            for model, event in found[:EVENTS_SHOWN]
         ]
 
-    def _slow_of(self, pool: Pool, now: float) -> dict[str, Any]:
+    def _slow_of(self, model: Model, now: float) -> dict[str, Any]:
         """Returns the guard's counts, and whether programs are held (None: not followed)."""
-        at, shown = self._slow.get(pool.name, (-SLOW_SECONDS, {}))
-        if not shown or now - at >= (SLOW_SECONDS if len(pool.engines) > SMALL else 0.9):
-            stats = pool.router.stats(instances=False)
-            told = pool.programs.snapshot()
+        at, shown = self._slow.get(model.name, (-SLOW_SECONDS, {}))
+        if not shown or now - at >= (SLOW_SECONDS if len(model.engines) > SMALL else 0.9):
+            stats = model.router.stats(instances=False)
+            told = model.programs.snapshot()
             shown = {
                 "guard": {
                     "on": stats["guard_on"],
@@ -256,7 +256,7 @@ class LiveView:
                     "longest_hold_seconds": round(told["longest_hold_seconds"], 1),
                 },
             }
-            self._slow[pool.name] = now, shown
+            self._slow[model.name] = now, shown
         return shown
 
 
@@ -285,10 +285,10 @@ def _policy(setting: str | dict[str, Any]) -> str:
 def _counts(live: Live, tenant: str | None) -> dict[str, Any]:
     shown = summary(live.fleet, names=False)
     counts = {name: shown[name] for name in ("engines", "usable", "modes")}
-    return counts if tenant is not None else {**counts, "models": len(live.fleet.pools)}
+    return counts if tenant is not None else {**counts, "models": len(live.fleet.models)}
 
 
-def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -> None:
+def _describe(rows: Rows, name: str, model: Model | None, engine: Engine | None) -> None:
     why = engine.unusable if engine is not None else None
     state = "usable"
     if engine is None:
@@ -296,10 +296,10 @@ def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -
     elif why is not None:
         held, ejected = engine.held, engine.healthy and engine.service.state == "EJECTED"
         state = "draining" if held else "ejected" if ejected else "full" if engine.healthy else "down"
-    elif pool is not None and pool.changes is not None and pool.changes.warms(name):
+    elif model is not None and model.changes is not None and model.changes.warms(name):
         state = "warming"
     rows["name"].append(name)
-    rows["model"].append(pool.name if pool is not None else None)
+    rows["model"].append(model.name if model is not None else None)
     rows["role"].append(engine.role if engine is not None else None)
     rows["mode"].append(engine.mode.name if engine is not None and engine.identified else None)
     rows["state"].append(state)
@@ -308,26 +308,26 @@ def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -
     rows["mode_reason"].append(engine.mode.reason if engine is not None and inexact else None)
 
 
-def _columns(pools: Iterable[Pool], unplaced: int, minute: Iterable[EndedRequest]) -> dict[str, Any]:
+def _columns(models: Iterable[Model], unplaced: int, minute: Iterable[EndedRequest]) -> dict[str, Any]:
     """Returns the columns of the engines, in the order of `LiveView.fleet`."""
     cached: defaultdict[tuple[int, str | None], list[int]] = defaultdict(lambda: [0, 0])
     for each in minute:
         if each.cached_tokens is not None and each.prompt_tokens:
-            sums = cached[each.pool, each.instance]
+            sums = cached[each.model_index, each.instance]
             sums[0] += each.cached_tokens
             sums[1] += each.prompt_tokens
     parts: dict[str, list[NDArray[np.float64]]] = {name: [] for name in _COLUMNS}
     hits: list[float | None] = []
     running: list[int] = []
-    for pool in pools:
+    for model in models:
         wanted = [indicator for indicator, _ in _COLUMNS.values()]
-        columns, names = pool.router.indicators(names=wanted), pool.router.instances()
+        columns, names = model.router.indicators(names=wanted), model.router.instances()
         for name, (indicator, decimals) in _COLUMNS.items():
             parts[name].append(np.round(columns[indicator], decimals))
         for name in names:
-            hit, prompt = cached.get((pool.index, name), (0, 0))
+            hit, prompt = cached.get((model.index, name), (0, 0))
             hits.append(round(hit / prompt, 3) if prompt else None)
-            engine = pool.engines.get(name)
+            engine = model.engines.get(name)
             running.append(engine.running if engine is not None else 0)
     absent = np.full(unplaced, np.nan)
     shown: dict[str, Any] = {name: np.concatenate([*each, absent]) for name, each in parts.items()}

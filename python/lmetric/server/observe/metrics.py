@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.process_collector import ProcessCollector
 
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.observe.admission import admission_metrics
 from lmetric.server.observe.build import build_metrics
 from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
@@ -93,44 +93,44 @@ class Metrics:
         guard = CounterMetricFamily(
             "lmetric_guard_events", "Events of the hot-spot guard", labels=("model", "event")
         )
-        for (model, event), count in self.events.items():
-            guard.add_metric((model, event), count)
+        for (model_name, event), count in self.events.items():
+            guard.add_metric((model_name, event), count)
         yield guard
         transfers = CounterMetricFamily(
             "lmetric_kv_transfers",
             "Prompts by KV transfer outcome: transferred, or the reason for computing them again",
             labels=("model", "outcome"),
         )
-        for pool in self.fleet.pools:
-            for outcome, count in pool.kv_transfers.items():
-                transfers.add_metric((pool.name, outcome), count)
+        for model in self.fleet.models:
+            for outcome, count in model.kv_transfers.items():
+                transfers.add_metric((model.name, outcome), count)
         yield transfers
         fetches = CounterMetricFamily(
             "lmetric_prefix_fetches",
             "Prefix fetches from another engine, by outcome: fetched, or the reason for failing",
             labels=("model", "outcome"),
         )
-        for pool in self.fleet.pools:
-            for outcome, count in pool.fetch_outcomes.items():
-                fetches.add_metric((pool.name, outcome), count)
+        for model in self.fleet.models:
+            for outcome, count in model.fetch_outcomes.items():
+                fetches.add_metric((model.name, outcome), count)
         yield fetches
         changes = CounterMetricFamily(
             "lmetric_fleet_change_fetches",
             "Prefix fetches for engines that join or leave, by outcome: fetched, or the reason for failing",
             labels=("model", "outcome"),
         )
-        for pool in self.fleet.pools:
-            for outcome, count in pool.changes.outcomes.items() if pool.changes else ():
-                changes.add_metric((pool.name, outcome), count)
+        for model in self.fleet.models:
+            for outcome, count in model.changes.outcomes.items() if model.changes else ():
+                changes.add_metric((model.name, outcome), count)
         yield changes
         migrations = CounterMetricFamily(
             "lmetric_migrations",
             "Migrations of running requests, by outcome: migrated, or the reason for staying",
             labels=("model", "outcome"),
         )
-        for pool in self.fleet.pools:
-            for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
-                migrations.add_metric((pool.name, outcome), count)
+        for model in self.fleet.models:
+            for outcome, count in model.mover.outcomes.items() if model.mover else ():
+                migrations.add_metric((model.name, outcome), count)
         yield migrations
         failovers = CounterMetricFamily(
             "lmetric_stream_failovers",
@@ -144,11 +144,11 @@ class Metrics:
             "or a property of the model or the engine",
             labels=("model", "reason"),
         )
-        for pool in self.fleet.pools:
-            for outcome, count in pool.failovers.items():
-                failovers.add_metric((pool.name, outcome), count)
-            for reason, count in pool.not_resumable.items():
-                stays.add_metric((pool.name, reason), count)
+        for model in self.fleet.models:
+            for outcome, count in model.failovers.items():
+                failovers.add_metric((model.name, outcome), count)
+            for reason, count in model.not_resumable.items():
+                stays.add_metric((model.name, reason), count)
         yield failovers
         yield stays
         ineligible = CounterMetricFamily(
@@ -157,9 +157,9 @@ class Metrics:
             "have the reason",
             labels=("model", "plan"),
         )
-        for pool in self.fleet.pools:
-            for plan, count in pool.ineligible.items():
-                ineligible.add_metric((pool.name, plan), count)
+        for model in self.fleet.models:
+            for plan, count in model.ineligible.items():
+                ineligible.add_metric((model.name, plan), count)
         yield ineligible
         spans = CounterMetricFamily(
             "lmetric_trace_spans",
@@ -175,15 +175,15 @@ class Metrics:
             "Answers ignored by the tokens-per-byte estimate: their usage.prompt_tokens is implausible",
             labels=("model",),
         )
-        for pool in self.fleet.pools:
-            implausible.add_metric((pool.name,), pool.ratio.implausible)
+        for model in self.fleet.models:
+            implausible.add_metric((model.name,), model.ratio.implausible)
         yield implausible
         gamma = GaugeMetricFamily(
             "lmetric_priority_gamma", "Tail rate gamma of the priority boost, 1/s", labels=("model",)
         )
-        for pool in self.fleet.pools:
-            if (learned := pool.router.learned()["gamma"]) is not None:
-                gamma.add_metric((pool.name,), learned)
+        for model in self.fleet.models:
+            if (learned := model.router.learned()["gamma"]) is not None:
+                gamma.add_metric((model.name,), learned)
         yield gamma
         yield from program_metrics(self.fleet)
         yield from admission_metrics(self.fleet)
@@ -195,34 +195,34 @@ class Metrics:
         yield from self._process.collect()
 
     def _routers(self) -> Iterator[Metric | None]:
-        stats = [(pool, _without_hedges(pool)) for pool in self.fleet.pools]
+        stats = [(model, _without_hedges(model)) for model in self.fleet.models]
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
-            for pool, values in stats:
-                counter.add_metric((pool.name,), values[_NAMED.get(name, name)])
+            for model, values in stats:
+                counter.add_metric((model.name,), values[_NAMED.get(name, name)])
             yield counter
         fallbacks = CounterMetricFamily(
             "lmetric_policy_fallbacks",
             "Decisions made by the fallback of a Python policy, by cause",
             labels=("model", "cause"),
         )
-        for pool, _ in stats:
-            counts = pool.router.policy_fallbacks()
+        for model, _ in stats:
+            counts = model.router.policy_fallbacks()
             for cause in ("errors", "overruns", "paused"):
-                fallbacks.add_metric((pool.name, cause), counts[cause])
+                fallbacks.add_metric((model.name, cause), counts[cause])
         yield fallbacks
         failed = CounterMetricFamily(
             "lmetric_failures", "Failed tries of requests at an engine, by kind", labels=("model", "kind")
         )
-        for pool, values in stats:
+        for model, values in stats:
             for kind, count in values["failed"].items():
-                failed.add_metric((pool.name, kind), count + pool.retried[kind])
+                failed.add_metric((model.name, kind), count + model.retried[kind])
         yield failed
         yield from self._tokenizers()
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"lmetric_{name}", text, labels=("model",))
-            for pool, values in stats:
-                gauge.add_metric((pool.name,), float(values[name]))
+            for model, values in stats:
+                gauge.add_metric((model.name,), float(values[name]))
             yield gauge
         yield from build_metrics(stats)
         yield from instance_metrics(stats)
@@ -244,23 +244,23 @@ class Metrics:
         memory = GaugeMetricFamily(
             "lmetric_token_cache_bytes", "Memory of the token cache", labels=("model",)
         )
-        for pool in self.fleet.pools:
-            for reason, count in pool.tokenizers.text_prompts.items():
-                as_text.add_metric((pool.name, reason), count)
-            if pool.tokenizers.current is not None:
-                stats = pool.tokenizers.current.encoder.stats()
-                text.add_metric((pool.name, "found"), stats["found_bytes"])
-                text.add_metric((pool.name, "new"), stats["new_bytes"])
-                memory.add_metric((pool.name,), stats["bytes"])
+        for model in self.fleet.models:
+            for reason, count in model.tokenizers.text_prompts.items():
+                as_text.add_metric((model.name, reason), count)
+            if model.tokenizers.current is not None:
+                stats = model.tokenizers.current.encoder.stats()
+                text.add_metric((model.name, "found"), stats["found_bytes"])
+                text.add_metric((model.name, "new"), stats["new_bytes"])
+                memory.add_metric((model.name,), stats["bytes"])
         yield from (as_text, text, memory)
 
 
-def _without_hedges(pool: Pool) -> dict[str, Any]:
+def _without_hedges(model: Model) -> dict[str, Any]:
     """Returns the core router's statistics without what it counted for hedges. It reads both at
     once, so that no total falls."""
-    values = cast(dict[str, Any], pool.router.stats())
+    values = cast(dict[str, Any], model.router.stats())
     failed = dict(values["failed"])
-    for name, count in pool.hedging.uncounted.items():
+    for name, count in model.hedging.uncounted.items():
         own = failed if name in failed else values
         own[name] -= count
     return values | {"failed": failed}

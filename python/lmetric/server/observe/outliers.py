@@ -54,20 +54,20 @@ def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
         labels=("model", "budget"),
     )
     now = time.monotonic()
-    for pool in fleet.pools:
-        left.add_metric((pool.name, "retries"), pool.retry_budget.available(pool.requests, now))
-        left.add_metric((pool.name, "hedges"), pool.hedging.budget.available(pool.requests))
-        outliers = pool.outliers
-        panic.add_metric((pool.name,), float(bool(outliers.panic)))
+    for model in fleet.models:
+        left.add_metric((model.name, "retries"), model.retry_budget.available(model.requests, now))
+        left.add_metric((model.name, "hedges"), model.hedging.budget.available(model.requests))
+        outliers = model.outliers
+        panic.add_metric((model.name,), float(bool(outliers.panic)))
         for rule, count in outliers.ejected.items():
-            ejections.add_metric((pool.name, rule), count)
+            ejections.add_metric((model.name, rule), count)
         for limit, count in outliers.prevented.items():
-            prevented.add_metric((pool.name, limit), count)
-        suspects.add_metric((pool.name,), outliers.suspects)
-        for outcome, count in pool.retry_budget.outcomes.items():
-            retries.add_metric((pool.name, outcome), count)
-        for outcome, count in pool.hedging.outcomes.items():
-            hedges.add_metric((pool.name, outcome), count)
-        for reason, count in pool.hedging.unsent.items():
-            unsent.add_metric((pool.name, reason), count)
+            prevented.add_metric((model.name, limit), count)
+        suspects.add_metric((model.name,), outliers.suspects)
+        for outcome, count in model.retry_budget.outcomes.items():
+            retries.add_metric((model.name, outcome), count)
+        for outcome, count in model.hedging.outcomes.items():
+            hedges.add_metric((model.name, outcome), count)
+        for reason, count in model.hedging.unsent.items():
+            unsent.add_metric((model.name, reason), count)
     yield from (panic, ejections, prevented, suspects, retries, hedges, unsent, left)

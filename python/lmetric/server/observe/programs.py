@@ -31,32 +31,34 @@ _COUNTERS = {
 
 def program_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yields the metrics of all models whose programs are followed."""
-    followed = [(pool.name, told) for pool in fleet.pools if (told := pool.programs.snapshot()) is not None]
+    followed = [
+        (model.name, told) for model in fleet.models if (told := model.programs.snapshot()) is not None
+    ]
     states = GaugeMetricFamily("lmetric_programs", "Live agent programs, by state", labels=("model", "state"))
-    for model, told in followed:
+    for model_name, told in followed:
         for state, count in told["states"].items():
-            states.add_metric((model, state), count)
+            states.add_metric((model_name, state), count)
     yield states
     holds = GaugeMetricFamily(
         "lmetric_programs_holding",
         "1 while requests are held whose program does not fit into a cache, else 0",
         labels=("model",),
     )
-    for model, told in followed:
-        holds.add_metric((model,), told["holds"])
+    for model_name, told in followed:
+        holds.add_metric((model_name,), told["holds"])
     yield holds
     for name, (text, key) in _COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("model",))
-        for model, told in followed:
-            counter.add_metric((model,), told[key])
+        for model_name, told in followed:
+            counter.add_metric((model_name,), told[key])
         yield counter
     ratio = GaugeMetricFamily(
         "lmetric_working_set_ratio",
         "Tokens that agent programs and recent requests need in the instance's cache, over its capacity",
         labels=("model", "instance"),
     )
-    for model, told in followed:
+    for model_name, told in followed:
         for instance, each in told["instances"].items():
             if (over := working_set_ratio(each)) is not None:
-                ratio.add_metric((model, instance), over)
+                ratio.add_metric((model_name, instance), over)
     yield ratio

@@ -26,7 +26,7 @@ from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.observe.record_writer import Line, RecordWriter
 
 FLEET_SECONDS = 10.0  # time between two looks at the fleet
@@ -127,26 +127,26 @@ class Recorder(Observer):
         """Adds the decision, and the load of its instance, to a sampled request."""
         draft = request.draft
         if draft is not None and isinstance(relay, RequestRunner):
-            pool, decision = relay.execution.pool, relay.execution.decision
-            draft.router, draft.decision = pool.router, decision
+            model, decision = relay.execution.model, relay.execution.decision
+            draft.router, draft.decision = model.router, decision
             if (trial := request.trial) is not None:
                 draft.arm = "canary" if trial.canary else "stable"
-            draft.load = load_of(pool, decision.instance)
+            draft.load = load_of(model, decision.instance)
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Hands an ended request to the writer."""
-        draft, pool = request.draft, request.pool
-        if draft is None or pool is None:
+        draft, model = request.draft, request.model
+        if draft is None or model is None:
             return
         try:
             if request.ended_at >= self._fleet_at:
                 self._look(request.ended_at)
-            self._put(request, relay, draft, pool=pool)
+            self._put(request, relay, draft, model=model)
         except Exception:
             self.writer.count_error()
 
     def _put(
-        self, client_request: ClientRequest, relay: InFlightRequest | None, draft: Draft, pool: Pool
+        self, client_request: ClientRequest, relay: InFlightRequest | None, draft: Draft, model: Model
     ) -> None:
         started, now = client_request.started, client_request.ended_at
         if isinstance(relay, RequestRunner) and draft.decision is not None:
@@ -159,7 +159,7 @@ class Recorder(Observer):
             Ended(
                 draft,
                 time.time() - (now - started),
-                pool.name,
+                model.name,
                 client_request.path,
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
@@ -167,8 +167,8 @@ class Recorder(Observer):
                 # Without the engine's words, which may repeat the prompt.
                 relay.reason.partition(": ")[0] if relay is not None else "",
                 relay.instance if relay is not None else None,
-                pool.block_size,
-                pool.settings.text_block_bytes,
+                model.block_size,
+                model.settings.text_block_bytes,
                 now - started,
                 first - started if first else None,
                 usage.prompt_tokens if usage is not None else None,
@@ -181,10 +181,10 @@ class Recorder(Observer):
     def _look(self, now: float) -> None:
         """Records the state of the fleet if it has changed."""
         self._fleet_at = now + FLEET_SECONDS
-        for pool in self._fleet.pools:
-            state = _state(pool)
-            if (before := self._fleets.get(pool.name)) is None or before != state | {"at": before["at"]}:
-                self._fleets[pool.name] = state
+        for model in self._fleet.models:
+            state = _state(model)
+            if (before := self._fleets.get(model.name)) is None or before != state | {"at": before["at"]}:
+                self._fleets[model.name] = state
                 if self._opened:
                     self.writer.put(state, 0)
 
@@ -288,10 +288,10 @@ class Recorder(Observer):
         )
 
 
-def load_of(pool: Pool, instance: str) -> dict[str, float] | None:
+def load_of(model: Model, instance: str) -> dict[str, float] | None:
     """Indicators of an instance now, by name; None: it was removed."""
     try:
-        load = pool.router.indicators_of(instance, LOAD)
+        load = model.router.indicators_of(instance, LOAD)
     except UnknownNameError:
         return None
     if not load["prefill_tokens_per_second"] > 0:
@@ -299,20 +299,20 @@ def load_of(pool: Pool, instance: str) -> dict[str, float] | None:
     return load
 
 
-def _state(pool: Pool) -> Line:
-    settings = pool.policies.settings
+def _state(model: Model) -> Line:
+    settings = model.policies.settings
     policy = settings.policy
     if isinstance(policy, str):
         policy = settings.policies.get(policy, policy)
     return {
         "type": "fleet",
         "at": round(time.time(), 3),
-        "model": pool.name,
+        "model": model.name,
         "policy": policy,
         "knobs": dict(settings.knobs),
         **({} if settings.guard is None else {"guard": settings.guard.model_dump()}),
-        **_on_trial(pool),
-        "block_tokens": pool.block_size,
+        **_on_trial(model),
+        "block_tokens": model.block_size,
         "engines": [
             {
                 "name": engine.name,
@@ -323,17 +323,17 @@ def _state(pool: Pool) -> Line:
                 "block_tokens": engine.capabilities.block_size,
                 "cache_blocks": engine.capabilities.cache_blocks,
             }
-            for engine in pool.engines.values()
+            for engine in model.engines.values()
         ],
     }
 
 
-def _on_trial(pool: Pool) -> Line:
+def _on_trial(model: Model) -> Line:
     """The settings of policies on trial, if there are any."""
     found: Line = {}
-    if (shadow := pool.trials.shadow.config) is not None:
+    if (shadow := model.trials.shadow.config) is not None:
         found["shadow"] = shadow.model_dump()
-    canary = pool.trials.canary
+    canary = model.trials.canary
     if canary.running and canary.run is not None:
         found["canary"] = canary.run.config.model_dump(include={"policy", "knobs", "share"})
     return found

@@ -85,7 +85,7 @@ class RequestMetrics(Observer):
 
     def sent(self, request: ClientRequest, relay: InFlightRequest) -> None:
         """Records the start of a request at an engine."""
-        model = request.pool.name if request.pool is not None else ""
+        model = request.model.name if request.model is not None else ""
         decisions = self._decisions.get(model)
         if decisions is None:
             decisions = self._decisions[model] = Histogram(SHORT_SECONDS)
@@ -96,7 +96,7 @@ class RequestMetrics(Observer):
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended."""
-        model, now = request.pool.name if request.pool is not None else "", request.ended_at
+        model, now = request.model.name if request.model is not None else "", request.ended_at
         self.requests[model, request.tenant, request.status] += 1
         if request.priority is not None:
             self._prioritized[model] += 1
@@ -170,11 +170,11 @@ class RequestMetrics(Observer):
     def _instance_metrics(self) -> Iterator[Metric]:
         """Yields the metrics of each instance, and forgets instances that have left."""
         rows: list[tuple[dict[str, str], InstanceRequests]] = []
-        for pool in self._fleet.pools:
-            instances = self._instances.get(pool.name, {})
-            for name in [name for name in instances if name not in pool.engines]:
+        for model in self._fleet.models:
+            instances = self._instances.get(model.name, {})
+            for name in [name for name in instances if name not in model.engines]:
                 del instances[name]
-            rows += [({"instance": name, "model": pool.name}, each) for name, each in instances.items()]
+            rows += [({"instance": name, "model": model.name}, each) for name, each in instances.items()]
         for attribute, name, text in _LATENCIES:
             shown = [SECONDS.index(bound) for bound in _INSTANCE_BOUNDS[attribute]]
             found = ((labels, getattr(each.latencies, attribute)) for labels, each in rows)

@@ -50,7 +50,7 @@ def startup_report(config: ServerConfig, fleet: Fleet, port: int, keys_needed: b
     report = {"version": __version__, "url": url, "host": config.host, "port": port}
     report |= {"policy": config.policy, **summary(fleet, names=True)}
     report["open"] = not keys_needed and unix_path(config.host) is None and not is_loopback(config.host)
-    report["curl"] = sample_request(url, fleet.pools[0].name, keys_needed) if fleet.pools else None
+    report["curl"] = sample_request(url, fleet.models[0].name, keys_needed) if fleet.models else None
     return report
 
 

@@ -11,7 +11,7 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.canary import State
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 CHOICES = ("router", "shadow")
 OUTCOMES = ("agreed", "differed", "failed")
@@ -26,8 +26,8 @@ class TrialResults(Observer):
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Adds the result of a request."""
-        placed, pool, status = request.trial, request.pool, request.status
-        if placed is None or relay is None or pool is None:
+        placed, model, status = request.trial, request.model, request.status
+        if placed is None or relay is None or model is None:
             return
         failed = status >= 500 or (status == 200 and bool(relay.reason))
         if relay.reason.startswith(BY_CLIENT) or not (failed or status == 200):
@@ -41,16 +41,16 @@ class TrialResults(Observer):
                 outcome.further_tokens = max(0, usage.output_tokens - 1)
             if usage.cached_tokens is not None:
                 outcome.cached_tokens, outcome.prompt_tokens = usage.cached_tokens, usage.prompt_tokens or 0
-        pool.trials.canary.ended(placed, began, outcome)
+        model.trials.canary.ended(placed, began, outcome)
 
 
 def trial_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yields the metrics of all models, with their present values."""
-    yield from _shadows([pool for pool in fleet.pools if pool.trials.shadow.config is not None])
-    yield from _canaries(fleet.pools)
+    yield from _shadows([model for model in fleet.models if model.trials.shadow.config is not None])
+    yield from _canaries(fleet.models)
 
 
-def _shadows(pools: list[Pool]) -> Iterator[Metric]:
+def _shadows(models: list[Model]) -> Iterator[Metric]:
     requests = CounterMetricFamily(
         "lmetric_shadow_requests",
         "Requests that the shadow's policy scored: it chose the same engine, another one, or failed",
@@ -69,18 +69,18 @@ def _shadows(pools: list[Pool]) -> Iterator[Metric]:
     compared = CounterMetricFamily(
         "lmetric_shadow_predicted_ttft_requests", "Requests with both predictions", labels=("model",)
     )
-    for pool in pools:
-        shadow = pool.trials.shadow
+    for model in models:
+        shadow = model.trials.shadow
         for outcome in OUTCOMES:
-            requests.add_metric((pool.name, outcome), shadow.outcomes[outcome])
+            requests.add_metric((model.name, outcome), shadow.outcomes[outcome])
         for index, choice in enumerate(CHOICES):
-            cached.add_metric((pool.name, choice), shadow.cached_tokens[index])
-            seconds.add_metric((pool.name, choice), shadow.ttft_seconds[index])
-        compared.add_metric((pool.name,), shadow.ttft_requests)
+            cached.add_metric((model.name, choice), shadow.cached_tokens[index])
+            seconds.add_metric((model.name, choice), shadow.ttft_seconds[index])
+        compared.add_metric((model.name,), shadow.ttft_requests)
     yield from (requests, cached, seconds, compared)
 
 
-def _canaries(pools: list[Pool]) -> Iterator[Metric]:
+def _canaries(models: list[Model]) -> Iterator[Metric]:
     state = GaugeMetricFamily(
         "lmetric_canary_state", "1 for the present state of the canary, else 0", labels=("model", "state")
     )
@@ -111,27 +111,27 @@ def _canaries(pools: list[Pool]) -> Iterator[Metric]:
         "Value of the canary minus value of the stable arm, with the bounds low and high of its 95% interval",
         labels=("model", "metric", "bound"),
     )
-    for pool in pools:
-        canary, model = pool.trials.canary, pool.name
+    for model in models:
+        canary, model_name = model.trials.canary, model.name
         for each in State:
-            state.add_metric((model, str(each)), float(canary.state is each))
+            state.add_metric((model_name, str(each)), float(canary.state is each))
         for cause, count in canary.rollbacks.items():
-            rollbacks.add_metric((model, cause), count)
-        promotions.add_metric((model,), canary.promotions)
+            rollbacks.add_metric((model_name, cause), count)
+        promotions.add_metric((model_name,), canary.promotions)
         run = canary.run
-        share.add_metric((model,), run.config.share if run is not None and canary.running else 0.0)
+        share.add_metric((model_name,), run.config.share if run is not None and canary.running else 0.0)
         if run is None:
             continue
         comparison = run.comparison
         for index, arm in enumerate(ARMS):
-            requests.add_metric((model, arm), comparison.requests[index])
-            errors.add_metric((model, arm), comparison.errors[index])
+            requests.add_metric((model_name, arm), comparison.requests[index])
+            errors.add_metric((model_name, arm), comparison.errors[index])
         for metric, values in comparison.values().items():
             for arm, number in zip(ARMS, values, strict=True):
                 if number is not None:
-                    value.add_metric((model, metric, arm), number)
+                    value.add_metric((model_name, metric, arm), number)
         for found in comparison.differences():
             low, high = found.interval
             for bound, number in (("low", low), ("mean", found.value), ("high", high)):
-                difference.add_metric((model, found.metric, bound), number)
+                difference.add_metric((model_name, found.metric, bound), number)
     yield from (state, rollbacks, promotions, share, requests, errors, value, difference)

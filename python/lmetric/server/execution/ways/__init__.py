@@ -25,10 +25,10 @@ from lmetric.server.fleet.engine import Engine
 def run(p: Progress) -> Way[None]:
     """Runs a request from its decision to its end, on as many engines as that needs."""
     name: str | None = p.decision.instance
-    way = _segment if p.pool.cuts else plain.plain
+    way = _segment if p.model.cuts else plain.plain
     while name is not None:
         try:
-            name = yield from way(p, p.pool.engines[name])
+            name = yield from way(p, p.model.engines[name])
         except EngineLost as lost:
             name = next_engine(p, lost)
         except SwitchTo as to:
@@ -39,7 +39,7 @@ def run(p: Progress) -> Way[None]:
 def _segment(p: Progress, engine: Engine) -> Way[str | None]:
     """Runs the open segment. Returns the engine of the next one; None: the answer is whole."""
     p.has_tokens = False
-    if p.pool.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
+    if p.model.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
         yield from copy.fetch_prefix(p, engine)
     while True:
         p.drop_attempts()

@@ -28,7 +28,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     """Runs a segment that another one follows. Returns its engine; None: the answer has ended."""
     ends_at = p.ticket.to_token
     assert ends_at is not None  # another segment follows
-    following = p.pool.engines.get(p.ticket.next_instance or "")
+    following = p.model.engines.get(p.ticket.next_instance or "")
     transcript = p.merged()
     count = len(transcript.prompt)
     keeps_last = ends_at > count and _front_is_enough(engine, following)
@@ -133,7 +133,7 @@ def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool) -> Delta 
             raise lost from None
         p.unmergeable = True
         p.stop_moving()
-        p.pool.not_joinable(p.client_request.path, f"{engine.name}: {error}")
+        p.model.not_joinable(p.client_request.path, f"{engine.name}: {error}")
         return None
 
 

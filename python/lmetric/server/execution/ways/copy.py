@@ -34,25 +34,25 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
     planned = p.ticket.fetch
     assert planned is not None  # the ticket plans a fetch
     name, from_token, to_token = planned
-    holder = p.pool.engines.get(name)
-    tokens = to_token - to_token % p.pool.block_size  # holders have only whole blocks
-    kv, began = KvTransfer(p.pool), p.now
+    holder = p.model.engines.get(name)
+    tokens = to_token - to_token % p.model.block_size  # holders have only whole blocks
+    kv, began = KvTransfer(p.model), p.now
     outcome = _why_not(holder, target, tokens - from_token)
     if holder is not None and not outcome:
         p.wake(_patience(p, target, tokens - from_token))
         outcome = yield from _prefix(p, kv, holder, tokens=tokens)
     came = tokens - from_token if outcome == "fetched" else 0
     # No engine reports its transfer time, so that is configured; the time until now is measured.
-    seconds = p.now - began + came * p.pool.transfer_seconds_per_token
+    seconds = p.now - began + came * p.model.transfer_seconds_per_token
     p.ticket.fetched(came, seconds, p.now)
     p.kv = kv if came else None
     kv.tokens = tokens
-    p.pool.fetch_outcomes[outcome] += 1
+    p.model.fetch_outcomes[outcome] += 1
     source = holder.name if holder else None
     p.note("fetch", source, target.name, outcome=outcome, moved=(came, seconds))
     if not came:
-        log.debug("no prefix was fetched", model=p.pool.name, holder=source, why=outcome)
-    if target.pool is not p.pool:
+        log.debug("no prefix was fetched", model=p.model.name, holder=source, why=outcome)
+    if target.model is not p.model:
         raise EngineLost(target, "refused", "it was removed")
 
 
@@ -70,10 +70,10 @@ def _why_not(holder: Engine | None, target: Engine, tokens: int) -> str:
 
 def _patience(p: Progress, target: Engine, tokens: int) -> float:
     """Returns the longest wait for the holder, in seconds."""
-    given = p.pool.settings.prefix_fetch_timeout_seconds
+    given = p.model.settings.prefix_fetch_timeout_seconds
     if given is not None:
         return given
-    return max(p.pool.prefill_seconds(target, tokens), MIN_FETCH_SECONDS)
+    return max(p.model.prefill_seconds(target, tokens), MIN_FETCH_SECONDS)
 
 
 def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[str]:
@@ -89,7 +89,7 @@ def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[
         blame(p, lost)
         outcome = "holder_failed"
     except GeneratorExit:
-        p.pool.fetch_outcomes["ended"] += 1
+        p.model.fetch_outcomes["ended"] += 1
         raise
     else:
         if attempt.reader.status == 200:

@@ -59,7 +59,7 @@ def _promote(p: Progress, hedge: Hedge) -> None:
     """Makes the hedge the only attempt of the request."""
     p.hedge = None
     p.ticket, p.decision, p.main = hedge.ticket, hedge.decision, hedge.step
-    p.pool.hedging.outcomes["won"] += 1
+    p.model.hedging.outcomes["won"] += 1
     p.acts.append("promote_hedge")
 
 
@@ -74,7 +74,7 @@ def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
     elif code == 200:
         code, reason = reader.error_code or 500, "the stream ended with an error before a token"
     if code in SATURATED and (seconds := retry_after_seconds(reader.head_lines)):
-        p.pool.saturated(step.engine, seconds)
+        p.model.saturated(step.engine, seconds)
     p.acts.append("cancel_hedge")
     # An engine is not to blame for a status below 500.
     raise EngineLost(step.engine, kind_of(code) if code >= 500 else "saturated", reason, step=step)
@@ -89,8 +89,8 @@ def _second(p: Progress, hedge: Hedge, first: Engine) -> Step | None:
     engine = _place(p, hedge)
     if engine is None:
         return None
-    p.pool.hedging.budget.spend()
-    p.pool.hedging.pair(p.decision.id, hedge.decision.id)
+    p.model.hedging.budget.spend()
+    p.model.hedging.pair(p.decision.id, hedge.decision.id)
     hedge.step = step = own_request(p, engine)
     step.refills = False  # the field depends on the first decision
     p.hedge = hedge
@@ -100,21 +100,21 @@ def _second(p: Progress, hedge: Hedge, first: Engine) -> Step | None:
 
 def _place(p: Progress, hedge: Hedge) -> Engine | None:
     """Returns the engine of the hedge, by its own decision; None: not allowed, or no engine."""
-    hedging, pool = p.pool.hedging, p.pool
-    if not hedging.budget.allows(pool.requests):
+    hedging, model = p.model.hedging, p.model
+    if not hedging.budget.allows(model.requests):
         hedging.unsent["budget"] += 1
         return None
-    if pool.held.admits and pool.router.waiting:
+    if model.held.admits and model.router.waiting:
         hedging.unsent["held"] += 1  # its queue might refuse a client's request
         return None
     again = _again(hedge.request)
-    arrival = pool.held.arrive(again, p.now) if pool.held.admits else None
+    arrival = model.held.arrive(again, p.now) if model.held.admits else None
     if arrival is not None and arrival.verdict not in ("free", "run"):
         arrival.drop()
         hedging.unsent["held"] += 1
         return None
     try:
-        hedge.decision, hedge.ticket = pool.router.route(
+        hedge.decision, hedge.ticket = model.router.route(
             again, now=p.now, arrival=arrival, canary=hedge.canary
         )
     except NoInstanceError:
@@ -122,14 +122,14 @@ def _place(p: Progress, hedge: Hedge) -> Engine | None:
         hedging.uncounted["no_instance"] += 1
         return None
     name: str | None = hedge.ticket.instance
-    while name is not None and (name in p.tried_engines or name not in pool.engines):
+    while name is not None and (name in p.tried_engines or name not in model.engines):
         # The policy still prefers that engine: take the best of the others.
         name = hedge.ticket.failed("refused")
         hedging.uncounted["refused" if name is None else "retries"] += 1
     if name is None:
         hedging.unsent["no_engine"] += 1
         return None
-    return pool.engines[name]
+    return model.engines[name]
 
 
 def _again(request: Request) -> Request:

@@ -33,7 +33,7 @@ def begin(p: Progress, target: Engine) -> bool:
         p.count_move(why)
         return False
     assert p.mover is not None  # the rebalancer calls this
-    p.migration = Migration(target, KvTransfer(p.pool))
+    p.migration = Migration(target, KvTransfer(p.model))
     p.mover.moves.add(p.migration)
     return True
 
@@ -51,16 +51,16 @@ def _why_not(p: Progress, target: Engine) -> str:
             return "ended"
         if target.runs_halves_at_once:
             return "not_movable"  # it serves only second segments
-        if not ahead and p.pool.prefill_seconds(target, p.total) > p.mover.max_gap_seconds:
+        if not ahead and p.model.prefill_seconds(target, p.total) > p.mover.max_gap_seconds:
             return "long_gap"
         transcript.catch_up()
         # Tokens computed ahead or fetched count as transferred.
         p.ticket.begin_migration(target.name, recompute=not ahead)
     except MergeError as error:
-        p.pool.not_joinable(p.client_request.path, str(error))
+        p.model.not_joinable(p.client_request.path, str(error))
         return "not_joinable"
     except TicketError as error:
-        log.debug("cannot move", model=p.pool.name, reason=str(error))
+        log.debug("cannot move", model=p.model.name, reason=str(error))
         return "not_movable"
     return ""
 
@@ -77,7 +77,7 @@ def move(p: Progress) -> Way[SwitchTo | None]:
     assert mover is not None
     target, kv = migration.target, migration.kv
     if _works_ahead(target):
-        source = p.pool.engines.get(p.ticket.instance)
+        source = p.model.engines.get(p.ticket.instance)
         if source is not None and mover.by != "recompute" and fetches(source, target):
             yield from _hold(p, migration, source)
         attempt = yield from _warm(p, migration)
@@ -86,7 +86,7 @@ def move(p: Progress) -> Way[SwitchTo | None]:
         try:
             p.observe()
         except MergeError as error:
-            p.pool.not_joinable(p.client_request.path, str(error))
+            p.model.not_joinable(p.client_request.path, str(error))
             p.cancel_migration("not_joinable")
             return None
         if _left_seconds(p, migration, attempt) > mover.max_gap_seconds:
@@ -150,10 +150,10 @@ def _left_seconds(p: Progress, migration: Migration, attempt: Attempt) -> float:
     The estimate scales the time of that step. Tokens beyond the step's computed tokens count at the
     measured prefill rate instead, because the step's time also contains its wait in the queue.
     """
-    block, sent, target = p.pool.block_size, migration.sent_tokens, migration.target
+    block, sent, target = p.model.block_size, migration.sent_tokens, migration.target
     left = p.total - sent // block * block
     if migration.kv.used:
-        return p.pool.prefill_seconds(target, left)
+        return p.model.prefill_seconds(target, left)
     computed = max(sent - (attempt.reader.cached_tokens or 0), block)
-    more = p.pool.prefill_seconds(target, max(left - computed, 0))
+    more = p.model.prefill_seconds(target, max(left - computed, 0))
     return min(left / computed, 1.0) * (p.now - attempt.started) + more

@@ -63,10 +63,10 @@ def at_once(p: Progress, first: Engine) -> Way[str | None]:
     try:
         body = _first_body(p, first)
     except HandoverError as error:
-        what = f"{p.pool.name} is served by prefill and decode engines: {error}"
+        what = f"{p.model.name} is served by prefill and decode engines: {error}"
         raise Ended(bad(what), "engine_error") from None
     p.at_once = True
-    second = p.pool.engines.get(p.ticket.next_instance or "")
+    second = p.model.engines.get(p.ticket.next_instance or "")
     if second is None:
         return p.next_segment()
     return (yield from _both(p, first, second, body=body, opens=True))
@@ -76,7 +76,7 @@ def other_decode(p: Progress, second: Engine) -> Way[str | None]:
     """Sends both halves again, to another engine that decodes: it needs a new prefill."""
     first = p.prefill_engine
     if first is None or not p.ticket.from_token or p.begun:
-        why = f"{p.pool.name}: only prefill engines or only decode engines are usable"
+        why = f"{p.model.name}: only prefill engines or only decode engines are usable"
         raise Ended(ApiError(503, why, engines=second.name, code="no_engine"), "engine_error")
     try:
         body = _first_body(p, first)

@@ -39,8 +39,8 @@ from lmetric.server.api.own_pages import (
 from lmetric.server.api.request import read_object
 from lmetric.server.discovery import Found
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json, unknown
@@ -111,7 +111,7 @@ async def _add(call: Call) -> web.Response:
     await _check_addresses(front, config)
     fleet, members = front.fleet, front.discovery.members
     added = Found(config, model)
-    known = [Found(other.config, other.model) for other in fleet.engines() if not other.leaving]
+    known = [Found(other.config, other.configured_model) for other in fleet.engines() if not other.leaving]
 
     def with_added(listed: Sequence[Found]) -> Sequence[Found]:
         for other in (*known, *listed):
@@ -204,12 +204,12 @@ async def _switch(call: Call) -> web.Response:
                 while engine.running:  # noqa: ASYNC110 - there is no event for it
                     await asyncio.sleep(0.05)
         engine.role_set = role
-        pool = fleet.pool_of(engine)
-        if pool is not None:
-            pool.set_role(engine)
+        model = fleet.model_of(engine)
+        if model is not None:
+            model.set_role(engine)
             if engine.unfit is not None:
                 unfit, engine.role_set = engine.unfit, None
-                pool.set_role(engine)
+                model.set_role(engine)
                 raise ApiError(409, f"{engine.name}: {unfit}", param="role", code="unfit")
     finally:
         engine.switches -= 1
@@ -228,13 +228,13 @@ async def _switch(call: Call) -> web.Response:
 async def _push(call: Call) -> web.Response:
     """Applies pushed values, by indicator. null: the value is no longer known."""
     engine = named(call)
-    pool = call.front.fleet.pool_of(engine)
-    if pool is None:
+    model = call.front.fleet.model_of(engine)
+    if model is None:
         raise ApiError(409, f"{engine.name}: its model is not known yet; retry later", code="no_model")
     values = read_object(await call.body())
     try:
-        pool.indicators.check_push(values)
-        pool.router.report_load(engine.name, extra=values)
+        model.indicators.check_push(values)
+        model.router.report_load(engine.name, extra=values)
     except (ValueError, LmetricError) as error:
         raise bad(str(error)) from None
     return json({"engine": engine.name, "indicators": values})
@@ -251,8 +251,8 @@ async def _guard(call: Call) -> web.Response:
     on = (await call.fields({"on"})).get("on")
     if not isinstance(on, bool):
         raise bad("on must be true or false", "on")
-    for pool in call.front.fleet.pools:
-        pool.router.configure(guard=on)
+    for model in call.front.fleet.models:
+        model.router.configure(guard=on)
     return json({"guard": on})
 
 
@@ -275,7 +275,7 @@ _POLICY = _page("/admin/policy")
 
 @_POLICY.on("GET", "Show the policies", answer("Policies", ARRAY), 401, 403)
 async def _policies(call: Call) -> web.Response:
-    return json([_policy(pool) for pool in call.front.fleet.pools])
+    return json([_policy(model) for model in call.front.fleet.models])
 
 
 @_POLICY.on(
@@ -294,8 +294,8 @@ async def _set_policy(call: Call) -> web.Response:
     """Replaces policies while requests are in flight. New code must come from the configuration."""
     fleet = call.front.fleet
     body = await call.fields({*PolicyChange.model_fields, "model"})
-    model = body.pop("model", None)
-    if model is not None and not isinstance(model, str):
+    model_name = body.pop("model", None)
+    if model_name is not None and not isinstance(model_name, str):
         raise bad("model must be a name, a string", "model")
     if not POLICY_KNOBS.keys() & body.keys():
         raise bad("set policy, decode_policy or both", "policy")
@@ -307,23 +307,23 @@ async def _set_policy(call: Call) -> web.Response:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for pool in fleet.pools if model is None else [fleet.find(model).pool]:
-            settings = pool.policies.settings.model_copy(update=changes)
+        for model in fleet.models if model_name is None else [fleet.find(model_name).model]:
+            settings = model.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
-        return json([_policy(pool) for pool in fleet.replace_policies(changes, model)])
+        return json([_policy(model) for model in fleet.replace_policies(changes, model_name)])
     except LmetricError as error:
         raise ApiError(400, str(error), param="policy", code="bad_policy") from None
 
 
-def _policy(pool: Pool) -> dict[str, Any]:
-    stats, settings = pool.router.stats(instances=False), pool.policies.settings
+def _policy(model: Model) -> dict[str, Any]:
+    stats, settings = model.router.stats(instances=False), model.policies.settings
     return {
-        "model": pool.name,
+        "model": model.name,
         **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
         "guard": bool(stats["guard_on"]),
-        "guard_reason": pool.router.guard_reason,
-        "fallbacks": pool.router.policy_fallbacks(),
+        "guard_reason": model.router.guard_reason,
+        "fallbacks": model.router.policy_fallbacks(),
     }
 
 

@@ -14,8 +14,8 @@ from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import ARRAY, OBJECT, OwnPage, Pages, answer, schema
 from lmetric.server.api.request import read_object
 from lmetric.server.fleet.canary import CanaryError
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages.call import Call, json
 
@@ -47,7 +47,7 @@ def at(call: Call) -> OwnPage:
     "GET", "Show canaries and shadows, with their differences", answer("Canaries", ARRAY), 401, 403
 )
 async def _show(call: Call) -> web.Response:
-    return json([pool.trials.shown() for pool in call.front.fleet.pools])
+    return json([model.trials.shown() for model in call.front.fleet.models])
 
 
 @_page(f"{PATH}/start").on(
@@ -73,45 +73,45 @@ async def _roll_back(call: Call) -> web.Response:
     return await _command(call, _end)
 
 
-async def _command(call: Call, carry_out: Callable[[Pool, dict[str, Any]], None]) -> web.Response:
+async def _command(call: Call, carry_out: Callable[[Model, dict[str, Any]], None]) -> web.Response:
     """Carries out a command on a model's canary. Answers with its state."""
     body = read_object(await call.body(BODY_BYTES) or b"{}")
-    pool = _pool(call.front, body.get("model"))
+    model = _model(call.front, body.get("model"))
     try:
-        carry_out(pool, body)
+        carry_out(model, body)
     except CanaryError as error:
         raise ApiError(409, str(error), code="canary_state") from None
     except LmetricError as error:
         raise ApiError(400, str(error), param="policy", code="bad_policy") from None
-    return json(pool.trials.shown())
+    return json(model.trials.shown())
 
 
-def _pool(front: Frontend, model: object) -> Pool:
+def _model(front: Frontend, model: object) -> Model:
     """Returns the model of a command. Raises ApiError."""
     if model is not None and not isinstance(model, str):
         raise bad("model must be a name, a string", "model")
-    return front.fleet.find(model).pool
+    return front.fleet.find(model).model
 
 
-def _begin(pool: Pool, body: dict[str, Any]) -> None:
+def _begin(model: Model, body: dict[str, Any]) -> None:
     try:
         given = CanaryStart.model_validate(body)
     except ValidationError as error:
         raise not_valid(error) from None
     config = CanaryConfig.model_validate(given.model_dump(exclude={"model"}))
-    check_policy(pool.policies.settings, config.policy, config.knobs)
-    pool.trials.canary.start(config)
+    check_policy(model.policies.settings, config.policy, config.knobs)
+    model.trials.canary.start(config)
 
 
-def _make_policy(pool: Pool, body: dict[str, Any]) -> None:
+def _make_policy(model: Model, body: dict[str, Any]) -> None:
     _check_fields(body)
-    pool.trials.canary.check_results()
-    pool.trials.canary.promote()
+    model.trials.canary.check_results()
+    model.trials.canary.promote()
 
 
-def _end(pool: Pool, body: dict[str, Any]) -> None:
+def _end(model: Model, body: dict[str, Any]) -> None:
     _check_fields(body)
-    pool.trials.canary.roll_back()
+    model.trials.canary.roll_back()
 
 
 def _check_fields(body: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from lmetric.server.api.own_pages import (
     schema,
 )
 from lmetric.server.fleet import priority
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.home import debug_index, decisions
 from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
@@ -79,7 +79,7 @@ async def _engines(call: Call) -> web.Response:
     "GET", "Indicators of each engine, by model", answer("State", OBJECT), 401, 403
 )
 async def _indicators_of_all(call: Call) -> web.Response:
-    return json({pool.name: _indicators(pool) for pool in call.front.fleet.pools})
+    return json({model.name: _indicators(model) for model in call.front.fleet.models})
 
 
 @_page("/debug/decisions", "recent decisions; /debug/decisions/ID explains one decision").on(
@@ -103,14 +103,14 @@ async def _discovery(call: Call) -> web.Response:
     *(401, 403),
 )
 async def _admission(call: Call) -> web.Response:
-    return json({pool.name: pool.held.snapshot() for pool in call.front.fleet.pools})
+    return json({model.name: model.held.snapshot() for model in call.front.fleet.models})
 
 
 @_page("/debug/programs", "agent programs: counts, and expected tokens in each engine's cache").on(
     "GET", "Agent programs and the working sets of the caches", answer("Programs by model", OBJECT), 401, 403
 )
 async def _programs(call: Call) -> web.Response:
-    return json({pool.name: pool.programs.snapshot() for pool in call.front.fleet.pools})
+    return json({model.name: model.programs.snapshot() for model in call.front.fleet.models})
 
 
 @_page("/debug/replicas", "other routers and their published load").on(
@@ -141,13 +141,13 @@ async def _decision(call: Call) -> web.Response:
     return json(_record(call, _full(call.query)))
 
 
-def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
-    columns = pool.router.indicators()
+def _indicators(model: Model) -> dict[str, dict[str, float | None]]:
+    columns = model.router.indicators()
     return {
         instance: {
             name: float(column[i]) if np.isfinite(column[i]) else None for name, column in columns.items()
         }
-        for i, instance in enumerate(pool.router.instances())
+        for i, instance in enumerate(model.router.instances())
     }
 
 
@@ -170,20 +170,20 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
     if parts is None:
         raise bad(f"{label!r} is not a decision id; expected the value of the header x-lmetric-decision")
     index, number = int(parts[1] or 0), int(parts[2])
-    pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
-    if pool is not None and number < 2**64:
-        own = hmac.compare_digest(pool.labels.label(number, tenant), label)
-        record = pool.router.explain(number) if own or admin else None
+    model = next((model for model in front.fleet.models if model.index == index), None)
+    if model is not None and number < 2**64:
+        own = hmac.compare_digest(model.labels.label(number, tenant), label)
+        record = model.router.explain(number) if own or admin else None
         if record is not None:
-            shown = {"model": pool.name, **record, "id": label}
-            if (other := pool.hedging.other(number)) is not None:
-                shown["other_attempt"] = pool.labels.label(other, tenant)
+            shown = {"model": model.name, **record, "id": label}
+            if (other := model.hedging.other(number)) is not None:
+                shown["other_attempt"] = model.labels.label(other, tenant)
             tracing = front.running.tracing
             if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
                 shown["trace_id"] = trace
-            engine = pool.engines.get(record["instance"])
-            shown["because"] = because(record, pool.policies.formula)
-            if events := pool.activity.of(number):
+            engine = model.engines.get(record["instance"])
+            shown["because"] = because(record, model.policies.formula)
+            if events := model.activity.of(number):
                 shown["events"] = [event_shown(event, record["at_seconds"]) for event in events]
             shown["timeline"] = timeline(shown)
             if record["priority"] is not None and engine is not None:

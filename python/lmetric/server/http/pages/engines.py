@@ -12,7 +12,7 @@ from typing import Any
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 
 ENGINES_IN_TURN = 128  # engines that a page describes in one turn of the event loop, 40 µs each
 
@@ -24,16 +24,16 @@ async def shown(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]
     for engine in list(engines):
         if len(described) % ENGINES_IN_TURN == ENGINES_IN_TURN - 1:
             await asyncio.sleep(0)
-        pool, capabilities = fleet.pool_of(engine), engine.capabilities
-        if pool is not None and engine.name not in ages:
-            column = pool.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
-            ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
+        model, capabilities = fleet.model_of(engine), engine.capabilities
+        if model is not None and engine.name not in ages:
+            column = model.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
+            ages |= dict(zip(model.router.instances(), column.tolist(), strict=True))
         age = ages.get(engine.name, math.nan)
         described.append(
             {
                 "name": engine.name,
                 "url": engine.config.url,
-                "model": pool.name if pool else None,
+                "model": model.name if model else None,
                 "source": engine.source,
                 "role": engine.role,
                 "group": engine.config.group_label,
@@ -44,7 +44,9 @@ async def shown(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]
                 "draining": engine.draining or engine.switches > 0,
                 "leaving": engine.leaving,
                 "running": engine.running,
-                "warming": pool is not None and pool.changes is not None and pool.changes.warms(engine.name),
+                "warming": model is not None
+                and model.changes is not None
+                and model.changes.warms(engine.name),
                 "sends_prefixes": engine.sends_prefixes,
                 "last_error": engine.last_error,
                 "mode": engine.mode.name,
@@ -56,21 +58,21 @@ async def shown(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]
                     "error": engine.load_error,
                     "missing_metrics": engine.missing_metrics,
                 },
-                "kv_events": pool.kv.status(engine.name) if pool else None,
-                "tiers": pool.router.tiers(engine.name) if pool else None,
+                "kv_events": model.kv.status(engine.name) if model else None,
+                "tiers": model.router.tiers(engine.name) if model else None,
                 "refilling": engine.refill is not None,
-                "priority": priority.how(engine) if pool and pool.settings.priority is not None else None,
-                "tokenizer": _tokenizer(pool, engine) if pool else None,
+                "priority": priority.how(engine) if model and model.settings.priority is not None else None,
+                "tokenizer": _tokenizer(model, engine) if model else None,
             }
         )
     return described
 
 
-def _tokenizer(pool: Pool, engine: Engine) -> dict[str, Any]:
-    known = pool.tokenizers.current
+def _tokenizer(model: Model, engine: Engine) -> dict[str, Any]:
+    known = model.tokenizers.current
     return {
         "folder": str(known.folder) if known is not None else None,
-        "note": pool.tokenizers.note,
+        "note": model.tokenizers.note,
         "compared": known is not None and engine.compared is known,
         "differs": engine.tokens_differ,
     }

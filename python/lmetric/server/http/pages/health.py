@@ -11,7 +11,7 @@ from lmetric._core import LmetricError
 from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Pages, answer, in_path, schema
-from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.home import home
 from lmetric.server.http.live import PAGE, static
@@ -38,8 +38,8 @@ async def _home(call: Call) -> web.Response:
     "GET", "Whether the process works", answer("It works"), 500
 )
 async def _health(call: Call) -> web.Response:
-    for pool in call.front.fleet.pools:
-        _check(pool)
+    for model in call.front.fleet.models:
+        _check(model)
     return web.Response()
 
 
@@ -93,7 +93,7 @@ async def _file(call: Call) -> web.Response:
     "GET", "List the served models", answer("Models", schema("Models")), 401
 )
 async def _models(call: Call) -> web.Response:
-    return json(call.front.fleet.models())
+    return json(call.front.fleet.models_page())
 
 
 @PAGES.page("/v1/models/{model}", "models", "tenant").on(
@@ -123,9 +123,9 @@ def _document(*pages: OwnPage) -> bytes:
     return dumps(openapi.document(pages))
 
 
-def _check(pool: Pool) -> None:
-    """Raises ApiError if the pool's core router is broken, which only a restart repairs."""
+def _check(model: Model) -> None:
+    """Raises ApiError if the model's core router is broken, which only a restart repairs."""
     try:
-        pool.router.in_flight()
+        model.router.in_flight()
     except LmetricError as error:
-        raise ApiError(500, f"model {pool.name}: {error}", code="router_broken") from None
+        raise ApiError(500, f"model {model.name}: {error}", code="router_broken") from None

@@ -180,7 +180,7 @@ class Tracing(Traces, Observer):
         context = self.context(request)
         execution = relay.execution if isinstance(relay, RequestRunner) else None
         if execution is not None:
-            self.remember(execution.pool.index, execution.decision.id, context.hex_id)
+            self.remember(execution.model.index, execution.decision.id, context.hex_id)
         if context.sampled:
             relay.trace = trace = SampledRequest(self.begin(request, context), execution)
             if execution is not None:

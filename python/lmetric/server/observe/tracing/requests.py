@@ -109,7 +109,7 @@ class SampledRequest:
             attributes = {
                 "gen_ai.operation.name": operation(spans.path),
                 "gen_ai.provider.name": engine.capabilities.engine,
-                "gen_ai.request.model": execution.pool.name,
+                "gen_ai.request.model": execution.model.name,
                 "gen_ai.request.stream": step.stream,
                 "lmetric.for_client": step.for_client,
             }
@@ -123,7 +123,7 @@ class SampledRequest:
         hedges = execution.hedge is not None and step is execution.hedge.step
         if not step.beside and not hedges:
             self._spans.enter_segment(execution.ticket.from_token, now)
-        return self._spans.attempt(execution.pool.name, step.beside, now)
+        return self._spans.attempt(execution.model.name, step.beside, now)
 
     def decided(self, execution: Execution, request: ClientRequest) -> None:
         """Adds the span of the decision."""

@@ -145,15 +145,15 @@ class Traces:
         """Returns the trace of a sampled request."""
         return RequestTrace(request, context, self._random)
 
-    def remember(self, pool: int, decision: int, trace_id: str) -> None:
-        """Remembers the trace of a decision. ``pool``: the index of its model."""
-        self._decisions[pool, decision] = trace_id
+    def remember(self, model: int, decision: int, trace_id: str) -> None:
+        """Remembers the trace of a decision. ``model``: the index of its model."""
+        self._decisions[model, decision] = trace_id
         if len(self._decisions) > REMEMBERED:
             self._decisions.popitem(last=False)
 
-    def of_decision(self, pool: int, decision: int) -> str | None:
+    def of_decision(self, model: int, decision: int) -> str | None:
         """Returns the trace id of a decision; None: unknown, or too old."""
-        return self._decisions.get((pool, decision))
+        return self._decisions.get((model, decision))
 
     def refused(self, request: ClientRequest) -> None:
         """Records a request that the router answered without a decision."""
@@ -182,8 +182,8 @@ def request_attributes(request: ClientRequest, status: int) -> Attributes:
         path = attributes["http.route"] = route(request.path)
         if path == request.path:  # requests about a stored response are no operation of GenAI
             attributes["gen_ai.operation.name"] = operation(path)
-    if request.pool is not None:
-        attributes["gen_ai.request.model"] = request.pool.name
+    if request.model is not None:
+        attributes["gen_ai.request.model"] = request.model.name
     if request.tenant:
         attributes["lmetric.tenant"] = request.tenant
     if request.slo_class:

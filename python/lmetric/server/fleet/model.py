@@ -35,8 +35,8 @@ from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
-from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
-from lmetric.server.fleet.names import PoolNames
+from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix
+from lmetric.server.fleet.names import ModelNames
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import ProgramWatch
@@ -92,7 +92,7 @@ class BytesPerToken:
         return int(prompt_bytes * self.tokens / self.bytes) + 1
 
 
-class Pool:
+class Model:
     """A model: its core router and its engines."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Pool:
         routing = settings.routing
         self.index = index
         self.name = name
-        self.names = PoolNames(name, adapters)
+        self.names = ModelNames(name, adapters)
         self.settings = settings
         self.created = int(time.time())
         # A label is valid only for its tenant, and cannot be guessed.
@@ -166,7 +166,7 @@ class Pool:
         self._unusable: Recent[Unusable | None] = Recent()
         # By path: the reason of the last failed merge, and the time until which it counts.
         self._not_joinable: dict[str, tuple[str, float]] = {}
-        self._pooled: PoolFacts | None = None
+        self._pooled: ModelFacts | None = None
 
     def install(self, policies: Policies) -> None:
         """Replaces the policies. Raises LmetricError; then nothing has changed."""
@@ -223,7 +223,7 @@ class Pool:
         )
         self.router.update_instance(engine.name, healthy=False, draining=engine.held)
         engine.service.in_service = False
-        engine.pool = self
+        engine.model = self
         self.engines[engine.name] = engine
         self.unserved_since = None
         self._apply_role(engine)
@@ -277,14 +277,14 @@ class Pool:
 
         `proven`: another engine answered it.
         """
-        if engine.pool is self:
+        if engine.model is self:
             now = time.monotonic()
             self.outliers.failed(engine, self.engines.values(), client, proven, reason, now)
             self.review()
 
     def saturated(self, engine: Engine, seconds: float) -> None:
         """Gives an engine no new requests for its Retry-After, while another engine is free."""
-        if engine.pool is self:
+        if engine.model is self:
             self.outliers.saturated(engine, seconds, time.monotonic())
             self.review()
 
@@ -294,7 +294,7 @@ class Pool:
 
     def probed(self, engine: Engine, error: str | None) -> None:
         """Handles the result of a probe of an ejected engine; ``error``: None if it succeeded."""
-        if engine.pool is self:
+        if engine.model is self:
             self.outliers.probed(engine, error, time.monotonic())
             self.review()
 
@@ -306,7 +306,7 @@ class Pool:
         engine = self.engines.pop(name)
         if self.changes is not None:
             self.changes.forget(name)
-        engine.pool = None
+        engine.model = None
         for names in self._with.values():
             names.discard(name)
         self.kv.unwire(name)
@@ -392,7 +392,7 @@ class Pool:
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""
-        rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
+        rate = self.router.prefill_rate(engine.name) if engine.model is self else None
         return tokens / (rate or UNLEARNED_TOKENS_PER_SECOND)
 
     @property
@@ -405,7 +405,7 @@ class Pool:
 
         Infinite if no prefill rate was measured.
         """
-        rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
+        rate = self.router.prefill_rate(engine.name) if engine.model is self else None
         if not rate:
             return math.inf
         return self.router.indicators_of(engine.name, ["bound_tokens"])["bound_tokens"] / rate
@@ -492,12 +492,12 @@ class Pool:
     def wire(self, engine: Engine | None = None) -> None:
         """Applies an engine's block size and cache size, and sets up its KV events.
 
-        If properties of the whole pool have changed, all its engines are updated. Without an
+        If properties of the whole model have changed, all its engines are updated. Without an
         engine, only such a change has an effect.
         """
         if engine is not None:
             self._take_block_size(engine)
-        pooled = PoolFacts(
+        pooled = ModelFacts(
             self.block_size, self.block_size_from, self.tokenizers.current is not None, self.tokenizers.note
         )
         wired = [engine] if engine is not None else []
