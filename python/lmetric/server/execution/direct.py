@@ -68,7 +68,7 @@ class DirectRequest(InFlightRequest):
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Forwards the engine's answer, or ends the request."""
-        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
             return
         if self._over:
@@ -142,14 +142,14 @@ class DirectRequest(InFlightRequest):
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
-        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self.fail)
             return
         log.exception("a request failed with an internal error", path=self._client_request.path)
         self._leave("internal error", None if self.committed else ApiError(500, FAILED))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self._leave, reason, error)
             return
         if self._over:

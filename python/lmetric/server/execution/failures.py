@@ -198,7 +198,7 @@ def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
 
 
 def _resume(p: Progress, lost: EngineLost) -> str | None:
-    """Returns the engine that continues an answer of which the client has a part."""
+    """Returns the engine that continues a begun answer; None: the client has all of it."""
     following: str | None = None
     outcome: Outcome = "not_retried"
     if _record(p, lost):

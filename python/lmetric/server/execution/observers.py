@@ -6,14 +6,14 @@ Observers change nothing about a request. Their exceptions are logged and reach 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import structlog
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.intent import Intent
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 FAILED_OBSERVER = "an observer of requests failed"
@@ -69,10 +69,10 @@ def failed(hook: Callable[..., object]) -> None:
     log.exception(FAILED_OBSERVER, hook=getattr(hook, "__qualname__", str(hook)))
 
 
-def guarded(hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+def guarded(hook: Callable[[*Ts], R], *args: *Ts) -> R | None:
     """Calls a hook, and returns its result. Returns None after an exception, which is logged."""
     try:
-        return hook(*args, **kwargs)
+        return hook(*args)
     except Exception:
         failed(hook)
         return None

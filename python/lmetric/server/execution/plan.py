@@ -1,4 +1,4 @@
-"""What a request does and hears: steps and other actions, and the events of attempts. Plain data.
+"""Steps and other actions of a request, and the events of its attempts. Plain data.
 
 A request is a chain of segments placed on engines. Generators run it (`ways`), `execution` resumes
 them with events, and a runner carries out the actions (`runner`).
@@ -208,7 +208,7 @@ class Ended(Exception):
         self.failure = failure
 
 
-# What a way hears: an attempt with the flags of an answer that begins, with a list of events, or
+# A way hears an attempt with the flags of an answer that begins, with a list of events, or
 # with None at the end of its answer. A failure is thrown as `EngineLost`.
 Heard: TypeAlias = tuple[Attempt, Any]
 T = TypeVar("T")

@@ -314,7 +314,7 @@ class Progress:
             self.mover.running.pop(self.ticket.id, None)
 
     def count_move(self, outcome: str) -> None:
-        """Counts the outcome of a migration; without a rebalancer, `Model.failovers` counts alone."""
+        """Counts the outcome of a migration, if a rebalancer moves requests."""
         if self.mover is not None:
             self.mover.outcomes[outcome] += 1
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import structlog
 
 from lmetric.server.execution.exchange import ClientRequest
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 
@@ -23,21 +23,16 @@ class _Current(threading.local):
     request: ClientRequest | None = None
 
 
-_current = _Current()
+current = _Current()  # the request whose ids log lines get now
 
 
-def in_request(request: ClientRequest, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def in_request(request: ClientRequest, call: Callable[[*Ts], R], *args: *Ts) -> R:
     """Calls a function, whose log lines get the ids of the request. Returns its result."""
-    before, _current.request = _current.request, request
+    before, current.request = current.request, request
     try:
-        return call(*args, **kwargs)
+        return call(*args)
     finally:
-        _current.request = before
-
-
-def is_outside(request: ClientRequest) -> bool:
-    """Returns whether log lines would not get the ids of the request now."""
-    return _current.request is not request
+        current.request = before
 
 
 def request_ids(request: ClientRequest | None) -> dict[str, str]:
@@ -50,7 +45,7 @@ def request_ids(request: ClientRequest | None) -> dict[str, str]:
 
 def add_request_ids(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Adds the ids of the current request to a log line, as a structlog processor."""
-    if _current.request is not None:
-        for name, value in request_ids(_current.request).items():
+    if current.request is not None:
+        for name, value in request_ids(current.request).items():
             event.setdefault(name, value)
     return event

@@ -74,7 +74,7 @@ class RequestRunner(InFlightRequest):
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
         """Gives an event to the request, and carries out the resulting actions."""
-        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self._on, event, *args)
             return
         try:
@@ -85,7 +85,7 @@ class RequestRunner(InFlightRequest):
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Gives an event of an attempt to the request."""
-        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
             return
         try:  # the code of `_on`, inline because each request runs it
@@ -258,7 +258,7 @@ class RequestRunner(InFlightRequest):
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
-        if self._client_request.trace is not None and request_log.is_outside(self._client_request):
+        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self.fail)
             return
         execution = self.execution

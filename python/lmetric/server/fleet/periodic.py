@@ -13,7 +13,7 @@ log = structlog.get_logger("lmetric.server")
 def periodic(
     name: str, seconds: float | Callable[[], float], work: Callable[[], Awaitable[None]]
 ) -> asyncio.Task[None]:
-    """Starts a task that does ``work`` after each pause of ``seconds``, until it is cancelled.
+    """Starts a task that does ``work`` after each pause of ``seconds``, until it is canceled.
 
     An error is logged and ends nothing. A function for ``seconds`` is called before each pause.
     """

@@ -37,7 +37,7 @@ class Admission:
 
     def admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
-        if self.running.tracing is not None and request_log.is_outside(client_request):
+        if self.running.tracing is not None and request_log.current.request is not client_request:
             guarded(self.running.tracing.context, client_request)
             return request_log.in_request(client_request, self.admits, client_request)
         if self._needs_address:

@@ -67,7 +67,7 @@ class Arrivals:
 
     def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Starts the request. `RunningRequests.ended` is called at its end."""
-        if client_request.trace is not None and request_log.is_outside(client_request):
+        if client_request.trace is not None and request_log.current.request is not client_request:
             request_log.in_request(client_request, self.serve, client_request, body)
             return
         self._running.count(client_request)

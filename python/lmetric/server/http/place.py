@@ -12,7 +12,7 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest
 from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.intent import Intent
-from lmetric.server.execution.observers import failed, guarded
+from lmetric.server.execution.observers import failed
 from lmetric.server.execution.plan import Hedge
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.model import Model
@@ -100,8 +100,11 @@ class Placement:
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
         )
-        for hook in self._running.observers.arrived:
-            guarded(hook, intent)
+        for arrived in self._running.observers.arrived:
+            try:  # `guarded`, inline because each request runs it
+                arrived(intent)
+            except Exception:
+                failed(arrived)
         hedge_seconds = model.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
             hedge_seconds = slo.hedge_after_seconds
@@ -190,10 +193,13 @@ class Placement:
             if client_request.client.writing_paused:
                 relay.client_slow()
             for hook in self._running.observers.placed:
-                guarded(hook, client_request, relay)
+                try:
+                    hook(client_request, relay)
+                except Exception:
+                    failed(hook)
             relay.start(now)
             for hook in self._running.observers.sent:
-                try:  # `guarded`, inline because each request runs it
+                try:
                     hook(client_request, relay)
                 except Exception:
                     failed(hook)

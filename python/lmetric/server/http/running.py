@@ -96,7 +96,7 @@ class RunningRequests:
         now: float,
     ) -> None:
         """Continues a request that waited before routing; `then` replaces `waiting`."""
-        if client_request.trace is not None and request_log.is_outside(client_request):
+        if client_request.trace is not None and request_log.current.request is not client_request:
             request_log.in_request(client_request, self.go_on, client_request, waiting, then, now)
             return
         try:
@@ -113,7 +113,7 @@ class RunningRequests:
         self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
     ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and reports the end."""
-        if self.tracing is not None and request_log.is_outside(client_request):
+        if self.tracing is not None and request_log.current.request is not client_request:
             guarded(self.tracing.context, client_request)
             request_log.in_request(client_request, self.ended, client_request, relay, error)
             return

@@ -64,7 +64,7 @@ class StoredRequests:
 
     def serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `ended` at its end."""
-        if client_request.trace is not None and request_log.is_outside(client_request):
+        if client_request.trace is not None and request_log.current.request is not client_request:
             request_log.in_request(client_request, self.serve, client_request, target, method)
             return
         tenant, response_id = client_request.tenant, target.response_id

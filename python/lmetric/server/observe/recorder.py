@@ -141,13 +141,13 @@ class Recorder(Observer):
         try:
             if request.ended_at >= self._fleet_at:
                 self._look(request.ended_at)
-            self._put(request, relay, draft, model=model)
+            self._put(request, relay, draft)
         except Exception:
             self.writer.count_error()
 
-    def _put(
-        self, client_request: ClientRequest, relay: InFlightRequest | None, draft: Draft, model: Model
-    ) -> None:
+    def _put(self, client_request: ClientRequest, relay: InFlightRequest | None, draft: Draft) -> None:
+        model = client_request.model
+        assert model is not None  # as `ended` made sure
         started, now = client_request.started, client_request.ended_at
         if isinstance(relay, RequestRunner) and draft.decision is not None:
             decision = relay.execution.decision

@@ -62,6 +62,8 @@ class AttemptSpan:
 
     def answered(self, attempt: Attempt) -> None:
         """Ends the span, unless it has ended."""
+        if self._span.end is not None:
+            return
         reader = getattr(attempt, "reader", None)
         if reader is None:  # it was never sent
             self._end(reader, "cancelled")
@@ -71,13 +73,12 @@ class AttemptSpan:
 
     def failed(self, attempt: Attempt, reason: str) -> None:
         """Ends the span with a failure, unless it has ended."""
-        self._end(getattr(attempt, "reader", None), reason)
+        if self._span.end is None:
+            self._end(getattr(attempt, "reader", None), reason)
 
     def _end(self, reader: Any, error: str | None) -> None:
         """Ends the span. ``reader``: of the answer; None: the attempt was never sent."""
         span = self._span
-        if span.end is not None:
-            return
         span.finish(time.monotonic(), error)
         if reader is not None and reader.status:
             span.attributes["http.response.status_code"] = reader.status
@@ -103,18 +104,23 @@ class SampledRequest:
         engine = step.engine
         if execution is None:
             span = spans.direct(now)
-            attributes: Attributes = {"http.request.method": spans.method, "url.template": spans.route}
+            span.attributes = {
+                "http.request.method": spans.method,
+                "url.template": spans.route,
+                **server_attributes(engine.upstream.url),
+                "lmetric.engine": engine.name,
+            }
         else:
             span = self._segment_span(execution, step, now)
-            attributes = {
+            span.attributes = {
                 "gen_ai.operation.name": operation(spans.path),
                 "gen_ai.provider.name": engine.capabilities.engine,
                 "gen_ai.request.model": execution.model.name,
                 "gen_ai.request.stream": step.stream,
+                **server_attributes(engine.upstream.url),
+                "lmetric.engine": engine.name,
                 "lmetric.for_client": step.for_client,
             }
-        attributes |= {**server_attributes(engine.upstream.url), "lmetric.engine": engine.name}
-        span.attributes = attributes
         trace = AttemptSpan(spans.context, span, execution is not None)
         self._attempts.append((attempt, trace))
         return trace
