@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import orjson
@@ -22,6 +24,7 @@ from execution_world import (
     said,
 )
 from lmetric.server.execution import attempt as attempt_module
+from lmetric.server.execution import ways
 
 MAIN, SIDE, HEDGE = Slot.MAIN, Slot.SIDE, Slot.HEDGE
 
@@ -175,3 +178,9 @@ def test_hedge_asks_a_second_engine_if_the_first_token_is_late(clock: Clock) -> 
     _, heard = read_answer(it.client.written, it.ask)
     assert heard["whole"]
     assert it.pool.hedging.outcomes == {"won": 1}
+
+
+@pytest.mark.parametrize("function", [ways.plain.plain, ways.run])
+def test_the_architecture_page_shows_the_code_as_it_is(function: object) -> None:
+    page = Path(__file__).parent.parent / "docs" / "explanation" / "architecture.md"
+    assert f"```python\n{inspect.getsource(function)}```" in page.read_text()  # type: ignore[arg-type]
