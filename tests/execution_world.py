@@ -1,4 +1,4 @@
-"""Requests without sockets, tasks or a clock: pools, engines that answer by a rule, and a driver.
+"""Requests without sockets, tasks or a clock: models, engines that answer by a rule, and a driver.
 
 Like `RequestRunner` in the server, `Driver` carries out the actions of a request. Its attempts read
 answers in Rust, without an event loop.
@@ -91,13 +91,13 @@ def limits() -> Iterator[None]:
         yield
 
 
-# -- pools
+# -- models
 # -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A pool and its engines."""
+    """A model and its engines."""
 
     roles: str = "both"  # or nixl, sglang: prefill and decode engines
     moves: str | None = None  # migration_by

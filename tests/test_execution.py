@@ -1,6 +1,6 @@
 """Laws of the execution of every request (`execution_world`).
 
-Hypothesis draws the pool, the engines' answers and their times, and failures.
+Hypothesis draws the fleet, the engines' answers and their times, and failures.
 """
 
 from __future__ import annotations
@@ -175,18 +175,18 @@ class Requests(RuleBasedStateMachine):
     @initialize(setup=SETUPS, ask=ASKS, kept=st.booleans(), holds=HOLDS, ahead=AHEAD, silent=st.booleans())
     def begins(self, setup: Setup, ask: Ask, kept: bool, holds: bool, ahead: int, silent: bool) -> None:
         self.setup, self.silent = setup, silent
-        self.pool = setup.pool()
+        self.model = setup.model()
         if kept:
-            for engine in self.pool.engines.values():
+            for engine in self.model.engines.values():
                 engine.upstream.give(connection_of(engine))
         if setup.pulls:
-            setup.computed(self.pool, ask.path)
+            setup.computed(self.model, ask.path)
         self.begin(ask, holds, ahead)
 
     def begin(self, ask: Ask, holds: bool, ahead: int) -> None:
         """Starts a request. Its first `ahead` rounds succeed."""
         engines = Engines(ask, self.setup)
-        self.driver = driver = Driver(self.pool, self.setup, ask, self.clock, engines, holds)
+        self.driver = driver = Driver(self.model, self.setup, ask, self.clock, engines, holds)
         for _ in range(ahead):
             for found in list(driver.open.values()):
                 answer = found.answered
@@ -354,15 +354,15 @@ class Requests(RuleBasedStateMachine):
 
     # The fleet.
 
-    @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.pool.mover is not None)
+    @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.model.mover is not None)
     @rule(number=st.integers(0, 2))
     def moves(self, number: int) -> None:
-        mover, here = self.pool.mover, self.it.ticket.instance
-        others = [name for name in self.pool.engines if name != here]
+        mover, here = self.model.mover, self.it.ticket.instance
+        others = [name for name in self.model.engines if name != here]
         if mover is not None and others:
             mover.begin(self.it.ticket.id, others[number % len(others)], self.clock.now)
 
-    @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.pool.mover is not None)
+    @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.model.mover is not None)
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 5))
     def says_and_moves(self, number: int, pieces: int) -> None:
         """The request gets some more tokens, and all steps of its migration succeed."""
@@ -379,7 +379,7 @@ class Requests(RuleBasedStateMachine):
         how=st.sampled_from(["down", "up", "draining", "gone", "new", "role", "bare"]),
     )
     def an_engine_is(self, number: int, how: str) -> None:
-        engines = list(self.pool.engines.values())
+        engines = list(self.model.engines.values())
         needs(engines)
         engine = engines[number % len(engines)]
         if how == "down":
@@ -392,16 +392,16 @@ class Requests(RuleBasedStateMachine):
             engine.draining = True
             engine.hold()
         elif how == "gone":
-            self.pool.remove(engine.name)
+            self.model.remove(engine.name)
         elif how == "new":
-            self.pool.add(self.setup.engine(f"{engine.name[0]}{next(self.names)}"))
+            self.model.add(self.setup.engine(f"{engine.name[0]}{next(self.names)}"))
         elif how == "role":
             roles: dict[str, Any] = {"both": "decode", "decode": "prefill", "prefill": "both"}
             engine.role_set = roles[engine.role]
-            self.pool.set_role(engine)
+            self.model.set_role(engine)
         else:
             engine.capabilities = replace(engine.capabilities, handover=None)
-            self.pool.set_role(engine)
+            self.model.set_role(engine)
 
     # Time, the client, the server.
 
@@ -445,7 +445,7 @@ class Requests(RuleBasedStateMachine):
     @rule(ask=ASKS, holds=HOLDS, ahead=AHEAD)
     def another_request(self, ask: Ask, holds: bool, ahead: int) -> None:
         self.it.check_answer()
-        for engine in self.pool.engines.values():
+        for engine in self.model.engines.values():
             engine.draining = False
             engine.hold()
             engine.succeeded()
@@ -516,7 +516,7 @@ def test_a_stream_whose_text_is_not_that_of_its_tokens_never_moves(clock: Clock)
     """It also does not move if this was found before and no token has come since."""
     it = driver(clock, Setup(moves="recompute"), Ask(other_text=True))
     it.say(it.open[Slot.MAIN], 5)
-    mover = it.pool.mover
+    mover = it.model.mover
     assert mover is not None
     for _ in range(2):
         assert not mover.begin(it.ticket.id, "e1", clock.now)
@@ -531,12 +531,12 @@ def test_a_stream_whose_text_is_not_that_of_its_tokens_never_moves(clock: Clock)
 def test_a_stream_does_not_move_to_an_engine_of_second_halves(clock: Clock) -> None:
     it = driver(clock, Setup(moves="recompute"), Ask())
     it.say(it.open[Slot.MAIN], 5)
-    engine = it.pool.engines["e1"]
+    engine = it.model.engines["e1"]
     engine.capabilities = replace(engine.capabilities, handover=Handover("bootstrap", bootstrap_port=9001))
     engine.role_set = "decode"
-    it.pool.set_role(engine)
-    assert it.pool.mover is not None
-    assert not it.pool.mover.begin(it.ticket.id, "e1", clock.now)
+    it.model.set_role(engine)
+    assert it.model.mover is not None
+    assert not it.model.mover.begin(it.ticket.id, "e1", clock.now)
     finish(it)
 
 
@@ -544,10 +544,10 @@ def test_the_second_of_two_at_once_goes_elsewhere(clock: Clock) -> None:
     """Its engine is of another kind by then, and the first attempt ends."""
     it = driver(clock, Setup("sglang"), Ask())
     prefill, decode = it.open[Slot.SIDE], it.open[Slot.MAIN]
-    engine = it.pool.engines["d1"]
+    engine = it.model.engines["d1"]
     engine.capabilities = replace(engine.capabilities, handover=None)
-    it.pool.set_role(engine)
-    it.pool.remove(decode.step.engine.name)
+    it.model.set_role(engine)
+    it.model.remove(decode.step.engine.name)
     it.say(prefill, 1000)
     it.check()
     assert decode.over
@@ -560,8 +560,8 @@ def test_the_second_of_two_at_once_answers_and_nobody_may_take_it(clock: Clock) 
     The client gets an error, whichever engine answers first.
     """
     it = driver(clock, Setup("sglang"), Ask())
-    for name in [name for name, engine in it.pool.engines.items() if engine.role == "decode"]:
-        it.pool.remove(name)
+    for name in [name for name, engine in it.model.engines.items() if engine.role == "decode"]:
+        it.model.remove(name)
     it.say(it.open[Slot.MAIN], 5)
     it.check()
     assert it.done
@@ -580,7 +580,7 @@ def hedged(clock: Clock) -> Driver:
     it.check()
     first, second = it.open[Slot.MAIN], it.open[Slot.HEDGE]
     assert first.step.engine is not second.step.engine
-    assert it.pool.router.in_flight() == 2
+    assert it.model.router.in_flight() == 2
     return it
 
 
@@ -591,10 +591,10 @@ def test_the_first_engine_with_a_token_answers(clock: Clock, slot: Slot) -> None
     it.say(answers, 2)
     it.check()
     assert list(it.open.values()) == [answers]
-    assert it.pool.router.in_flight() == 1
+    assert it.model.router.in_flight() == 1
     finish(it)
-    assert it.pool.hedging.outcomes == {"lost" if slot is Slot.MAIN else "won": 1}
-    assert all(engine.service.state == "HEALTHY" for engine in it.pool.engines.values())
+    assert it.model.hedging.outcomes == {"lost" if slot is Slot.MAIN else "won": 1}
+    assert all(engine.service.state == "HEALTHY" for engine in it.model.engines.values())
 
 
 @pytest.mark.parametrize("slot", [Slot.MAIN, Slot.HEDGE])
@@ -604,7 +604,7 @@ def test_the_other_attempt_goes_on_after_a_failure(clock: Clock, slot: Slot) -> 
     it.check()
     assert list(it.open) == [Slot.MAIN]
     finish(it)
-    assert it.pool.hedging.outcomes == {"won" if slot is Slot.MAIN else "failed": 1}
+    assert it.model.hedging.outcomes == {"won" if slot is Slot.MAIN else "failed": 1}
 
 
 @pytest.mark.parametrize("slots", [(Slot.MAIN, Slot.MAIN), (Slot.HEDGE, Slot.MAIN)])
@@ -638,16 +638,16 @@ def test_a_client_that_leaves_ends_both_attempts(clock: Clock) -> None:
     it.leave()
     it.check()
     assert it.done
-    assert it.pool.hedging.outcomes == {"ended": 1}
+    assert it.model.hedging.outcomes == {"ended": 1}
 
 
 def test_a_hedge_without_another_engine_is_not_sent(clock: Clock) -> None:
     it = driver(clock, Setup(hedges=True), Ask())
     for name in ("e1", "e2"):
-        it.pool.remove(name)
+        it.model.remove(name)
     it.wake()
     it.check()
-    assert it.pool.hedging.unsent == {"no_engine": 1}
+    assert it.model.hedging.unsent == {"no_engine": 1}
     finish(it)
 
 

@@ -60,7 +60,7 @@ def test_plain_goes_to_the_next_engine_if_the_first_is_lost(clock: Clock) -> Non
     it.lose(it.open[MAIN])
     assert engine(it) != first
     finish(it)
-    assert it.pool.retried == {"reset": 1}
+    assert it.model.retried == {"reset": 1}
 
 
 def test_plain_continues_a_stream_on_another_engine(clock: Clock) -> None:
@@ -74,7 +74,7 @@ def test_plain_continues_a_stream_on_another_engine(clock: Clock) -> None:
     assert isinstance(prompt, list)
     assert prompt[-known:] == [said(len(prompt) - known + n) for n in range(known)]
     finish(it)
-    assert it.pool.failovers == {"continued": 1}
+    assert it.model.failovers == {"continued": 1}
 
 
 def test_pair_computes_the_prompt_on_one_engine_and_decodes_on_another(clock: Clock) -> None:
@@ -85,7 +85,7 @@ def test_pair_computes_the_prompt_on_one_engine_and_decodes_on_another(clock: Cl
     assert (decode.engine.name[0], decode.for_client) == ("d", True)
     assert decode.kv is not None
     finish(it)
-    assert it.pool.kv_transfers == {"transferred": 1}
+    assert it.model.kv_transfers == {"transferred": 1}
 
 
 def test_pair_computes_the_prompt_again_if_the_transfer_fails(clock: Clock) -> None:
@@ -98,7 +98,7 @@ def test_pair_computes_the_prompt_again_if_the_transfer_fails(clock: Clock) -> N
     it.say(it.open[MAIN], 1)
     assert (engine(it), it.open[MAIN].step.kv) == (decode, None)
     finish(it)
-    assert it.pool.kv_transfers == {"transferred": 1, "broken": 1}
+    assert it.model.kv_transfers == {"transferred": 1, "broken": 1}
 
 
 def test_pair_sends_both_halves_at_once_if_the_engines_meet_by_themselves(clock: Clock) -> None:
@@ -123,37 +123,37 @@ def test_chain_runs_an_answer_on_two_engines(clock: Clock) -> None:
 
 def test_copy_fetches_a_prefix_before_the_request_starts(clock: Clock) -> None:
     setup, ask = Setup(pulls=True), Ask()
-    pool = setup.pool()
-    setup.computed(pool, ask.path)
-    it = Driver(pool, setup, ask, clock, Engines(ask, setup))
+    model = setup.model()
+    setup.computed(model, ask.path)
+    it = Driver(model, setup, ask, clock, Engines(ask, setup))
     holder = engine(it, SIDE)
     assert MAIN not in it.open
     it.say(it.open[SIDE], 2)  # the holder has prepared the prefix
     assert engine(it) != holder
     assert it.open[MAIN].step.kv is not None
     finish(it)
-    assert it.pool.fetch_outcomes == {"fetched": 1}
+    assert it.model.fetch_outcomes == {"fetched": 1}
 
 
 def test_copy_waits_only_so_long(clock: Clock) -> None:
     setup, ask = Setup(pulls=True), Ask()
-    pool = setup.pool()
-    setup.computed(pool, ask.path)
-    it = Driver(pool, setup, ask, clock, Engines(ask, setup))
+    model = setup.model()
+    setup.computed(model, ask.path)
+    it = Driver(model, setup, ask, clock, Engines(ask, setup))
     it.wake()
     assert SIDE not in it.open
     assert it.open[MAIN].step.body == ask.body()
     finish(it)
-    assert it.pool.fetch_outcomes == {"late": 1}
+    assert it.model.fetch_outcomes == {"late": 1}
 
 
 @pytest.mark.parametrize("by", ["recompute", "fetch"])
 def test_move_prepares_the_target_while_the_source_still_streams(clock: Clock, by: str) -> None:
     it = driver(clock, Setup(moves=by), Ask())
     it.say(it.open[MAIN], 4)
-    source, mover = engine(it), it.pool.mover
+    source, mover = engine(it), it.model.mover
     assert mover is not None
-    target = next(name for name in it.pool.engines if name != source)
+    target = next(name for name in it.model.engines if name != source)
     assert mover.begin(it.ticket.id, target, clock.now)
     if by == "fetch":
         assert engine(it, SIDE) == source  # it prepares its KV cache
@@ -177,7 +177,7 @@ def test_hedge_asks_a_second_engine_if_the_first_token_is_late(clock: Clock) -> 
     finish(it)
     _, heard = read_answer(it.client.written, it.ask)
     assert heard["whole"]
-    assert it.pool.hedging.outcomes == {"won": 1}
+    assert it.model.hedging.outcomes == {"won": 1}
 
 
 @pytest.mark.parametrize("function", [ways.plain.plain, ways.run])

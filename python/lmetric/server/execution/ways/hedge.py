@@ -7,22 +7,28 @@ the router counts its load. It has no tenant and no session: the first attempt c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
 from lmetric.server.execution.exchange import SATURATED, why_no_stream
 from lmetric.server.execution.failures import add_failure, check_beginning, kind_of
-from lmetric.server.execution.own_request import own_request
 from lmetric.server.execution.plan import Attempt, EngineLost, Hedge, Step, TimeIsUp, Way
 from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.refusal import retry_after_seconds
 from lmetric.server.fleet.engine import Engine
 
+Again = Callable[[Progress, Engine], Step]
 
-def hedged(p: Progress, first: Step) -> Way[tuple[Attempt, int]]:
-    """Sends a step, and after a time its hedge. Returns the first beginning of an answer."""
-    hedge, step = p.hedge, first
+
+def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
+    """Sends a step, and after a time its hedge. Returns the first beginning of an answer.
+
+    `again`: returns the same step for another engine.
+    """
+    hedge = p.hedge
     assert hedge is not None
     p.wake(hedge.after_seconds)
-    following: Step | None = step
+    following: Step | None = first
     while True:
         try:
             attempt, flags = yield following
@@ -34,7 +40,7 @@ def hedged(p: Progress, first: Step) -> Way[tuple[Attempt, int]]:
                 _promote(p, hedge)
             check_beginning(p, attempt, flags)
         except TimeIsUp:
-            following = _second(p, hedge, first.engine)
+            following = _second(p, hedge, first.engine, again=again)
         except EngineLost as lost:
             following = None
             if p.hedge is None:
@@ -80,7 +86,7 @@ def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
     raise EngineLost(step.engine, kind_of(code) if code >= 500 else "saturated", reason, step=step)
 
 
-def _second(p: Progress, hedge: Hedge, first: Engine) -> Step | None:
+def _second(p: Progress, hedge: Hedge, first: Engine, *, again: Again) -> Step | None:
     """Returns the step of the hedge, once its time has come; None: it is not sent."""
     p.hedge = None
     if p.stalled_at:
@@ -91,7 +97,7 @@ def _second(p: Progress, hedge: Hedge, first: Engine) -> Step | None:
         return None
     p.model.hedging.budget.spend()
     p.model.hedging.pair(p.decision.id, hedge.decision.id)
-    hedge.step = step = own_request(p, engine)
+    hedge.step = step = again(p, engine)
     step.refills = False  # the field depends on the first decision
     p.hedge = hedge
     p.tried_engines += (engine.name,)
