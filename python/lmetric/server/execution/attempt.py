@@ -20,7 +20,7 @@ from lmetric._core import (
     WireError,
 )
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
-from lmetric.server.execution.observers import guarded
+from lmetric.server.execution.observers import failed, guarded
 from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
@@ -41,7 +41,10 @@ class AttemptListener(Protocol):
     """Receiver of the events of an attempt."""
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
-        """Receives an event of the attempt. On "ready", call its `begin` or `cancel`."""
+        """Receives an event of the attempt.
+
+        On "ready", set its `begun` (reader "pass"), or call its `begin` or `cancel`.
+        """
 
     def fail(self) -> None:
         """Called after an unexpected exception."""
@@ -173,7 +176,10 @@ class EngineAttempt:
             client_request.client.peer,
         )
         if trace is not None:
-            head = guarded(trace.head, head, first) or head
+            try:
+                head = trace.head(head, first)
+            except Exception:
+                failed(trace.head)
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)
         else:
@@ -291,7 +297,10 @@ class EngineAttempt:
     def _close(self) -> None:
         """Ends the attempt after a whole answer: updates the engine, releases the connection."""
         if self.trace is not None:
-            guarded(self.trace.answered, self)
+            try:
+                self.trace.answered(self)
+            except Exception:
+                failed(self.trace.answered)
         self.over = True
         reader, engine = self.reader, self.step.engine
         status, load = reader.status, reader.load

@@ -1,8 +1,8 @@
 """One request as a machine without I/O: events in, actions out.
 
-A generator (`ways.run`) runs the request; its place in the code is the state. This class keeps the
-generators, gives each the events of its attempts, and ends the request. It has no timer and no
-task: `runner` carries out the actions.
+A generator (`ways.run`) runs the request; its place in the code is the state. A migration has a
+second one (`ways.move`), beside it. This class keeps the generators, gives each the events of its
+attempts, and ends the request. It has no timer and no task: `runner` carries out the actions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = structlog.get_logger("lmetric.relay")
 class Execution(Progress):
     """One request, from its decision to its end.
 
-    Each event returns the resulting actions, in order. No action follows `Finish`.
+    Each event returns the resulting actions, in order. Only "abort_client" may follow `Finish`.
     """
 
     # -- events of the router ----------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Execution(Progress):
     # -- the ways ----------------------------------------------------------------------------------
 
     def _go(self, resume: Callable[[Any], Step | None], heard: object) -> None:
-        """Resumes the way of the open segment."""
+        """Resumes the generator that runs the request."""
         try:
             step = resume(heard)
         except StopIteration:

@@ -1,4 +1,4 @@
-"""A client's request as it was read: from its admission to its placement and its execution."""
+"""A client's request as it was read: from its model's choice to its placement and execution."""
 
 from __future__ import annotations
 

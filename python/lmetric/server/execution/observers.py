@@ -1,6 +1,7 @@
 """The observers of requests: metrics, records, live page, traces, canaries and access log.
 
-Observers change nothing about a request. Their exceptions are logged and reach no client.
+Observers change nothing about a request, but for the trace context in its head for engines. Their
+exceptions are logged and reach no client.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # How an attempt reads its engine's answer. "pass": its bytes go to the client. "whole": the attempt
-# collects it. "events": the way gets its events one by one. To add a way (token ids in and
+# collects it. "events": the way gets its events one by one. To add a reader (token ids in and
 # out, as in vLLM's `/inference/v1/generate`), add a name here and a branch in `EngineAttempt`.
 Reader = Literal["pass", "whole", "events"]
 # The events of an attempt. Nothing follows the last three, or a cancellation. "comments": lines of
@@ -57,7 +57,7 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
     observed: bool = False  # its tokens are recorded while they pass (reader "pass")
     hides_ids: bool = False  # the client did not request the token ids in the answer
     checks_prompt: bool = False  # the engine must report the same tokens of a chat
-    merges: bool = False  # its answer continues the part that the client has
+    merges: bool = False  # its answer continues the tokens of earlier segments
     refills: bool = True  # KV backfill may add the engine's field
 
 

@@ -54,6 +54,7 @@ class Progress:
     encoder: TokenEncoder | None = None  # of the model's tokenizer
     migration: Migration | None = None
     resumes: bool = False  # after a failure, another engine may continue the answer
+    timed: bool = False  # a timer is set
     handle: Movable | None = None  # the rebalancer's access to the request
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # its first answer could not be merged: one engine answers it
@@ -79,13 +80,13 @@ class Progress:
         self.first: FirstSegment | None = call.first  # the body for a prefill, once it is known
         self.acts: list[Act] = []  # not carried out yet
         self.now = 0.0  # time of the present event, seconds on the monotonic clock
-        self.timed = False  # a timer is set
         self.main: Step | None = None  # runs the open segment
         self.side: Step | None = None  # beside it: a prefix fetch, a migration, or a prefill
         # Until a token came, or it has failed. A gateway sends one copy.
         self.hedge: Hedge | None = intent.hedge if request.gateway is None else None
         self.verdicts: Verdicts | None = None  # set after a failure
-        # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
+        # Set if it may be split, move, continue after a failure, or get a prefix fetch; until a
+        # transcript has its tokens.
         self.call: ParsedRequest | None = None
         self.mover: Rebalancer | None = None  # set if it may move
         if intent.moves or intent.fetches or intent.resumes:
@@ -96,7 +97,7 @@ class Progress:
             self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None
         # The answer.
         self.kv: KvTransfer | None = None  # for the next step
-        self.has_tokens = False  # the open segment has a token, and its answer reaches the client
+        self.has_tokens = False  # the answer of the open segment has begun to reach the client
         self.answered: Attempt | None = None  # the attempt that gives the client's whole answer
         self.observing: Attempt | None = None  # the attempt whose tokens are recorded as they pass
         self.committed = False  # the client has a part of an answer
@@ -105,7 +106,7 @@ class Progress:
         self.reason = ""  # the reason of an end with an error
         self.done = False
         # Of `execution`.
-        self._way: Way[None] | None = None  # runs the open segment
+        self._way: Way[None] | None = None  # runs the request
         self._beside: Way[SwitchTo | None] | None = None  # the migration
 
     # -- what it is --------------------------------------------------------------------------------
@@ -234,7 +235,10 @@ class Progress:
     # -- its attempts ------------------------------------------------------------------------------
 
     def send(self, step: Step) -> None:
-        """Starts an attempt."""
+        """Starts an attempt.
+
+        The rebalancer may then move a stream whose tokens are known. KV backfill changes the body.
+        """
         if step.beside:
             self.side = step
         elif self.hedge is None or step is not self.hedge.step:

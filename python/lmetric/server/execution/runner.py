@@ -14,7 +14,7 @@ from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.observers import guarded
+from lmetric.server.execution.observers import failed
 from lmetric.server.execution.plan import (
     Act,
     Action,
@@ -118,7 +118,10 @@ class RequestRunner(InFlightRequest):
             attempt.pause(True)
         now = time.monotonic()
         if self.trace is not None:
-            attempt.trace = guarded(self.trace.sent, attempt, now)
+            try:
+                attempt.trace = self.trace.sent(attempt, now)
+            except Exception:
+                failed(self.trace.sent)
         attempt.go(now)
 
     def _commit(self, _: Commit) -> None:

@@ -70,7 +70,7 @@ class Rebalancer:
         self.due = math.inf if rule is None else 0.0  # time of the next round, monotonic clock
         self.running: dict[int, Movable] = {}  # by ticket
         self.moves: set[object] = set()
-        self.outcomes: Counter[str] = Counter()  # outcomes of chosen moves, started or not
+        self.outcomes: Counter[str] = Counter()  # of chosen moves, started or not, and of failovers
 
     @property
     def rebalances(self) -> bool:

@@ -28,7 +28,7 @@ class Placement:
 
     def __init__(self, config: ServerConfig, running: RunningRequests) -> None:
         self._running = running
-        self._trial_results = TrialResults()  # an observer once a model has trials
+        self._trial_results: TrialResults | None = None  # an observer once a model has trials
         self.configure(config)
 
     def configure(self, config: ServerConfig) -> None:
@@ -162,7 +162,9 @@ class Placement:
                 decision, ticket, trial = model.trials.route(asked, now, intent.arrival)
                 routed = decision, ticket
                 client_request.trial = trial
-                self._running.observers.add(self._trial_results)
+                if self._trial_results is None:
+                    self._trial_results = TrialResults()
+                    self._running.observers.add(self._trial_results)
                 if intent.hedge is not None:
                     intent.hedge.canary = trial is not None and trial.canary
             else:

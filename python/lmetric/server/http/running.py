@@ -114,7 +114,8 @@ class RunningRequests:
     ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and reports the end."""
         if self.tracing is not None and request_log.current.request is not client_request:
-            guarded(self.tracing.context, client_request)
+            if client_request.trace is None:
+                guarded(self.tracing.context, client_request)
             request_log.in_request(client_request, self.ended, client_request, relay, error)
             return
         # The head of the answer may have kept the connection open. Closing it would then lose the

@@ -1,4 +1,4 @@
-"""Requests that wait before routing, for a tokenizer thread or for room in a cache."""
+"""Requests that wait before routing: for a thread, for a search, or for room in a cache."""
 
 from __future__ import annotations
 

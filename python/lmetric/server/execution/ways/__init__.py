@@ -45,6 +45,8 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
         p.drop_attempts()
         if p.unmergeable and p.ticket.has_next:
             return p.next_segment()  # the last engine computes the whole answer
+        if not p.ticket.from_token:
+            p.prefill_engine, p.at_once = None, False
         try:
             return (yield from _way_of(p, engine)(p, engine))
         except NoTransfer:
@@ -54,13 +56,12 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
 def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str | None]]:
     """Returns the way in which an engine runs the open segment."""
     if p.ticket.has_next:
+        # Only requests that may be cut have a call, or tokens of their answer.
         if p.transcript is None and (p.call is None or engine.role == "prefill"):
             return pair.at_once if engine.runs_halves_at_once else pair.prefill
         return chain.part
     if engine.runs_halves_at_once:
         return pair.other_decode
-    if not p.ticket.from_token:
-        p.prefill_engine, p.at_once = None, False
     if p.begun and not p.unmergeable:
         return chain.rest
     return plain.plain

@@ -54,7 +54,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
 
 
 def rest(p: Progress, engine: Engine) -> Way[str | None]:
-    """Runs the rest of an answer, after the part that the client has."""
+    """Runs the rest of an answer, after the tokens of earlier segments."""
     step = _rest_step(p, engine)
     attempt, flags = yield step
     ended = flags is None  # all of it has come

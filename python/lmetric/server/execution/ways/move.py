@@ -28,11 +28,18 @@ log = structlog.get_logger("lmetric.relay")
 
 def begin(p: Progress, target: Engine) -> bool:
     """Begins a migration, which `move` makes. Returns False if the request stays."""
+    assert p.mover is not None  # the rebalancer calls this
     why = _why_not(p, target)
+    if not why:
+        try:
+            # Tokens computed ahead or fetched count as transferred.
+            p.ticket.begin_migration(target.name, recompute=not _works_ahead(target))
+        except TicketError as error:
+            log.debug("cannot move", model=p.model.name, reason=str(error))
+            why = "not_movable"
     if why:
         p.count_move(why)
         return False
-    assert p.mover is not None  # the rebalancer calls this
     p.migration = Migration(target, KvTransfer(p.model))
     p.mover.moves.add(p.migration)
     return True
@@ -44,24 +51,19 @@ def _why_not(p: Progress, target: Engine) -> str:
     if p.done or not p.has_tokens:
         return "not_movable"
     transcript = p.merged()
-    ahead = _works_ahead(target)
     try:
         p.observe()
         if transcript.over:
             return "ended"
         if target.runs_halves_at_once:
             return "not_movable"  # it serves only second segments
-        if not ahead and p.model.prefill_seconds(target, p.total) > p.mover.max_gap_seconds:
+        gap_seconds = 0.0 if _works_ahead(target) else p.model.prefill_seconds(target, p.total)
+        if gap_seconds > p.mover.max_gap_seconds:
             return "long_gap"
         transcript.catch_up()
-        # Tokens computed ahead or fetched count as transferred.
-        p.ticket.begin_migration(target.name, recompute=not ahead)
     except MergeError as error:
         p.model.not_joinable(p.client_request.path, str(error))
         return "not_joinable"
-    except TicketError as error:
-        log.debug("cannot move", model=p.model.name, reason=str(error))
-        return "not_movable"
     return ""
 
 

@@ -27,6 +27,8 @@ _PORTS = {"http": 80, "https": 443}
 class UnsampledRequest:
     """The trace of a request without spans, and of its attempts. Its engines learn that."""
 
+    __slots__ = ("_context", "line")
+
     def __init__(self, context: TraceContext, span_id: int) -> None:
         self._context = context
         self.line = parent_line(context.trace_id, span_id, False)
@@ -48,6 +50,8 @@ class UnsampledRequest:
 
 class AttemptSpan:
     """The span of an attempt. The engine's spans become children of it."""
+
+    __slots__ = ("_context", "_reports_usage", "_span", "line")
 
     def __init__(self, context: TraceContext, span: Span, reports_usage: bool) -> None:
         """``reports_usage``: the span gets the tokens of the answer."""
@@ -92,6 +96,8 @@ class SampledRequest:
     ``execution``: None: the request is about a stored response. Its engine computes nothing, so its
     spans have no attributes of GenAI.
     """
+
+    __slots__ = ("_attempts", "_execution", "_spans")
 
     def __init__(self, spans: RequestTrace, execution: Execution | None) -> None:
         self._spans = spans
