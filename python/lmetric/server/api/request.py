@@ -1,8 +1,8 @@
 """The parts of a client's request that routing needs.
 
 Rust reads the body once, and the engine gets its bytes unchanged, but for fields that the router
-adds (such as `return_token_ids` of a stream that may continue elsewhere), and for a body in UTF-16,
-in UTF-32 or with a byte order mark: the engine gets plain UTF-8. Python parses the body only for a
+adds, such as `return_token_ids` of a stream that may continue elsewhere. Of a body in UTF-16, in
+UTF-32 or with a byte order mark, the engine gets plain UTF-8. Python parses the body only for a
 chat template, or to look at many of its fields.
 
 Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/threads.py`).
