@@ -52,7 +52,7 @@ class Execution(Progress):
         self.model.requests += 1
         if self.model.cuts:
             self.hedge = None
-        self._way = way = run(self)
+        self._run = way = run(self)
         self._go(way.send, None)
         acts, self.acts = self.acts, []
         return acts
@@ -88,10 +88,10 @@ class Execution(Progress):
 
     def woken(self, now: float) -> list[Act]:
         """Handles the end of the timer that `Wake` has set."""
-        if self.timed and self._way is not None:
+        if self.timed and self._run is not None:
             self.now = now
             self.timed = False
-            self._go(self._way.throw, TimeIsUp())
+            self._go(self._run.throw, TimeIsUp())
         return self._out()
 
     # -- events of attempts ------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Execution(Progress):
     def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, detail: Any = None) -> list[Act]:
         """Handles an event of an attempt."""
         step = attempt.step
-        way: Way[Any] | None = self._way
+        way: Way[Any] | None = self._run
         self.now = now
         go: Callable[[Callable[[Any], Step | None], Any], object] = self._go
         if step is self.main:
@@ -196,9 +196,9 @@ class Execution(Progress):
             step = resume(heard)
         except StopIteration as over:
             self._beside = None
-            if over.value is None or self._way is None:
+            if over.value is None or self._run is None:
                 return False
-            self._go(self._way.throw, over.value)
+            self._go(self._run.throw, over.value)
             return True
         if step is not None:
             self.send(step)
@@ -214,8 +214,8 @@ class Execution(Progress):
     def _abort(self, reason: str, failure: str, error: ApiError | None) -> None:
         """Ends the request, whatever its way waits for."""
         self.reason = reason
-        if self._way is not None:
-            self._way.close()
+        if self._run is not None:
+            self._run.close()
         self._finish(failure, error, aborted=True)
 
     def _finish(self, failure: str | None, error: ApiError | None, *, aborted: bool = False) -> None:
@@ -225,7 +225,7 @@ class Execution(Progress):
         started answer or as its whole answer.
         """
         self.done = True
-        self._way = self._beside = None
+        self._run = self._beside = None
         if error is not None and self.committed:
             self.acts.append(BreakOff(error))
             error = None

@@ -16,7 +16,7 @@ from lmetric.server.fleet.model import Model
 class Intent(Struct, eq=False, gc=False):
     """A request whose body was read and whose model is known. Placement adds how it may run."""
 
-    request: ClientRequest
+    client_request: ClientRequest
     call: ParsedRequest
     model: Model
     adapter: str | None = None

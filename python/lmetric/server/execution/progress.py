@@ -70,7 +70,7 @@ class Progress:
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
 
     def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
-        call, model, request = intent.call, intent.model, intent.request
+        call, model, request = intent.call, intent.model, intent.client_request
         self.rules = rules
         self.client_request = request
         self.model = model
@@ -106,7 +106,7 @@ class Progress:
         self.reason = ""  # the reason of an end with an error
         self.done = False
         # Of `execution`.
-        self._way: Way[None] | None = None  # runs the request
+        self._run: Way[None] | None = None  # runs the request
         self._beside: Way[SwitchTo | None] | None = None  # the migration
 
     # -- what it is --------------------------------------------------------------------------------

@@ -98,18 +98,22 @@ class Rebalancer:
             log.debug("rebalanced", model=self._model, moves=moves, stop=stop)
 
     def _fetches(self, ticket: int, target: str) -> bool:
-        chain, engine = self.running.get(ticket), self._engines.get(target)
-        return chain is not None and engine is not None and fetches(self._engines.get(chain.instance), engine)
+        request, engine = self.running.get(ticket), self._engines.get(target)
+        return (
+            request is not None
+            and engine is not None
+            and fetches(self._engines.get(request.instance), engine)
+        )
 
     def begin(self, ticket: int, target: str, now: float) -> bool:
         """Starts to move a running request. Returns whether the move has started.
 
         `ticket`: a `Ticket.id`. `target`: the name of an instance.
         """
-        chain, engine = self.running.get(ticket), self._engines.get(target)
-        if chain is None or engine is None or chain.move is not None:
+        request, engine = self.running.get(ticket), self._engines.get(target)
+        if request is None or engine is None or request.move is not None:
             return False
         if len(self.moves) >= self.at_once:
             self.outcomes["too_many"] += 1
             return False
-        return chain.move_to(engine, now)
+        return request.move_to(engine, now)

@@ -201,7 +201,9 @@ class Arrivals:
             self._placement.place(intent, now)
 
         work = self._threads.begin(partial(_prepare, call, read))
-        self._running.add(intent.request, PendingWork(intent.request, self._running, work, then=then))
+        self._running.add(
+            intent.client_request, PendingWork(intent.client_request, self._running, work, then=then)
+        )
 
 
 def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> Tokens | None:
@@ -214,7 +216,7 @@ def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> T
 def _read_first(intent: Intent, read: Callable[[], Tokens | None] | None) -> Tokens | None:
     """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
     call = intent.call
-    call.first = FirstSegment(intent.request.path, call.body)
+    call.first = FirstSegment(intent.client_request.path, call.body)
     if intent.model.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
         call.first.for_one_token()
     return call.tokens if read is None else read()

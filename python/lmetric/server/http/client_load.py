@@ -6,13 +6,12 @@ memory than `limits` allows. Answers count while their client reads too slowly. 
 `UNREAD_BYTES`, the clients that have been slow for longest lose their connections.
 """
 
-import asyncio
 import resource
 from collections import Counter
 from collections.abc import Iterator
-from typing import Protocol
 
 import structlog
+from aiohttp.web_protocol import RequestHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric.config import Limits
@@ -38,12 +37,6 @@ SLOW_TLS_CLIENT_BYTES = 512 * 1024
 UNREAD_BYTES = 256 << 20
 
 log = structlog.get_logger("lmetric.server")
-
-
-class SlowClient(Protocol):
-    """A client's connection that reads too slowly."""
-
-    transport: asyncio.Transport | None
 
 
 class Client:
@@ -91,7 +84,7 @@ class ClientLoad:
         self.body_bytes = 0
         self.refused: Counter[str] = Counter()
         self.unread_bytes = 0
-        self._slow: dict[SlowClient, int] = {}  # bytes by connection, the slowest client first
+        self._slow: dict[RequestHandler, int] = {}  # bytes by connection, the slowest client first
         self._clients: dict[str, Client] = {}
 
     def configure(self, limits: Limits) -> None:
@@ -136,7 +129,7 @@ class ClientLoad:
         client.requests -= 1
         self._forget(client)
 
-    def slow(self, connection: SlowClient) -> None:
+    def slow(self, connection: RequestHandler) -> None:
         """Counts the unread bytes of a connection. Closes the slowest beyond `UNREAD_BYTES`."""
         self.caught_up(connection)
         transport = connection.transport
@@ -153,7 +146,7 @@ class ClientLoad:
             if slowest.transport is not None:
                 slowest.transport.abort()
 
-    def caught_up(self, connection: SlowClient) -> None:
+    def caught_up(self, connection: RequestHandler) -> None:
         """Takes a connection off the count of unread bytes."""
         self.unread_bytes -= self._slow.pop(connection, 0)
 

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, TransferEncodingError
 from aiohttp.http_parser import RawRequestMessage
 
-from lmetric._core import MAX_REQUEST_FIELDS, Peer, RequestHead, WireError
+from lmetric._core import FULL_READ, MAX_REQUEST_FIELDS, Peer, RequestHead, WireError
 from lmetric.config import Timeouts
 from lmetric.server.api.request import LARGE_BODY, BodyParts
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
@@ -31,7 +31,7 @@ from lmetric.server.http.body_feed import BodyFeed, NoRoomError
 from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client
 from lmetric.server.http.entrance import HEAD_SECONDS, Entrance
 from lmetric.server.http.held_bytes import HOLD_BYTES, HOLD_LIMIT, HeldBytes
-from lmetric.server.http.pacing import LARGE_READ, PacedHandler
+from lmetric.server.http.pacing import PacedHandler
 from lmetric.server.upstream.reading import COUNTED_READ, takes
 
 # Complete requests up to this size do not count against the limits on body bytes: the limit on
@@ -132,7 +132,8 @@ class ClientConnection(PacedHandler):
             super().data_received(data)
             return
         if len(data) >= COUNTED_READ:
-            if len(data) >= LARGE_READ:
+            # After a full read, uvloop would read up to 32 times before the next connection.
+            if len(data) >= FULL_READ:
                 self._rest_reading()
             if self._late or not takes(self._loop, len(data)):
                 self._rest_reading()

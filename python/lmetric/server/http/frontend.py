@@ -27,6 +27,7 @@ from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import ClientConnection
 from lmetric.server.http.cors import Cors
 from lmetric.server.http.entrance import AlreadySentResponse, Entrance
+from lmetric.server.http.handshakes import Handshakes
 from lmetric.server.http.place import Placement
 from lmetric.server.http.protocol import (
     origin_form,
@@ -37,7 +38,6 @@ from lmetric.server.http.protocol import (
 from lmetric.server.http.running import SERVING, RunningRequests
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import WorkThreads
-from lmetric.server.http.tls_listener import Handshakes
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext

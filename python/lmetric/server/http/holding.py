@@ -70,7 +70,7 @@ class HeldRequest(WaitingRequest):
         then: Callable[[float], None],
         now: float,
     ) -> None:
-        client_request, model, call = intent.request, intent.model, intent.call
+        client_request, model, call = intent.client_request, intent.model, intent.call
         super().__init__(client_request, running)
         self._arrival = arrival
         self._model = model

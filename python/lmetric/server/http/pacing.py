@@ -7,11 +7,6 @@ from aiohttp.web_protocol import RequestHandler
 from lmetric.server.http.account import ConnectionAccount
 from lmetric.server.upstream.reading import read_on_later
 
-# After a read of this size, a connection reads on in a later turn of the loop
-# (`upstream/reading.py`). uvloop would read it up to 32 times before the next connection. Smaller
-# reads empty the socket.
-LARGE_READ = 64 * 1024
-
 
 class PacedHandler(RequestHandler):
     """An aiohttp connection whose large reads take turns with those of other connections."""

@@ -43,7 +43,7 @@ class Placement:
         now: float,
     ) -> None:
         """Routes the request and starts its execution, or holds or refuses it. Raises ApiError."""
-        client_request, call, model = intent.request, intent.call, intent.model
+        client_request, call, model = intent.client_request, intent.call, intent.model
         if call.path.prompt == "form" and model.disaggregates:
             raise ApiError(
                 501,
@@ -140,7 +140,7 @@ class Placement:
 
     def _hold(self, intent: Intent, arrival: Arrival, now: float) -> None:
         """Starts the request when the core router lets it run."""
-        client_request, model = intent.request, intent.model
+        client_request, model = intent.client_request, intent.model
         if client_request.sheddable:
             arrival.drop()
             model.held.count_refused(client_request.tenant, "queue")
@@ -154,7 +154,7 @@ class Placement:
         now: float,
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
-        client_request, call, model, asked = intent.request, intent.call, intent.model, intent.asked
+        client_request, call, model, asked = intent.client_request, intent.call, intent.model, intent.asked
         relay: RequestRunner | None = None
         client_request.decision_began = time.monotonic()
         try:
@@ -217,7 +217,7 @@ def _hedge(intent: Intent, seconds: float) -> Hedge | None:
     Only a stream of choices shows when its first token comes.
     """
     call = intent.call
-    if not call.stream or not call.path.generates or intent.request.pinned_to is not None:
+    if not call.stream or not call.path.generates or intent.client_request.pinned_to is not None:
         return None
     return Hedge(seconds, intent.asked)
 

@@ -8,16 +8,11 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections import Counter
-from collections.abc import Iterator
-from typing import Protocol
 
 import structlog
-from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric.server.http.connection import ClientConnection
-from lmetric.server.http.entrance import Entrance
-from lmetric.server.tls.contexts import TlsContext
+from lmetric.server.http.frontend import Frontend
 
 HANDSHAKE_SECONDS = 10.0
 SHUTDOWN_SECONDS = 5.0  # for the client to confirm the end of TLS
@@ -29,45 +24,10 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 log = structlog.get_logger("lmetric.server")
 
 
-class Handshakes:
-    """The handshakes in progress, and counts of those that are over."""
-
-    def __init__(self) -> None:
-        self.running: set[asyncio.Task[None]] = set()
-        self.outcomes: Counter[str] = Counter()
-
-    async def stop(self) -> None:
-        """Breaks the connections of all handshakes in progress."""
-        tasks = list(self.running)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def metrics(self) -> Iterator[Metric]:
-        """Yields the metrics of handshakes."""
-        handshakes = CounterMetricFamily(
-            "lmetric_tls_handshakes", "TLS handshakes of clients, by outcome", labels=("outcome",)
-        )
-        for outcome in ("done", "failed", "timeout"):
-            handshakes.add_metric((outcome,), self.outcomes[outcome])
-        yield handshakes
-
-
-class Front(Protocol):
-    """The maker of connections' protocols."""
-
-    tls: TlsContext | None
-    entrance: Entrance
-    handshakes: Handshakes
-
-    def __call__(self) -> ClientConnection:
-        """Returns the protocol of a new connection."""
-
-
 class TlsListener:
     """Accepts connections on a socket. Each connection uses the certificate of its time."""
 
-    def __init__(self, listener: socket.socket, front: Front) -> None:
+    def __init__(self, listener: socket.socket, front: Frontend) -> None:
         self._socket = listener
         self._front = front
         self._loop = asyncio.get_running_loop()

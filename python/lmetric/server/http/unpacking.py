@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from lmetric.server.api.errors import bad
 from lmetric.server.api.request import LARGE_BODY, BodyParts
+from lmetric.server.http.account import ConnectionAccount
 
 ENCODINGS = ("gzip", "deflate")
 # More work than this, in packed or unpacked bytes, is done in the thread.
@@ -19,18 +19,6 @@ PIECE_BYTES = 1 << 20
 _INPUT_BYTES = 64 * 1024  # zlib copies the input that it has not read yet
 # Most parts of a gzip body (RFC 1952, 2.2). Each one takes time of the interpreter.
 _MAX_MEMBERS = 256
-
-
-class Account(Protocol):
-    """The count of a request's bytes against the limits on body bytes."""
-
-    body_size: int
-
-    def hold_body(self, size: int) -> bool:
-        """Counts more bytes. Returns False beyond a limit."""
-
-    def keep_body(self, size: int) -> None:
-        """Counts only ``size`` of the counted bytes."""
 
 
 class Unpacker:
@@ -90,7 +78,9 @@ class Unpacking:
         """Stops the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def unpack(self, encoding: str, packed: bytes, limit: int, account: Account) -> bytes | None:
+    async def unpack(
+        self, encoding: str, packed: bytes, limit: int, account: ConnectionAccount
+    ) -> bytes | None:
         """Returns the unpacked body, or its first bytes beyond ``limit``; None: no room for them.
 
         The unpacked bytes count in addition to the packed ones, which the caller counts.

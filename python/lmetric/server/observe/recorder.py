@@ -121,7 +121,7 @@ class Recorder(Observer):
             if (self._random.random() if session is None else self.hasher.number(session)) >= share:
                 return
         call = intent.call
-        intent.request.draft = Draft(intent.asked, call.stream, len(call.body))
+        intent.client_request.draft = Draft(intent.asked, call.stream, len(call.body))
 
     def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
         """Adds the decision, and the load of its instance, to a sampled request."""

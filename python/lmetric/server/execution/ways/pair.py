@@ -19,7 +19,7 @@ from lmetric.server.execution.plan import Attempt, Ended, Step, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, dumps, object_of, other_tokens
 from lmetric.server.execution.transfer import WHOLE_PROMPT
-from lmetric.server.execution.ways.plain import pass_on, passed
+from lmetric.server.execution.ways.plain import begin_passing, end_passing
 from lmetric.server.fleet.engine import Engine
 
 
@@ -116,9 +116,9 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
         following = p.next_segment()
         if following != second.name:
             return following
-    if not pass_on(p, attempt, flags):
+    if not begin_passing(p, attempt, flags):
         yield None  # until the end of the answer
-    passed(p, attempt)
+    end_passing(p, attempt)
     return None
 
 

@@ -31,13 +31,13 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         check_beginning(p, attempt, flags)
     else:
         attempt, flags = yield from hedged(p, step, own_request)
-    if not pass_on(p, attempt, flags):
+    if not begin_passing(p, attempt, flags):
         yield None  # until the end of the answer
-    passed(p, attempt)
+    end_passing(p, attempt)
     return None
 
 
-def pass_on(p: Progress, attempt: Attempt, flags: int) -> bool:
+def begin_passing(p: Progress, attempt: Attempt, flags: int) -> bool:
     """Passes an answer on to the client from now on. Returns whether it is already whole."""
     reader = attempt.reader
     if p.verdicts is not None and reader.status < 500 and not stream_failed(reader, flags):
@@ -49,7 +49,7 @@ def pass_on(p: Progress, attempt: Attempt, flags: int) -> bool:
     return False
 
 
-def passed(p: Progress, attempt: Attempt) -> None:
+def end_passing(p: Progress, attempt: Attempt) -> None:
     """Ends an answer that was passed on. Raises Ended if it is an error, or holds one."""
     reader = attempt.reader
     if attempt.error or p.status >= 400 or reader.aborted:
