@@ -33,7 +33,8 @@ async def send_hot(it: World, requests: int) -> Counter[str]:
 async def test_a_hot_spot_is_told_and_spread() -> None:
     with structlog.testing.capture_logs() as logs:
         async with world(4, policy="lmetric", guard=True) as it:
-            assert max((await send_hot(it, 40)).values()) == 40, "its cache draws every request"
+            # Its cache draws every request, until the guard acts.
+            assert max((await send_hot(it, 40)).values()) > 20
             await it.until(lambda: any(entry.get("what") == "suspected" for entry in logs))
             spread = await send_hot(it, 40)
             assert len(spread) > 1, "the guard takes the holder out of the choice"
@@ -75,7 +76,7 @@ async def test_an_expression_has_the_guard_as_the_policy_of_that_score_has() -> 
     """Rust B4: LMETRIC's score as an expression has the guard, and the log reports it."""
     with structlog.testing.capture_logs() as logs:
         async with world(4, policy="p_token * (bs + 1)", guard=True) as it:
-            assert max((await send_hot(it, 40)).values()) == 40
+            assert max((await send_hot(it, 40)).values()) > 20
             await it.until(lambda: any(entry.get("what") == "suspected" for entry in logs))
             assert len(await send_hot(it, 40)) > 1, "the guard takes the holder out of the choice"
 
