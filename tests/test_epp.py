@@ -225,7 +225,7 @@ async def test_an_objective_is_a_priority_and_a_class() -> None:
         seen = []
         real = world.server.front.placement._start
         world.server.front.placement._start = lambda it, now: (
-            seen.append((it.request.slo_class, it.asked.priority)),
+            seen.append((it.client_request.slo_class, it.asked.priority)),
             real(it, now),
         )  # type: ignore[method-assign]
         async with exchange(world.target) as stream:
