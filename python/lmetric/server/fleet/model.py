@@ -30,6 +30,7 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.activity import Activity
 from lmetric.server.fleet.admission import HeldRequests
+from lmetric.server.fleet.canary import Canary
 from lmetric.server.fleet.changes import FleetChanges
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
@@ -120,7 +121,8 @@ class Model:
         self.indicators = Indicators(settings.indicators)
         self.policies = Policies(settings)
         self.router = _router(name, settings, self.policies, self.block_size)
-        self.trials = Trials(name, self.router, lambda: self.policies, self.install)
+        canary = Canary(name, self.router, lambda: self.policies, self.install)
+        self.trials = Trials(self.router, canary)
         self.trials.configure(self.policies)
         priority.follow_clock(self.router, settings)
         self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants or {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lmetric._core import Arrival, Decision, Request, Router, Ticket
@@ -12,18 +11,12 @@ from lmetric.server.fleet.shadow import Shadow
 
 
 class Trials:
-    """The shadow and the canary of one model. Its arguments are those of `Canary`."""
+    """The shadow and the canary of one model."""
 
-    def __init__(
-        self,
-        model: str,
-        router: Router,
-        policies: Callable[[], Policies],
-        install: Callable[[Policies], None],
-    ) -> None:
+    def __init__(self, router: Router, canary: Canary) -> None:
         self._router = router
         self.shadow = Shadow(router)
-        self.canary = Canary(model, router, policies, install)
+        self.canary = canary
 
     @property
     def on(self) -> bool:

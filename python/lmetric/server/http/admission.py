@@ -52,15 +52,13 @@ class Admission:
                 )
             elif self.tenants and (named := client_request.head.tenant) in self.tenants:
                 client_request.tenant = named or ""  # without keys, the header is trusted
-            if len(self.running.relays) >= self._share_limit or self.running.phase is REFUSING:
-                self._check_room(client_request)
         except ApiError as error:
             self.running.ended(client_request, None, error)
             return False
-        return True
+        return self.has_room(client_request)
 
     def has_room(self, client_request: ClientRequest) -> bool:
-        """Returns whether an admitted request may still start; otherwise answers an error."""
+        """Returns whether a request of a known tenant may start; otherwise answers an error."""
         try:
             if len(self.running.relays) >= self._share_limit or self.running.phase is REFUSING:
                 self._check_room(client_request)
