@@ -233,7 +233,7 @@ class ClientRequest:
 
     def comment(self, lines: bytes) -> None:
         """Writes each of ``lines`` as an SSE comment, which clients ignore."""
-        self._write_chunk(b"".join(b": %b\n" % line for line in lines.splitlines()) + b"\n")
+        self._write_chunk(sse_comments(lines))
 
     def write(self, data: bytes, *, last: bool = False) -> None:
         """Writes a part of the answer.
@@ -277,6 +277,11 @@ class ClientRequest:
             self.state = "ended"
             self.only_closing_ends_it = self._reader.closes_client
         return self.only_closing_ends_it
+
+
+def sse_comments(lines: bytes) -> bytes:
+    """Returns each line as an SSE comment."""
+    return b"".join(b": %b\n" % line for line in lines.splitlines()) + b"\n"
 
 
 def why_no_stream(reader: ResponseReader) -> str:

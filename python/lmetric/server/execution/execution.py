@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.exchange import FAILED, STOPPING
+from lmetric.server.execution.exchange import FAILED, STOPPING, sse_comments
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -140,7 +140,7 @@ class Execution(Progress):
         if self.client_request.gateway is not None:
             return  # the client has the engine's own bytes
         if self.committed:  # its engine failed, and this one continues
-            self.acts.append(Write(b"".join(b": %b\n" % line for line in comments.splitlines()) + b"\n"))
+            self.acts.append(Write(sse_comments(comments)))
         else:
             self.acts.append(Comment(comments))
 

@@ -102,15 +102,21 @@ def refuse(p: Progress, attempt: Attempt) -> NoReturn:
     if status == 404 and not p.committed and _lacks_model(p, attempt):
         decline(p, attempt, whole=True)
         raise _lost(step, "not_served", reason)
-    retried = status in p.rules.statuses
-    transfer = not retried or status in TRANSFER_STATUSES
-    if transfer and step.kv is not None and step.kv.broke(status, None):
+    if transfer_broke(p, attempt):
         raise NoTransfer
+    retried = status in p.rules.statuses
     if retried:
         decline(p, attempt, whole=True)
     if retried or p.committed:
         raise _lost(step, kind_of(status), reason)
     pass_refusal(p, attempt)
+
+
+def transfer_broke(p: Progress, attempt: Attempt) -> bool:
+    """Returns whether a whole error answer means that the step's KV transfer failed."""
+    kv, status = attempt.step.kv, attempt.reader.status
+    may_be = status not in p.rules.statuses or status in TRANSFER_STATUSES
+    return may_be and kv is not None and kv.broke(status, None)
 
 
 def _lost(step: Step, kind: str, reason: str) -> EngineLost:

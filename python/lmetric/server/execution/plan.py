@@ -208,7 +208,7 @@ class Ended(Exception):
         self.failure = failure
 
 
-# A way hears an attempt with the flags of an answer that begins, with a list of events, or
+# A way gets an attempt with the flags of an answer that begins, with a list of events, or
 # with None at the end of its answer. A failure is thrown as `EngineLost`.
 Heard: TypeAlias = tuple[Attempt, Any]
 T = TypeVar("T")

@@ -36,12 +36,13 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
     name, from_token, to_token = planned
     holder = p.model.engines.get(name)
     tokens = to_token - to_token % p.model.block_size  # holders have only whole blocks
+    missing = tokens - from_token
     kv, began = KvTransfer(p.model), p.now
-    outcome = _why_not(holder, target, tokens - from_token)
+    outcome = _why_not(holder, target, missing)
     if holder is not None and not outcome:
-        p.wake(_patience(p, target, tokens - from_token))
+        p.wake(_patience(p, target, missing))
         outcome = yield from _prefix(p, kv, holder, tokens=tokens)
-    came = tokens - from_token if outcome == "fetched" else 0
+    came = missing if outcome == "fetched" else 0
     # No engine reports its transfer time, so that is configured; the time until now is measured.
     seconds = p.now - began + came * p.model.transfer_seconds_per_token
     p.ticket.fetched(came, seconds, p.now)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import structlog
 
 from lmetric._core import TicketError
-from lmetric.server.execution.failures import TRANSFER_STATUSES, blame, blame_status, ready_to_switch
+from lmetric.server.execution.failures import blame, blame_status, ready_to_switch, transfer_broke
 from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError
@@ -115,7 +115,6 @@ def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
 
 def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
     """Lets the target fetch or compute the tokens so far. Returns its attempt; None: it cannot."""
-    kv = migration.kv
     while True:
         try:
             attempt, _ = yield _warm_step(p, migration)
@@ -125,10 +124,9 @@ def _warm(p: Progress, migration: Migration) -> Way[Attempt | None]:
             blame(p, lost)
             p.cancel_migration("target_failed")
             return None
-        status = attempt.reader.status
-        if status == 200:
+        if attempt.reader.status == 200:
             return attempt
-        if (status not in p.rules.statuses or status in TRANSFER_STATUSES) and kv.broke(status, None):
+        if transfer_broke(p, attempt):
             continue
         blame_status(p, attempt)
         p.cancel_migration("target_refused")

@@ -59,7 +59,7 @@ def whole_answer(p: Progress, step: Step) -> Way[Attempt]:
 
 def at_once(p: Progress, first: Engine) -> Way[str | None]:
     """Computes the prompt on one engine while another already waits for it, to decode."""
-    p.prefill_engine, p.at_once = first, False
+    p.prefill_engine = first
     try:
         body = _first_body(p, first)
     except HandoverError as error:
