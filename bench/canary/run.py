@@ -75,7 +75,7 @@ async def run(
     if not rollback:
         trial |= {"rollback_ttft_increase": None, "rollback_error_increase": None}
     file = folder.with_suffix(".json")  # JSON is YAML
-    file.write_bytes(orjson.dumps({"seed": seed, "admin": True, "canary": trial}))
+    file.write_bytes(orjson.dumps({"admin": True, "canary": trial}))
     router = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUN, "serve", "--port", "0", "--log-json", "--embedded", str(engines),
         "--policy", "lmetric", "--records", str(folder), "--config", str(file),

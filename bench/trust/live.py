@@ -198,7 +198,7 @@ async def placed(urls: Sequence[str], instances: NDArray[np.int64]) -> AsyncIter
 
 
 @contextlib.asynccontextmanager
-async def router(policy: str, urls: Sequence[str], scene: Scene, seed: int) -> AsyncIterator[Client]:
+async def router(policy: str, urls: Sequence[str], scene: Scene) -> AsyncIterator[Client]:
     """Returns a client of `lmetric-router serve` over the engines at `urls`, in a process of its
     own."""
     profile = scene.resolved_profile()
@@ -206,7 +206,6 @@ async def router(policy: str, urls: Sequence[str], scene: Scene, seed: int) -> A
         "block_size": profile.block_tokens,
         "cache_blocks": profile.cache_blocks,
         "guard": "false",
-        "seed": seed,
     }
     command = [sys.executable, "-m", "lmetric.cli", "serve", "--log-json", "--port", "0", "--experimental"]
     command += ["--policy", policy]

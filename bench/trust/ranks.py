@@ -137,7 +137,7 @@ def agreement(sim: dict[str, Floats], live: dict[str, Floats]) -> dict[str, Any]
 
 async def _live(scene: Scene, fleet: Engines, trace: Trace, policy: str, repeat: int) -> Floats:
     await fleet.fresh()
-    async with router(_SERVED.get(policy, policy), fleet.urls, scene, seed=repeat) as client:
+    async with router(_SERVED.get(policy, policy), fleet.urls, scene) as client:
         live = await play(trace, client, scene.clock_speed, seed=repeat)
     if live.failures:
         raise SystemExit(f"{policy}: {len(live.failures)} requests failed, the first: {live.failures[0]}")

@@ -13,6 +13,7 @@ from lmetric.profiles.roofline import (
     GPUS,
     MODELS,
     SHIPPED,
+    Model,
     as_yaml,
     decode_seconds,
     profile_name,
@@ -41,6 +42,8 @@ A profile contains the cost of a model on a GPU: the time of one step of continu
   With `hold_peak` the curve stays at its peak beyond it.
 """
 
+# Profiles of real engines.
+MEASURED = {"qwen2.5-3b-h100": (Model("qwen2.5-3b", 36, 2048, 16, 2, 128, 11_008, 2_688), "h100")}
 # Profiles made by hand.
 HAND = {
     "independent-sim",
@@ -58,6 +61,7 @@ GPUs. The demo and the emulated engines run on it. `independent-pd` is the match
 - **`sibyl-eq15-...`**: decodes follow Eq. (15) of the SIBYL paper, for any context (`decode_throughput`, 1,177 tokens/s at its peak of 53
   sequences). As printed, it falls below 0 past 105, and an engine past that point stops forever.
 - **`star-...`**: made of the STAR paper's figures of its clusters (one step time and one tail) and of data sheets; `source` has the arithmetic.
+- **`qwen2.5-3b-h100`** is the only measurement: `calibrate` on vLLM 0.26.0 (`bench/gpu/run.py`).
 - **All others** are rooflines, not measurements: a model's shape and a GPU's data sheet. They assume an MFU of 0.75 (a mixture of experts:
   0.6), an MBU of 0.8, 2 ms of overhead per step, BF16 weights and KV, and 0.9 of the memory. The docstring of `roofline.py` has the method;
   `source` in each file has the command that prints it. `2x` means two GPUs per instance.
@@ -79,6 +83,12 @@ kernels. MFU and MBU were fitted to them:
 | step | {tables} |
 | --- |{tables_rule}
 {check}
+Comparison with one H100, in ms: `qwen2.5-3b-h100`, a profile that `calibrate` fitted to vLLM 0.26.0 (18 probes, 1.4% off in the
+median and 26% at most), and the roofline of its shape. Nothing of the roofline was fitted to it:
+
+| step | measured | roofline |
+| --- | --- | --- |
+{measured}
 There is no such table for the H20: its profiles use these MFU and MBU, too.
 
 If a conclusion may depend on the constants, repeat the study with a second profile. Prompts longer than the cache do not fit: `qwen3-32b-h20` and
@@ -168,6 +178,8 @@ PUBLIC = {
     ],
 }  # fmt: skip
 
+PROBED_TOKENS, PROBED_SEQUENCES = 24_000, 32  # the largest probes of measured profiles
+
 
 def step_seconds(profile: Profile, tokens: int, cached: int, sequences: int, context: int) -> float:
     """The time of one step; the prompt's tokens in one chunk."""
@@ -206,7 +218,7 @@ def table() -> Iterator[str]:
             f"{p.max_sequences:,}",
             f"{p.block_tokens:,}",
             f"{p.cache_blocks * p.block_tokens:,}",
-            "hand" if name in HAND else "roofline",
+            "hand" if name in HAND else "measured" if name in MEASURED else "roofline",
         ]
         yield f"| {' | '.join(cells)} |\n"
 
@@ -236,6 +248,17 @@ def check() -> Iterator[str]:
         yield f"| {step} | {' | '.join(cells)} |\n"
 
 
+def measured() -> Iterator[str]:
+    """The method against measured profiles, within the range of their probes."""
+    for name, (model, gpu) in MEASURED.items():
+        probed, line = load_profile(name), roofline(model, GPUS[gpu])
+        for step, work in STEPS.items():
+            tokens, cached, sequences, _ = work
+            if tokens + cached <= PROBED_TOKENS and sequences <= PROBED_SEQUENCES:
+                real, ours = (step_seconds(each, *work) * 1e3 for each in (probed, line))
+                yield f"| {step} | {_ms(real)} | {_ms(ours)} ({ours / real - 1:+.0%}) |\n"
+
+
 def _ms(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
@@ -251,6 +274,7 @@ def page() -> str:
         tables=" | ".join(f"{model}, {gpu}: table, roofline" for model, gpu in PUBLIC),
         tables_rule=" --- |" * len(PUBLIC),
         check="".join(check()),
+        measured="".join(measured()),
     )
     return HEAD + "\n" + "".join(table()) + method
 

@@ -2,10 +2,16 @@
 
 from typing import Any
 
+import aiohttp
 from aiohttp.web_protocol import RequestHandler
 
 from lmetric.server.http.account import ConnectionAccount
 from lmetric.server.upstream.reading import read_on_later
+
+if not hasattr(RequestHandler, "_pause_transport_reading"):
+    raise ImportError(
+        f"aiohttp {aiohttp.__version__} lacks what the server builds on: install 3.14.4 or a later 3.14"
+    )
 
 
 class PacedHandler(RequestHandler):

@@ -1,0 +1,374 @@
+"""Policies on real vLLM engines that share one GPU, and the simulator beside them.
+
+    TEST_VLLM_VENV=DIR python bench/gpu/run.py OUT [--engines 4] [--policies ...] [--seeds 1 2]
+
+DIR is a virtual environment with vLLM for CUDA. The model has the shape of Qwen2.5-3B and random
+weights, so nothing is downloaded and lengths are those that a request asks for. The script
+
+1. calibrates one engine while the others are idle (`engine.yaml`),
+2. plays coding agents' sessions against one engine, without a router, and simulates them with that
+   profile (`alone.csv`),
+3. plays them against a router over all engines, for each policy and seed, from empty caches
+   (`policies.csv`). Seeds change the order of policies and the starts of sessions.
+
+Each run adds a row; a second call plays only what the files do not have. Engines that share a GPU
+slow each other down, so times of step 3 are not those of engines with a GPU each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "real"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))
+
+from live import Live, TokenPrompts
+
+from lmetric.profiles import Profile, load_profile
+from lmetric.profiles.roofline import as_yaml
+from lmetric_lab.calibrate import Calibrator
+from lmetric_lab.demo import running_router
+from lmetric_lab.emulated.text import TOKENIZER_PATH
+from lmetric_lab.ports import free_ports
+from lmetric_lab.replay import Client, Player
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.traces import Trace, load_trace
+from vllm_process import MODEL, VllmEngine, environment
+
+# The shape of Qwen2.5-3B, with the vocabulary of the emulated engines.
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 2688,
+}
+BLOCK = 64  # tokens: as in the trace
+KV_BYTES = 2 * 36 * 2 * 128 * 2  # of a token: keys and values, layers, KV heads, head size, bfloat16
+CACHE_TOKENS = 160_000  # of an engine: a working set fits all engines' caches once, not four times
+MAX_CONTEXT, MIN_TURNS, MAX_TURNS = 32_000, 5, 8  # tokens; of a session
+MAX_ANSWER, MAX_PAUSE_SECONDS = 128, 3.0
+READY_SECONDS = 60.0
+POLICIES = ["round_robin", "vllm", "llmd_scorers", "total_delay"]
+
+
+def flags(engines: int, cache_tokens: int) -> dict[str, Any]:
+    """Flags of each of `engines` engines, over those of the tests."""
+    return {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "enforce_eager": False,
+        # Graphs for decoding without a compiled model: an engine starts in seconds.
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "max_cudagraph_capture_size": 64,
+        },
+        "max_model_len": SHAPE["max_position_embeddings"],
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": cache_tokens // BLOCK,
+        "kv_cache_memory_bytes": cache_tokens * KV_BYTES,
+        "gpu_memory_utilization": 0.9 / engines,  # an engine starts only if so much is free
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+        "tensor_parallel_size": 1,
+    }
+
+
+def model(folder: Path) -> Path:
+    """Writes the model's configuration and tokenizer."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    shutil.copy(TOKENIZER_PATH, folder / "tokenizer.json")
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | special))
+    return folder
+
+
+def agents(count: int, seconds: float, seed: int) -> Trace:
+    """The beginnings of `count` sessions of the coding agents' trace, which start within
+    `seconds`. Contexts, answers and pauses are cut."""
+    trace = load_trace("coding-agents")
+    assert trace.sessions is not None
+    kept: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    for session in np.unique(trace.sessions):
+        turns = np.flatnonzero(trace.sessions == session)[:MAX_TURNS]
+        fits = trace.input_tokens[turns] + MAX_ANSWER <= MAX_CONTEXT
+        turns = turns[: len(turns) if fits.all() else int(np.argmin(fits))]
+        if len(turns) >= MIN_TURNS:
+            kept.append(turns)
+        if len(kept) == count:
+            break
+    rng = np.random.default_rng(seed)
+    starts = np.sort(rng.uniform(0, seconds, len(kept)))
+    arrival = trace.arrival_seconds.copy()
+    for turns, start in zip(rng.permutation(np.arange(len(kept))), starts, strict=True):
+        arrival[kept[turns]] = start
+    chosen = np.sort(np.concatenate(kept))
+    starts_of = arrival[chosen]
+    # `take` sorts by arrivals, which are the trace's own until its last step.
+    cut = replace(trace.take(chosen), arrival_seconds=np.zeros(len(chosen)))
+    cut = cut.take(np.argsort(starts_of, kind="stable"))
+    assert cut.think_seconds is not None
+    return replace(
+        cut,
+        arrival_seconds=np.sort(starts_of),
+        output_tokens=np.clip(cut.output_tokens, 1, MAX_ANSWER),
+        think_seconds=np.clip(cut.think_seconds, 0, MAX_PAUSE_SECONDS),
+    )
+
+
+@dataclass
+class Row:
+    """The figures of a run. Times are seconds."""
+
+    what: str  # a policy, or `alone` and `simulated`
+    seed: int
+    engines: int
+    requests: int
+    failed: int
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_mean: float
+    e2e_mean: float
+    e2e_p99: float
+    hit: float  # share of the prompt tokens
+    output_tokens: int
+    seconds: float
+
+    @staticmethod
+    def of(what: str, seed: int, engines: int, live: Live, seconds: float) -> Row:
+        """Makes it from clients' measurements."""
+        ttft, e2e = live.ttft_seconds, live.e2e_seconds
+        return Row(
+            what,
+            seed,
+            engines,
+            len(ttft),
+            len(live.failures),
+            float(np.nanmean(ttft)),
+            float(np.nanpercentile(ttft, 50)),
+            float(np.nanpercentile(ttft, 99)),
+            float(np.nanmean(live.tpot_seconds)),
+            float(np.nanmean(e2e)),
+            float(np.nanpercentile(e2e, 99)),
+            float(live.hit_tokens.sum() / max(1, live.prompt_tokens.sum())),
+            int(live.output_tokens.sum()),
+            seconds,
+        )
+
+
+class Table:
+    """A CSV file of rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.names = [each.name for each in fields(Row)]
+        if not path.exists():
+            path.write_text(",".join(self.names) + "\n")
+
+    def has(self, what: str, seed: int) -> bool:
+        """Returns whether a run is there."""
+        with self._path.open() as file:
+            return any((row["what"], int(row["seed"])) == (what, seed) for row in csv.DictReader(file))
+
+    def add(self, row: Row) -> None:
+        """Writes and prints a row."""
+        values = {n: f"{v:.4f}" if isinstance(v, float) else v for n, v in asdict(row).items()}
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self.names).writerow(values)
+        print(" ".join(f"{name}={value}" for name, value in values.items()), flush=True)
+
+
+async def emptied(engines: Sequence[VllmEngine]) -> None:
+    """Empties the caches of idle engines."""
+    async with aiohttp.ClientSession() as session:
+        for engine in engines:
+            async with session.post(f"{engine.url}/reset_prefix_cache") as response:
+                response.raise_for_status()
+
+
+async def played(trace: Trace, url: str, seed: int) -> tuple[Live, float]:
+    """Plays `trace` against `url`; returns the measurements and the seconds that it took."""
+    async with Client(url) as client:
+        player = Player(trace, client, TokenPrompts(seed).prompt)
+        await player.run()
+    live = Live.of(player.records, 1.0)
+    for failure in live.failures[:3]:
+        print("failed:", failure, flush=True)
+    return live, player.seconds
+
+
+async def warm(engines: Sequence[VllmEngine]) -> None:
+    """Sends each engine a few requests, so that no run pays for the first use of a kernel."""
+    trace = agents(2, 0.1, seed=99)
+    await asyncio.gather(*(played(trace, engine.url, seed=99) for engine in engines))
+
+
+async def calibrated(engine: VllmEngine, tokens: int) -> Profile:
+    """Calibrates an engine."""
+    async with Calibrator(
+        engine.url, budget_tokens=tokens, max_batch=32, max_prompt_tokens=24_000
+    ) as calibrator:
+        made = await calibrator.run()
+    print(made.profile.note, flush=True)
+    return made.profile
+
+
+async def ready(url: str, engines: int) -> None:
+    """Waits until the router follows the caches of all engines exactly."""
+    async with aiohttp.ClientSession() as session:
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            async with session.get(f"{url}/debug/engines") as response:
+                known = await response.json()
+            if len(known) == engines and all(each["healthy"] and each["mode"] == "exact" for each in known):
+                return
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no exact index: {[each['mode_reason'] for each in known]}")
+            await asyncio.sleep(0.1)
+
+
+def configuration(engines: Sequence[VllmEngine], folder: Path) -> Path:
+    """Writes the router's configuration. It names the endpoints of KV events, which older versions
+    of vLLM do not report."""
+    listed = [
+        {
+            "url": engine.url,
+            "kv_events": {
+                "endpoint": f"tcp://127.0.0.1:{engine.events_port}",
+                "replay_endpoint": f"tcp://127.0.0.1:{engine.replay_port}",
+            },
+        }
+        for engine in engines
+    ]
+    path = folder / "router.yaml"
+    path.write_text(json.dumps({"experimental": True, "block_size": BLOCK, "engines": listed}))
+    return path
+
+
+async def routed(trace: Trace, policy: str, seed: int, engines: Sequence[VllmEngine]) -> Row:
+    """Plays `trace` against a router with `policy`."""
+    await emptied(engines)
+    words = ["--config", str(configuration(engines, engines[0].folder)), "--policy", policy]
+    async with running_router(free_ports(1)[0], words) as url:
+        await ready(url, len(engines))
+        live, seconds = await played(trace, url, seed)
+    return Row.of(policy, seed, len(engines), live, seconds)
+
+
+def simulated(trace: Trace, profile: Profile, seed: int) -> Row:
+    """Plays `trace` in the simulator, on one engine."""
+    run = simulate(
+        trace,
+        policy="round_robin",
+        instances=1,
+        profile=profile,
+        admission="vllm",
+        cached_answers=True,
+        seed=seed,
+    )
+    summary = run.summary()
+    ttft, e2e = run.ttft_seconds, run.e2e_seconds
+    return Row(
+        "simulated",
+        seed,
+        1,
+        len(ttft),
+        0,
+        float(np.nanmean(ttft)),
+        float(np.nanpercentile(ttft, 50)),
+        float(np.nanpercentile(ttft, 99)),
+        float(np.nanmean(run.tpot_seconds)),
+        float(np.nanmean(e2e)),
+        float(np.nanpercentile(e2e, 99)),
+        summary.hit_ratio or 0.0,
+        int(trace.output_tokens.sum()),
+        0.0,
+    )
+
+
+def main() -> None:
+    """Plays the runs that the files do not have."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--sessions", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=14.0, help="in which the sessions start")
+    parser.add_argument("--alone", type=int, default=8, help="sessions of the run on one engine")
+    parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS)
+    parser.add_argument("--calibrate-tokens", type=int, default=400_000)
+    parser.add_argument("--flags", type=json.loads, default={}, help="more flags of the engines, as JSON")
+    parser.add_argument("--at-most", type=float, default=float("inf"), help="begin no run after S seconds")
+    given = parser.parse_args()
+    begun = time.monotonic()
+    given.out.mkdir(parents=True, exist_ok=True)
+    venv = environment()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shape = model(folder / MODEL)
+        engines = [
+            VllmEngine(venv, shape, folder, flags(given.engines, given.cache_tokens) | given.flags)
+            for _ in range(given.engines)
+        ]
+        try:
+            for engine in engines:
+                engine.start()
+            for engine in engines:
+                engine.wait()
+            print(f"{len(engines)} engines ready after {time.monotonic() - begun:.0f} s", flush=True)
+            asyncio.run(warm(engines))
+            profile_file = given.out / "engine.yaml"
+            if not profile_file.exists():
+                asyncio.run(emptied(engines))
+                profile_file.write_text(as_yaml(asyncio.run(calibrated(engines[0], given.calibrate_tokens))))
+            profile = load_profile(str(profile_file))
+            print(f"calibrated after {time.monotonic() - begun:.0f} s", flush=True)
+            alone = Table(given.out / "alone.csv")
+            if not alone.has("alone", 1):
+                trace = agents(given.alone, given.seconds, seed=1)
+                asyncio.run(emptied(engines))
+                live, seconds = asyncio.run(played(trace, engines[0].url, seed=1))
+                alone.add(Row.of("alone", 1, 1, live, seconds))
+                alone.add(simulated(trace, profile, seed=1))
+            table = Table(given.out / "policies.csv")
+            for seed in given.seeds:
+                trace = agents(given.sessions, given.seconds, seed)
+                for policy in random.Random(seed).sample(given.policies, len(given.policies)):
+                    if not table.has(policy, seed) and time.monotonic() - begun < given.at_most:
+                        table.add(asyncio.run(routed(trace, policy, seed, engines)))
+        finally:
+            for engine in engines:
+                shutil.copy(engine.log, given.out / f"engine-{engine.port}.log")
+                engine.stop()
+
+
+if __name__ == "__main__":
+    main()
