@@ -4,15 +4,16 @@
 //! a cell that another has freed, and the byte bound covers one pool. The table lists the words of
 //! a cell by use. Word 4 distinguishes nodes from other uses: a node has a kind in its two high
 //! bits, and other uses keep these bits 0. Group n covers instances 64 n to 64 n + 63. All 8 words
-//! of a directory are numbers of cells, which have 28 bits.
+//! of a directory and of a branch are numbers of cells, which have 28 bits; a directory marks
+//! branches by the next bit.
 //!
 //! | word | node | entries | group |
 //! | --- | --- | --- | --- |
 //! | 0, 1 | hash | first pair | bits of up to 64 holders |
-//! | 2, 3 | parent, child nodes | second pair | - |
-//! | 4 | holder or summary of holders | pairs in use; queue: stamps' upper half | group number |
-//! | 5, 6 | its other half; depth | third pair | first cell of entries; - |
-//! | 7 | start of its run | next cell | next cell |
+//! | 2, 3 | parent, child nodes | second pair | lists of entries |
+//! | 4 | holder or summary of holders | pairs in use; queue: stamps' upper half | number, entries |
+//! | 5, 6 | its other half; depth | third pair | lists of entries |
+//! | 7 | start of its run | next cell | list of entries |
 use crate::kv::table::prefetch;
 
 /// Number of a cell; 0: none.
@@ -26,12 +27,14 @@ pub(super) const CHILDREN: usize = 3;
 pub(super) const WHO: usize = 4;
 pub(super) const DEPTH: usize = 6;
 pub(super) const BORN: usize = 7;
-/// Pairs in use in a cell of entries, or the number of a group.
+/// Pairs in use in a cell of entries, or the number and entries of a group.
 pub(super) const COUNT: usize = 4;
 /// Upper half of the stamps in a cell of a queue.
 pub(super) const EPOCH: usize = 4;
-/// First cell of a group's entries.
+/// First cell of a group's entries, if they are in one list.
 pub(super) const ENTRIES: usize = 5;
+/// First cells of a group's lists of entries.
+pub(super) const LISTS: [usize; 5] = [2, 3, 5, 6, 7];
 pub(super) const NEXT: usize = 7;
 /// First words of the three pairs in a cell of entries.
 pub(super) const PAIRS: [usize; 3] = [0, 2, 5];
