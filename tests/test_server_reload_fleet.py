@@ -24,7 +24,7 @@ from lmetric.server.fleet.turns import STEPS_PER_TURN
 from server_world import World, world
 from waiting import until
 
-MODELS = 4  # a model has at most 4,096 engines
+MODELS = 4  # at most 4,096 engines each, so that each index has one part
 ENGINES = 10_000
 SOME = 4 * MODELS * STEPS_PER_TURN
 

@@ -20,7 +20,7 @@ impl InstanceId {
 pub type Seconds = f64;
 
 /// Maximum number of instances of a router; bounds every bit set and column.
-pub const MAX_INSTANCES: usize = 4096;
+pub const MAX_INSTANCES: usize = 16_384;
 
 new_key_type! {
     /// A request from its arrival to its end.

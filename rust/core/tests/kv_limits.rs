@@ -219,3 +219,36 @@ fn pushed_load_is_refused_with_its_reason() {
     assert!(panicked.join().is_err());
     assert!(matches!(refused("a", 1.0), CoreError::Broken));
 }
+
+/// Instances beyond those of a full part of the index get their share of its memory.
+#[test]
+fn engines_added_to_a_full_index_get_their_share() {
+    let bed = Bed::new(24 << 20, IndexFeed::Exact);
+    let mut prompt = 5000; // more than fits
+    for prompt in 0..prompt {
+        // Without names, whose memory is another matter.
+        bed.feed.router().lock().index_mut().record(InstanceId(0), &bed.chain(prompt));
+    }
+    assert!(bed.feed.router().lock().index().evicted_blocks() > 0);
+    for i in 0..5000 {
+        bed.feed.router().lock().add_instance(&format!("e{i}"), Role::Both, None).unwrap();
+    }
+    assert!(bed.feed.router().lock().index().is_crowded());
+    let (late, from) = ("e4999", prompt);
+    for _ in 0..100 {
+        bed.store(late, Tier::Gpu, prompt);
+        prompt += 1;
+    }
+    let (bytes, bound) = bed.index_bytes();
+    assert!(bytes <= bound && !bed.feed.router().lock().index().is_crowded(), "{bytes} of {bound}");
+    let held = |name, prompts: std::ops::Range<u64>| {
+        let id = bed.source(name).instance;
+        let held = |prompt: &u64| {
+            let router = bed.feed.router().lock();
+            bed.chain(*prompt).iter().all(|hash| router.index().holds(id, *hash))
+        };
+        prompts.filter(held).count()
+    };
+    assert_eq!(held(late, from + 1..prompt), 99);
+    assert_eq!(held("a", from - 500..from), 500);
+}

@@ -21,20 +21,28 @@ fn chain_of(symbols: &[u64]) -> Vec<u64> {
 }
 
 struct Model {
+    /// Distance of the slots.
+    spread: usize,
     copies: Vec<HashMap<u64, u32>>,
     /// Observed parent of each block.
     parents: HashMap<u64, Option<u64>>,
 }
 
 impl Model {
-    fn new() -> Model {
-        Model { copies: vec![HashMap::new(); INSTANCES], parents: HashMap::new() }
+    fn new(spread: usize) -> Model {
+        Model { spread, copies: vec![HashMap::new(); INSTANCES], parents: HashMap::new() }
     }
 
-    /// Returns blocks with a holder, and all their ancestors.
-    fn known(&self) -> HashSet<u64> {
+    /// Returns the part of the index with the instance.
+    fn part(&self, i: usize) -> usize {
+        i * self.spread / 4096
+    }
+
+    /// Returns blocks with a holder in a part of the index, and all their ancestors.
+    fn known(&self, part: usize) -> HashSet<u64> {
         let mut known = HashSet::new();
-        for hash in self.copies.iter().flat_map(HashMap::keys) {
+        let copies = self.copies.iter().enumerate().filter(|(i, _)| self.part(*i) == part);
+        for hash in copies.flat_map(|(_, copies)| copies.keys()) {
             let mut at = Some(*hash);
             while let Some(hash) = at.filter(|h| known.insert(*h)) {
                 at = self.parents[&hash];
@@ -44,7 +52,7 @@ impl Model {
     }
 
     fn store(&mut self, i: usize, chain: &[u64], from: usize, copies: Copies) -> usize {
-        if from > 0 && !self.known().contains(&chain[from - 1]) {
+        if from > 0 && !self.known(self.part(i)).contains(&chain[from - 1]) {
             return 0;
         }
         for at in from..chain.len() {
@@ -74,10 +82,11 @@ impl Model {
 }
 
 fn check(index: &KvIndex, model: &Model, query: &[u64]) -> Result<(), TestCaseError> {
-    let mut hits = vec![77; SLOTS];
+    let spread = model.spread;
+    let mut hits = vec![77; INSTANCES * spread];
     index.match_prefix(query, &mut hits);
     let expected: Vec<u32> =
-        (0..SLOTS).map(|s| if s % 37 == 0 { model.depth(s / 37, query) } else { 0 }).collect();
+        (0..hits.len()).map(|s| if s % spread == 0 { model.depth(s / spread, query) } else { 0 }).collect();
     prop_assert_eq!(&hits, &expected);
     // A window that ends within a group of slots.
     let mut few = vec![77; 70];
@@ -86,8 +95,10 @@ fn check(index: &KvIndex, model: &Model, query: &[u64]) -> Result<(), TestCaseEr
     for at in [0, query.len() / 2, query.len() - 1] {
         let mut holders = Vec::new();
         index.holders(query[at], &mut holders);
-        let expected: Vec<_> =
-            (0..INSTANCES).filter(|i| model.depth(*i, query) as usize > at).map(instance).collect();
+        let expected: Vec<_> = (0..INSTANCES)
+            .filter(|i| model.depth(*i, query) as usize > at)
+            .map(|i| InstanceId((i * spread) as u32))
+            .collect();
         prop_assert_eq!(holders, expected);
     }
     Ok(())
@@ -137,9 +148,10 @@ fn steps(longest: usize) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-fn run(all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), TestCaseError> {
+fn run(spread: usize, all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), TestCaseError> {
+    let instance = |i| InstanceId((i * spread) as u32);
     let mut index = KvIndex::new(1 << 26);
-    let mut model = Model::new();
+    let mut model = Model::new(spread);
     (0..INSTANCES).for_each(|i| assert!(index.add_instance(instance(i), None)));
     for step in all {
         match step {
@@ -177,7 +189,8 @@ fn run(all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), TestCaseError> {
         for i in 0..INSTANCES {
             prop_assert_eq!(index.blocks(instance(i)) as usize, model.copies[i].len());
         }
-        prop_assert_eq!(index.nodes(), model.known().len());
+        let known: usize = (0..4).map(|part| model.known(part).len()).sum();
+        prop_assert_eq!(index.nodes(), known);
     }
     (0..INSTANCES).for_each(|i| index.remove_instance(instance(i)));
     prop_assert_eq!((index.nodes(), index.pairs()), (0, 0));
@@ -185,16 +198,26 @@ fn run(all: Vec<Step>, queries: Vec<Vec<u64>>) -> Result<(), TestCaseError> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { cases: 30, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// 20 instances in all four parts of the index.
+    #[test]
+    fn parts_equal_the_naive_model(all in steps(60), queries in prop::collection::vec(paths(60), 1..3)) {
+        run(800, all, queries)?;
+    }
+}
+
+proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn short_chains_equal_the_naive_model(all in steps(6), queries in prop::collection::vec(paths(6), 1..5)) {
-        run(all, queries)?;
+        run(37, all, queries)?;
     }
 
     #[test]
     fn long_chains_equal_the_naive_model(all in steps(300), queries in prop::collection::vec(paths(300), 1..3)) {
-        run(all, queries)?;
+        run(37, all, queries)?;
     }
 
     /// Approximate feed with capacities: bounded and prefix-closed, and the last recorded chain is
@@ -316,16 +339,51 @@ fn bytes_never_pass_the_bound() {
 #[test]
 fn slots_out_of_range_and_unopened_are_left_alone() {
     let mut index = KvIndex::new(1 << 22);
-    assert!(!index.add_instance(InstanceId(4096), None));
-    assert!(index.add_instance(InstanceId(4095), None));
+    assert!(!index.add_instance(InstanceId(16_384), None));
+    assert!(index.add_instance(InstanceId(16_383), None));
     let chain = chain_of(&[1, 2, 3]);
-    index.record(InstanceId(4096), &chain);
+    index.record(InstanceId(16_384), &chain);
     assert_eq!(index.stored(InstanceId(3), None, &chain), 0);
-    index.record(InstanceId(4095), &chain);
-    let mut hits = vec![9; 4096];
+    index.record(InstanceId(16_383), &chain);
+    let mut hits = vec![9; 16_384];
     index.match_prefix(&chain, &mut hits);
-    assert_eq!(hits[4095], 3);
+    assert_eq!(hits[16_383], 3);
     assert_eq!(hits.iter().sum::<u32>(), 3);
     index.match_prefix(&[], &mut hits);
     assert_eq!(hits.iter().sum::<u32>(), 0);
+}
+
+/// Parts added to a full index get memory by copies of the part that has it, and all bytes stay
+/// within the bound.
+#[test]
+fn parts_share_the_bound_by_their_instances() {
+    let bound = 24 << 20;
+    let mut index = KvIndex::new(bound);
+    let fill = |index: &mut KvIndex, instances: std::ops::Range<u32>, from: u64| {
+        for prompt in from..from + 40_000 {
+            let id = InstanceId(instances.start + prompt as u32 % instances.len() as u32);
+            index.record(id, &chain_of(&[prompt; 20]));
+            assert!(index.bytes() <= bound, "{} after {prompt}", index.bytes());
+        }
+    };
+    (0..4096).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    fill(&mut index, 0..4096, 0);
+    assert!(index.bytes() > bound / 10 * 9 && !index.is_crowded());
+    (4096..8192).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    assert!(index.is_crowded());
+    let mut copy = index.copy_within(bound).unwrap();
+    while copy.look(&index, 100) {}
+    copy.order();
+    while copy.read(&index) {
+        copy.store();
+    }
+    let evicted = index.evicted_blocks();
+    assert!(index.replace(&mut copy));
+    assert!(index.evicted_blocks() >= evicted);
+    assert!(index.bytes() <= bound / 2 && !index.is_crowded());
+    let last = InstanceId(39_999 % 4096);
+    assert!(index.holds(last, chain_of(&[39_999; 20])[19]), "the recent blocks are kept");
+    fill(&mut index, 4096..8192, 100_000);
+    assert!(index.bytes() > bound / 10 * 9, "{}", index.bytes());
+    assert!(index.holds(last, chain_of(&[39_999; 20])[19]));
 }

@@ -402,11 +402,15 @@ impl Router {
                 CoreError::BadValue { what: format!("group of {name}"), got: "''".into(), expected }.into()
             );
         }
-        self.with_core(py, |router| {
+        let (slot, crowded) = self.with_core(py, |router| {
             let id = router.add_instance(name, role, cache_blocks)?;
             router.fleet_mut().set_group(id, group)?;
-            Ok(id.index())
-        })
+            Ok((id.index(), router.index().is_crowded()))
+        })?;
+        if crowded {
+            py.detach(|| self.feed.even_out());
+        }
+        Ok(slot)
     }
 
     /// Changes an instance. Settings that are not given stay.

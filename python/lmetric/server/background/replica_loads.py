@@ -10,7 +10,7 @@ from typing import Any
 # An engine's name, its load values, and the roots of its agent programs. No values: no load.
 Entry = tuple[str, list[float], list[tuple[int, float, float]]]
 
-MOST_ENTRIES = 16_384  # entries kept of one router; a full message has at most 4,096 per model
+MOST_ENTRIES = 65_536  # entries kept of one router; a full message has at most 16,384 per model
 
 
 class SentLoads:

@@ -10,6 +10,8 @@ use rand::seq::SliceRandom;
 /// Slots per word of a bit set.
 const WORD: usize = 64;
 const WORDS: usize = MAX_INSTANCES / WORD;
+/// Words for fleets that do not need all [`WORDS`], so that these write less memory.
+const FEW_WORDS: usize = WORDS / 4;
 
 /// Returns the best eligible slot: by `score` and `prefer`, then the tie-breaks, then a uniform
 /// draw.
@@ -24,11 +26,24 @@ pub fn best(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<u
     let score = &scores.score[..slots];
     let words = slots.div_ceil(WORD);
     assert!(words <= WORDS, "{slots} slots; a router holds at most {MAX_INSTANCES}");
-    let sign = sign(scores.prefer);
+    match words {
+        ..=FEW_WORDS => best_of::<FEW_WORDS>(scores, score, eligible, rng),
+        _ => best_of::<WORDS>(scores, score, eligible, rng),
+    }
+}
 
-    let mut ties = [0u64; WORDS];
+/// Returns the best slot of at most `MOST` words.
+#[inline(always)]
+fn best_of<const MOST: usize>(
+    scores: &Scores,
+    score: &[f64],
+    eligible: &[bool],
+    rng: &mut PolicyRng,
+) -> Option<usize> {
+    let (mut ties, mut minima) = ([0u64; MOST], [f64::INFINITY; MOST]);
+    let words = score.len().div_ceil(WORD);
     let ties = &mut ties[..words];
-    set_of_lowest(sign, score, eligible, ties);
+    set_of_lowest(sign(scores.prefer), score, eligible, ties, &mut minima[..words]);
     for column in &scores.then[..scores.then_count] {
         if count(ties) > 1 {
             keep_lowest(ties, column);
@@ -72,11 +87,11 @@ fn nan_last(value: f64) -> f64 {
 }
 
 /// Sets the bits of the eligible slots whose `sign * score` is finite and lowest. Without such a
-/// score, no bit is set.
+/// score, no bit is set. `minima`: a buffer of as many words.
 #[multiversion(targets("x86_64+avx2"))]
-fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
+fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64], minima: &mut [f64]) {
     let words = || score.chunks(WORD).zip(eligible.chunks(WORD));
-    let (mut minima, mut lowest) = ([f64::INFINITY; WORDS], f64::INFINITY);
+    let mut lowest = f64::INFINITY;
     for (minimum, (s, e)) in minima.iter_mut().zip(words()) {
         // Infinity loses by itself. Only negative infinity needs a second pass, and it is rare.
         *minimum = lowest_of_word(s, e, |x| sign * x);
@@ -85,8 +100,8 @@ fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
         }
         lowest = lower(*minimum, lowest);
     }
-    for ((bits, minimum), (s, e)) in set.iter_mut().zip(minima).zip(words()) {
-        if minimum == lowest && lowest < f64::INFINITY {
+    for ((bits, minimum), (s, e)) in set.iter_mut().zip(&*minima).zip(words()) {
+        if *minimum == lowest && lowest < f64::INFINITY {
             for (bit, (s, e)) in s.iter().zip(e).enumerate() {
                 *bits |= u64::from(*e & (sign * s == lowest)) << bit;
             }

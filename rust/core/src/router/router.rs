@@ -114,20 +114,10 @@ impl Router {
     /// Replaces the KV index by an empty one and returns the old index, because dropping it takes
     /// time.
     pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
-        self.replace_index(self.empty_index(byte_bound))
-    }
-
-    /// Returns an empty KV index with the router's instances.
-    pub fn empty_index(&self, byte_bound: usize) -> KvIndex {
         let mut index = KvIndex::new(byte_bound);
         for id in self.state.ids().filter(|id| self.state.fleet.is_live(*id)) {
             index.add_instance(id, self.state.instances[id.index()].cache_blocks);
         }
-        index
-    }
-
-    /// Replaces the KV index and returns the old index, because dropping it takes time.
-    pub fn replace_index(&mut self, index: KvIndex) -> KvIndex {
         std::mem::replace(&mut self.state.index, index)
     }
 

@@ -154,7 +154,10 @@ fn bench_decision<'py>(
             return Err(CoreError::BadValue {
                 what: what.into(),
                 got: "a value out of range".into(),
-                expected: "at least 1; instances at most 4096, prompts at most 10 million tokens".into(),
+                expected: format!(
+                    "at least 1; instances at most {}, prompts at most 10 million tokens",
+                    lmetric_core::ids::MAX_INSTANCES
+                ),
             }
             .into());
         }

@@ -3,14 +3,15 @@
 //! An instance's entry on a node counts the children of the node that the instance holds. So one
 //! lookup shows whether a block is the last of a chain there. Evicting an inner block leaves a hole
 //! and needs no walk over the blocks behind it.
+use super::Copies;
 use super::cells::{BORN, CHILDREN, DEPTH, Id, PARENT};
 use super::holders::Holder;
 use super::holes::Holes;
-use super::{AHEAD, Copies, KvIndex, NodeSlot};
+use super::part::{AHEAD, NodeSlot, Part};
 use crate::kv::table::Inserted;
 
 /// Adding blocks.
-impl KvIndex {
+impl Part {
     /// Records `chain`; the instance holds its first `held` blocks.
     pub(super) fn record_behind(&mut self, instance: u32, chain: &[u64], held: usize) {
         let book = &self.books[instance as usize];
@@ -198,7 +199,7 @@ impl KvIndex {
 }
 
 /// Removing blocks.
-impl KvIndex {
+impl Part {
     /// Records that the instance holds no more copies of the node's block. Returns the parent if it
     /// is now an end (without a queue entry), else 0.
     pub(super) fn lose(&mut self, node: Id, instance: u32) -> Id {

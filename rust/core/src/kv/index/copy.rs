@@ -1,64 +1,133 @@
-//! Copies of an index into one with fewer bytes.
+//! Copies of a part of the index into one with fewer bytes.
 //!
-//! An index never gives memory back: its chunks do not move. To get smaller, it is copied: chain by
+//! A part never gives memory back: its chunks do not move. To get smaller, it is copied: chain by
 //! chain, the least recently used first, so that a full copy has dropped these. The index may be
 //! used and changed between the steps.
 use super::cells::Id;
+use super::part::Part;
 use super::{Copies, KvIndex};
-use crate::ids::InstanceId;
 use std::ops::Range;
 
 /// The end of a chain of blocks of an instance.
 #[derive(Clone, Copy, Debug)]
-pub struct ChainEnd {
-    /// Stamps of the index issued since its last use.
-    pub age: u32,
+struct ChainEnd {
+    /// Stamps of the part issued since its last use.
+    age: u32,
     /// The instance that holds it.
-    pub instance: InstanceId,
+    instance: u32,
     node: Id,
 }
 
 /// Consecutive blocks of a chain.
 #[derive(Debug, Default)]
-pub struct Suffix {
+struct Suffix {
+    instance: u32,
     parent: Option<u64>,
     /// Hashes and physical copies.
     blocks: Vec<(u64, u32)>,
 }
 
+/// Copy of a part of an index, in progress. Call [`PartCopy::look`] until it returns false,
+/// [`PartCopy::order`], then [`PartCopy::read`] and [`PartCopy::store`] until reading returns
+/// false, then [`KvIndex::replace`].
+/// Only some of the calls need the index.
+pub struct PartCopy {
+    part: usize,
+    copy: Part,
+    /// The part's number of removals at the start.
+    removals: u64,
+    /// Cells that remain to be searched for ends of chains.
+    cells: Range<u32>,
+    ends: Vec<ChainEnd>,
+    suffix: Suffix,
+}
+
 impl KvIndex {
-    /// Returns a number that changes when blocks are removed other than by eviction, and when an
-    /// instance is added or removed. A copy begun before lacks the change.
-    pub fn removals(&self) -> u64 {
-        self.removals
+    /// Begins a copy of a part with more than its share, as if the index had this byte bound;
+    /// `None` if no part has more.
+    pub fn copy_within(&self, byte_bound: usize) -> Option<PartCopy> {
+        let shares = self.shares(byte_bound);
+        let (part, of) = self.parts.iter().enumerate().find(|(at, part)| part.bytes() > shares[*at])?;
+        let mut copy = Part::new(shares[part], 0);
+        for (instance, book) in of.books.iter().enumerate().filter(|(_, book)| book.open) {
+            copy.add_instance(instance as u32, (book.capacity != u32::MAX).then_some(book.capacity));
+        }
+        Some(PartCopy {
+            part,
+            copy,
+            removals: of.removals,
+            cells: 0..of.cells.capacity() as u32,
+            ends: Vec::new(),
+            suffix: Suffix::default(),
+        })
     }
 
-    /// Returns the number of cells; see [`KvIndex::ends_among`].
-    pub fn cells(&self) -> u32 {
-        self.cells.capacity() as u32
+    /// Replaces a part by its copy. The copy is then the old part, because dropping it takes time.
+    /// Returns false if blocks were removed other than by eviction, or an instance was added or
+    /// removed, since the copy began: it lacks the change.
+    pub fn replace(&mut self, copy: &mut PartCopy) -> bool {
+        let Some(part) = self.parts.get_mut(copy.part) else { return false };
+        let unchanged = part.removals == copy.removals;
+        if unchanged {
+            std::mem::swap(part, &mut copy.copy);
+            part.removals = copy.removals + 1;
+            part.evicted += copy.copy.evicted;
+            self.divide();
+        }
+        unchanged
     }
+}
 
-    /// Appends the ends of chains in these cells to `out`.
-    pub fn ends_among(&self, cells: Range<u32>, out: &mut Vec<ChainEnd>) {
-        for node in cells.start..cells.end.min(self.cells()) {
-            self.cells.for_each_holder(node, |holder| {
+impl PartCopy {
+    /// Looks for ends of chains in up to `most` cells. Returns whether cells remain.
+    pub fn look(&mut self, index: &KvIndex, most: u32) -> bool {
+        let Some(part) = index.parts.get(self.part) else { return false };
+        let to = self.cells.end.min(self.cells.start.saturating_add(most));
+        for node in self.cells.start..to {
+            part.cells.for_each_holder(node, |holder| {
                 if let Some(stamp) = holder.stamp().filter(|_| holder.copies() > 0) {
-                    let age = (self.clock as u32).wrapping_sub(stamp);
-                    out.push(ChainEnd { age, instance: InstanceId(holder.instance()), node });
+                    let age = (part.clock as u32).wrapping_sub(stamp);
+                    self.ends.push(ChainEnd { age, instance: holder.instance(), node });
                 }
             });
         }
+        self.cells.start = to;
+        !self.cells.is_empty()
     }
 
+    /// Orders the chains: the last is copied first.
+    pub fn order(&mut self) {
+        self.ends.sort_unstable_by_key(|end| end.age);
+    }
+
+    /// Reads the next chain of the index. Returns whether there was one; then
+    /// [`PartCopy::store`] stores it.
+    pub fn read(&mut self, index: &KvIndex) -> bool {
+        match (self.ends.pop(), index.parts.get(self.part)) {
+            (Some(end), Some(part)) => {
+                part.missing_in(&self.copy, end, &mut self.suffix);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Stores the chain that was read.
+    pub fn store(&mut self) {
+        self.copy.store_copy(&self.suffix);
+    }
+}
+
+impl Part {
     /// Writes the blocks of a chain that `copy` lacks. Blocks behind a hole are left out, since the
     /// copy has no holes.
-    pub fn missing_in(&self, copy: &KvIndex, end: ChainEnd, suffix: &mut Suffix) {
+    fn missing_in(&self, copy: &Part, end: ChainEnd, suffix: &mut Suffix) {
         suffix.blocks.clear();
-        suffix.parent = None;
+        (suffix.instance, suffix.parent) = (end.instance, None);
         let mut node = end.node;
         // The cell may be another node's by now, or none.
         while node != 0
-            && let Some((_, holder)) = self.cells.entry(node, end.instance.0)
+            && let Some((_, holder)) = self.cells.entry(node, end.instance)
         {
             let hash = self.cells.hash(node);
             if holder.copies() == 0 {
@@ -74,24 +143,16 @@ impl KvIndex {
         suffix.blocks.reverse();
     }
 
-    /// Stores the blocks that [`KvIndex::missing_in`] has found.
-    pub fn store_copy(&mut self, instance: InstanceId, suffix: &Suffix) {
+    /// Stores the blocks that [`Part::missing_in`] has found.
+    fn store_copy(&mut self, suffix: &Suffix) {
         let chain: Vec<u64> = suffix.blocks.iter().map(|(hash, _)| *hash).collect();
-        let placed = self.store(instance, suffix.parent, &chain, Copies::Add);
+        let placed = self.store(suffix.instance, suffix.parent, &chain, Copies::Add);
         for (hash, copies) in suffix.blocks[..placed].iter().filter(|(_, copies)| *copies > 1) {
             if let Some(node) = self.find(*hash)
-                && let Some((at, holder)) = self.cells.entry(node, instance.0)
+                && let Some((at, holder)) = self.cells.entry(node, suffix.instance)
             {
                 self.cells.set_entry(node, at, holder.with_copies(*copies));
             }
         }
-    }
-
-    /// Returns the copy of an index with this byte bound, at least the bytes in use, and a new
-    /// number of removals.
-    pub fn in_place_of(mut self, index: &KvIndex, byte_bound: usize) -> KvIndex {
-        self.byte_bound = byte_bound.max(self.bytes());
-        self.removals = index.removals + 1;
-        self
     }
 }

@@ -2,7 +2,7 @@
 //! with one bit each. A directory finds a group in at most two steps. The word of the group's
 //! number modulo 8 names the group. If several groups have the same word, it names a branch, which
 //! has one word for each of them. The entries of a large group are in five lists, by instance. So
-//! no list has more than [`LIST_MOST`] entries, whatever the number of holders.
+//! no list has more than [`LIST_MOST`] entries.
 //!
 //! Each instance that holds the block or a child of the block has an entry. An entry for a child
 //! alone (copies 0) is a *hole*: the instance evicted the block before its children.

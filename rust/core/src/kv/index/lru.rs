@@ -10,8 +10,7 @@
 //! instance passes, so leaves always go first. A queue holds at most twice as many entries as there
 //! are ends (plus a few).
 use super::cells::{CHILDREN, CHUNK, Cell, Cells, EPOCH, Id, NEXT, PAIRS};
-use super::{AHEAD, KvIndex};
-use crate::ids::MAX_INSTANCES;
+use super::part::{AHEAD, PART, Part};
 use std::cmp::Reverse;
 
 /// Cells that must be available before a block is placed: more than one block can take.
@@ -114,7 +113,7 @@ fn epoch(stamp: u64) -> u32 {
     (stamp >> 32) as u32
 }
 
-impl KvIndex {
+impl Part {
     /// Marks the node as just used on the instance.
     pub(super) fn touch_node(&mut self, node: Id, instance: u32) {
         let Some((at, holder)) = self.cells.entry(node, instance) else { return };
@@ -214,7 +213,7 @@ impl KvIndex {
     }
 
     /// Returns the number of blocks that can be placed before the next call of
-    /// [`KvIndex::has_room`], at least one.
+    /// [`Part::has_room`], at least one.
     pub(super) fn room(&self) -> usize {
         self.cells.available().saturating_sub(RESERVE) + 1
     }
@@ -246,7 +245,7 @@ impl KvIndex {
         self.has_room()
     }
 
-    /// Keeps a node, and the instance's copy of it if it has one, until [`KvIndex::unpin`], by
+    /// Keeps a node, and the instance's copy of it if it has one, until [`Part::unpin`], by
     /// adding a placeholder child.
     pub(super) fn pin(&mut self, node: Id, instance: u32) -> bool {
         if node != 0 {
@@ -293,12 +292,11 @@ impl KvIndex {
     }
 }
 
-const _: () = assert!(MAX_INSTANCES <= 1 << 12, "entries name instances by 12 bits");
+const _: () = assert!(PART <= 1 << 12, "entries name instances by 12 bits");
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::InstanceId;
     use std::collections::VecDeque;
 
     #[test]
@@ -338,9 +336,9 @@ mod tests {
         std::iter::from_fn(|| queue.pop_front(cells)).find(|entry| entry.0 != 0)
     }
 
-    fn index(instances: u32) -> KvIndex {
-        let mut index = KvIndex::new(KvIndex::MIN_BYTES);
-        (0..instances).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
+    fn index(instances: u32) -> Part {
+        let mut index = Part::new(Part::MIN_BYTES, 0);
+        (0..instances).for_each(|i| index.add_instance(i, None));
         index
     }
 
@@ -349,11 +347,11 @@ mod tests {
     fn stamps_do_not_wrap() {
         let mut index = index(3);
         index.clock = 10;
-        index.record(InstanceId(0), &[1, 2, 3]);
+        index.record(0, &[1, 2, 3]);
         index.clock = (1 << 32) + 5;
-        index.record(InstanceId(1), &[4, 5, 6]);
+        index.record(1, &[4, 5, 6]);
         index.clock = (1 << 32) + 12;
-        index.record(InstanceId(2), &[7, 8, 9]);
+        index.record(2, &[7, 8, 9]);
         for idle in 0..3 {
             assert_eq!(index.oldest(), Some(idle));
             index.evict(idle, u32::MAX, true);
@@ -371,14 +369,14 @@ mod tests {
             for (instance, chain, blocks, what) in steps {
                 let hashes: Vec<u64> = (1..=blocks as u64).map(|b| chain * 100 + b).collect();
                 match what {
-                    0 => drop(index.removed(InstanceId(instance), hashes[blocks - 1])),
+                    0 => drop(index.removed(instance, hashes[blocks - 1])),
                     1 => drop(index.evict(instance, blocks as u32, false)),
                     2 => {
-                        index.remove_instance(InstanceId(instance));
-                        index.add_instance(InstanceId(instance), None);
+                        index.remove_instance(instance);
+                        index.add_instance(instance, None);
                     }
-                    3..6 => index.touch(InstanceId(instance), &hashes, blocks as u32),
-                    _ => index.record(InstanceId(instance), &hashes),
+                    3..6 => index.touch(instance, &hashes, blocks as u32),
+                    _ => index.record(instance, &hashes),
                 }
                 let linear = (0..8u32)
                     .filter_map(|i| {

@@ -9,15 +9,21 @@
 //! A hole cuts the chain: sets shrink up to it and again from the block after it. An instance's
 //! depth ends at its first missing block.
 use super::cells::{BORN, Id};
-use super::{KvIndex, NodeSlot};
-use crate::ids::MAX_INSTANCES;
+use super::part::{NodeSlot, PART, Part};
 use crate::kv::table::Key;
 
 /// Number of parts that a range is cut into.
 const WAYS: usize = 8;
-const GROUPS: usize = MAX_INSTANCES / 64;
+const GROUPS: usize = PART / 64;
 
-impl KvIndex {
+impl Part {
+    /// Returns whether an instance may hold a prefix of the chain.
+    pub(super) fn may_match(&self, chain: &[u64]) -> bool {
+        chain.first().is_some_and(|first| self.probe(self.table.key(*first)).is_some())
+    }
+
+    /// Writes the number of leading blocks of `chain` that each instance holds to
+    /// `hit_blocks[instance]`.
     pub(super) fn search(&self, chain: &[u64], hit_blocks: &mut [u32]) {
         hit_blocks.fill(0);
         if chain.is_empty() {

@@ -44,6 +44,7 @@ impl KvFeed {
             epoch: AtomicU64::new(0),
             index_bytes,
             has_names: AtomicBool::new(false),
+            crowded: AtomicBool::new(false),
             state: Mutex::new(state),
         };
         if exact {
@@ -204,7 +205,7 @@ impl KvFeed {
         let mut last = None;
         if let Some(parent) = stored.parent {
             last = state.names.find_in_any(source.instance, cache, parent);
-            if last.is_none_or(|last| tier != Tier::Gpu && !self.knows(tier, last)) {
+            if last.is_none_or(|last| tier != Tier::Gpu && !self.knows(source.instance, tier, last)) {
                 return Applied { unknown_parent: all, ..applied };
             }
         }
@@ -376,8 +377,12 @@ impl KvFeed {
     }
 
     /// Reserves the names' fraction of the bytes, once, at the latest at the first stored block.
-    /// The index becomes smaller if it has more than its own fraction.
+    /// The index becomes smaller if it has more than its own fraction. Also divides the memory of a
+    /// crowded index anew.
     fn ensure_room_for_names(&self) {
+        if self.crowded.load(Ordering::Relaxed) && self.crowded.swap(false, Ordering::Relaxed) {
+            self.even_out();
+        }
         if self.has_names.load(Ordering::Relaxed) {
             return;
         }

@@ -2,17 +2,17 @@
 use super::event::{Applied, Refused, Source};
 use super::state::{KvFeed, State};
 use crate::ids::InstanceId;
-use crate::kv::index::copy::Suffix;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tier::Tier;
 use crate::router::router::Router;
 use hashbrown::HashMap;
+use std::sync::atomic::Ordering;
 
 /// Blocks per lock of the router.
 pub(super) const PIECE: usize = 64;
 /// Cells of the index per lock of the router.
-const CELLS: usize = 1024;
+const CELLS: u32 = 1024;
 /// If fewer than this fraction of names belong to evicted blocks, more blocks are evicted.
 const SWEPT_SHARE: f64 = 0.0625;
 /// Fraction of an instance's blocks to evict then.
@@ -57,41 +57,49 @@ impl KvFeed {
 
     /// Reduces the GPUs' index to at most `bytes`, if it uses more, and keeps the recently used
     /// blocks. Takes about 0.1 µs per block, and the router only for microseconds at a time; for
-    /// that time, the index takes `bytes` more. Returns false if blocks were removed meanwhile.
+    /// that time, the index takes up to `bytes` more. Returns false if blocks were removed
+    /// meanwhile.
     pub(super) fn shrink_index(&self, bytes: usize) -> bool {
-        let (mut copy, removals, bound, cells) = {
-            let router = self.router.lock_behind();
-            let index = router.index();
-            if index.bytes() <= bytes {
-                return true;
-            }
-            (router.empty_index(bytes), index.removals(), index.byte_bound(), index.cells())
-        };
-        let mut ends = Vec::new();
-        for first in (0..cells).step_by(CELLS) {
-            self.router.lock_behind().index().ends_among(first..first + CELLS as u32, &mut ends);
-        }
-        ends.sort_unstable_by_key(|end| std::cmp::Reverse(end.age));
-        let mut suffix = Suffix::default();
-        for end in ends {
-            self.router.lock_behind().index().missing_in(&copy, end, &mut suffix);
-            copy.store_copy(end.instance, &suffix);
-        }
-        let mut router = self.router.lock_behind();
-        let unchanged = router.index().removals() == removals;
-        let old = unchanged.then(|| {
-            let copy = copy.in_place_of(router.index(), bound);
-            router.replace_index(copy)
-        });
-        drop(router);
-        drop(old);
-        unchanged
+        self.copy_parts(Some(bytes), |index| index.bytes() <= bytes)
     }
 
-    /// Returns whether the index of a tier knows the block, on any instance.
-    pub(super) fn knows(&self, tier: Tier, hash: u64) -> bool {
+    /// Divides the memory of the GPUs' index anew, if instances were added beside those that have
+    /// filled it. Costs the same as a smaller index.
+    pub fn even_out(&self) {
+        self.copy_parts(None, |index| !index.is_crowded());
+    }
+
+    /// Copies parts of the GPUs' index to smaller ones, as if the index had this byte bound, until
+    /// it `fits`. Returns whether it does.
+    fn copy_parts(&self, bytes: Option<usize>, fits: impl Fn(&KvIndex) -> bool) -> bool {
+        loop {
+            let mut copy = {
+                let router = self.router.lock_behind();
+                let index = router.index();
+                if fits(index) {
+                    return true;
+                }
+                match index.copy_within(bytes.unwrap_or(index.byte_bound())) {
+                    Some(copy) => copy,
+                    None => return false,
+                }
+            };
+            while copy.look(self.router.lock_behind().index(), CELLS) {}
+            copy.order();
+            while copy.read(self.router.lock_behind().index()) {
+                copy.store();
+            }
+            // The old part is dropped behind the router's lock.
+            if !self.router.lock_behind().index_mut().replace(&mut copy) {
+                return false;
+            }
+        }
+    }
+
+    /// Returns whether blocks of the instance can be stored after the block in a tier.
+    pub(super) fn knows(&self, instance: InstanceId, tier: Tier, hash: u64) -> bool {
         let router = self.router.lock_behind();
-        router.index_of(tier).is_some_and(|index| index.parent_of(hash).is_some())
+        router.index_of(tier).is_some_and(|index| index.knows(instance, hash))
     }
 
     /// Returns whether another cache of the source's rank, or the tier itself, names all blocks.
@@ -125,7 +133,7 @@ impl KvFeed {
                 continue;
             };
             let named = Named { engine: *engine, chain, parent };
-            match parent.filter(|parent| !self.knows(cache.tier, *parent)) {
+            match parent.filter(|parent| !self.knows(source.instance, cache.tier, *parent)) {
                 Some(parent) => behind.entry(parent).or_default().push(named),
                 None => ready.push(named),
             }
@@ -174,6 +182,9 @@ impl KvFeed {
             let Some(index) = router.index_of_mut(cache.tier) else { return 0 };
             let placed = index.store(instance, parent, &chain[..named], Copies::Add);
             trim(index, instance);
+            if cache.tier == Tier::Gpu && index.is_crowded() {
+                self.crowded.store(true, Ordering::Relaxed);
+            }
             placed
         });
         let mut placed = *stored.as_ref().unwrap_or(&0);

@@ -14,6 +14,8 @@ pub struct KvFeed {
     pub(super) index_bytes: usize,
     /// Whether the names have their fraction of the bytes.
     pub(super) has_names: AtomicBool,
+    /// Whether an event met a crowded index; the next one divides its memory anew.
+    pub(super) crowded: AtomicBool,
     pub(super) state: Mutex<State>,
 }
 
