@@ -18,6 +18,20 @@ pub enum Role {
     Decode,
 }
 
+/// A change of the fleet's instances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Member {
+    /// The instance was added. Its slot may have belonged to a removed instance.
+    Added {
+        /// Slot of the instance.
+        id: InstanceId,
+        /// Blocks in its KV cache, if known.
+        cache_blocks: Option<u32>,
+    },
+    /// The instance was removed.
+    Removed(InstanceId),
+}
+
 impl Role {
     /// All values, with their names.
     pub const NAMES: [(&'static str, Role); 3] =

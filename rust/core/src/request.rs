@@ -122,10 +122,33 @@ pub struct Tenant {
 impl Tenant {
     /// The tenant of requests without a tenant.
     pub const NOBODY: Tenant = Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 };
+
+    /// # Errors
+    /// `BadValue` for a weight out of its range.
+    pub(crate) fn check(&self) -> Result<(), CoreError> {
+        match (1e-3..=1e6).contains(&self.weight) {
+            true => Ok(()),
+            false => bad("priority: tenant's weight", self.weight, "0.001 to 1e6"),
+        }
+    }
 }
 
 impl Default for Tenant {
     fn default() -> Tenant {
         Tenant::NOBODY
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_has_a_range() {
+        for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let error = Tenant { weight, ..Tenant::NOBODY }.check().unwrap_err();
+            assert!(error.to_string().contains("weight"));
+        }
+        assert!(Tenant::NOBODY.check().is_ok());
     }
 }

@@ -33,10 +33,12 @@
 //! The guard is a state machine without a clock: callers pass the time. While no class is
 //! suspected, the only cost is counting.
 pub mod heavy;
+mod settings;
 pub mod slots;
 
 pub use heavy::classes_of;
-pub use slots::SlotSet;
+pub use settings::GuardConfig;
+pub use slots::{Restriction, SlotSet};
 
 use crate::InstanceId;
 use crate::error::CoreError;
@@ -44,47 +46,6 @@ use crate::ids::Seconds;
 use crate::policy::{Policy, Prefer, Scores};
 use hashbrown::HashMap;
 use heavy::HeavyClasses;
-use serde::Deserialize;
-
-/// Settings of the guard.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-#[serde(default)]
-pub struct GuardConfig {
-    /// Whether the guard is enabled.
-    #[serde(skip)]
-    pub on: bool,
-    /// Sliding window over which shares of work are computed, seconds. The paper: 1 minute. Ours is
-    /// shorter, because a surge's first seconds do the most harm.
-    pub window_seconds: Seconds,
-    /// Interval between two phase 1 checks, seconds. Ours.
-    pub period_seconds: Seconds,
-    /// Maximum number of classes counted at once, 1 to 65,535.
-    pub classes: usize,
-    /// Minimum requests of a class in the window before it can be suspected: the share of a few
-    /// requests means nothing. Ours.
-    pub min_requests: u32,
-    /// Phase 2 starts after more than this factor times |M| consecutive requests (the paper: 2).
-    pub phase2_factor: f64,
-    /// Hysteresis, above 0 and at most 1: the alarm ends when the ratio falls below this fraction
-    /// of its threshold. Ours: low, so that a filter spreads a hot prefix over nearly all
-    /// instances. At 0.8 it stops at the share of the prefix, and its requests share batches with
-    /// each other.
-    pub release_factor: f64,
-}
-
-impl Default for GuardConfig {
-    fn default() -> GuardConfig {
-        GuardConfig {
-            on: true,
-            window_seconds: 15.0,
-            period_seconds: 1.0,
-            classes: 64,
-            min_requests: 16,
-            phase2_factor: 2.0,
-            release_factor: 0.05,
-        }
-    }
-}
 
 fn word(on: bool) -> &'static str {
     if on { "on" } else { "off" }
@@ -103,34 +64,6 @@ pub fn applies(policy: &dyn Policy, chosen: Option<bool>) -> (bool, String) {
         (Some(on), _) => (on, set_reason(on)),
         (None, Some(on)) => (on, format!("policy {} declares guard: {}", spec.name, word(on))),
         (None, None) => (false, "the default".into()),
-    }
-}
-
-impl GuardConfig {
-    fn check(&self) -> Result<(), CoreError> {
-        let refuse = |what: &str, got: f64, expected: &str| {
-            Err(CoreError::BadValue {
-                what: format!("hot-spot guard: {what}"),
-                got: got.to_string(),
-                expected: expected.into(),
-            })
-        };
-        if !(self.window_seconds > 0.0 && self.window_seconds.is_finite()) {
-            return refuse("window_seconds", self.window_seconds, "seconds above 0");
-        }
-        if !(self.period_seconds >= 0.01 && self.period_seconds.is_finite()) {
-            return refuse("period_seconds", self.period_seconds, "seconds, at least 0.01");
-        }
-        if !(1..=usize::from(u16::MAX)).contains(&self.classes) {
-            return refuse("classes", self.classes as f64, "a whole number from 1 to 65535");
-        }
-        if !(self.phase2_factor >= 0.0 && self.phase2_factor.is_finite()) {
-            return refuse("phase2_factor", self.phase2_factor, "a number of at least 0");
-        }
-        if !(self.release_factor > 0.0 && self.release_factor <= 1.0) {
-            return refuse("release_factor", self.release_factor, "a number above 0 and at most 1");
-        }
-        Ok(())
     }
 }
 
@@ -197,19 +130,7 @@ pub struct GuardEvent {
     pub instances: usize,
 }
 
-/// Effect of [`Guard::restrict`] on a request's choice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Restriction {
-    /// No effect.
-    Free,
-    /// Number of instances filtered out.
-    Filtered(usize),
-    /// The filter would leave no instance, so it excludes none. The router chooses by load alone
-    /// (least `bs`).
-    BalanceOnly,
-}
-
-/// Hot-spot guard of one pool. Call [`restrict`](Guard::restrict) before scoring,
+/// Hot-spot guard of one pool. Leave out [`excluded`](Guard::excluded) instances before scoring, call
 /// [`observe`](Guard::observe) after each decision, and [`tick`](Guard::tick) about once a second.
 #[derive(Clone, Debug)]
 pub struct Guard {
@@ -264,27 +185,10 @@ impl Guard {
         filtering.find(|alarm| alarm.has(chain)).map(|alarm| &alarm.holders)
     }
 
-    /// Removes the [`excluded`](Guard::excluded) instances from `eligible`, unless no instance
-    /// would be left.
-    #[inline]
-    pub fn restrict(&self, chain: &[u64], eligible: &mut [bool]) -> Restriction {
-        let Some(excluded) = self.excluded(chain) else { return Restriction::Free };
-        let inside = |i: usize| excluded.contains(InstanceId(i as u32));
-        let out = (0..eligible.len()).filter(|&i| eligible[i] && inside(i)).count();
-        if out == 0 {
-            return Restriction::Free;
-        }
-        if out == eligible.iter().filter(|e| **e).count() {
-            return Restriction::BalanceOnly;
-        }
-        eligible.iter_mut().enumerate().for_each(|(i, e)| *e = *e && !inside(i));
-        Restriction::Filtered(out)
-    }
-
     /// Records a decision.
     ///
     /// `matched_blocks`: the longest prefix of `chain` that any instance holds. `scores` and
-    /// `eligible`: the candidates after [`restrict`](Guard::restrict). `chosen`: the instance of
+    /// `eligible`: the candidates without the [`excluded`](Guard::excluded) ones. `chosen`: the instance of
     /// the request.
     #[inline]
     pub fn observe(

@@ -1,7 +1,19 @@
-//! A set of instance slots.
+//! A set of instance slots, and its exclusion from a choice.
 use crate::InstanceId;
 use crate::ids::MAX_INSTANCES;
 use fixedbitset::{Block, FixedBitSet};
+
+/// Effect of [`SlotSet::exclude_from`] on a request's choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Restriction {
+    /// No effect.
+    Free,
+    /// Number of instances filtered out.
+    Filtered(usize),
+    /// The filter would leave no instance, so it excludes none. The router chooses by load alone
+    /// (least `bs`).
+    BalanceOnly,
+}
 
 /// A set of instances as a bit set, with its size. [`crate::guard`] queries it for each request of
 /// a class under alarm.
@@ -60,6 +72,20 @@ impl SlotSet {
             self.len -= 1;
         }
         member
+    }
+
+    /// Removes the members from `eligible`, unless no instance would be left.
+    pub fn exclude_from(&self, eligible: &mut [bool]) -> Restriction {
+        let inside = |i: usize| self.contains(InstanceId(i as u32));
+        let out = (0..eligible.len()).filter(|&i| eligible[i] && inside(i)).count();
+        if out == 0 {
+            return Restriction::Free;
+        }
+        if out == eligible.iter().filter(|e| **e).count() {
+            return Restriction::BalanceOnly;
+        }
+        eligible.iter_mut().enumerate().for_each(|(i, e)| *e = *e && !inside(i));
+        Restriction::Filtered(out)
     }
 
     /// Iterates over the members, in order.

@@ -16,6 +16,11 @@ struct Fleet {
     routed: Vec<usize>,
 }
 
+/// Removes the excluded instances from `eligible`, as the router does.
+fn restrict(guard: &Guard, chain: &[u64], eligible: &mut [bool]) -> Restriction {
+    guard.excluded(chain).map_or(Restriction::Free, |slots| slots.exclude_from(eligible))
+}
+
 impl Fleet {
     fn new(instances: usize, config: GuardConfig) -> Fleet {
         Fleet {
@@ -58,7 +63,7 @@ impl Fleet {
         }
         let hits: Vec<usize> = (0..n).map(|i| self.hit(i, chain)).collect();
         let mut eligible = vec![true; n];
-        let restriction = self.guard.restrict(chain, &mut eligible);
+        let restriction = restrict(&self.guard, chain, &mut eligible);
         let mut scores = Scores::default();
         scores.reset(n);
         for i in (0..n).filter(|i| eligible[*i]) {
@@ -340,16 +345,17 @@ fn an_empty_rest_means_load_balance_only() {
         guard.observe(0.0, &chain, 2, &scores, &[true; 4], InstanceId(0));
         guard.tick(0.0, 4, holders);
     }
-    let restrict = |guard: &Guard, mut eligible: [bool; 4]| (guard.restrict(&chain, &mut eligible), eligible);
+    let restricted =
+        |guard: &Guard, mut eligible: [bool; 4]| (restrict(guard, &chain, &mut eligible), eligible);
     let (t, f) = (true, false);
-    assert_eq!(restrict(&guard, [t; 4]), (Restriction::Filtered(2), [f, f, t, t]));
-    assert_eq!(restrict(&guard, [t, t, f, f]), (Restriction::BalanceOnly, [t, t, f, f]));
-    assert_eq!(restrict(&guard, [f, f, t, f]), (Restriction::Free, [f, f, t, f]));
+    assert_eq!(restricted(&guard, [t; 4]), (Restriction::Filtered(2), [f, f, t, t]));
+    assert_eq!(restricted(&guard, [t, t, f, f]), (Restriction::BalanceOnly, [t, t, f, f]));
+    assert_eq!(restricted(&guard, [f, f, t, f]), (Restriction::Free, [f, f, t, f]));
     guard.instance_removed(InstanceId(1));
-    assert_eq!(restrict(&guard, [t; 4]), (Restriction::Filtered(1), [f, t, t, t]));
+    assert_eq!(restricted(&guard, [t; 4]), (Restriction::Filtered(1), [f, t, t, t]));
 
     guard.set_on(false);
-    assert_eq!(restrict(&guard, [t; 4]), (Restriction::Free, [t; 4]));
+    assert_eq!(restricted(&guard, [t; 4]), (Restriction::Free, [t; 4]));
     let events = guard.tick(1.0, 4, |_, _| panic!("a disabled guard looks up nothing"));
     assert_eq!(events.iter().map(|e| (e.phase, e.released)).collect::<Vec<_>>(), [(Phase::Filtering, true)]);
     guard.observe(1.0, &chain, 2, &scores, &[true; 4], InstanceId(0));

@@ -1,10 +1,12 @@
 //! Settings that can change while a router serves.
 use super::fetch_cost::Fetches;
+use super::listeners::lengths::Lengths;
+use super::listeners::priorities::{Ordering, Priorities};
+use super::listeners::rebalancing::Rounds;
 use super::plan::planners::Split;
-use super::priorities::{Ordering, Priorities};
 use super::router::Router;
 use super::settings::{FetchConfig, IndexFeed, Rebalancing};
-use super::state::{Selector, State};
+use super::state::{ForecastReads, Selector, State};
 use super::tickets;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
@@ -122,7 +124,7 @@ impl Router {
     /// it ([`Router::set_canary`]).
     pub fn set_guard(&mut self, on: bool) {
         self.state.first.guarded = on;
-        self.state.switch_guard();
+        self.switch_guard();
     }
 
     /// Turns the hot-spot guard on or off for all policies.
@@ -147,7 +149,12 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_split(&mut self, split: &Split) -> Result<(), CoreError> {
-        self.state.set_split(split)
+        let lengths = self.state.set_split(split)?;
+        // A new planner uses what its predecessor has learned.
+        if lengths.is_none() || self.listeners.lengths.is_none() {
+            self.listeners.lengths = lengths.map(Lengths);
+        }
+        Ok(())
     }
 
     /// Sets the positions at which an instance's engine can send or receive KV. The default is any
@@ -174,7 +181,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
-        self.requests.ordering = priorities.map(Ordering::new).transpose()?;
+        self.listeners.ordering = priorities.map(Ordering::new).transpose()?;
         Ok(())
     }
 
@@ -184,7 +191,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for an offset out of range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        self.requests.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
+        self.listeners.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
     }
 
     /// Sets how running requests are moved; `None`: they are not moved. From now on, the router
@@ -193,9 +200,10 @@ impl Router {
     /// # Errors
     /// `BadValue` if policies and forecast need different survival curves.
     pub fn set_rebalancing(&mut self, rebalancing: Option<Rebalancing>) -> Result<(), CoreError> {
-        let turns = rebalancing.as_ref().is_some_and(|by| by.forecast.reads_turns());
-        self.requests.turns = turns.then(|| self.requests.turns.take().unwrap_or_default());
-        self.state.rebalancing = rebalancing;
+        self.state.forecast =
+            rebalancing.as_ref().map(|by| ForecastReads { curve: by.forecast.reads_curve() });
+        let turns = self.listeners.rounds.take().and_then(|rounds| rounds.turns);
+        self.listeners.rounds = rebalancing.map(|by| Rounds::new(by, turns));
         self.look_ahead()
     }
 }

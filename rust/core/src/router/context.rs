@@ -1,7 +1,8 @@
 //! Buffers that planning writes.
 use super::decision::Totals;
 use super::parts::Rest;
-use crate::guard::Restriction;
+use crate::fleet::Member;
+use crate::guard::slots::{Restriction, SlotSet};
 use crate::ids::{ArrivalId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::tier::Tier;
@@ -54,7 +55,9 @@ pub(super) struct DecisionContext {
     pub is_matched: bool,
     /// Slots that had room for that request.
     pub arrived_roomy: Vec<bool>,
-    /// Slots that the hot-spot guard excluded from the choice of the first segment.
+    /// Slots that the choice of a first segment must avoid, if it can.
+    pub excluded: Option<SlotSet>,
+    /// Effect of these slots on the last choice of a first segment.
     pub restriction: Restriction,
     /// Why the request is not split, if requests are split.
     pub split_reason: Option<Box<str>>,
@@ -81,6 +84,7 @@ impl DecisionContext {
             arrived: None,
             is_matched: false,
             arrived_roomy: Vec::new(),
+            excluded: None,
             restriction: Restriction::Free,
             split_reason: None,
             balance: None,
@@ -93,6 +97,19 @@ impl DecisionContext {
     pub fn resize(&mut self, slots: usize) {
         self.hit_blocks.resize(slots, 0);
         self.derived.resize(slots);
+    }
+
+    /// Makes room for an instance that was added, and clears its derived indicators.
+    pub fn member(&mut self, member: Member, slots: usize) {
+        let Member::Added { id, .. } = member else { return };
+        self.resize(slots);
+        for (indicator, value) in [
+            (Indicator::ReportAgeSeconds, f64::NAN),
+            (Indicator::DecodeTokensPerSecond, f64::NAN),
+            (Indicator::IndexBlocks, 0.0),
+        ] {
+            self.derived.get_mut(indicator)[id.index()] = value;
+        }
     }
 
     /// Returns the blocks that a slot holds on the GPU, and those that it can load behind them.
@@ -115,16 +132,5 @@ impl DecisionContext {
     pub fn leave_whole(&mut self, reason: &str) -> Rest {
         self.split_reason = Some(reason.into());
         Rest::new()
-    }
-
-    /// Clears the derived indicators of a slot's instance.
-    pub fn clear(&mut self, slot: usize) {
-        for (id, value) in [
-            (Indicator::ReportAgeSeconds, f64::NAN),
-            (Indicator::DecodeTokensPerSecond, f64::NAN),
-            (Indicator::IndexBlocks, 0.0),
-        ] {
-            self.derived.get_mut(id)[slot] = value;
-        }
     }
 }

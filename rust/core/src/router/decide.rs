@@ -1,13 +1,14 @@
 //! Decisions: match, score, commit.
 use super::decision::Decision;
+use super::listeners::Before;
 use super::parts::{Chosen, Rest, Turn};
 use super::router::Router;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::policy::Scores;
-use crate::priority::vtc::check_weight;
 use crate::record::DecisionRecord;
 use crate::request::Request;
+use std::borrow::Cow;
 
 impl Router {
     /// Chooses an instance for `request`, places the request there and opens its ticket.
@@ -30,8 +31,7 @@ impl Router {
         now: Seconds,
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
-        let estimated = self.state.estimated(request);
-        let request = &*self.with_arrival(estimated, now)?;
+        let request = &*self.prepared(request, now)?;
         let (chosen, record) = self.decide(request, request_id, now)?;
         Ok(self.commit_plan(request, chosen, record, now))
     }
@@ -50,8 +50,7 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
-        let estimated = self.state.estimated(&whole);
-        let whole = self.with_arrival(estimated, now)?;
+        let whole = self.prepared(&whole, now)?;
         let (chosen, record) = self.decide(&whole, request_id, now)?;
         let mut lifecycle = self.lifecycle(now);
         let decision = lifecycle.commit(&whole, chosen, record);
@@ -68,11 +67,17 @@ impl Router {
         request_id: Option<&str>,
         now: Seconds,
     ) -> Result<(Chosen, Box<DecisionRecord>), CoreError> {
-        self.plan(request, request_id, now).inspect_err(|_| {
-            if let Some(id) = request.arrival {
-                self.drop_arrival(id, now);
-            }
-        })
+        self.plan(request, request_id, now).inspect_err(|_| self.listeners.not_placed(request, now))
+    }
+
+    /// Returns the request as the listeners complete it before its decision.
+    fn prepared<'r>(
+        &mut self,
+        request: &'r Request<'r>,
+        now: Seconds,
+    ) -> Result<Cow<'r, Request<'r>>, CoreError> {
+        let Router { state, context, listeners, calls, .. } = self;
+        listeners.prepare(&mut Before { state, context, calls: *calls, now }, request)
     }
 
     fn plan(
@@ -81,7 +86,7 @@ impl Router {
         request_id: Option<&str>,
         now: Seconds,
     ) -> Result<(Chosen, Box<DecisionRecord>), CoreError> {
-        check_weight(request.tenant.weight)?;
+        request.tenant.check()?;
         request.check()?;
         if !std::mem::take(&mut self.context.is_matched) {
             self.match_prefix(request);
@@ -148,6 +153,7 @@ impl Router {
     /// # Errors
     /// The errors of [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
+        self.listeners.restrict(request, &mut self.context);
         let chosen = self.state.choose(&mut self.context, request, Turn::First, &[], None, now);
         self.context.count_unscored(&mut self.requests.totals);
         chosen

@@ -10,15 +10,16 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `admission`, `idle`, `rounds`, `trial`, `warm` | arrivals; policy checks; rebalancing; policies on trial; fleet changes |
-//! | `configure`, `reports`, `tiers` | settings; reports of engines and peers; tier indexes |
+//! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; policies on trial; fleet changes |
+//! | `configure`, `features`, `reports`, `tiers` | settings; calls about single features; reports of engines and peers; tier indexes |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
+//! | `listeners` | features beside the core: guard, priorities, admission, rebalancing and others |
 //! | `plan` | placement, splits and prefix fetches |
 //! | `state` | state that decisions depend on |
 //! | `context` | buffers that planning writes |
-//! | `requests` | requests in flight; records and learned values |
-//! | `decision`, `priorities`, `replicas` | decisions and totals; request priorities; peer load |
+//! | `requests` | requests in flight, and records |
+//! | `decision` | decisions and totals |
 //! | `parts` | parts of plans |
 //! | `tickets` | tickets of requests in flight |
 //! | `fetch_cost`, `ledger` | cost of prefix fetches; in-flight ledger of each instance |
@@ -29,19 +30,18 @@ mod configure;
 mod context;
 mod decide;
 mod decision;
+mod features;
 pub mod feed;
 mod fetch_cost;
 mod follow;
 mod idle;
 pub mod ledger;
 pub mod lifecycle;
+mod listeners;
 mod parts;
 mod plan;
-pub mod priorities;
-mod replicas;
 mod reports;
 mod requests;
-mod rounds;
 #[allow(clippy::module_inception)] // the module is named after its only type
 mod router;
 mod settings;
@@ -55,12 +55,12 @@ mod warm;
 pub use decision::{Decision, Totals};
 pub use ledger::{Ahead, Share};
 pub use lifecycle::Carry;
+pub use listeners::priorities::Priorities;
+pub use listeners::rebalancing::NamedMove;
+pub use listeners::replicas::MAX_REPLICAS;
 pub use parts::{Follow, Rest};
 pub use plan::{TtftSource, planners};
 pub use planners::Split;
-pub use priorities::Priorities;
-pub use replicas::MAX_REPLICAS;
-pub use rounds::NamedMove;
 pub use router::Router;
 pub use settings::{FetchConfig, IndexFeed, RebalanceConfig, Rebalancing, RouterConfig, TierConfig};
 pub use shared::{SharedRouter, Ticket};

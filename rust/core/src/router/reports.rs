@@ -1,6 +1,7 @@
 //! Reports of load from engines and peer routers.
 use super::ledger::{Published, Report, Share};
-use super::replicas::Ledgers;
+use super::listeners::Listeners;
+use super::listeners::replicas::Ledgers;
 use super::router::Router;
 use crate::error::CoreError;
 use crate::ids::Seconds;
@@ -84,10 +85,10 @@ impl Router {
         let now = self.latest.max(now);
         let fleet = &self.state.fleet;
         let live = self.state.ids().filter(|id| fleet.is_live(*id));
-        let demand = self.requests.admission.programs().map(|programs| programs.demand_per_instance(now));
+        let demand = self.listeners.admission.programs().map(|programs| programs.demand_per_instance(now));
         live.map(|id| {
             let mut load = Published::from(self.state.ledger.share(id.index(), now));
-            if let (Some(programs), Some(demand)) = (self.requests.admission.programs(), demand) {
+            if let (Some(programs), Some(demand)) = (self.listeners.admission.programs(), demand) {
                 let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } =
                     programs.published(id, demand);
                 let share = load.share;
@@ -119,9 +120,9 @@ impl Router {
         now: Seconds,
     ) -> Result<(), CoreError> {
         let now = self.clock(now);
-        let Router { replicas, state, requests, .. } = self;
+        let Router { state, listeners: Listeners { admission, replicas, .. }, .. } = self;
         let shares = shares.into_iter().map(|(instance, load)| (instance, load.into()));
-        let mut ledgers = Ledgers { load: &mut state.ledger, programs: requests.admission.programs_mut() };
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.programs_mut() };
         replicas.hear(&mut ledgers, &state.fleet, replica, shares, now)
     }
 
@@ -129,14 +130,14 @@ impl Router {
     /// requests count only through engine reports. Returns the peers' names.
     pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let now = self.clock(now);
-        let programs = self.requests.admission.programs_mut();
-        let mut ledgers = Ledgers { load: &mut self.state.ledger, programs };
-        self.replicas.forget_silent(&mut ledgers, seconds, now)
+        let Router { state, listeners: Listeners { admission, replicas, .. }, .. } = self;
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.programs_mut() };
+        replicas.forget_silent(&mut ledgers, seconds, now)
     }
 
     /// Yields the peers whose load counts, each with the time of its last message.
     pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
-        self.replicas.heard()
+        self.listeners.replicas.heard()
     }
 }
 

@@ -1,11 +1,7 @@
-//! Requests in flight, and records and learned values of all requests.
+//! Requests in flight, and records of all requests.
 use super::decision::Totals;
-use super::priorities::Ordering;
 use super::tickets::Tickets;
-use crate::admission::Admission;
-use crate::estimate::Turns;
 use crate::record::RecordRing;
-use crate::warm::Demand;
 
 /// All request data of a router, apart from the load on instances.
 pub(super) struct Requests {
@@ -13,14 +9,6 @@ pub(super) struct Requests {
     pub tickets: Tickets,
     pub records: RecordRing,
     pub totals: Totals,
-    /// The order of requests, if any.
-    pub ordering: Option<Ordering>,
-    /// The latest turns of conversations, if a forecast reads them.
-    pub turns: Option<Turns>,
-    /// Arrivals, with agent programs and admission by load.
-    pub admission: Admission,
-    /// Prompts of recent requests, if fleet changes are warm.
-    pub demand: Option<Demand>,
 }
 
 impl Requests {
@@ -30,10 +18,6 @@ impl Requests {
             tickets: Tickets::default(),
             records: RecordRing::new(record_bytes),
             totals: Totals::default(),
-            ordering: None,
-            turns: None,
-            admission: Admission::default(),
-            demand: None,
         }
     }
 }

@@ -3,22 +3,20 @@ use super::context::DecisionContext;
 use super::decision::Totals;
 use super::ledger::Ahead;
 use super::lifecycle::Lifecycle;
+use super::listeners::{Listener, Listeners};
 use super::plan::TtftSource;
-use super::replicas::Replicas;
 use super::requests::Requests;
 use super::settings::RouterConfig;
 use super::state::State;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
-use crate::fleet::{Fleet, Role};
-use crate::guard::{Guard, GuardEvent};
+use crate::fleet::{Fleet, Member, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
 use crate::record::DecisionRecord;
 use crate::request::Request;
-use crate::warm::Demand;
 
 /// Upper bound of plausible times. Larger values and NaN are errors of the caller and are ignored.
 const FAR: Seconds = 1e12;
@@ -31,7 +29,8 @@ pub struct Router {
     pub(super) context: DecisionContext,
     /// Requests in flight, and records of all requests.
     pub(super) requests: Requests,
-    pub(super) replicas: Replicas,
+    /// Features that follow what the core does.
+    pub(super) listeners: Listeners,
     /// Buffers of the shadow, if there is one.
     pub(super) shadow: Option<Box<DecisionContext>>,
     /// Fallbacks of policies that were replaced.
@@ -48,15 +47,11 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
-        let mut requests = Requests::new(config.record_bytes);
-        requests.admission.set_programs(config.programs.clone(), 0.0)?;
-        config.warm.map_or(Ok(()), |warm| warm.check())?;
-        requests.demand = config.warm.as_ref().map(Demand::new);
         Ok(Router {
             context: DecisionContext::new(config.seed),
             shadow: None,
-            requests,
-            replicas: Replicas::default(),
+            requests: Requests::new(config.record_bytes),
+            listeners: Listeners::new(&config)?,
             fallbacks: Fallbacks::default(),
             latest: 0.0,
             calls: 0,
@@ -85,10 +80,8 @@ impl Router {
         role: Role,
         cache_blocks: Option<u32>,
     ) -> Result<InstanceId, CoreError> {
-        let id = self.state.add_instance(name, role, cache_blocks)?;
-        self.calls += 1;
-        self.context.resize(self.state.fleet.slots());
-        self.context.clear(id.index());
+        let id = self.state.fleet.add(name, role)?;
+        self.change(Member::Added { id, cache_blocks });
         Ok(id)
     }
 
@@ -100,15 +93,16 @@ impl Router {
     pub fn remove_instance(&mut self, name: &str) -> Result<(), CoreError> {
         let id = self.state.fleet.find(name)?;
         self.state.fleet.remove(id);
-        self.calls += 1;
-        self.replicas.clear(id.index());
-        self.requests.admission.instance_removed(id);
-        self.state.ledger.clear(id.index());
-        self.state.index.remove_instance(id);
-        self.state.tiers.remove_instance(id);
-        self.state.groups.remove_instance(id);
-        self.state.guard.instance_removed(id);
+        self.change(Member::Removed(id));
         Ok(())
+    }
+
+    /// Passes a change of the fleet on to everything that keeps data of instances.
+    fn change(&mut self, member: Member) {
+        self.calls += 1;
+        self.state.member(member);
+        self.context.member(member, self.state.fleet.slots());
+        self.listeners.member(member);
     }
 
     /// Replaces the KV index by an empty one and returns the old index, because dropping it takes
@@ -193,32 +187,8 @@ impl Router {
     /// Returns the lifecycle of requests at `now`.
     pub(super) fn lifecycle(&mut self, now: Seconds) -> Lifecycle<'_> {
         let now = self.clock(now);
-        let Router { state, context, requests, .. } = self;
-        Lifecycle { state, context, requests, now }
-    }
-
-    /// Runs periodic work. Returns the guard's events and the time of the next call.
-    pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
-        let now = self.clock(now);
-        let (index, eligible) = (&self.state.index, self.state.fleet.eligible());
-        let events = self.state.guard.tick(now, self.state.fleet.eligible_count(), |hash, out| {
-            let before = out.len();
-            index.holders(hash, out);
-            let mut place = before;
-            for i in before..out.len() {
-                if eligible[out[i].index()] {
-                    out.swap(place, i);
-                    place += 1;
-                }
-            }
-            out.truncate(place);
-        });
-        (events, now + self.state.guard.config().period_seconds)
-    }
-
-    /// Returns the hot-spot guard.
-    pub fn guard(&self) -> &Guard {
-        &self.state.guard
+        let Router { state, context, requests, listeners, .. } = self;
+        Lifecycle { state, context, requests, listeners, now }
     }
 
     /// Returns the indicator columns. Request indicators hold the values of the last request.
@@ -285,11 +255,5 @@ impl Router {
     /// number of fetches behind them; `None` if prefix fetches are off.
     pub fn fetch_cost(&self) -> Option<(Seconds, Seconds, u64)> {
         self.state.fetches.map(|fetches| fetches.learned())
-    }
-
-    /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not
-    /// boosted.
-    pub fn gamma(&self) -> Option<(f64, u64)> {
-        self.requests.ordering.as_ref()?.gamma()
     }
 }

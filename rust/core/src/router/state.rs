@@ -4,12 +4,11 @@ use super::context::DecisionContext;
 use super::fetch_cost::Fetches;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
 use super::parts::Rest;
-use super::settings::{IndexFeed, Rebalancing, RouterConfig};
+use super::settings::{IndexFeed, RouterConfig};
 use crate::error::CoreError;
 use crate::estimate::survival::BUCKET_TOKENS;
 use crate::estimate::{OutputLength, StepTime, WeightsOf};
-use crate::fleet::{Fleet, Role};
-use crate::guard::Guard;
+use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::groups::Groups;
@@ -99,6 +98,13 @@ pub(super) struct InstanceState {
     pub step_time: Option<StepTime>,
 }
 
+/// The learned values that a forecast of rebalancing reads.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ForecastReads {
+    /// Survival curve of output lengths.
+    pub curve: bool,
+}
+
 /// All state that decisions depend on.
 pub(super) struct State {
     pub config: RouterConfig,
@@ -112,7 +118,6 @@ pub(super) struct State {
     pub tiers: Tiers,
     /// KV cache groups apart from full attention.
     pub groups: Groups,
-    pub guard: Guard,
     /// Policies that choose the instances of first segments and of follow-up segments.
     pub first: Selector,
     pub later: Selector,
@@ -123,9 +128,8 @@ pub(super) struct State {
     /// them.
     pub planner: Option<Box<dyn Planner>>,
     pub fetches: Option<Fetches>,
-    /// Output lengths by class, if requests are split by length.
-    pub lengths: Option<OutputLength>,
-    pub rebalancing: Option<Rebalancing>,
+    /// Reads of the forecast of rebalancing, if running requests are moved.
+    pub forecast: Option<ForecastReads>,
     /// The indicator `recompute_ratio`.
     pub recompute_ratio: f64,
 }
@@ -145,15 +149,13 @@ impl State {
             index: KvIndex::new(config.index_bytes),
             tiers: Tiers::default(),
             groups: Groups::default(),
-            guard: Guard::new(config.guard)?,
             first: Selector { guarded: config.guard.on, ..Selector::new(policy) },
             later: Selector::new(least_requests()?),
             canary: None,
             shadow: None,
             planner: None,
             fetches: config.fetch.map(Fetches::new).transpose()?,
-            lengths: None,
-            rebalancing: None,
+            forecast: None,
             recompute_ratio: 0.0,
             config,
         };
@@ -161,34 +163,53 @@ impl State {
         Ok(state)
     }
 
-    /// Adds an instance that can transfer KV at any position and has no profile of its own.
-    ///
-    /// # Errors
-    /// `BadValue` if the name is taken or empty, or the fleet is full.
-    pub fn add_instance(
-        &mut self,
-        name: &str,
-        role: Role,
-        cache_blocks: Option<u32>,
-    ) -> Result<InstanceId, CoreError> {
-        let id = self.fleet.add(name, role)?;
-        let slots = self.fleet.slots();
-        let state = InstanceState {
-            placed: 0,
-            cache_blocks,
-            full: FullCache::default(),
-            index_feed: self.config.index_feed,
-            cuts: Cuts::Anywhere,
-            step_time: None,
-        };
-        self.instances.resize(slots, state.clone());
-        self.instances[id.index()] = state;
-        self.ledger.resize(slots);
-        self.ledger.clear(id.index());
-        self.index.add_instance(id, cache_blocks);
-        self.tiers.add_instance(id);
-        self.groups.add_instance(id);
-        Ok(id)
+    /// Changes the data of an instance that was added or removed. A new instance can transfer KV at
+    /// any position and has no profile of its own. The pattern names every field, so that none can
+    /// be forgotten.
+    pub fn member(&mut self, member: Member) {
+        let State {
+            config,
+            fleet,
+            instances,
+            ledger,
+            index,
+            tiers,
+            groups,
+            first: _,
+            later: _,
+            canary: _,
+            shadow: _,
+            planner: _,
+            fetches: _,
+            forecast: _,
+            recompute_ratio: _,
+        } = self;
+        match member {
+            Member::Added { id, cache_blocks } => {
+                let slots = fleet.slots();
+                let state = InstanceState {
+                    placed: 0,
+                    cache_blocks,
+                    full: FullCache::default(),
+                    index_feed: config.index_feed,
+                    cuts: Cuts::Anywhere,
+                    step_time: None,
+                };
+                instances.resize(slots, state.clone());
+                instances[id.index()] = state;
+                ledger.resize(slots);
+                ledger.clear(id.index());
+                index.add_instance(id, cache_blocks);
+                tiers.add_instance(id);
+                groups.add_instance(id);
+            }
+            Member::Removed(id) => {
+                ledger.clear(id.index());
+                index.remove_instance(id);
+                tiers.remove_instance(id);
+                groups.remove_instance(id);
+            }
+        }
     }
 
     /// Starts to keep predicted loads, if a policy needs them. Predictions stay on once started,
@@ -208,7 +229,7 @@ impl State {
             });
         }
         let weights_of = self.weights_of()?;
-        let forecasts = self.rebalancing.as_ref().is_some_and(|by| by.forecast.reads_curve());
+        let forecasts = self.forecast.is_some_and(|reads| reads.curve);
         let wanted = reads.intersects(AHEAD) || forecasts;
         let ahead = match self.ledger.ahead() {
             _ if !wanted => return Ok(false),

@@ -78,6 +78,15 @@ impl PlacedSegment {
     }
 }
 
+/// Data of listeners, kept with a request until its end.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Kept {
+    /// Turn of its conversation, if a forecast reads turns.
+    pub turn: Turn,
+    /// Place of its tenant, if virtual token counters order requests.
+    pub place: Option<Place>,
+}
+
 /// A request in flight.
 #[derive(Clone, Debug)]
 pub struct TicketState {
@@ -117,16 +126,14 @@ pub struct TicketState {
     pub lora: Option<u64>,
     /// Priority that the request brought.
     pub priority: Option<f64>,
-    /// Turn of its conversation, if a forecast reads turns.
-    pub turn: Turn,
     /// Its arrival, if arrivals are recorded.
     pub arrival: Option<ArrivalId>,
     /// Whether its answer comes whole.
     pub whole_answer: bool,
     /// Policy that decides it.
     pub arm: Arm,
-    /// Place of its tenant, if virtual token counters order requests.
-    pub place: Option<Place>,
+    /// Data of listeners.
+    pub kept: Kept,
     /// Slots that failed the open segment.
     pub failed: Vec<u32>,
     /// Slots that failed the running request; they get no further segment of it.

@@ -32,8 +32,17 @@ impl Router {
         if let Some(old) = old {
             self.fallbacks = std::mem::take(&mut self.fallbacks).and(old.policy.fallbacks());
         }
-        self.state.switch_guard();
+        self.switch_guard();
         Ok(())
+    }
+
+    /// Switches the guard on if it filters candidates of the router's policy or of the canary.
+    pub(super) fn switch_guard(&mut self) {
+        let State { first, canary, .. } = &self.state;
+        let on = first.guarded || canary.as_ref().is_some_and(|canary| canary.guarded);
+        if self.listeners.guard.config().on != on {
+            self.listeners.guard.set_on(on);
+        }
     }
 
     /// Sets the policy that scores requests with [`Request::shadow`]; `None`: no policy does.
@@ -77,6 +86,7 @@ impl Router {
         shadow.tier_blocks.clone_from(&context.tier_blocks);
         shadow.tiers.clone_from(&context.tiers);
         shadow.roomy.clone_from(&context.roomy);
+        shadow.excluded.clone_from(&context.excluded);
         shadow.unscored = 0;
         let seen = state.shadow_of(shadow, state.shadow.as_ref()?, request, chosen, now);
         state.shadow.iter_mut().for_each(|each| each.made += 1);
@@ -116,13 +126,5 @@ impl State {
             (self.fleet.name(id).clone(), hit_tokens, ttft_seconds)
         });
         Shadow { policy: by.name.clone(), choice, chosen_ttft_seconds: of(chosen).1 }
-    }
-
-    /// Switches the guard on if it filters candidates of the router's policy or of the canary.
-    pub fn switch_guard(&mut self) {
-        let on = self.first.guarded || self.canary.as_ref().is_some_and(|canary| canary.guarded);
-        if self.guard.config().on != on {
-            self.guard.set_on(on);
-        }
     }
 }

@@ -17,14 +17,14 @@ impl Router {
     /// `BadValue` for a setting out of its range.
     pub fn set_warm(&mut self, config: Option<WarmConfig>) -> Result<(), CoreError> {
         config.map_or(Ok(()), |config| config.check())?;
-        self.requests.demand = config.as_ref().map(Demand::new);
+        self.listeners.demand = config.as_ref().map(Demand::new);
         self.state.config.warm = config;
         Ok(())
     }
 
     /// Returns the prompts of recent requests, if fleet changes are warm.
     pub fn demand(&self) -> Option<&Demand> {
-        self.requests.demand.as_ref()
+        self.listeners.demand.as_ref()
     }
 
     /// Returns the last whole block of a ticket's prompt, which names the prompt in fetches
@@ -138,7 +138,7 @@ impl Router {
         by: impl Fn(&Demand, &Fleet<'_>, InstanceId, &WarmConfig, Seconds) -> Vec<Fetch>,
     ) -> Result<Warming, CoreError> {
         let config = self.warm_config()?;
-        let Some(demand) = &self.requests.demand else {
+        let Some(demand) = &self.listeners.demand else {
             return Ok(Warming::new(Vec::new(), config, now));
         };
         let state = &self.state;

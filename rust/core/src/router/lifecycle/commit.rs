@@ -1,11 +1,11 @@
 //! Commits of plans: ticket, decision record, and ledger entries of the segments.
 use super::writer::Lifecycle;
-use crate::program::Work;
 use crate::record::DecisionRecord;
 use crate::request::{Arm, Request};
 use crate::router::decision::Decision;
+use crate::router::listeners::{Listener, Placement};
 use crate::router::parts::Chosen;
-use crate::router::tickets::{TicketId, TicketState};
+use crate::router::tickets::{Kept, TicketId, TicketState};
 
 impl Lifecycle<'_> {
     /// Opens the ticket of a planned request and adds its segments to the ledger. The ticket has no
@@ -16,15 +16,10 @@ impl Lifecycle<'_> {
         chosen: Chosen,
         mut record: Box<DecisionRecord>,
     ) -> Decision {
-        let Lifecycle { state, context, requests, now } = self;
+        let Lifecycle { state, context, requests, listeners, now } = self;
         let now = *now;
         let first = chosen.first;
         let (hit, tier) = state.reusable_tokens(request, context.blocks_on(first.index()));
-        let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
-        let (scores, eligible) = (&context.first.scores, &context.first.eligible);
-        if state.first_of(request.arm).guarded {
-            state.guard.observe(now, request.chain, matched, scores, eligible, first);
-        }
         let (placed, later) = state.segments_of(context, request, &chosen, now);
         requests.totals.left_out += u64::from(record.left_out);
         requests.totals.filter_waived += u64::from(record.filter_waived);
@@ -33,16 +28,11 @@ impl Lifecycle<'_> {
         record.split_reason = chosen.split_reason;
         record.fetch_reason = request.fetch_reason.filter(|_| state.fetches.is_some()).map(Into::into);
         record.fetch = chosen.fetch.as_ref().map(|planned| state.fetch_record(planned));
-        let rate = || state.mean_prefill_rate();
-        let (priority, place) = match &mut requests.ordering {
-            Some(ordering) => {
-                ordering.prioritise(rate, &request.tenant, request.prompt_tokens, hit as u32, now)
-            }
-            None => (None, None),
-        };
-        record.priority = priority;
         record.balance = chosen.balance;
-        record.program = request.arrival.and_then(|id| requests.admission.note(id, now));
+        let mut kept = Kept::default();
+        let placement = Placement { state, context, request, first, hit_tokens: hit, now };
+        listeners.placed(&placement, &mut record, &mut kept);
+        let priority = record.priority;
         let id = requests.records.push(record);
         let (segment, next) = (placed.segment, later.first().map(|placed| placed.segment));
         let ticket = requests.tickets.open(TicketState {
@@ -64,31 +54,18 @@ impl Lifecycle<'_> {
             tenant: request.tenant,
             lora: request.lora,
             priority: request.priority,
-            turn: requests.turns.as_mut().map(|turns| turns.arrived(request, now)).unwrap_or_default(),
             arrival: request.arrival,
             whole_answer: request.whole_answer,
-            place,
+            kept,
             arm: request.arm,
             failed: Vec::new(),
             lost: Vec::new(),
         });
-        if let Some(demand) = &mut requests.demand {
-            demand.note(request.chain, request.prompt_tokens, request.tokens_per_block, now);
-        }
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
         requests.totals.decisions += 1;
         match (&mut state.canary, request.arm) {
             (Some(canary), Arm::Canary) => canary.made += 1,
             _ => state.first.made += 1,
-        }
-        if let Some(id) = request.arrival {
-            let work = || {
-                let new_tokens = f64::from(request.prompt_tokens) - hit;
-                let seconds = state.computing_seconds(first.index(), hit, new_tokens, &mut None);
-                Work { new_tokens, hit_tokens: hit, seconds }
-            };
-            requests.admission.computes(id, work, now);
-            requests.admission.placed(id, segment.instance, now);
         }
         self.open_segments(ticket);
         let fetch = chosen.fetch.map(|planned| planned.fetch);

@@ -4,6 +4,7 @@ use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::plan::{Event, Failure, Segment, Usage};
 use crate::router::ledger::Stage;
+use crate::router::listeners::{Ended, Listener};
 use crate::router::settings::IndexFeed;
 use crate::router::state::State;
 use crate::router::tickets::{self, TicketId, TicketState};
@@ -154,7 +155,7 @@ impl Lifecycle<'_> {
     /// Closes an abandoned ticket. Does nothing if the ticket is already closed.
     pub fn drop_ticket(&mut self, ticket: TicketId) {
         if let Some(state) = self.close(ticket) {
-            self.end_arrival(&state, Usage::default());
+            self.note_end(&state, None);
             self.requests.totals.dropped += 1;
             let seconds = self.now - state.decided_at;
             self.requests.records.update(state.decision, |r| {
@@ -166,22 +167,13 @@ impl Lifecycle<'_> {
 
     fn finish(&mut self, ticket: TicketId, usage: Usage) {
         let Some(state) = self.close(ticket) else { return };
-        self.end_arrival(&state, usage);
-        let made = usage.output_tokens.unwrap_or(state.open.entry.output_tokens as u32);
-        if made > 0 {
-            if self.state.ledger.finished(made, state.open.entry.output_tokens, self.now) {
-                // The cost walks through the instances.
-                let cost = self.state.decode_cost();
-                self.state.ledger.renew_weights(cost, self.now);
-            }
-            self.requests.turns.iter_mut().for_each(|turns| turns.ended(&state.turn, made));
-            self.state.learn_length(state.prompt_tokens, state.length_class, made);
+        let made = self.note_end(&state, Some(usage));
+        if made > 0 && self.state.ledger.finished(made, state.open.entry.output_tokens, self.now) {
+            // The cost walks through the instances.
+            let cost = self.state.decode_cost();
+            self.state.ledger.renew_weights(cost, self.now);
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.open.entry.prompt_tokens as u32);
-        if let Some(ordering) = &mut self.requests.ordering {
-            ordering.learn_tail(self.now - state.decided_at);
-            ordering.charge_unseen(&state, made.saturating_sub(state.open.entry.output_tokens as u32));
-        }
         self.requests.totals.finished += 1;
         self.requests.totals.prompt_tokens += u64::from(prompt);
         // After a handoff, the engine of the first segment knows the cached tokens of the prompt.
@@ -201,18 +193,19 @@ impl Lifecycle<'_> {
         });
     }
 
-    /// Ends a request's arrival.
-    fn end_arrival(&mut self, state: &TicketState, usage: Usage) {
-        if let Some(id) = state.arrival {
-            let made = usage.output_tokens.unwrap_or(state.open.entry.output_tokens as u32);
-            self.requests.admission.ended(id, made, usage.finish, self.now);
-        }
+    /// Passes the end of a request on to the listeners. `usage`: that of a request that succeeded.
+    /// Returns its output tokens.
+    fn note_end(&mut self, ticket: &TicketState, usage: Option<Usage>) -> u32 {
+        let (finished, usage) = (usage.is_some(), usage.unwrap_or_default());
+        let made = usage.output_tokens.unwrap_or(ticket.open.entry.output_tokens as u32);
+        self.listeners.ended(&Ended { ticket, finished, usage, made, now: self.now });
+        made
     }
 
     /// Closes a ticket as failed.
     pub(super) fn end_failed(&mut self, ticket: TicketId, failure: Failure) {
         let Some(state) = self.close(ticket) else { return };
-        self.end_arrival(&state, Usage::default());
+        self.note_end(&state, None);
         let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
         self.requests.totals.failed[place] += 1;
         let seconds = self.now - state.decided_at;
@@ -271,8 +264,8 @@ impl Lifecycle<'_> {
         let cuts = cuts.collect();
         let state = self.requests.tickets.get(ticket).ok()?;
         (state.open, state.later) = (placed, bound);
-        if let Some(id) = state.arrival.filter(|_| first) {
-            self.requests.admission.placed(id, segment.instance, now);
+        if first {
+            self.listeners.placed_again(state, now);
         }
         self.requests.totals.retries += 1;
         let name = self.state.fleet.name(segment.instance).clone();

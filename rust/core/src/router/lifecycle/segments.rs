@@ -157,7 +157,9 @@ impl Lifecycle<'_> {
         with: impl FnOnce(&State, &mut DecisionContext, &Request<'_>, &[u32]) -> T,
     ) -> Result<T, CoreError> {
         let ticket = self.requests.tickets.get(ticket)?;
-        let planned = with(self.state, self.context, &ticket.request(), &ticket.failed);
+        let request = ticket.request();
+        self.listeners.restrict(&request, self.context);
+        let planned = with(self.state, self.context, &request, &ticket.failed);
         self.context.count_unscored(&mut self.requests.totals);
         Ok(planned)
     }
@@ -188,7 +190,6 @@ impl Lifecycle<'_> {
     pub(super) fn close(&mut self, ticket: TicketId) -> Option<TicketState> {
         self.end_fetch(ticket);
         let mut state = self.requests.tickets.close(ticket)?;
-        self.requests.ordering.iter_mut().for_each(|ordering| ordering.leave_queue(&state));
         self.close_segment(tickets::slot(ticket), &state.open);
         for placed in &state.later {
             self.close_segment(tickets::slot(ticket), placed);

@@ -1,6 +1,7 @@
 //! The writer that all lifecycle modules use.
 use crate::ids::Seconds;
 use crate::router::context::DecisionContext;
+use crate::router::listeners::Listeners;
 use crate::router::requests::Requests;
 use crate::router::state::State;
 
@@ -11,6 +12,7 @@ pub struct Lifecycle<'a> {
     /// Buffers to plan segments.
     pub context: &'a mut DecisionContext,
     pub requests: &'a mut Requests,
+    pub listeners: &'a mut Listeners,
     /// Current time of the router.
     pub now: Seconds,
 }

@@ -1,5 +1,5 @@
 //! Writes decision records: the scores, and the terms of the best instances.
-use crate::guard::Restriction;
+use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;

@@ -3,7 +3,6 @@
 mod derive;
 mod explain;
 mod fetch;
-mod lengths;
 pub mod planners;
 mod segments;
 mod select;
@@ -48,7 +47,7 @@ impl State {
         now: Seconds,
     ) -> Result<Chosen, CoreError> {
         // Requests that must not be split do not move either; the record shows the reason.
-        context.split_reason = request.split_reason.filter(|_| self.rebalancing.is_some()).map(Into::into);
+        context.split_reason = request.split_reason.filter(|_| self.forecast.is_some()).map(Into::into);
         context.balance = None;
         let rest = match self.fleet.role(first) {
             Role::Prefill => self.rest_of_prefill(context, request, first, now)?,

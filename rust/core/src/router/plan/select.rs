@@ -1,7 +1,7 @@
 //! The choice of an instance: eligible slots, indicators, scores, best slot.
 use crate::error::CoreError;
 use crate::fleet::Role;
-use crate::guard::Restriction;
+use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Indicators, Snapshot};
 use crate::plan::Cuts;
@@ -56,12 +56,15 @@ impl State {
         };
         self.derive(context, request, selector.reads, eligible_count, handoff, now);
         self.derive_declared(context, &selector.declared, now);
-        let DecisionContext { first, later, derived, declared, rng, restriction, unscored, .. } = context;
+        let DecisionContext { first, later, derived, declared, rng, excluded, restriction, unscored, .. } =
+            context;
         let (selection, restriction) = match turn {
             Turn::First => {
-                *restriction = match selector.guarded && home.is_none() {
-                    true => self.guard.restrict(request.chain, &mut first.eligible),
-                    false => Restriction::Free,
+                *restriction = match excluded {
+                    Some(slots) if selector.guarded && home.is_none() => {
+                        slots.exclude_from(&mut first.eligible)
+                    }
+                    _ => Restriction::Free,
                 };
                 (first, *restriction)
             }

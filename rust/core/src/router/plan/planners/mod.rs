@@ -3,6 +3,7 @@
 mod view;
 
 use crate::error::CoreError;
+use crate::estimate::OutputLength;
 use crate::ids::{InstanceId, Seconds};
 use crate::maturity::Maturity;
 use crate::plan::Cuts;
@@ -112,24 +113,22 @@ impl fmt::Debug for Split {
 }
 
 impl State {
-    /// Sets the planner for requests that roles do not split.
+    /// Sets the planner for requests that roles do not split. Returns the planner's predictor of
+    /// output lengths, if it needs one.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
-    pub(in crate::router) fn set_split(&mut self, split: &Split) -> Result<(), CoreError> {
+    pub(in crate::router) fn set_split(&mut self, split: &Split) -> Result<Option<OutputLength>, CoreError> {
         let planner = split.planner.as_ref().map(|(spec, settings)| (spec.build)(settings)).transpose()?;
         let planner = planner.map(|planner| match split.wrap {
             Some(wrap) => wrap(planner),
             None => planner,
         });
         let lengths = planner.as_ref().map_or(Ok(None), |planner| planner.lengths())?;
-        if lengths.is_none() || self.lengths.is_none() {
-            self.lengths = lengths;
-        }
         if let Some(seconds) = planner.as_ref().and_then(|planner| planner.recent_seconds()) {
             self.ledger.set_recent(seconds);
         }
         self.planner = planner;
-        Ok(())
+        Ok(lengths)
     }
 }

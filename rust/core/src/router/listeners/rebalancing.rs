@@ -1,17 +1,20 @@
-//! Rounds of rebalancing: the rebalancer gets the running requests of each instance and returns
-//! moves (STAR, section 5.2). The caller makes the moves ([`Router::begin_move`]).
-use super::ledger::Stage;
-use super::router::Router;
-use super::settings::Rebalancing;
-use super::state::State;
-use super::tickets::{TicketId, TicketState, Tickets};
+//! Rebalancing as a listener: it follows conversations, and in each round, the rebalancer gets the
+//! running requests of each instance and returns moves (STAR, section 5.2). The caller makes the
+//! moves (`Router::begin_move`).
+use super::listener::{Ended, Listener, Placement};
 use crate::error::CoreError;
+use crate::estimate::Turns;
 use crate::estimate::remaining::{Remaining, RemainingCurve};
 use crate::fleet::{Fleet, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::rebalance::{InstanceLoad, Move, Running, RunningRequest, Stop};
+use crate::record::DecisionRecord;
+use crate::router::ledger::Stage;
+use crate::router::settings::Rebalancing;
+use crate::router::state::State;
+use crate::router::tickets::{Kept, TicketId, TicketState, Tickets};
 
 /// A move that a round proposes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,17 +28,28 @@ pub struct NamedMove {
 /// Decode step time of an instance without data: a fluent reader's time per token.
 const STEP_SECONDS: Seconds = 0.05;
 
-impl Router {
+/// Rounds of rebalancing, with what their forecast learns.
+pub struct Rounds {
+    by: Rebalancing,
+    /// The latest turns of conversations, if the forecast reads them.
+    pub turns: Option<Turns>,
+}
+
+impl Rounds {
+    /// Creates the rounds. `turns`: turns known so far, if any.
+    pub fn new(by: Rebalancing, turns: Option<Turns>) -> Rounds {
+        let turns = by.forecast.reads_turns().then(|| turns.unwrap_or_default());
+        Rounds { by, turns }
+    }
+
     /// Runs one round over all instances that decode. Returns the moves worth making, and why there
-    /// are no more. The ledger is unchanged; [`Router::begin_move`] makes a move.
+    /// are no more.
     ///
     /// # Errors
     /// Errors of the forecast. Built-in forecasts do not fail.
-    pub fn rebalance(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
-        self.clock(now);
-        let Router { state, requests, .. } = self;
-        let Some(by) = &mut state.rebalancing else { return Ok((Vec::new(), Stop::Off)) };
-        let listed = listed(&requests.tickets, &state.fleet, by);
+    pub fn round(&mut self, state: &State, tickets: &Tickets) -> Result<(Vec<NamedMove>, Stop), CoreError> {
+        let by = &mut self.by;
+        let listed = listed(tickets, &state.fleet, by);
         let asked: Vec<Running> = listed.iter().map(|listed| listed.asked).collect();
         let curve = state.ledger.ahead().filter(|_| by.forecast.reads_curve());
         let curve = curve.map(|ahead| RemainingCurve::new(&ahead.survival().product_limit()));
@@ -73,49 +87,56 @@ impl Router {
                 let role = state.fleet.role(*id);
                 state.fleet.is_live(*id) && if pools { role == Role::Decode } else { role == Role::Both }
             })
-            .map(|id| state.load_to_balance(id, &requests[id.index()], coming[id.index()], tokens_per_block))
+            .map(|id| load_to_balance(state, id, &requests[id.index()], coming[id.index()], tokens_per_block))
             .collect();
-        let Some(by) = &mut state.rebalancing else { return Ok((Vec::new(), Stop::Off)) };
         let round = by.rule.round(&loads)?;
         let named = |why: &Move| NamedMove { ticket: TicketId(why.request), why: *why };
         Ok((round.moves.iter().map(named).collect(), round.stop))
     }
-}
 
-impl Router {
-    /// Returns the requests that an immediate [`Router::rebalance`] would pass to the forecast.
-    /// Empty if rebalancing is off.
-    pub fn running(&self) -> Vec<Running> {
-        let Some(by) = &self.state.rebalancing else { return Vec::new() };
-        listed(&self.requests.tickets, &self.state.fleet, by).iter().map(|listed| listed.asked).collect()
+    /// Returns the requests that an immediate round would pass to the forecast.
+    pub fn running(&self, state: &State, tickets: &Tickets) -> Vec<Running> {
+        listed(tickets, &state.fleet, &self.by).iter().map(|listed| listed.asked).collect()
     }
 }
 
-impl State {
-    fn load_to_balance<'a>(
-        &self,
-        id: InstanceId,
-        requests: &'a [RunningRequest],
-        coming: (f64, f64),
-        tokens_per_block: f64,
-    ) -> InstanceLoad<'a> {
-        let slot = id.index();
-        let at = |indicator| self.ledger.get(indicator)[slot];
-        let blocks = self.instances[slot].cache_blocks.map_or(f64::from(u32::MAX), f64::from);
-        // `requests` already contains the requests whose KV is in transfer; the rest are bound.
-        let (bound, bound_tokens) =
-            (at(Indicator::BoundBs) - coming.0, at(Indicator::BoundTokens) - coming.1);
-        let model = self.step_time_of(slot).or_else(|| self.ledger.step_fit(slot).step_time());
-        let step = model.map(|model| model.step(at(Indicator::DecodeBs), at(Indicator::DecodeTokens)));
-        InstanceLoad {
-            instance: id,
-            capacity_tokens: (blocks * tokens_per_block.max(1.0)) as u64,
-            other_tokens: self.ledger.peers(slot).tokens() as u64,
-            queued_tokens: if bound > 0.0 { (bound_tokens / bound) as u64 } else { 0 },
-            step_seconds: step.filter(|seconds| *seconds > 0.0).unwrap_or(STEP_SECONDS),
-            accepts: self.takes_over(id) && self.instances[slot].cuts >= Cuts::Output,
-            requests,
+impl Listener for Rounds {
+    fn placed(&mut self, placement: &Placement<'_>, _: &mut DecisionRecord, kept: &mut Kept) {
+        if let Some(turns) = &mut self.turns {
+            kept.turn = turns.arrived(placement.request, placement.now);
         }
+    }
+
+    fn ended(&mut self, ended: &Ended<'_>) {
+        if let Some(turns) = self.turns.as_mut().filter(|_| ended.finished && ended.made > 0) {
+            turns.ended(&ended.ticket.kept.turn, ended.made);
+        }
+    }
+}
+
+/// Returns an instance's load for the rebalancer.
+fn load_to_balance<'a>(
+    state: &State,
+    id: InstanceId,
+    requests: &'a [RunningRequest],
+    coming: (f64, f64),
+    tokens_per_block: f64,
+) -> InstanceLoad<'a> {
+    let slot = id.index();
+    let at = |indicator| state.ledger.get(indicator)[slot];
+    let blocks = state.instances[slot].cache_blocks.map_or(f64::from(u32::MAX), f64::from);
+    // `requests` already contains the requests whose KV is in transfer; the rest are bound.
+    let (bound, bound_tokens) = (at(Indicator::BoundBs) - coming.0, at(Indicator::BoundTokens) - coming.1);
+    let model = state.step_time_of(slot).or_else(|| state.ledger.step_fit(slot).step_time());
+    let step = model.map(|model| model.step(at(Indicator::DecodeBs), at(Indicator::DecodeTokens)));
+    InstanceLoad {
+        instance: id,
+        capacity_tokens: (blocks * tokens_per_block.max(1.0)) as u64,
+        other_tokens: state.ledger.peers(slot).tokens() as u64,
+        queued_tokens: if bound > 0.0 { (bound_tokens / bound) as u64 } else { 0 },
+        step_seconds: step.filter(|seconds| *seconds > 0.0).unwrap_or(STEP_SECONDS),
+        accepts: state.takes_over(id) && state.instances[slot].cuts >= Cuts::Output,
+        requests,
     }
 }
 
@@ -149,7 +170,7 @@ fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rebalancing) -> Vec<List
                 prompt_tokens: f64::from(request.prompt_tokens),
                 expected_output_tokens: entry.expected_output_tokens,
                 expected_is_limit: by.expected_is_limit,
-                turn: request.turn,
+                turn: request.kept.turn,
             };
             listed.push(Listed { ticket, request, comes, asked });
         }

@@ -5,12 +5,13 @@
 //! (`Router::forget_silent`). The caller carries the messages. Indicators about single requests
 //! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router. Tokens
 //! of agent programs count in the working sets of [`Programs`].
-use super::ledger::{Ledger, Published, Share};
+use super::listener::Listener;
 use crate::error::CoreError;
-use crate::fleet::Fleet;
+use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::program::peers::MAX_ROOTS;
 use crate::program::{PeerPrograms, Programs};
+use crate::router::ledger::{Ledger, Published, Share};
 use std::collections::BTreeMap;
 
 /// Maximum number of peers. More peers indicate a configuration error; the limit also bounds
@@ -19,7 +20,7 @@ pub const MAX_REPLICAS: usize = 64;
 
 /// The last published load of each peer.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Replicas {
+pub struct Replicas {
     by_name: BTreeMap<Box<str>, Replica>,
     /// Sums over all peers, by slot.
     sums: Vec<Share>,
@@ -33,7 +34,7 @@ struct Replica {
 }
 
 /// The ledgers in which the load of peers counts.
-pub(super) struct Ledgers<'a> {
+pub struct Ledgers<'a> {
     /// Requests and tokens in flight.
     pub load: &'a mut Ledger,
     /// Working sets of agent programs, if they are followed.
@@ -71,7 +72,7 @@ impl Replicas {
     }
 
     /// Clears a slot whose instance was removed.
-    pub fn clear(&mut self, slot: usize) {
+    fn clear(&mut self, slot: usize) {
         self.sums.get_mut(slot).into_iter().for_each(|sum| *sum = Share::default());
         self.by_name
             .values_mut()
@@ -172,6 +173,14 @@ impl Replicas {
                 };
                 all.set_peers(InstanceId(slot as u32), peers);
             }
+        }
+    }
+}
+
+impl Listener for Replicas {
+    fn member(&mut self, member: Member) {
+        if let Member::Removed(id) = member {
+            self.clear(id.index());
         }
     }
 }

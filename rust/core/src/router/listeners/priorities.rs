@@ -6,12 +6,14 @@
 //! hold. Gamma is learned from this router's own requests as they end. Lower numbers go first.
 //! Numbers are comparable across instances, and across routers with synchronized clocks. They stay
 //! comparable while gamma is learned, because boosts are relative to a typical prompt.
-use super::tickets::TicketState;
+use super::listener::{Ended, Listener, Placement};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::priority::vtc::{Place, VirtualTokens};
 use crate::priority::{Priority, Settings, TailRate, Work, boost_seconds};
+use crate::record::DecisionRecord;
 use crate::request::Tenant;
+use crate::router::tickets::{Kept, TicketState};
 
 /// Boosts are relative to a prompt of this length, whose number is its arrival time. Numbers
 /// therefore stay comparable when gamma or the learned seconds per token change, and between
@@ -63,7 +65,7 @@ impl Priorities {
 }
 
 /// State of an order.
-pub(super) struct Ordering {
+pub struct Ordering {
     of: Priorities,
     tail: Option<TailRate>,
     counters: VirtualTokens,
@@ -109,7 +111,7 @@ impl Ordering {
 
     /// Returns a request's priority and its tenant's place. `prefill_rate`: computes an instance's
     /// prefill rate in tokens/s.
-    pub fn prioritise(
+    fn prioritise(
         &mut self,
         prefill_rate: impl FnOnce() -> f64,
         tenant: &Tenant,
@@ -139,24 +141,42 @@ impl Ordering {
     }
 
     /// Learns from the duration of a successful request.
-    pub fn learn_tail(&mut self, seconds: Seconds) {
+    fn learn_tail(&mut self, seconds: Seconds) {
         if let Some(tail) = &mut self.tail {
             tail.ended(seconds);
         }
     }
 
     /// Removes an ended request from its tenant's counter.
-    pub fn leave_queue(&mut self, state: &TicketState) {
-        if let Some(place) = state.place {
+    fn leave_queue(&mut self, state: &TicketState) {
+        if let Some(place) = state.kept.place {
             self.counters.charge(place, state.open.entry.output_tokens as u32);
             self.counters.end(place);
         }
     }
 
     /// Charges a tenant for `output_tokens` tokens that were not counted before.
-    pub fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
-        if let Some(place) = state.place {
+    fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
+        if let Some(place) = state.kept.place {
             self.counters.charge(place, output_tokens);
+        }
+    }
+}
+
+impl Listener for Ordering {
+    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, kept: &mut Kept) {
+        let Placement { state, request, hit_tokens, now, .. } = *placement;
+        let rate = || state.mean_prefill_rate();
+        (record.priority, kept.place) =
+            self.prioritise(rate, &request.tenant, request.prompt_tokens, hit_tokens as u32, now);
+    }
+
+    fn ended(&mut self, ended: &Ended<'_>) {
+        let ticket = ended.ticket;
+        self.leave_queue(ticket);
+        if ended.finished {
+            self.learn_tail(ended.now - ticket.decided_at);
+            self.charge_unseen(ticket, ended.made.saturating_sub(ticket.open.entry.output_tokens as u32));
         }
     }
 }

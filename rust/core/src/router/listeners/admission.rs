@@ -1,0 +1,255 @@
+//! Admission and agent programs as a listener ([`crate::admission`]): a request is admitted before
+//! its decision, completed for it, and followed from its placement to its end.
+use super::listener::{Before, Ended, Listener, Placement};
+use crate::admission::{Admission, Asked, Released, Room, Verdict};
+use crate::error::CoreError;
+use crate::fleet::Member;
+use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::indicators::Indicator;
+use crate::kv::tier::Tier;
+use crate::program::{Arrival, Programs, Work};
+use crate::record::DecisionRecord;
+use crate::request::Request;
+use crate::router::context::{Arrived, DecisionContext};
+use crate::router::state::State;
+use crate::router::tickets::{Kept, TicketState};
+use std::borrow::Cow;
+
+/// Reported use of a KV cache from which an instance has no room: further requests would make its
+/// engine preempt others.
+const FULL_USAGE: f64 = 0.95;
+/// Time after an arrival for which its decision uses what the arrival computed.
+const SAME_SECONDS: Seconds = 0.01;
+
+impl Listener for Admission {
+    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, _: &mut Kept) {
+        let Placement { state, request, first, hit_tokens, now, .. } = *placement;
+        let Some(id) = request.arrival else { return };
+        record.program = self.note(id, now);
+        let work = || {
+            let new_tokens = f64::from(request.prompt_tokens) - hit_tokens;
+            let seconds = state.computing_seconds(first.index(), hit_tokens, new_tokens, &mut None);
+            Work { new_tokens, hit_tokens, seconds }
+        };
+        self.computes(id, work, now);
+        Admission::placed(self, id, first, now);
+    }
+
+    fn placed_again(&mut self, ticket: &TicketState, now: Seconds) {
+        if let Some(id) = ticket.arrival {
+            Admission::placed(self, id, ticket.open.segment.instance, now);
+        }
+    }
+
+    fn ended(&mut self, ended: &Ended<'_>) {
+        if let Some(id) = ended.ticket.arrival {
+            Admission::ended(self, id, ended.made, ended.usage.finish, ended.now);
+        }
+    }
+
+    fn member(&mut self, member: Member) {
+        if let Member::Removed(id) = member {
+            self.instance_removed(id);
+        }
+    }
+}
+
+/// Records an arriving request (`Router::arrive`).
+///
+/// # Errors
+/// `BadValue` for an invalid request.
+pub fn arrive(
+    admission: &mut Admission,
+    before: &mut Before<'_>,
+    request: &Request<'_>,
+) -> Result<(Option<ArrivalId>, Verdict), CoreError> {
+    request.check()?;
+    request.tenant.check()?;
+    let Before { state, context, calls, now } = before;
+    let now = *now;
+    if let Some(programs) = admission.programs_mut() {
+        // Before the first request, the tokens of a block are unknown.
+        if programs.instances().len() < state.fleet.slots() || programs.tokens_per_block() <= 0.0 {
+            update_capacities(programs, state, request.tokens_per_block, now);
+        }
+    }
+    let prompt = f64::from(request.prompt_tokens);
+    let mut asked = Asked {
+        tenant: request.tenant.id,
+        weight: request.tenant.weight,
+        new_tokens: prompt,
+        prefill_seconds: 0.0,
+        ttft_seconds: request.ttft_slo_seconds,
+    };
+    let mut room = Room::default();
+    if admission.load_config().is_some() {
+        state.match_prefix(context, request);
+        let most = context.hit_blocks.iter().copied().max().unwrap_or(0);
+        asked.new_tokens = prompt - state.saved_tokens(request, most);
+        asked.prefill_seconds = alone_seconds(state, prompt - asked.new_tokens, asked.new_tokens);
+        room = self::room(admission, state, now);
+    }
+    context.arrived_roomy.clear();
+    if let Some(most) = admission.room_seconds() {
+        let is_open = |slot: usize| room.is_open(slot, most);
+        context.arrived_roomy.extend((0..room.waits.len()).map(is_open));
+    }
+    let session = request.session.filter(|_| admission.programs().is_some_and(|all| all.config().sessions));
+    let turn = Arrival {
+        chain: request.chain,
+        prompt_tokens: request.prompt_tokens,
+        tokens_per_block: request.tokens_per_block,
+        session,
+        tenant: request.tenant.id,
+        weight: request.tenant.weight,
+        last: request.session_final,
+    };
+    let (id, verdict) = admission.arrive(&turn, asked, &mut room, now);
+    let matched = id.filter(|_| admission.load_config().is_some());
+    let chain = (request.chain.len(), request.chain.last().copied());
+    context.arrived = matched.map(|id| Arrived { id, calls: *calls, at: now, chain });
+    Ok((id, verdict))
+}
+
+/// Returns a request with its arrival and its program's instance, and sets the instances with room
+/// for it. A caller that only observes programs may route requests that have not arrived.
+///
+/// # Errors
+/// `BadValue` for an invalid request, or for one without an arrival if requests are admitted.
+pub fn prepare<'r>(
+    admission: &mut Admission,
+    before: &mut Before<'_>,
+    request: Cow<'r, Request<'r>>,
+) -> Result<Cow<'r, Request<'r>>, CoreError> {
+    let Before { state, context, calls, now } = before;
+    state.recompute_ratio = admission.recompute_ratio();
+    context.roomy.clear();
+    context.is_matched = false;
+    if !admission.is_on() {
+        return Ok(request);
+    }
+    if let Some(id) = request.arrival {
+        let home = admission.home(id);
+        // The call for this decision follows its arrival at once: nothing but cache events, of some
+        // milliseconds, may have come between.
+        let chain = (request.chain.len(), request.chain.last().copied());
+        let known = context.arrived.take().is_some_and(|arrived| {
+            let same = Arrived { id, calls: *calls - 1, chain, ..arrived };
+            arrived == same && *now - arrived.at < SAME_SECONDS
+        });
+        context.is_matched = known;
+        if let (None, Some(most)) = (home, admission.room_seconds()) {
+            let DecisionContext { roomy, arrived_roomy, .. } = &mut **context;
+            if known && arrived_roomy.len() == state.fleet.slots() {
+                std::mem::swap(roomy, arrived_roomy);
+            } else {
+                let room = room(admission, state, *now);
+                roomy.extend((0..room.waits.len()).map(|slot| room.is_open(slot, most)));
+            }
+        }
+        return Ok(Cow::Owned(Request { home, ..request.into_owned() }));
+    }
+    if admission.admits() {
+        return Err(CoreError::BadValue {
+            what: "arrival".into(),
+            got: "none".into(),
+            expected: "the arrival that arrive() returned, because the router admits requests".into(),
+        });
+    }
+    let (arrival, _) = arrive(admission, before, &request)?;
+    // Programs are only observed: the policy chooses.
+    Ok(Cow::Owned(Request { arrival, home: None, ..request.into_owned() }))
+}
+
+/// Lets requests run whose wait has ended (`Router::release_held`).
+pub fn release(admission: &mut Admission, state: &mut State, now: Seconds) -> Released {
+    if let Some(programs) = admission.programs_mut() {
+        update_capacities(programs, state, programs.tokens_per_block(), now);
+    }
+    let mut room = match admission.load_config() {
+        Some(_) => room(admission, state, now),
+        None => Room::default(),
+    };
+    admission.release(&mut room, now)
+}
+
+/// Returns the instances' room at `now`.
+pub fn room(admission: &Admission, state: &State, now: Seconds) -> Room {
+    let (decoding, context) = (state.ledger.get(Indicator::RBs), state.ledger.get(Indicator::DecodeTokens));
+    let reported = state.ledger.get(Indicator::ReportedWaiting);
+    let usage = state.ledger.get(Indicator::KvUsage);
+    let rates = state.ledger.get(Indicator::PrefillTokensPerSecond);
+    let rate = state.mean_prefill_rate();
+    let config = admission.load_config();
+    let max_tpot = config.and_then(|config| config.tpot_seconds).unwrap_or(f64::INFINITY);
+    let (mut able, mut count) = (state.fleet.eligible(), state.fleet.eligible_count());
+    if count == 0 && state.config.colocate {
+        (able, count) = (state.fleet.decoders(), state.fleet.decoder_count());
+    }
+    let wait = |(slot, able): (usize, &bool)| {
+        if !able {
+            return f64::INFINITY;
+        }
+        let queued = state.ledger.queued_prefill_on(slot, now);
+        let step = state.ttft(slot, queued, 0.0, 0.0, decoding[slot], context[slot], rate);
+        let learned = if rates[slot] > 0.0 { queued / rates[slot] } else { 0.0 };
+        let predicted = if queued > 0.0 { step.max(learned) } else { 0.0 };
+        predicted.max(state.ledger.backlogs.overdue(slot, now))
+    };
+    let waits = able.iter().enumerate().map(wait).collect();
+    // The used part of an instance's memory, of its batch's places and of its step time.
+    let used = |slot: usize| {
+        let memory = usage[slot] / FULL_USAGE;
+        let stuck = state.ledger.backlogs.is_unseen(slot) && reported[slot] > 0.0;
+        let batch = state.step_time_of(slot).map_or(0.0, |model| {
+            let step = model.step(decoding[slot] + 1.0, context[slot]) / max_tpot;
+            step.max(state.ledger.in_flight(slot) / model.max_sequences)
+        });
+        if stuck { 1.0 } else { memory.max(batch) } // memory is NaN if unknown
+    };
+    let each = |slot: usize| {
+        state.step_time_of(slot).map_or(0.0, |model| {
+            (model.decode_seconds_per_sequence / max_tpot).max(1.0 / model.max_sequences)
+        })
+    };
+    // An idle instance always has room.
+    let idle = |slot: usize| state.ledger.in_flight(slot) <= 0.0;
+    let used = |slot: usize| if idle(slot) { 0.0 } else { used(slot) };
+    let used = (0..able.len()).map(|slot| (used(slot), each(slot))).collect();
+    Room { waits, used, prior_rate: rate * count.max(1) as f64 }
+}
+
+/// Returns the seconds of a prefill that runs alone on an instance, with `hit` cached and `new`
+/// uncached tokens.
+fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
+    let slots = state.ids().filter(|id| state.fleet.is_live(*id));
+    match slots.map(InstanceId::index).find_map(|slot| state.step_time_of(slot)) {
+        Some(model) => model.prefill_seconds(hit, new),
+        None => new / state.mean_prefill_rate(),
+    }
+}
+
+/// Passes the capacities of all instances to the programs.
+fn update_capacities(programs: &mut Programs, state: &mut State, tokens_per_block: f64, now: Seconds) {
+    for slot in 0..state.fleet.slots() {
+        let id = InstanceId(slot as u32);
+        let seen = state.index.take_full(id);
+        state.instances[slot].full.note(seen, now);
+        let capacity = cached_blocks_at_most(state, id).map(|blocks| blocks * tokens_per_block.max(1.0));
+        let available = state.fleet.eligible()[slot];
+        programs.set_instance(id, capacity, available);
+    }
+}
+
+/// Returns the blocks that an instance's cache holds: as reported, unless its engine removes
+/// blocks at another number; `None`: unknown. A lower tier that reports removals is full, so
+/// the number of its blocks is its capacity; one without has no limit yet.
+fn cached_blocks_at_most(state: &State, id: InstanceId) -> Option<f64> {
+    let instance = &state.instances[id.index()];
+    let gpu = f64::from(instance.full.blocks(instance.cache_blocks)?);
+    match state.tiers.get(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
+        0 => Some(gpu),
+        blocks if state.tiers.removes(Tier::Cpu, id) => Some(gpu.max(f64::from(blocks))),
+        _ => None,
+    }
+}

@@ -1,0 +1,141 @@
+//! Listeners: features that react to the core. The core (fleet, index, ledger, policies, plans,
+//! tickets, records) decides and places; it names no feature. A listener reads what has happened,
+//! may exclude instances from the next choice, and adds its part to the decision record. Listeners
+//! do not call each other. [`Listeners`] owns all of them and passes each event on, in one order.
+pub mod admission;
+mod demand;
+pub mod guard;
+pub mod lengths;
+mod listener;
+pub mod priorities;
+pub mod rebalancing;
+pub mod replicas;
+
+pub use listener::{Before, Ended, Listener, Placement};
+
+use super::context::DecisionContext;
+use super::settings::RouterConfig;
+use super::tickets::{Kept, TicketState};
+use crate::admission::Admission;
+use crate::error::CoreError;
+use crate::fleet::Member;
+use crate::guard::Guard;
+use crate::ids::Seconds;
+use crate::record::DecisionRecord;
+use crate::request::Request;
+use crate::warm::Demand;
+use lengths::Lengths;
+use priorities::Ordering;
+use rebalancing::Rounds;
+use replicas::Replicas;
+use std::borrow::Cow;
+
+/// All listeners. Optional ones exist only if they are configured.
+pub struct Listeners {
+    /// Hot-spot guard.
+    pub guard: Guard,
+    /// Order of requests.
+    pub ordering: Option<Ordering>,
+    /// Arrivals, with agent programs and admission by load.
+    pub admission: Admission,
+    /// Rounds of rebalancing.
+    pub rounds: Option<Rounds>,
+    /// Prompts of recent requests, for warm fleet changes.
+    pub demand: Option<Demand>,
+    /// Output lengths, for planners that split requests by length.
+    pub lengths: Option<Lengths>,
+    /// Load of peer routers.
+    pub replicas: Replicas,
+}
+
+impl Listeners {
+    /// Creates the listeners that the settings ask for.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn new(config: &RouterConfig) -> Result<Listeners, CoreError> {
+        let mut admission = Admission::default();
+        admission.set_programs(config.programs.clone(), 0.0)?;
+        config.warm.map_or(Ok(()), |warm| warm.check())?;
+        Ok(Listeners {
+            guard: Guard::new(config.guard)?,
+            ordering: None,
+            admission,
+            rounds: None,
+            demand: config.warm.as_ref().map(Demand::new),
+            lengths: None,
+            replicas: Replicas::default(),
+        })
+    }
+
+    /// Completes a request before its decision: its expected output length, its arrival, and the
+    /// instances with room for it.
+    ///
+    /// # Errors
+    /// `BadValue` for an invalid request, or for one without an arrival if requests are admitted.
+    pub fn prepare<'r>(
+        &mut self,
+        before: &mut Before<'_>,
+        request: &'r Request<'r>,
+    ) -> Result<Cow<'r, Request<'r>>, CoreError> {
+        let request = match &self.lengths {
+            Some(lengths) => Cow::Owned(lengths.estimated(request)),
+            None => Cow::Borrowed(request),
+        };
+        admission::prepare(&mut self.admission, before, request)
+    }
+
+    /// Ends the arrival of a request that no instance could take.
+    pub fn not_placed(&mut self, request: &Request<'_>, now: Seconds) {
+        if let Some(id) = request.arrival {
+            self.admission.remove(id, now);
+        }
+    }
+
+    /// Passes on which instances the next choice of a first segment must avoid. The guard alone
+    /// excludes instances.
+    #[inline]
+    pub fn restrict(&self, request: &Request<'_>, context: &mut DecisionContext) {
+        context.excluded = self.guard.excluded(request.chain).cloned();
+    }
+
+    /// Calls all listeners, in the order of the fields. The pattern names every field, so that no
+    /// listener can be forgotten.
+    #[inline]
+    fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
+        let Listeners { guard, ordering, admission, rounds, demand, lengths, replicas } = self;
+        call(guard);
+        if let Some(ordering) = ordering {
+            call(ordering);
+        }
+        call(admission);
+        if let Some(rounds) = rounds {
+            call(rounds);
+        }
+        if let Some(demand) = demand {
+            call(demand);
+        }
+        if let Some(lengths) = lengths {
+            call(lengths);
+        }
+        call(replicas);
+    }
+}
+
+impl Listener for Listeners {
+    fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, kept: &mut Kept) {
+        self.each(|listener| listener.placed(placement, record, kept));
+    }
+
+    fn placed_again(&mut self, ticket: &TicketState, now: Seconds) {
+        self.each(|listener| listener.placed_again(ticket, now));
+    }
+
+    fn ended(&mut self, ended: &Ended<'_>) {
+        self.each(|listener| listener.ended(ended));
+    }
+
+    fn member(&mut self, member: Member) {
+        self.each(|listener| listener.member(member));
+    }
+}
