@@ -302,6 +302,29 @@ def test_no_files_of_the_core_router_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(".".join(name) for name in error.args[1]))
 
 
+# Features that follow requests as listeners, and the data of them that the core's router keeps.
+FEATURES = {"admission", "guard", "priority", "program", "rebalance", "warm"}
+FEATURE_DATA = {
+    *("guard::slots::Restriction", "guard::slots::SlotSet", "priority::Priority", "priority::vtc::Place"),
+    *("program::PeerRoot", "program::capacity::FullCache"),
+}
+
+
+def test_the_core_of_the_router_names_no_feature() -> None:
+    """Settings name all features; listeners and the rows above them may."""
+    row_of_listeners = next(row for row, names in enumerate(ROUTER_LAYERS) if "listeners" in names)
+    below = set().union(*ROUTER_LAYERS[:row_of_listeners]) - {"settings"}
+    named = set()
+    for file in (file for name, file in RUST.items() if name[0] in below):
+        for path, last in _RUST_USE.findall(file.read_text().partition("#[cfg(test)]")[0]):
+            words = path.split("::")
+            if words[0] == "crate" and words[1] in FEATURES:
+                named |= {"::".join([*words[1:-1], each]) for each in re.findall(r"\w+", last)}
+            elif words[0] == "crate" and last in FEATURES:
+                named.add(last)
+    assert named == FEATURE_DATA
+
+
 def test_files_of_the_core_router_are_short() -> None:
     lines = {
         ".".join(name): len(file.read_text().partition("#[cfg(test)]")[0].splitlines())

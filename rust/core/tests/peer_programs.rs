@@ -7,7 +7,7 @@ use lmetric_core::admission::Verdict;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::program::peers::MAX_ROOTS;
+use lmetric_core::program::MAX_ROOTS;
 use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode, ProgramRules, Terms};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Published;
@@ -353,7 +353,7 @@ fn a_measured_cache_size_ends_with_its_engine() {
 fn impossible_roots_are_refused_and_change_nothing() {
     let mut fleet = Fleet::new(1, &["x"], 1000, ProgramMode::Admit);
     let root = |tokens: f64, probability: f64| PeerRoot {
-        root: lmetric_core::program::ledger::Root { hash: 7, tokens },
+        root: lmetric_core::program::Root { hash: 7, tokens },
         probability,
     };
     let share = Share { programs: 1.0, ..Share::default() };

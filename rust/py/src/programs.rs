@@ -1,7 +1,8 @@
 //! Agent programs: settings and snapshots.
 use crate::errors::Result;
 use crate::settings;
-use lmetric_core::program::programs::{Counters, State};
+use lmetric_core::program::State;
+use lmetric_core::program::programs::Counters;
 use lmetric_core::program::{Finish, GapClass, ProgramConfig};
 use lmetric_core::router::Router;
 use lmetric_core::{CoreError, InstanceId, Maturity};

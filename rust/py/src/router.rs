@@ -21,7 +21,7 @@ use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
 use lmetric_core::program::PeerRoot;
-use lmetric_core::program::ledger::Root;
+use lmetric_core::program::Root;
 use lmetric_core::request::{Arm, Request as CoreRequest};
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::{Published, Report};

@@ -130,8 +130,9 @@ pub struct GuardEvent {
     pub instances: usize,
 }
 
-/// Hot-spot guard of one pool. Leave out [`excluded`](Guard::excluded) instances before scoring, call
-/// [`observe`](Guard::observe) after each decision, and [`tick`](Guard::tick) about once a second.
+/// Hot-spot guard of one pool. Leave out [`excluded`](Guard::excluded) instances before scoring,
+/// call [`observe`](Guard::observe) after each decision, and [`tick`](Guard::tick) about once a
+/// second.
 #[derive(Clone, Debug)]
 pub struct Guard {
     config: GuardConfig,
@@ -188,8 +189,8 @@ impl Guard {
     /// Records a decision.
     ///
     /// `matched_blocks`: the longest prefix of `chain` that any instance holds. `scores` and
-    /// `eligible`: the candidates without the [`excluded`](Guard::excluded) ones. `chosen`: the instance of
-    /// the request.
+    /// `eligible`: the candidates without the [`excluded`](Guard::excluded) ones. `chosen`: the
+    /// instance of the request.
     #[inline]
     pub fn observe(
         &mut self,

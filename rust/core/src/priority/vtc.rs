@@ -47,8 +47,8 @@ pub struct VirtualTokens {
 }
 
 impl VirtualTokens {
-    /// Starts a request of a tenant. `weight`: the tenant's share of the service, 0.001 to 1e6; 1 for
-    /// tenants without a configured weight.
+    /// Starts a request of a tenant. `weight`: the tenant's share of the service, 0.001 to 1e6; 1
+    /// for tenants without a configured weight.
     pub fn begin(&mut self, tenant: u64, prompt_tokens: u32, weight: f64) -> Place {
         if let Some((least, _)) = self.starts.first_key_value() {
             self.now = self.now.max(*least);

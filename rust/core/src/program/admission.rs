@@ -1,4 +1,4 @@
-//! Admission: the choice of programs to pause and to admit, and the queue of held programs.
+//! Admission: the choice of programs to pause and to admit.
 //!
 //! An instance whose expected tokens exceed `theta` of its capacity loses programs that are between
 //! two turns, those least likely to return soon first. A program without a place is admitted if an
@@ -10,16 +10,12 @@
 //! weight as its own tenant then has. A program held for the longest hold is refused; it keeps its
 //! birth, so it is among the first when it returns. It does not take the place of a program of its
 //! own tenant: that program would return soon, compute its context again, and wait in turn.
-use super::ledger::{InstanceLedger, Root};
-use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
-use super::settings::ProgramConfig;
-use crate::estimate::decayed::Decayed;
+use super::ledger::InstanceLedger;
+use super::programs::Programs;
+use super::types::{Hold, ProgramId, Released, Root, SOON_SECONDS, State, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
-use std::collections::BTreeSet;
 
-/// Horizon of the return probability by which programs are paused.
-pub const SOON_SECONDS: Seconds = 30.0;
 /// Held turns of one program. A client that sends more is refused.
 const MAX_HELD_TURNS: usize = 64;
 /// Held programs considered per tenant and round.
@@ -29,124 +25,6 @@ const CANDIDATES: usize = 64;
 const FAIR_SECONDS: Seconds = 2.0;
 const FAIR_ROUND_SECONDS: Seconds = 0.5;
 const MAX_PER_FAIR_ROUND: usize = 64;
-/// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
-const FLOW_SECONDS: Seconds = 300.0;
-const MIN_FLOW_SECONDS: Seconds = 60.0;
-
-/// Why a request is held.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Hold {
-    /// Tokens that the program needs on an instance.
-    pub needed_tokens: f64,
-    /// Expected working set of the instance with the most room, over its capacity.
-    pub working_set_ratio: f64,
-    /// Held programs, this one included.
-    pub held_programs: usize,
-    /// Predicted seconds until the program is admitted.
-    pub expected_seconds: Seconds,
-}
-
-/// Place of a program among the held programs of its tenant: what the order counts, then its birth.
-type Place = (u64, u64, ProgramId);
-
-/// The held programs of a tenant, and the tokens that they need.
-#[derive(Clone, Debug, Default)]
-struct Waiting {
-    places: BTreeSet<Place>,
-    tokens: f64,
-}
-
-/// The held programs, and requests admitted but not yet taken by the caller.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Queue {
-    tenants: HashMap<u64, Waiting>,
-    /// Tenant, place and needed tokens of each held program.
-    places: HashMap<ProgramId, (u64, Place, f64)>,
-    pub released: Vec<Released>,
-    pub refused: Vec<(TurnId, Seconds)>,
-    /// A held program, and the instance that gets no other program until it is admitted.
-    kept: Option<(ProgramId, InstanceId)>,
-    /// The program held longest, if longer than `backfill_seconds` at the last tick: an instance
-    /// gets no other program until it is admitted.
-    overdue: Option<ProgramId>,
-    /// Time of the last round that made room.
-    made_room_at: Option<Seconds>,
-    /// Admitted tokens.
-    flow: Decayed,
-    /// Time of the first admission.
-    flow_began: Option<Seconds>,
-}
-
-impl Queue {
-    /// Adds a held program, or gives it a new place.
-    pub fn insert(&mut self, program: &Program, id: ProgramId, config: &ProgramConfig) {
-        self.remove(id);
-        let first = config.rules.as_ref().and_then(|rules| rules.admission_rank(program));
-        let first = first.unwrap_or_else(|| match config.shortest_first {
-            true => program.tokens as u64,
-            false => program.born.max(0.0).to_bits(),
-        });
-        let place = (first, program.order, id);
-        let tokens = program.own_tokens();
-        self.places.insert(id, (program.tenant, place, tokens));
-        let waiting = self.tenants.entry(program.tenant).or_default();
-        waiting.places.insert(place);
-        waiting.tokens += tokens;
-    }
-
-    /// Removes a program.
-    pub fn remove(&mut self, id: ProgramId) {
-        let Some((tenant, place, tokens)) = self.places.remove(&id) else { return };
-        self.kept = self.kept.filter(|(kept, _)| *kept != id);
-        self.overdue = self.overdue.filter(|overdue| *overdue != id);
-        if let Some(waiting) = self.tenants.get_mut(&tenant) {
-            waiting.places.remove(&place);
-            waiting.tokens -= tokens;
-            if waiting.places.is_empty() {
-                self.tenants.remove(&tenant);
-            }
-        }
-    }
-
-    /// Returns the number of held programs.
-    pub fn len(&self) -> usize {
-        self.places.len()
-    }
-
-    fn admitted(&mut self, tokens: f64, now: Seconds) {
-        self.flow.add(tokens, now, FLOW_SECONDS);
-        self.flow_began.get_or_insert(now);
-    }
-
-    /// Returns the tokens that held programs need, and those admitted recently.
-    pub fn demand(&self, now: Seconds) -> (f64, f64) {
-        let tokens = self.tenants.values().map(|waiting| waiting.tokens).sum();
-        (tokens, self.flow.now(now, FLOW_SECONDS))
-    }
-
-    /// Returns the predicted seconds until all held programs of a tenant are admitted. Tenants take
-    /// turns, so at most as many tokens of each other tenant are admitted before. `peers`: the
-    /// demand of peer routers on the same instances.
-    fn expected_seconds(&self, tenant: u64, peers: (f64, f64), now: Seconds) -> Seconds {
-        let age = self.flow_began.map_or(0.0, |began| now - began).max(MIN_FLOW_SECONDS);
-        let admitted = self.demand(now).1 + peers.1;
-        let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
-        let (own, number) =
-            self.tenants.get(&tenant).map_or((0.0, 0), |waiting| (waiting.tokens, waiting.places.len()));
-        let tokens: f64 = self.tenants.values().map(|waiting| waiting.tokens.min(own)).sum();
-        let programs: usize = self.tenants.values().map(|waiting| waiting.places.len().min(number)).sum();
-        // Peers share by tenants, too: they admit at most as many tokens before. If none were
-        // admitted lately, one in each `FLOW_SECONDS` is assumed.
-        ((tokens + peers.0.min(own)) / rate).min(programs as f64 * FLOW_SECONDS)
-    }
-
-    /// Returns whether a tenant has more than its share of a full queue.
-    fn is_full(&self, tenant: u64, most: usize) -> bool {
-        let own = self.tenants.get(&tenant).map_or(0, |waiting| waiting.places.len());
-        self.len() > most && own > most / self.tenants.len().max(1)
-    }
-}
-
 impl Programs {
     /// Decides what to do with a turn of a program that has just arrived.
     pub(super) fn admit(&mut self, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {

@@ -1,16 +1,7 @@
 //! Expected tokens in the caches, by instance: programs, their shared roots, and other requests.
-use super::peers::PeerPrograms;
+use super::types::{PeerPrograms, Root};
 use crate::ids::Seconds;
 use std::collections::BTreeMap;
-
-/// A prefix that several programs share: the hash of its last block, and its tokens.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Root {
-    /// Hash of the last shared block.
-    pub hash: u64,
-    /// Tokens up to the end of that block.
-    pub tokens: f64,
-}
 
 /// Tokens that count on one instance because of one program.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -7,7 +7,7 @@
 //! walk from its root finds the known part within 6%, and the marks behind the last known
 //! checkpoint give the exact end of a known prompt. A look-up costs some microseconds at any number
 //! of programs.
-use super::programs::ProgramId;
+use super::types::ProgramId;
 use hashbrown::HashMap;
 use slotmap::{SecondaryMap, SlotMap, new_key_type};
 

@@ -11,16 +11,20 @@
 //! probability to return is learned from the gaps between its requests ([`gaps`]). Each instance
 //! has a ledger of expected tokens ([`ledger`]). The state machine of programs and turns is in
 //! [`programs`], the choice of programs to pause and to admit in [`admission`]. `waste` measures
-//! whether holding pays.
+//! whether holding pays. [`Programs`] alone composes: it owns the other parts, which do not know
+//! it. `admission`, `filing` and [`peers`] add its methods.
 //!
 //! A turn is one request of a program, from its arrival to its end.
 pub mod admission;
 pub mod capacity;
+mod entry;
+mod filing;
 pub mod gaps;
 pub mod ledger;
 pub mod lineage;
 pub mod peers;
 pub mod programs;
+mod queue;
 mod rules;
 mod sets;
 pub mod settings;
@@ -28,11 +32,15 @@ pub mod settings;
 pub(crate) mod tests;
 #[cfg(test)]
 mod tests_bounds;
+mod types;
 mod waste;
 
-pub use admission::{Hold, SOON_SECONDS};
+pub use entry::Program;
 pub use gaps::{Finish, GapClass, Gaps};
-pub use peers::{PeerPrograms, PeerRoot};
-pub use programs::{Arrival, Program, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict, Work};
+pub use programs::Programs;
 pub use rules::{ProgramRules, Terms};
 pub use settings::{ProgramConfig, ProgramMode};
+pub use types::{
+    Arrival, Hold, MAX_ROOTS, PeerPrograms, PeerRoot, ProgramId, ProgramNote, Released, Root, SOON_SECONDS,
+    State, TurnId, Verdict, Work,
+};

@@ -3,38 +3,10 @@
 //! Each router publishes what its own programs and its requests outside programs need on an
 //! instance: the tokens, and the roots that its programs share. Several routers may have programs
 //! with the same root. The instance needs one copy of it, so roots are merged by their hash.
-use super::ledger::{InstanceLedger, Root, SharedRoot};
+use super::ledger::{InstanceLedger, SharedRoot};
 use super::programs::Programs;
+use super::types::{MAX_ROOTS, PeerPrograms, PeerRoot, Root};
 use crate::ids::{InstanceId, Seconds};
-
-/// Roots that a router publishes per instance. The tokens of further ones count without their
-/// hashes: this bounds the messages and the memory of the receivers.
-pub const MAX_ROOTS: usize = 16;
-
-/// A root that a router's programs need on an instance.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PeerRoot {
-    /// The root.
-    pub root: Root,
-    /// Probability that one of the router's programs needs it again, 0 to 1.
-    pub probability: f64,
-}
-
-/// Needs of the programs and requests of one router on an instance, or of several together.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PeerPrograms {
-    /// Expected tokens without roots.
-    pub tokens: f64,
-    /// Programs that count.
-    pub programs: f64,
-    /// Tokens that held programs need: those of the router, divided by its available
-    /// instances.
-    pub held_tokens: f64,
-    /// Tokens of programs admitted recently, with exponential decay, divided by its instances.
-    pub admitted_tokens: f64,
-    /// Roots; those of several routers may be equal.
-    pub roots: Vec<PeerRoot>,
-}
 
 impl InstanceLedger {
     /// Returns what this router's programs and requests need here.

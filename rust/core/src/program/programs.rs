@@ -1,39 +1,20 @@
 //! The programs and their turns: a state machine, and the only writer of the ledgers.
-use super::admission::{Hold, Queue};
+use super::entry::Program;
 use super::gaps::{Finish, GapClass, Gaps};
-use super::ledger::{Charge, InstanceLedger, Root};
+use super::ledger::{Charge, InstanceLedger};
 use super::lineage::{Lineage, Mark};
+use super::queue::Queue;
 use super::rules::Terms;
-use super::sets::{Filed, Sets};
+use super::sets::Sets;
 use super::settings::{ProgramConfig, ProgramMode};
+use super::types::{Arrival, Home, ProgramId, ProgramNote, Released, Root, State, TurnId, Verdict, Work};
 use super::waste::Waste;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
-use slotmap::{Key, SlotMap, new_key_type};
+use slotmap::SlotMap;
 use std::collections::BTreeSet;
 use std::ops::Bound;
-
-new_key_type! {
-    /// A live program.
-    pub struct ProgramId;
-    /// A request, from its arrival to its end.
-    pub struct TurnId;
-}
-
-impl ProgramId {
-    /// Returns a number that no other program of the router has.
-    pub fn number(self) -> u64 {
-        self.data().as_ffi()
-    }
-}
-
-impl TurnId {
-    /// Returns a number that no other turn of the router has.
-    pub fn number(self) -> u64 {
-        self.data().as_ffi()
-    }
-}
 
 /// Maximum number of programs; the program with the longest gap is dropped first.
 pub(super) const MAX_PROGRAMS: usize = 1 << 16;
@@ -50,189 +31,6 @@ const PARENT_RETURNS: f64 = 0.9;
 const KEEP_SECONDS: Seconds = 3600.0;
 /// Contexts from this length on are long (a class of gaps).
 const LONG_TOKENS: f64 = 8192.0;
-
-/// An arriving request.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Arrival<'a> {
-    /// Chained hashes of the prompt's blocks.
-    pub chain: &'a [u64],
-    /// Prompt tokens.
-    pub prompt_tokens: u32,
-    /// Tokens per block of `chain`.
-    pub tokens_per_block: f64,
-    /// Hash of the session that the request names, if it does.
-    pub session: Option<u64>,
-    /// Hash of the tenant's name.
-    pub tenant: u64,
-    /// The tenant's share relative to other tenants.
-    pub weight: f64,
-    /// Whether the client says that this is the last turn of its program.
-    pub last: bool,
-}
-
-/// Decision on an arriving request.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Verdict {
-    /// Place it by the policy: it belongs to no program, or programs are only observed.
-    Free,
-    /// Send it to this instance now.
-    Run(InstanceId),
-    /// Keep it until [`Programs::released`] names it.
-    Held(Hold),
-    /// Refuse it: the client may try again after this many seconds.
-    Refused {
-        /// Predicted seconds until there is room.
-        retry_after_seconds: Seconds,
-    },
-}
-
-/// A held request that may run now.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Released {
-    /// The request.
-    pub turn: TurnId,
-    /// Its instance.
-    pub instance: InstanceId,
-    /// Seconds for which the request was held.
-    pub held_seconds: Seconds,
-}
-
-/// A request's program in a decision record.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ProgramNote {
-    /// Number of the program.
-    pub program: u64,
-    /// Tokens of its context at the decision.
-    pub context_tokens: f64,
-    /// Seconds for which the request was held.
-    pub held_seconds: Seconds,
-}
-
-/// State of a program. Its turns are `running` or `held`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum State {
-    /// A turn is running; the program counts on its home.
-    Running,
-    /// Between two turns; counts on its home with the probability that it returns.
-    Gap,
-    /// Between two turns, without a place in a cache; counts nowhere.
-    Paused,
-    /// Its turns wait for admission; counts nowhere.
-    Held,
-}
-
-impl State {
-    /// All states, with their names in metrics.
-    pub const NAMES: [(&'static str, State); 4] =
-        [("running", State::Running), ("gap", State::Gap), ("paused", State::Paused), ("held", State::Held)];
-
-    /// Returns whether the program counts on its home.
-    pub fn has_place(self) -> bool {
-        matches!(self, State::Running | State::Gap)
-    }
-
-    /// Returns whether the program is between two turns.
-    pub fn rests(self) -> bool {
-        matches!(self, State::Gap | State::Paused)
-    }
-}
-
-/// A program.
-#[derive(Clone, Debug)]
-pub struct Program {
-    /// Hash of its tenant, and the tenant's weight.
-    pub tenant: u64,
-    /// Share of its tenant.
-    pub weight: f64,
-    session: Option<u64>,
-    /// Arrival of the first request of its tree, and its place among programs of that time.
-    pub born: Seconds,
-    /// Place in the order of birth.
-    pub order: u64,
-    /// Tokens of its context: the latest prompt and its answer.
-    pub tokens: f64,
-    /// The part of the context that it shares with other programs.
-    base: Option<Root>,
-    /// The program whose context it continues, while that program lives.
-    parent: Option<ProgramId>,
-    /// Programs with a place that continue this program's context, as of the last tick, by the bits
-    /// of the tokens that they continue.
-    pub(super) children: BTreeSet<(u64, ProgramId)>,
-    /// The tokens under which it is among its parent's children.
-    as_child: Option<u64>,
-    /// The instance that holds its context, or held it last.
-    pub home: Option<Home>,
-    /// State.
-    pub state: State,
-    /// Start of the gap.
-    pub since: Seconds,
-    class: GapClass,
-    /// Whether the gap counts as an end.
-    pub(super) forgotten: bool,
-    /// Whether its client said that it ended. A fork of it may still come.
-    pub(super) said_final: bool,
-    /// Whether a request continued it.
-    pub(super) came_back: bool,
-    /// Whether one of its turns has run.
-    pub(super) has_run: bool,
-    /// Number of its turns: running, held, or admitted and not placed yet.
-    turns: u32,
-    /// Number of its running turns.
-    running: u32,
-    /// Its held turns, oldest first.
-    pub held: Vec<TurnId>,
-    /// Tokens that count on its home.
-    charge: Option<Charge>,
-    /// Tokens that count for its tenant.
-    pub(super) share: Option<f64>,
-    /// Its place in the indexes.
-    pub(super) filed: Option<Filed>,
-}
-
-impl Program {
-    /// Returns the tokens behind the part that it shares with other programs.
-    pub fn own_tokens(&self) -> f64 {
-        (self.tokens - self.base.map_or(0.0, |base| base.tokens)).max(0.0)
-    }
-
-    /// Returns the part of the context that it shares with other programs.
-    pub fn base(&self) -> Option<Root> {
-        self.base
-    }
-
-    /// Returns whether one of its turns has run.
-    pub fn has_run(&self) -> bool {
-        self.has_run
-    }
-
-    /// Returns the class of its gap.
-    pub fn class(&self) -> GapClass {
-        self.class
-    }
-
-    /// Returns what counts for it on its home, if it has a place.
-    pub(super) fn charge(&self) -> Option<Charge> {
-        self.charge
-    }
-
-    /// Returns the tokens of its context that its children continue.
-    fn continued_tokens(&self) -> f64 {
-        self.children.last().map_or(0.0, |(tokens, _)| f64::from_bits(*tokens))
-    }
-
-    /// Returns the program whose context it continues.
-    pub fn parent(&self) -> Option<ProgramId> {
-        self.parent
-    }
-}
-
-/// An instance, until it is removed: its slot may then get another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Home {
-    /// The instance.
-    pub instance: InstanceId,
-    generation: u32,
-}
 
 /// A request.
 #[derive(Clone, Copy, Debug)]
@@ -252,17 +50,6 @@ pub(super) struct Turn {
     pub last: bool,
     /// Leading prompt tokens that some program had before.
     pub known_tokens: f64,
-}
-
-/// The prefill of a placed request.
-#[derive(Clone, Copy, Debug)]
-pub struct Work {
-    /// Prompt tokens that the instance computes.
-    pub new_tokens: f64,
-    /// Prompt tokens that its cache holds.
-    pub hit_tokens: f64,
-    /// Predicted seconds.
-    pub seconds: Seconds,
 }
 
 /// Numbers since the start.

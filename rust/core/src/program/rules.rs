@@ -1,7 +1,7 @@
 //! Rules of admission in place of the core's own, for studies.
-use super::admission::SOON_SECONDS;
+use super::entry::Program;
 use super::gaps::{GapClass, Gaps};
-use super::programs::Program;
+use super::types::SOON_SECONDS;
 use crate::ids::Seconds;
 use std::fmt::Debug;
 

@@ -1,9 +1,8 @@
 //! Programs, turns and admission.
 use super::lineage::Lineage;
-use super::programs::State;
 use super::{
-    Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, Terms,
-    TurnId, Verdict, Work,
+    Arrival, Finish, GapClass, Gaps, Program, ProgramConfig, ProgramMode, ProgramRules, Programs, State,
+    Terms, TurnId, Verdict, Work,
 };
 use crate::ids::{InstanceId, Seconds};
 use proptest::prelude::*;

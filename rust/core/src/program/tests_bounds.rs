@@ -1,7 +1,7 @@
 //! Bounds of work and of holds: security F3 and F7, defects 2, 6, 7 and 8 of the core review.
-use super::programs::{MAX_PROGRAMS, State};
+use super::programs::MAX_PROGRAMS;
 use super::tests::{arrival, chain, finish, programs, run};
-use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, TurnId, Verdict};
+use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, State, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
 use std::collections::BTreeMap;
 

@@ -26,8 +26,9 @@ impl Router {
         self.listeners.ordering.as_ref()?.gamma()
     }
 
-    /// Runs one round of rebalancing over all instances that decode. Returns the moves worth making,
-    /// and why there are no more. The ledger is unchanged; [`Router::begin_move`] makes a move.
+    /// Runs one round of rebalancing over all instances that decode. Returns the moves worth
+    /// making, and why there are no more. The ledger is unchanged; [`Router::begin_move`] makes a
+    /// move.
     ///
     /// # Errors
     /// Errors of the forecast. Built-in forecasts do not fail.

@@ -1,4 +1,12 @@
-//! Commits of plans: ticket, decision record, and ledger entries of the segments.
+//! Commits of plans. In order:
+//!
+//! 1. The decision record gets the plan: follow-up segments, cuts, prefix fetch, reasons.
+//! 2. The listeners follow the placement, in the order of [`Listeners`](crate::router::listeners).
+//!    They add priority, program and other parts to the decision record.
+//! 3. The decision record is stored.
+//! 4. The ticket is opened, with its segments and the listeners' data.
+//! 5. Totals and the policies' own counts grow.
+//! 6. The ledger counts all segments, and the prefix fetch counts at its holder.
 use super::writer::Lifecycle;
 use crate::record::DecisionRecord;
 use crate::request::{Arm, Request};

@@ -1,4 +1,5 @@
-//! The prompts of recent requests as a listener ([`crate::warm`]): each placed prompt is remembered.
+//! The prompts of recent requests as a listener ([`crate::warm`]): each placed prompt is
+//! remembered.
 use super::listener::{Listener, Placement};
 use crate::record::DecisionRecord;
 use crate::router::tickets::Kept;

@@ -9,8 +9,7 @@ use super::listener::Listener;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
-use crate::program::peers::MAX_ROOTS;
-use crate::program::{PeerPrograms, Programs};
+use crate::program::{MAX_ROOTS, PeerPrograms, Programs};
 use crate::router::ledger::{Ledger, Published, Share};
 use std::collections::BTreeMap;
 
