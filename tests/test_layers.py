@@ -325,6 +325,16 @@ def test_the_core_of_the_router_names_no_feature() -> None:
     assert named == FEATURE_DATA
 
 
+def test_no_files_of_agent_programs_import_each_other_in_a_circle() -> None:
+    files = {file.stem: file.read_text() for file in (ROUTER.parent / "program").glob("*.rs")}
+    own = files.keys() - {"mod", "tests", "tests_bounds"}
+    arrows = {name: set(re.findall(r"^use super::(\w+)::", files[name], re.MULTILINE)) & own for name in own}
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
 def test_files_of_the_core_router_are_short() -> None:
     lines = {
         ".".join(name): len(file.read_text().partition("#[cfg(test)]")[0].splitlines())

@@ -20,7 +20,7 @@ fn guard(c: &mut Criterion) {
     scores.score.iter_mut().enumerate().for_each(|(i, s)| *s = 1.0 + i as f64);
     let mut eligible = vec![true; INSTANCES];
     let mut decide = |guard: &mut Guard, now: f64, chain: &[u64]| {
-        black_box(guard.restrict(chain, &mut eligible));
+        black_box(guard.excluded(chain).map(|slots| slots.exclude_from(&mut eligible)));
         guard.observe(now, chain, chain.len() as u32, &scores, &eligible, InstanceId(0));
     };
 

@@ -71,6 +71,7 @@ impl Router {
     }
 
     /// Returns the request as the listeners complete it before its decision.
+    #[inline]
     fn prepared<'r>(
         &mut self,
         request: &'r Request<'r>,

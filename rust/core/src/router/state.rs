@@ -278,6 +278,14 @@ impl State {
         own.unwrap_or(&self.first)
     }
 
+    /// Counts a decision for the policy that made it.
+    pub fn count_decision(&mut self, arm: Arm) {
+        match (&mut self.canary, arm) {
+            (Some(canary), Arm::Canary) => canary.made += 1,
+            _ => self.first.made += 1,
+        }
+    }
+
     /// Returns the indicators that the policies read.
     pub fn reads(&self) -> IndicatorSet {
         self.selectors().fold(IndicatorSet::EMPTY, |all, each| all.union(each.reads))

@@ -9,7 +9,7 @@
 //! 6. The ledger counts all segments, and the prefix fetch counts at its holder.
 use super::writer::Lifecycle;
 use crate::record::DecisionRecord;
-use crate::request::{Arm, Request};
+use crate::request::Request;
 use crate::router::decision::Decision;
 use crate::router::listeners::{Listener, Placement};
 use crate::router::parts::Chosen;
@@ -71,10 +71,7 @@ impl Lifecycle<'_> {
         });
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
         requests.totals.decisions += 1;
-        match (&mut state.canary, request.arm) {
-            (Some(canary), Arm::Canary) => canary.made += 1,
-            _ => state.first.made += 1,
-        }
+        state.count_decision(request.arm);
         self.open_segments(ticket);
         let fetch = chosen.fetch.map(|planned| planned.fetch);
         let (predicted_hit_tokens, predicted_tier_tokens) = (hit as u32, tier as u32);

@@ -116,18 +116,24 @@ pub fn arrive(
 ///
 /// # Errors
 /// `BadValue` for an invalid request, or for one without an arrival if requests are admitted.
+#[inline]
 pub fn prepare<'r>(
     admission: &mut Admission,
     before: &mut Before<'_>,
     request: Cow<'r, Request<'r>>,
 ) -> Result<Cow<'r, Request<'r>>, CoreError> {
+    before.state.recompute_ratio = admission.recompute_ratio();
+    before.context.roomy.clear();
+    before.context.is_matched = false;
+    if admission.is_on() { with_arrival(admission, before, request) } else { Ok(request) }
+}
+
+fn with_arrival<'r>(
+    admission: &mut Admission,
+    before: &mut Before<'_>,
+    request: Cow<'r, Request<'r>>,
+) -> Result<Cow<'r, Request<'r>>, CoreError> {
     let Before { state, context, calls, now } = before;
-    state.recompute_ratio = admission.recompute_ratio();
-    context.roomy.clear();
-    context.is_matched = false;
-    if !admission.is_on() {
-        return Ok(request);
-    }
     if let Some(id) = request.arrival {
         let home = admission.home(id);
         // The call for this decision follows its arrival at once: nothing but cache events, of some

@@ -73,6 +73,7 @@ impl Listeners {
     ///
     /// # Errors
     /// `BadValue` for an invalid request, or for one without an arrival if requests are admitted.
+    #[inline]
     pub fn prepare<'r>(
         &mut self,
         before: &mut Before<'_>,
