@@ -173,7 +173,7 @@ fn the_guards_result_is_not_kept_for_a_programs_request() {
     let at_home = Request { home: Some(holder), ..request(&prompt) };
     assert_eq!(ask(&mut router, &at_home), (0, false, holder));
 
-    let excluded: Vec<_> = router.guard().alarms()[0].holders.iter().collect();
+    let excluded: Vec<_> = router.guard().unwrap().alarms()[0].holders.iter().collect();
     let only = [Box::from(&**router.fleet().name(excluded[0]))].into();
     let nowhere_else = Request { instances: Some(&only), ..request(&prompt) };
     assert_eq!(ask(&mut router, &nowhere_else), (0, true, excluded[0]));

@@ -303,7 +303,7 @@ fn the_guard_takes_a_hot_prefix_off_its_holders() {
     // other instance. The index shows no new holder yet, but that raises no second alarm.
     elsewhere.sort_unstable();
     assert_eq!((&elsewhere[..], excluded, filters), (&ids[1..], 7, 1));
-    assert!(router.guard().alarms().is_empty());
+    assert!(router.guard().unwrap().alarms().is_empty());
 }
 
 #[test]

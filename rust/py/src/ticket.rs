@@ -2,7 +2,7 @@
 use crate::errors::Result;
 use crate::held::{Clock, with_router};
 use lmetric_core::fleet::Role;
-use lmetric_core::guard::{GuardEvent, Phase};
+use lmetric_core::guard::{Guard, GuardEvent, Phase};
 use lmetric_core::kv::index::KvIndex;
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::plan::{Event, Failure, PrefixFetch, Segment, Usage};
@@ -633,7 +633,8 @@ impl Stats {
     /// Copies the values.
     pub fn of(router: &Router) -> Stats {
         let indexes = || Tier::MEDIA.iter().filter_map(|(_, tier)| router.index_of(*tier));
-        let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
+        let alarms = router.guard().map_or(&[][..], Guard::alarms);
+        let alarms = |phase| alarms.iter().filter(|alarm| alarm.phase == phase).count();
         Stats {
             policy: router.policy().spec().name.to_string(),
             decode_policy: router.decode_policy().spec().name.to_string(),
@@ -641,7 +642,7 @@ impl Stats {
             index_bytes: indexes().map(KvIndex::bytes).sum(),
             index_evicted_blocks: indexes().map(KvIndex::evicted_blocks).sum(),
             in_flight: router.in_flight(),
-            guard_on: router.guard().config().on,
+            guard_on: router.guard().is_some(),
             guard_suspected: alarms(Phase::Suspected),
             guard_filtering: alarms(Phase::Filtering),
         }

@@ -1,7 +1,8 @@
 //! Calls about features that follow requests: the hot-spot guard, priorities and rebalancing.
-use super::listeners::guard::tick;
+use super::listeners::guard::{switch, tick};
 use super::listeners::rebalancing::NamedMove;
 use super::router::Router;
+use super::state::State;
 use crate::error::CoreError;
 use crate::guard::{Guard, GuardEvent};
 use crate::ids::Seconds;
@@ -11,13 +12,20 @@ impl Router {
     /// Runs periodic work. Returns the guard's events and the time of the next call.
     pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
         let now = self.clock(now);
-        let guard = &mut self.listeners.guard;
-        (tick(guard, &self.state, now), now + guard.config().period_seconds)
+        let events = tick(&mut self.listeners.guard, &self.state, now);
+        (events, now + self.state.config.guard.period_seconds)
     }
 
-    /// Returns the hot-spot guard.
-    pub fn guard(&self) -> &Guard {
-        &self.listeners.guard
+    /// Returns the hot-spot guard, if it is on.
+    pub fn guard(&self) -> Option<&Guard> {
+        self.listeners.guard.as_ref().filter(|guard| guard.config().on)
+    }
+
+    /// Switches the guard on if it filters candidates of the router's policy or of the canary.
+    pub(super) fn switch_guard(&mut self) {
+        let State { first, canary, .. } = &self.state;
+        let on = first.guarded || canary.as_ref().is_some_and(|canary| canary.guarded);
+        switch(&mut self.listeners.guard, on, self.state.config.guard);
     }
 
     /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not

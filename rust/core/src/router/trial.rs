@@ -36,15 +36,6 @@ impl Router {
         Ok(())
     }
 
-    /// Switches the guard on if it filters candidates of the router's policy or of the canary.
-    pub(super) fn switch_guard(&mut self) {
-        let State { first, canary, .. } = &self.state;
-        let on = first.guarded || canary.as_ref().is_some_and(|canary| canary.guarded);
-        if self.listeners.guard.config().on != on {
-            self.listeners.guard.set_on(on);
-        }
-    }
-
     /// Sets the policy that scores requests with [`Request::shadow`]; `None`: no policy does.
     /// `guarded`: whether the hot-spot guard filters its candidates, if the guard is on.
     ///

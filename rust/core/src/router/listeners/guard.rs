@@ -1,7 +1,7 @@
 //! The hot-spot guard as a listener ([`crate::guard`]): it counts the prefixes of placed requests.
 use super::listener::{Listener, Placement};
 use crate::fleet::Member;
-use crate::guard::{Guard, GuardEvent};
+use crate::guard::{Guard, GuardConfig, GuardEvent};
 use crate::ids::Seconds;
 use crate::record::DecisionRecord;
 use crate::router::state::State;
@@ -24,8 +24,25 @@ impl Listener for Guard {
     }
 }
 
+/// Turns the guard on or off. A guard that was turned off stays until its next tick, which returns
+/// the releases of its alarms.
+pub fn switch(guard: &mut Option<Guard>, on: bool, config: GuardConfig) {
+    match guard {
+        Some(guard) if guard.config().on != on => guard.set_on(on),
+        None if on => *guard = Some(Guard::new(GuardConfig { on, ..config }).expect("checked before")),
+        _ => {}
+    }
+}
+
 /// Looks for hot prefixes, by their eligible holders. Returns the events since the last call.
-pub fn tick(guard: &mut Guard, state: &State, now: Seconds) -> Vec<GuardEvent> {
+pub fn tick(guard: &mut Option<Guard>, state: &State, now: Seconds) -> Vec<GuardEvent> {
+    let Some(on) = guard else { return Vec::new() };
+    let events = look(on, state, now);
+    guard.take_if(|guard| !guard.config().on);
+    events
+}
+
+fn look(guard: &mut Guard, state: &State, now: Seconds) -> Vec<GuardEvent> {
     let (index, eligible) = (&state.index, state.fleet.eligible());
     guard.tick(now, state.fleet.eligible_count(), |hash, out| {
         let before = out.len();

@@ -32,8 +32,8 @@ use std::borrow::Cow;
 
 /// All listeners. Optional ones exist only if they are configured.
 pub struct Listeners {
-    /// Hot-spot guard.
-    pub guard: Guard,
+    /// Hot-spot guard, while it is on or has events to report.
+    pub guard: Option<Guard>,
     /// Order of requests.
     pub ordering: Option<Ordering>,
     /// Arrivals, with agent programs and admission by load.
@@ -58,7 +58,7 @@ impl Listeners {
         admission.set_programs(config.programs.clone(), 0.0)?;
         config.warm.map_or(Ok(()), |warm| warm.check())?;
         Ok(Listeners {
-            guard: Guard::new(config.guard)?,
+            guard: Some(Guard::new(config.guard)?).filter(|guard| guard.config().on),
             ordering: None,
             admission,
             rounds: None,
@@ -97,7 +97,8 @@ impl Listeners {
     /// excludes instances.
     #[inline]
     pub fn restrict(&self, request: &Request<'_>, context: &mut DecisionContext) {
-        context.excluded = self.guard.excluded(request.chain).cloned();
+        let guard = self.guard.as_ref();
+        context.excluded = guard.and_then(|guard| guard.excluded(request.chain)).cloned();
     }
 
     /// Calls all listeners, in the order of the fields. The pattern names every field, so that no
@@ -105,7 +106,9 @@ impl Listeners {
     #[inline]
     fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
         let Listeners { guard, ordering, admission, rounds, demand, lengths, replicas } = self;
-        call(guard);
+        if let Some(guard) = guard {
+            call(guard);
+        }
         if let Some(ordering) = ordering {
             call(ordering);
         }
