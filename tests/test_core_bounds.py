@@ -59,7 +59,7 @@ def test_an_error_before_the_decision_leaves_the_arrival_to_its_handle() -> None
 def test_records_of_a_large_fleet_keep_the_best_scores() -> None:
     """Defect 15: the records that fit into the ring do not depend on the number of instances."""
     kept = {}
-    for n in (1024, 1025, 3000):
+    for n in (100, 1000, 3000):
         router = fleet(n, record_bytes=200_000)
         for _ in range(400):
             decision, ticket = router.route(lm.Request(prompt_tokens=100))
@@ -71,17 +71,12 @@ def test_records_of_a_large_fleet_keep_the_best_scores() -> None:
         best = [each["instance"] for each in record["best"]]
         scores = decision.scores()
         assert len(scores) == n
-        if n == 1024:
-            assert len(record["scores"]) == n
-            assert np.isfinite(scores).all()
-            assert sorted(decision.ranking()) == sorted(router.instances())
-        else:
-            assert list(record["scores"]) == best
-            assert np.isfinite(scores).sum() == 8
-            assert set(decision.ranking()) == set(best)
+        assert np.isfinite(scores).sum() == 8
+        assert set(decision.ranking()) == set(best)
         assert decision.instance in best
         kept[n] = sum(router.explain(number) is not None for number in range(1, 401))
-    assert kept[1025] > 2 * kept[1024]
+    assert kept[100] > 100
+    assert kept[3000] > 0.3 * kept[100]  # names count once
 
 
 def test_a_running_request_keeps_its_record_when_the_ring_wraps() -> None:
@@ -96,7 +91,7 @@ def test_a_running_request_keeps_its_record_when_the_ring_wraps() -> None:
     record = router.explain(decision.id)
     assert record is not None
     assert (record["outcome"], record["output_tokens"]) == ("finished", 7)
-    assert set(record["scores"]) == {"e0", "e1", "e2"}  # those of the best 8
+    assert {each["instance"] for each in record["best"]} == {"e0", "e1", "e2"}
 
 
 def test_statistics_have_only_what_is_asked_for() -> None:

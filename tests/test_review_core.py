@@ -77,9 +77,9 @@ def test_an_engine_that_returns_under_its_name_has_its_score() -> None:
     router.remove_instance("e0")
     assert router.add_instance("e1") == 0  # another slot than before
     decision, _ticket = router.route(lm.Request(prompt_tokens=1000))
-    scores = told(router, decision)["scores"]
-    assert set(scores) == {"e1", "e2"}
-    assert all(score is not None for score in scores.values())
+    best = told(router, decision)["best"]
+    assert {each["instance"] for each in best} == {"e1", "e2"}
+    assert all(each["score"] is not None for each in best)
 
 
 CALLS: dict[str, Callable[[_core.Router, _core.Ticket, float], object]] = {

@@ -53,7 +53,7 @@ def test_a_request_goes_back_to_its_cache_and_the_record_says_why() -> None:
     assert record["outcome"] == "finished"
     assert record["cached_tokens"] == 0
     assert set(record["best"][0]["terms"]) == {"p_token", "bs"}
-    assert len(record["scores"]) == 4
+    assert (record["scored"], len(record["best"])) == (4, 4)
     assert router.explain(10**9) is None
 
 
@@ -64,17 +64,26 @@ def misaligned(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def test_the_best_scores_of_a_decision_are_equal_in_both_places() -> None:
-    """ux.md 3, smaller: `scores` and `best` differed in the 7th digit."""
+def test_a_record_keeps_the_best_eight_with_counts() -> None:
     router = lm.Router("p_token * (bs + 1) / 7")
-    for number in range(10):  # 8 are the best
+    for number in range(10):
         router.add_instance(f"e{number}")
-    decision, _ = router.route(lm.Request(token_ids=list(range(100_000))))
+    tokens = list(range(100_000))
+    decision, _ticket = router.route(lm.Request(token_ids=tokens))
     record = router.explain(decision)
     assert record is not None
-    assert len(record["scores"]) == 10
-    assert len(record["best"]) == 8
-    assert all(record["scores"][best["instance"]] == best["score"] for best in record["best"])
+    assert (record["scored"], record["tied"], len(record["best"])) == (10, 9, 8)
+    scores = decision.scores()
+    assert np.isfinite(scores).sum() == 8
+    names = router.instances()
+    for best in record["best"]:
+        assert scores[names.index(best["instance"])] == np.float32(best["score"])
+    assert decision.ranking()[0] == decision.instance
+    assert set(decision.ranking()) == {best["instance"] for best in record["best"]}
+    decision, _other = router.route(lm.Request(token_ids=tokens))  # the first one is busy
+    record = router.explain(decision)
+    assert record is not None
+    assert (record["scored"], record["tied"]) == (10, 8)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +368,7 @@ def test_a_policy_that_scores_nobody_falls_back_to_least_requests(policy: Any) -
     record = router.explain(decision.id)
     assert record is not None
     assert record["unscored"]
-    assert set(record["scores"].values()) == {0.0}
+    assert {each["score"] for each in record["best"]} == {0.0}
     assert (router.unscored, router.stats()["unscored"], router.stats()["no_instance"]) == (1, 1, 0)
     if policy != "p_token / bs":  # the expression chooses the busy instance from now on
         idle = {*router.instances()} - {decision.instance}

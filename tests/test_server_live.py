@@ -157,7 +157,7 @@ async def test_tenants_see_only_their_own_requests_and_no_engines(closed: dict[s
 
 
 async def test_tenants_read_no_names_of_engines_if_these_are_hidden(closed: dict[str, Any]) -> None:
-    """Security L: the live view and a tenant's own record named engines, with all scores."""
+    """Security L: the live view and a tenant's own record named engines, with scores."""
     async with world(2, errors={"show_engines": False}, **closed) as it:
         assert (await it.post(headers=ALICE))[0] == 200
         it.server.fleet.models[0].activity.note(time.monotonic(), "fetch", 1, "alice", "e0", "e1", "fetched")
@@ -174,7 +174,7 @@ async def test_tenants_read_no_names_of_engines_if_these_are_hidden(closed: dict
         label = (await state(it, ADMIN))["requests"][0]["id"]
         admin = orjson.loads((await it.get(f"/debug/decisions/{label}", ADMIN))[1])
         assert admin["instance"] in ("e0", "e1")
-        assert len(admin["scores"]) == 2
+        assert len(admin["best"]) == 2
 
 
 async def test_viewers_of_one_tenant_leave_places_for_others(closed: dict[str, Any]) -> None:

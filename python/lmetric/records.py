@@ -41,9 +41,9 @@ class DecisionRecord(TypedDict):
     instance: str  # the last one tried
     tried: list[str]
     prefer: Literal["min", "max"]  # whether the lowest or the highest score is best
-    scores: dict[str, float | None]  # by instance; above 1,024 instances, only the best 8
     scored: int  # instances with a score
-    best: list[Candidate]
+    tied: int  # other instances with the same score as the chosen one
+    best: list[Candidate]  # at most 8, best first
     margin_to_runner_up: float | None
     load_report_age_seconds: float | None  # of the instance
     left_out: int  # instances without a finite score

@@ -65,8 +65,8 @@ def because(record: Mapping[str, Any], formula: str | None = None) -> str:
 
 def _choice(record: Mapping[str, Any], name: str, formula: str | None) -> str:
     """Returns the main clause: what was best about the instance, and the next best instance."""
-    scores: Mapping[str, float | None] = record.get("scores") or {}
     best: Sequence[Mapping[str, Any]] = record.get("best") or []
+    scores = {each["instance"]: each["score"] for each in best if each["score"] is not None}
     if record.get("unscored"):
         return f"the policy scored no engine, and {name} had the fewest requests"
     if record.get("guard_balance_only"):
@@ -74,19 +74,18 @@ def _choice(record: Mapping[str, Any], name: str, formula: str | None) -> str:
     own = scores.get(name)
     if own is None:
         return f"{name} was the only engine that may serve it"
-    scored = {each: score for each, score in scores.items() if score is not None}
-    if len(scored) == 1:
+    if len(scores) == 1:
         return f"{name} was the only engine with a score"
     terms = {candidate["instance"]: candidate["terms"] for candidate in best}
     most = record.get("prefer") == "max"
-    others = {each: score for each, score in scored.items() if each != name}
+    others = {each: score for each, score in scores.items() if each != name}
     following = (max if most else min)(others, key=lambda each: others[each])
-    tied = sum(score == own for score in others.values())
+    tied: int = record.get("tied") or 0
     policy = record["policy"]
     if policy in ("round_robin", "random"):
         return f"it was {name}'s turn" if policy == "round_robin" else f"{name} was drawn at random"
     if policy == "session_affinity":
-        return _session(scored, terms, name, own)
+        return _session(terms, name, own)
     if policy in _HOLDERS or policy == "preble":
         return _holder(terms, name, following, tied)
     described = _described(policy, formula, most)
@@ -103,7 +102,7 @@ def _choice(record: Mapping[str, Any], name: str, formula: str | None) -> str:
     return f"{text}; next best {following}: {number(others[following])}"
 
 
-def _session(scored: Mapping[str, float], terms: Mapping[str, Terms], name: str, own: float) -> str:
+def _session(terms: Mapping[str, Terms], name: str, own: float) -> str:
     # Without a session key, the score is the number of requests.
     if own == (terms.get(name) or {}).get("bs") and own == math.floor(own):
         return f"it has no session, and {name} had the fewest requests: {number(own)}"

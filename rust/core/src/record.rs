@@ -11,11 +11,9 @@ use smallvec::SmallVec;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// Number of best instances whose terms are kept.
-pub const TERMS_KEPT: usize = 8;
-/// Most slots whose scores are all kept. In a larger fleet, a record keeps those of the best
-/// instances, so that the number of kept records does not fall with the number of instances.
-pub const SCORES_KEPT: usize = 1024;
+/// Number of best instances that a record keeps, with their scores and terms. A record has the same
+/// size in every fleet.
+pub const BEST_KEPT: usize = 8;
 
 /// One of the best instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -150,21 +148,19 @@ pub struct DecisionRecord {
     pub prefer: Prefer,
     /// Names of all slots at the decision.
     pub names: Arc<[Arc<str>]>,
-    /// One score per slot; NaN if the slot was left out. Empty if the fleet has more than
-    /// [`SCORES_KEPT`] slots, or if the ring of records has wrapped since the decision: then only
-    /// the scores in `best` are known.
-    pub scores: Vec<f32>,
     /// Number of slots with a score.
     pub scored: u32,
+    /// Number of other slots with the same score as the chosen one.
+    pub tied: u32,
     /// Indicators that the policy read.
     pub reads: IndicatorSet,
     /// Declared indicators that the policy read.
     pub declared: SmallVec<[DeclaredId; 4]>,
     /// The best instances, best first (ties in slot order).
-    pub best: SmallVec<[Candidate; TERMS_KEPT]>,
+    pub best: SmallVec<[Candidate; BEST_KEPT]>,
     /// Indicator values (in the order of `reads`, then of `declared`) for each instance of `best`,
     /// in order; NaN if absent. [`DecisionRecord::explained`] pairs them.
-    pub terms: SmallVec<[f64; 2 * TERMS_KEPT]>,
+    pub terms: SmallVec<[f64; 2 * BEST_KEPT]>,
     /// Score of the best other instance minus the score of the chosen one; `None` with one
     /// candidate.
     pub margin: Option<f64>,
@@ -220,7 +216,6 @@ impl DecisionRecord {
             + self.split_reason.as_ref().map_or(0, |r| r.len())
             + self.fetch_reason.as_ref().map_or(0, |r| r.len())
             + self.shadow.as_ref().map_or(0, |_| size_of::<Shadow>())
-            + self.scores.capacity() * size_of::<f32>()
             + if self.declared.spilled() { self.declared.capacity() * size_of::<DeclaredId>() } else { 0 }
             + if self.next.spilled() { self.next.capacity() * size_of::<Next>() } else { 0 }
             + self.moved.capacity() * size_of::<(u32, Arc<str>)>()
@@ -244,14 +239,22 @@ impl DecisionRecord {
         std::iter::once(&self.names[self.chosen as usize]).chain(self.moved.iter().map(|(_, name)| name))
     }
 
-    /// Returns one score per slot; NaN if the slot was left out or its score is not kept.
+    /// Returns one score per slot; NaN unless the slot is one of the best.
     pub fn known_scores(&self) -> Vec<f32> {
-        if !self.scores.is_empty() {
-            return self.scores.clone();
-        }
         let mut scores = vec![f32::NAN; self.names.len()];
         self.best.iter().for_each(|best| scores[best.slot as usize] = best.score as f32);
         scores
+    }
+
+    /// Returns the names of the best instances, best first; the chosen instance comes before
+    /// instances with equal scores.
+    pub fn ranking(&self) -> Vec<&str> {
+        let sign = if self.prefer == Prefer::Max { -1.0 } else { 1.0 };
+        let mut best: SmallVec<[Candidate; BEST_KEPT]> =
+            self.best.iter().filter(|best| best.score.is_finite()).copied().collect();
+        let other = |candidate: &Candidate| candidate.slot != self.chosen;
+        best.sort_by(|a, b| (sign * a.score).total_cmp(&(sign * b.score)).then(other(a).cmp(&other(b))));
+        best.iter().map(|best| &*self.names[best.slot as usize]).collect()
     }
 
     /// Yields the best instances, each with the values of the indicators in `reads` and `declared`.
@@ -264,12 +267,6 @@ impl DecisionRecord {
     fn runs(&self) -> bool {
         self.outcome.ended.is_none() && !self.outcome.dropped
     }
-
-    fn clear(&mut self) {
-        let mut scores = std::mem::take(&mut self.scores);
-        scores.clear();
-        *self = DecisionRecord { scores, ..DecisionRecord::default() };
-    }
 }
 
 /// Bytes of the names that consecutive records share; they count once, with the oldest record.
@@ -278,8 +275,7 @@ fn names_bytes(names: &[Arc<str>]) -> usize {
     names.iter().map(own).sum()
 }
 
-/// Records that have left the ring while their requests ran: their outcome is still to come. They
-/// keep the scores of the best instances only.
+/// Records that have left the ring while their requests ran: their outcome is still to come.
 #[derive(Debug, Default)]
 struct Late {
     running: BTreeMap<u64, Box<DecisionRecord>>,
@@ -290,8 +286,7 @@ struct Late {
 }
 
 impl Late {
-    fn push(&mut self, mut record: Box<DecisionRecord>) {
-        record.scores = Vec::new();
+    fn push(&mut self, record: Box<DecisionRecord>) {
         let known = self.names.entry(record.names.as_ptr().addr()).or_default();
         *known += 1;
         let names = if *known == 1 { names_bytes(&record.names) } else { 0 };
@@ -354,14 +349,14 @@ impl RecordRing {
         RecordRing { records, spare: None, late, bytes: 0, byte_bound, next_id: 1 }
     }
 
-    /// Returns a cleared record to fill in; it reuses the buffers of a removed record.
+    /// Returns a cleared record to fill in; it reuses the memory of a removed record.
     pub fn take(&mut self) -> Box<DecisionRecord> {
         let mut record = self.spare.take().unwrap_or_default();
-        record.clear();
+        *record = DecisionRecord::default();
         record
     }
 
-    /// Returns an unused record, so that its buffers are reused.
+    /// Returns an unused record, so that its memory is reused.
     pub fn put_back(&mut self, record: Box<DecisionRecord>) {
         self.spare = Some(record);
     }
@@ -437,7 +432,7 @@ mod tests {
         let mut ring = RecordRing::new(20_000);
         for _ in 0..1000 {
             let mut record = ring.take();
-            record.scores.resize(256, 0.0);
+            record.request_id = Some("x".repeat(1024).into());
             ring.push(record);
             assert!(ring.bytes() <= 20_000);
         }
@@ -456,7 +451,7 @@ mod tests {
         let mut ring = RecordRing::new(bound);
         let push = |ring: &mut RecordRing, ended: bool| {
             let mut record = ring.take();
-            record.scores.resize(256, 0.0);
+            record.request_id = Some("x".repeat(1024).into());
             record.outcome.ended = ended.then_some(None);
             ring.push(record)
         };
@@ -465,7 +460,7 @@ mod tests {
             push(&mut ring, true);
         }
         for id in running {
-            assert!(ring.get(id).is_some_and(|record| record.id == id && record.scores.is_empty()));
+            assert!(ring.get(id).is_some_and(|record| record.id == id));
             ring.update(id, |record| record.outcome.ended = Some(None));
             assert_eq!(ring.get(id).unwrap().outcome.ended, Some(None));
             assert!(ring.bytes() <= bound);

@@ -103,7 +103,7 @@ fn lmetric_pull_weighs_a_fetched_token_at_its_cost() {
             router.engine_report(&name, report).unwrap();
         }
         let decision = router.route(&request(&prompt), 1.0).unwrap();
-        let mut scores = router.record(decision.id).unwrap().scores.clone();
+        let mut scores = router.record(decision.id).unwrap().known_scores();
         scores.sort_by(f32::total_cmp);
         router.drop_ticket(decision.ticket);
         (decision, scores)
@@ -170,7 +170,7 @@ fn what_does_not_pay_is_not_fetched() {
         let decision = router.route(&request(&prompt), 1.0).unwrap();
         assert_eq!(decision.fetch.is_some(), pays, "{fetch:?}");
         let cost = 1.0 + (fetch.fixed_seconds + 1600.0 * fetch.seconds_per_token) * 10_000.0;
-        let score = router.record(decision.id).unwrap().scores[1];
+        let score = router.record(decision.id).unwrap().known_scores()[1];
         let expected = if pays { cost as f32 } else { 1601.0 };
         assert!((score / expected - 1.0).abs() < 1e-6, "{fetch:?}: {score} is not {expected}");
     }
@@ -192,7 +192,7 @@ fn a_step_time_model_says_what_computing_takes() {
     let (mut router, _, prompt) = held_by_one("lmetric_pull", FETCH, 2);
     router.set_step_time(InstanceId(1), Some(step)).unwrap();
     let decision = router.route(&request(&prompt), 1.0).unwrap();
-    let score = f64::from(router.record(decision.id).unwrap().scores[1]);
+    let score = f64::from(router.record(decision.id).unwrap().known_scores()[1]);
     assert!((score - (1.0 + 0.018 * 1600.0 / 0.1728)).abs() < 1e-4, "{score}");
     router.drop_ticket(decision.ticket);
     for (fixed_seconds, pays) in [(0.157, false), (0.156, true)] {
@@ -319,7 +319,7 @@ fn engines_must_be_able_to() {
         router.set_cuts(InstanceId(slot), cuts).unwrap();
         let decision = router.route(&request(&prompt), 1.0).unwrap();
         assert_eq!(decision.fetch, None);
-        assert_eq!(router.record(decision.id).unwrap().scores[1], 1601.0);
+        assert_eq!(router.record(decision.id).unwrap().known_scores()[1], 1601.0);
     }
     let (mut router, home, prompt) = held_by_one("lmetric_pull", FETCH, 2);
     router.fleet_mut().set_healthy(home, false).unwrap();

@@ -39,8 +39,7 @@ fn lmetric_by_hand_goes_back_to_its_cache_until_load_outweighs_it() {
     assert_eq!(second.segment.instance, home);
     assert_eq!(second.predicted_hit_tokens, 1600);
     let record = router.record(second.id).unwrap();
-    let mut scores = record.scores.clone();
-    scores.sort_by(f32::total_cmp);
+    let scores: Vec<f64> = record.best.iter().map(|best| best.score).collect();
     assert_eq!(scores, [2.0, 1601.0]);
     assert_eq!(record.margin, Some(1599.0));
     // A cold prompt weighs the batch at home: 1,601 + 1 queued x (2 + 1). The other instance: 1,601
@@ -206,7 +205,7 @@ fn time_does_not_run_back() {
     router.advance(first.ticket, Event::Finished(Usage::default()), 11.0).unwrap();
     let late = router.route(&request(&chain(1, 100)), 2.0).unwrap();
     assert_eq!(router.record(late.id).unwrap().at, 11.0);
-    assert_eq!(router.record(late.id).unwrap().scores[0], 1.0, "one uncached token, nothing queued");
+    assert_eq!(router.record(late.id).unwrap().best[0].score, 1.0, "one uncached token, nothing queued");
     router.route(&request(&[]), f64::NAN).unwrap();
     router.route(&request(&[]), f64::INFINITY).unwrap();
     assert!(router.tick(f64::INFINITY).1.is_finite());

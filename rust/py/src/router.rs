@@ -1082,7 +1082,7 @@ impl Router {
     /// Returns the record of a decision as a dictionary: its reasons and its outcome. None if the
     /// record is gone (records share a ring of bounded bytes). `decision`: a `Decision` or its id.
     ///
-    /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` that the policy read),
+    /// Keys: `best` (the 8 best instances, with `score` and the `terms` that the policy read),
     /// `margin_to_runner_up`, `load_report_age_seconds`, `predicted_cached_tokens`, after the end
     /// `cached_tokens`, `ttft_seconds`, `outcome`, and more.
     fn explain<'py>(

@@ -135,26 +135,16 @@ impl Decision {
         })
     }
 
-    /// Scores, float32, one per slot; NaN for a slot that was no candidate. With more than 1,024
-    /// slots, or if the decision is old and its request still runs, only the 8 best scores are
-    /// known, and the others are NaN. Raises `TicketError` if the decision record is gone.
+    /// Scores, float32, one per slot. A record keeps those of the 8 best instances; the other
+    /// scores are NaN. Raises `TicketError` if the decision record is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
         Ok(PyArray1::from_vec(py, self.record(py, DecisionRecord::known_scores)?))
     }
 
-    /// Names of the candidates whose scores are known (`scores()`), best first; the chosen instance
-    /// comes before instances with equal scores. Raises `TicketError` if the decision record is
-    /// gone.
+    /// Names of the 8 best instances, best first; the chosen instance comes before instances with
+    /// equal scores. Raises `TicketError` if the decision record is gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
-        let known = |r: &DecisionRecord| (r.known_scores(), r.names.clone(), r.prefer);
-        let (scores, names, prefer) = self.record(py, known)?;
-        let sign = if prefer == Prefer::Max { -1.0 } else { 1.0 };
-        let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
-        let first = self.slot as usize;
-        order.sort_by(|&a, &b| {
-            (sign * scores[a]).total_cmp(&(sign * scores[b])).then((a != first).cmp(&(b != first)))
-        });
-        Ok(order.into_iter().map(|i| names[i].to_string()).collect())
+        self.record(py, |record| record.ranking().into_iter().map(Into::into).collect())
     }
 
     fn __repr__(&self) -> String {
@@ -469,17 +459,8 @@ pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Boun
     dict.set_item("instance", tried.last())?;
     dict.set_item("tried", tried)?;
     dict.set_item("prefer", if record.prefer == Prefer::Max { "max" } else { "min" })?;
-    let scores = PyDict::new(py);
-    // Free slots have no name.
-    for (name, score) in record.names.iter().zip(&record.scores).filter(|(name, _)| !name.is_empty()) {
-        scores.set_item(&**name, number(f64::from(*score)))?;
-    }
-    // All scores are kept in single precision; those of the best are as in `best`.
-    for best in &record.best {
-        scores.set_item(name(best.slot), number(best.score))?;
-    }
-    dict.set_item("scores", scores)?;
     dict.set_item("scored", record.scored)?;
+    dict.set_item("tied", record.tied)?;
     let best = PyList::empty(py);
     for (candidate, values) in record.explained() {
         let row = PyDict::new(py);

@@ -103,9 +103,9 @@ function alternatives(record) {
   const head = element("tr", {}, element("th", { text: "engine" }), element("th", { text: `score (${record.prefer === "max" ? "highest" : "lowest"} wins)` }), ...terms.map((term) => element("th", { text: term })));
   const rows = best.map((each) => element("tr", { class: each.instance === chosen ? "chosen" : "" },
     element("td", { text: each.instance === chosen ? `${each.instance} ✓` : each.instance }), cell(each.score, tops[0]), ...terms.map((term, i) => cell(each.terms[term], tops[i + 1]))));
-  const more = Object.keys(record.scores ?? {}).length - best.length;
+  const more = record.scored - best.length;
   const parts = [element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))];
-  if (more > 0) parts.push(element("p", { class: "muted", text: `${number(more)} more ${more === 1 ? "engine" : "engines"} scored worse or had no score.` }));
+  if (more > 0) parts.push(element("p", { class: "muted", text: `${number(more)} more ${more === 1 ? "engine" : "engines"} scored worse.` }));
   return parts;
 }
 

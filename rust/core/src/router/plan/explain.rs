@@ -1,9 +1,9 @@
-//! Writes decision records: the scores, and the terms of the best instances.
+//! Writes decision records: the best instances, with their scores and terms.
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
-use crate::record::{Candidate, DecisionRecord, SCORES_KEPT, TERMS_KEPT};
+use crate::record::{BEST_KEPT, Candidate, DecisionRecord};
 use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
@@ -41,16 +41,17 @@ impl State {
         let scores = &scores.score;
         let sign = if record.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut best = Best::default();
-        let keeps_all = scores.len() <= SCORES_KEPT;
-        record.scores.resize(if keeps_all { scores.len() } else { 0 }, 0.0);
-        let (mut kept, mut not_kept) = (record.scores.chunks_mut(BLOCK), [0.0; BLOCK]);
-        let mut scored = 0;
+        let chosen_key = scores[chosen.index()] * sign;
+        let (mut scored, mut equal) = (0, 0);
         for (i, scores) in scores.chunks(BLOCK).enumerate() {
-            let (count, least) = keep(sign, scores, kept.next().unwrap_or(&mut not_kept[..scores.len()]));
+            let (count, least) = count_and_least(sign, scores);
             scored += count;
             // After the first blocks, few scores are among the best.
             if least < best.worst() {
                 best.offer(sign, i * BLOCK, scores);
+            }
+            if least <= chosen_key {
+                equal += scores.iter().map(|score| u32::from(sign * score == chosen_key)).sum::<u32>();
             }
         }
         let Best { kept: mut best } = best;
@@ -62,8 +63,7 @@ impl State {
         let could = eligible.iter().filter(|e| **e).count();
         record.left_out = (could - scored) as u32;
         record.scored = scored as u32;
-
-        let chosen_key = scores[chosen.index()] * sign;
+        record.tied = equal.saturating_sub(1);
         record.margin = best
             .iter()
             .find(|(_, slot)| *slot != chosen.0 && *slot != u32::MAX)
@@ -97,15 +97,13 @@ const BLOCK: usize = 64;
 /// Independent running minima, so that no minimum waits for another.
 const LANES: usize = 8;
 
-/// Copies a block of scores into the decision record, with NaN for infinities. Returns the number
-/// of finite scores and the lowest `sign * score`.
+/// Returns the number of finite scores of a block, and the lowest `sign * score`.
 #[multiversion(targets("x86_64+avx2"))]
-fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
+fn count_and_least(sign: f64, scores: &[f64]) -> (usize, f64) {
     // x - x is 0 for finite numbers and NaN for all others, without a branch.
     #[allow(clippy::eq_op)]
     let finite = |x: f64| x + (x - x);
-    scores.iter().zip(&mut *kept).for_each(|(score, kept)| *kept = finite(*score) as f32);
-    let count = kept.iter().map(|k| u32::from(!k.is_nan())).sum::<u32>();
+    let count = scores.iter().map(|x| u64::from(x.is_finite())).sum::<u64>();
     let mut least = [f64::INFINITY; LANES];
     let (lanes, rest) = scores.as_chunks::<LANES>();
     for scores in lanes {
@@ -119,25 +117,25 @@ fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
 
 /// The best slots, best first; ties in slot order.
 struct Best {
-    kept: [(f64, u32); TERMS_KEPT],
+    kept: [(f64, u32); BEST_KEPT],
 }
 
 impl Default for Best {
     fn default() -> Self {
-        Best { kept: [(f64::INFINITY, u32::MAX); TERMS_KEPT] }
+        Best { kept: [(f64::INFINITY, u32::MAX); BEST_KEPT] }
     }
 }
 
 impl Best {
     fn worst(&self) -> f64 {
-        self.kept[TERMS_KEPT - 1].0
+        self.kept[BEST_KEPT - 1].0
     }
 
     fn offer(&mut self, sign: f64, first: usize, scores: &[f64]) {
         for (i, score) in scores.iter().enumerate().filter(|(_, s)| s.is_finite()) {
             let key = sign * score;
             if key < self.worst() {
-                let mut place = TERMS_KEPT - 1;
+                let mut place = BEST_KEPT - 1;
                 while place > 0 && key < self.kept[place - 1].0 {
                     self.kept[place] = self.kept[place - 1];
                     place -= 1;
