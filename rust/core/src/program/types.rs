@@ -52,7 +52,7 @@ pub enum Verdict {
     Free,
     /// Send it to this instance now.
     Run(InstanceId),
-    /// Keep it until [`Programs::released`] names it.
+    /// Keep it until [`Programs::released`](super::Programs::released) names it.
     Held(Hold),
     /// Refuse it: the client may try again after this many seconds.
     Refused {
