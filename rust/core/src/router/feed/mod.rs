@@ -2,7 +2,7 @@
 //!
 //! A feeder (a subscriber's thread, an embedding program) calls the methods of [`KvFeed`]. The feed
 //! hashes blocks and stores their engine names under its own lock. It takes the router only for
-//! index changes of a few dozen blocks each, so that decisions wait no longer, even for large
+//! index changes of 16 blocks each, so that decisions wait no longer, even for large
 //! events.
 mod event;
 mod group;
