@@ -67,7 +67,7 @@ def made(policy: str, scores: dict[str, float | None], **more: Any) -> dict[str,
         "instance": first,
         "tried": [first],
         "prefer": "min",
-        "tied": sum(scores[name] == scores[first] for name in kept) - 1,
+        "tied": sum(scores[name] == scores[first] for name in kept),
         "best": [{"instance": name, "score": scores[name], "terms": terms.get(name, {})} for name in kept],
         **more,
     }

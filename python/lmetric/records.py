@@ -42,7 +42,7 @@ class DecisionRecord(TypedDict):
     tried: list[str]
     prefer: Literal["min", "max"]  # whether the lowest or the highest score is best
     scored: int  # instances with a score
-    tied: int  # other instances with the same score as the chosen one
+    tied: int  # instances with the best score; above 1, tie-breaks or chance decided
     best: list[Candidate]  # at most 8, best first
     margin_to_runner_up: float | None
     load_report_age_seconds: float | None  # of the instance

@@ -80,7 +80,7 @@ def _choice(record: Mapping[str, Any], name: str, formula: str | None) -> str:
     most = record.get("prefer") == "max"
     others = {each: score for each, score in scores.items() if each != name}
     following = (max if most else min)(others, key=lambda each: others[each])
-    tied: int = record.get("tied") or 0
+    tied = max((record.get("tied") or 0) - 1, 0)
     policy = record["policy"]
     if policy in ("round_robin", "random"):
         return f"it was {name}'s turn" if policy == "round_robin" else f"{name} was drawn at random"

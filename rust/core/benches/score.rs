@@ -40,7 +40,7 @@ fn bench(c: &mut Criterion) {
                 b.iter(|| {
                     scores.reset(slots);
                     policy.score(black_box(&snapshot), &mut rng, &mut scores).expect("scores");
-                    best(&scores, &eligible, &mut rng)
+                    best(&mut scores, &eligible, &mut rng)
                 });
             });
             group.bench_function(BenchmarkId::new(format!("{name}/score"), slots), |b| {

@@ -150,7 +150,7 @@ pub struct DecisionRecord {
     pub names: Arc<[Arc<str>]>,
     /// Number of slots with a score.
     pub scored: u32,
-    /// Number of other slots with the same score as the chosen one.
+    /// Number of slots with the best score.
     pub tied: u32,
     /// Indicators that the policy read.
     pub reads: IndicatorSet,

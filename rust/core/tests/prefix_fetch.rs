@@ -355,7 +355,10 @@ fn an_instance_that_is_full_fetches_nothing() {
         }
         let decision = router.route(&request(&prompt), 1.0).unwrap();
         router.drop_ticket(decision.ticket);
-        let tokens = router.columns().get(Indicator::FetchTokens)[decision.segment.instance.index()];
+        let record = router.record(decision.id).unwrap();
+        let read = record.reads.iter().position(|id| id == Indicator::FetchTokens).unwrap();
+        let (_, terms) = record.explained().find(|(best, _)| best.slot == record.chosen).unwrap();
+        let tokens = terms[read];
         (decision.fetch.map_or(0, |fetch| fetch.tokens()), tokens, decision.segment.instance != home)
     };
     // No report, below the limit, at the limit, above it, and below it again. The holder's usage

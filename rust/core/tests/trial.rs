@@ -118,16 +118,16 @@ fn a_failover_stays_in_its_arm() {
 #[test]
 fn the_guard_runs_while_a_policy_needs_it() {
     let mut router = router("round_robin", false);
-    assert!(!router.guard().is_some());
+    assert!(router.guard().is_none());
     router.set_canary(Some((policy("lmetric"), true))).unwrap();
     assert!(router.guard().is_some());
     router.set_guard(false);
     assert!(router.guard().is_some(), "the canary needs it");
     router.set_guard_of_all(false);
-    assert!(!router.guard().is_some());
+    assert!(router.guard().is_none());
     router.set_canary(Some((policy("lmetric"), true))).unwrap();
     router.set_canary(None).unwrap();
-    assert!(!router.guard().is_some());
+    assert!(router.guard().is_none());
     router.set_shadow(Some((policy("lmetric"), true))).unwrap();
-    assert!(!router.guard().is_some(), "a shadow changes nothing");
+    assert!(router.guard().is_none(), "a shadow changes nothing");
 }

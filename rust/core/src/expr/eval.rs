@@ -2,13 +2,11 @@
 //! have no branches.
 use super::check::{Binary, Grouping, Reduction, Unary};
 use super::program::{Pass, Program, Source, Stage, StepOp};
-use crate::indicators::{Indicator, Snapshot};
+use crate::indicators::{CHUNK, Columns, Indicator, IndicatorSet, Kernels, Snapshot};
 use multiversion::multiversion;
 use smallvec::SmallVec;
+use std::ops::Range;
 
-/// Instances per chunk. The registers of one chunk fit into a few cache lines, which each chunk
-/// reuses.
-const CHUNK: usize = 128;
 /// Partial sums of a mean. Their number is the same on every machine, so scores are too.
 const LANES: usize = 8;
 
@@ -21,13 +19,27 @@ pub struct Scratch {
     grouped: Vec<Vec<f64>>,
     /// State of each group: the value so far, and the number of instances.
     groups: Vec<(f64, f64)>,
+    /// Indicators that kernels computed for one chunk.
+    computed: Columns,
     /// Truth values of a policy's filter, one per slot.
     pub(crate) filter: Vec<f64>,
 }
 
-/// The columns that a program reads.
-#[derive(Clone, Debug)]
+impl Scratch {
+    /// Returns columns of [`CHUNK`] entries for the results of kernels and the request's indicators.
+    pub(crate) fn computed(&mut self) -> &mut Columns {
+        if self.computed.slots() == 0 {
+            self.computed = Columns::of(IndicatorSet::DERIVED);
+            self.computed.resize(CHUNK);
+        }
+        &mut self.computed
+    }
+}
+
+/// The columns that a program reads, and the kernels that compute others by chunks.
+#[derive(Clone)]
 pub struct Inputs<'a> {
+    kernels: Option<&'a dyn Kernels>,
     columns: SmallVec<[(Indicator, &'a [f64]); 4]>,
     declared: SmallVec<[&'a [f64]; 4]>,
     eligible: &'a [bool],
@@ -37,7 +49,7 @@ pub struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     /// Creates inputs without columns, over `eligible.len()` slots.
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
-        Inputs { columns: SmallVec::new(), declared: SmallVec::new(), eligible, groups: &[] }
+        Inputs { kernels: None, columns: SmallVec::new(), declared: SmallVec::new(), eligible, groups: &[] }
     }
 
     /// Sets the values of `id`: one per slot, or a single value if the indicator belongs to the
@@ -51,6 +63,20 @@ impl<'a> Inputs<'a> {
     fn column(&self, id: Indicator) -> &'a [f64] {
         let set = self.columns.iter().find(|(of, _)| *of == id);
         set.expect("every column that the program reads is set").1
+    }
+
+    /// Returns whether kernels compute an indicator.
+    #[inline(always)]
+    fn computes(&self, id: Indicator) -> bool {
+        self.kernels.is_some() && IndicatorSet::COMPUTED.contains(id)
+    }
+
+    /// Computes the indicators that a pass reads, for the slots of a chunk.
+    #[inline(always)]
+    fn compute(&self, pass: &Pass, slots: Range<usize>, out: &mut Columns) {
+        if let Some(kernels) = self.kernels.filter(|_| pass.computed != IndicatorSet::EMPTY) {
+            kernels.fill(pass.computed, slots, 0, out);
+        }
     }
 
     /// Sets the group of each slot: a number below the number of slots, equal within a group. By
@@ -75,9 +101,12 @@ impl Program {
     /// If `out` does not have one entry per slot.
     pub fn eval(&self, snapshot: &Snapshot<'_>, scratch: &mut Scratch, out: &mut [f64]) {
         let mut inputs = Inputs::new(snapshot.eligible);
-        for id in &self.columns {
-            inputs.set(*id, snapshot.columns.get(*id));
+        inputs.kernels = snapshot.columns.kernels();
+        let mut columns = SmallVec::new();
+        for id in self.columns.iter().filter(|id| !inputs.computes(**id)) {
+            columns.push((*id, snapshot.columns.get(*id)));
         }
+        inputs.columns = columns;
         inputs.set_groups(snapshot.columns.groups());
         for id in &self.declared {
             inputs.push_declared(snapshot.declared(*id));
@@ -102,18 +131,21 @@ impl Program {
         while scratch.registers.len() < self.registers {
             scratch.registers.push(vec![0.0; CHUNK]);
         }
+        if inputs.kernels.is_some() {
+            scratch.computed();
+        }
         run(self, inputs, scratch, out);
     }
 }
 
 #[multiversion(targets("x86_64+avx2"))]
 fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
-    let Scratch { registers, scalars, grouped, groups, .. } = scratch;
+    let Scratch { registers, scalars, grouped, groups, computed, .. } = scratch;
     for (stage, to) in &program.stages {
         scalars[*to] = match stage {
             Stage::Group(grouping, pass) => {
                 let mut values = std::mem::take(&mut grouped[*to]);
-                evaluate(pass, inputs, scalars, grouped, registers, &mut values);
+                evaluate(pass, inputs, scalars, grouped, registers, computed, &mut values);
                 over_groups(*grouping, inputs.groups, groups, &mut values);
                 grouped[*to] = values;
                 continue;
@@ -124,12 +156,14 @@ fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut 
             Stage::Where(condition, then, otherwise) => {
                 scalars[if scalars[*condition] != 0.0 { *then } else { *otherwise }]
             }
-            Stage::Reduce(reduction, pass) => reduce(*reduction, pass, inputs, scalars, grouped, registers),
+            Stage::Reduce(reduction, pass) => {
+                reduce(*reduction, pass, inputs, scalars, grouped, registers, computed)
+            }
         };
     }
     let slots = out.len();
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk { inputs, scalars, grouped, start, end: slots.min(start + CHUNK) };
+        let chunk = Chunk::new(&program.output, inputs, scalars, grouped, computed, start);
         let out = &mut out[start..chunk.end];
         chunk.steps(&program.output, registers, out);
         if program.output.steps.is_empty() {
@@ -149,6 +183,7 @@ fn reduce(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
+    computed: &mut Columns,
 ) -> f64 {
     let slots = inputs.eligible.len();
     let mut state = match reduction {
@@ -158,7 +193,7 @@ fn reduce(
     };
     let mut counts = [0.0; LANES];
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk { inputs, scalars, grouped, start, end: slots.min(start + CHUNK) };
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start);
         chunk.steps(pass, registers, &mut []);
         if let Lanes::Vector(values) = chunk.lanes(pass.result, registers) {
             let eligible = &inputs.eligible[start..chunk.end];
@@ -192,12 +227,13 @@ fn evaluate(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
+    computed: &mut Columns,
     out: &mut Vec<f64>,
 ) {
     let slots = inputs.eligible.len();
     out.clear();
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk { inputs, scalars, grouped, start, end: slots.min(start + CHUNK) };
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start);
         chunk.steps(pass, registers, &mut []);
         match chunk.lanes(pass.result, registers) {
             Lanes::Vector(values) => out.extend_from_slice(values),
@@ -290,14 +326,33 @@ struct Chunk<'a, 'i> {
     inputs: &'a Inputs<'i>,
     scalars: &'a [f64],
     grouped: &'a [Vec<f64>],
+    computed: &'a Columns,
     start: usize,
     end: usize,
 }
 
-impl Chunk<'_, '_> {
+impl<'a, 'i> Chunk<'a, 'i> {
+    /// Returns the chunk from slot `start` on, with the indicators that the pass reads computed.
+    #[inline(always)]
+    fn new(
+        pass: &Pass,
+        inputs: &'a Inputs<'i>,
+        scalars: &'a [f64],
+        grouped: &'a [Vec<f64>],
+        computed: &'a mut Columns,
+        start: usize,
+    ) -> Chunk<'a, 'i> {
+        let end = inputs.eligible.len().min(start + CHUNK);
+        inputs.compute(pass, start..end, computed);
+        Chunk { inputs, scalars, grouped, computed, start, end }
+    }
+
     #[inline(always)]
     fn lanes<'r>(&'r self, source: Source, registers: &'r [Vec<f64>]) -> Lanes<'r> {
         match source {
+            Source::Column(id) if self.inputs.computes(id) => {
+                Lanes::Vector(&self.computed.get(id)[..self.end - self.start])
+            }
             Source::Column(id) => Lanes::Vector(&self.inputs.column(id)[self.start..self.end]),
             Source::Declared(place) => Lanes::Vector(&self.inputs.declared[place][self.start..self.end]),
             Source::Grouped(place) => Lanes::Vector(&self.grouped[place][self.start..self.end]),

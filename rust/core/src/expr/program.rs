@@ -29,6 +29,17 @@ pub(super) enum StepOp {
     Where(Source, Source, Source),
 }
 
+impl StepOp {
+    fn operands(self) -> impl Iterator<Item = Source> {
+        let operands = match self {
+            StepOp::Unary(_, a) => [Some(a), None, None],
+            StepOp::Binary(_, a, b) => [Some(a), Some(b), None],
+            StepOp::Where(a, b, c) => [Some(a), Some(b), Some(c)],
+        };
+        operands.into_iter().flatten()
+    }
+}
+
 /// One loop over the instances of a chunk.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
@@ -42,6 +53,8 @@ pub(super) struct Step {
 pub(super) struct Pass {
     pub steps: Vec<Step>,
     pub result: Source,
+    /// Indicators of [`IndicatorSet::COMPUTED`] that the steps or the result read.
+    pub computed: IndicatorSet,
 }
 
 /// Computation of one scalar.
@@ -223,6 +236,14 @@ impl Builder<'_> {
         }
         let result = source(result, &register_of);
         self.registers = self.registers.max(used);
-        Pass { steps, result }
+        let mut computed = IndicatorSet::EMPTY;
+        for read in steps.iter().flat_map(|step| step.op.operands()).chain([result]) {
+            if let Source::Column(id) = read
+                && IndicatorSet::COMPUTED.contains(id)
+            {
+                computed.insert(id);
+            }
+        }
+        Pass { steps, result, computed }
     }
 }

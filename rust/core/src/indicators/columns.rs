@@ -3,7 +3,10 @@
 //! Inside a column, NaN means absent. NaN propagates through a score, so an instance without a
 //! value is left out of the choice. Public functions use `Option` instead.
 use super::declared::DeclaredId;
+use super::kernels::Kernels;
 use super::table::{COUNT, Indicator, IndicatorSet};
+use std::fmt;
+use std::ops::Range;
 
 /// A column of `f64` per indicator, all of the same length (the number of slots).
 #[derive(Clone, Debug)]
@@ -51,19 +54,24 @@ impl Columns {
         &mut self.data[id as usize]
     }
 
-    /// Returns several writable columns. The ids must differ.
-    pub fn several_mut<const N: usize>(&mut self, ids: [Indicator; N]) -> [&mut [f64]; N] {
+    /// Returns a part of several columns, writable. The ids must differ.
+    pub fn several_mut<const N: usize>(
+        &mut self,
+        ids: [Indicator; N],
+        part: Range<usize>,
+    ) -> [&mut [f64]; N] {
         let columns = self.data.get_disjoint_mut(ids.map(|id| id as usize)).expect("different indicators");
-        columns.map(|column| &mut column[..])
+        columns.map(|column| &mut column[part.clone()])
     }
 }
 
-/// All indicators for one decision: the columns that the ledger keeps, and the columns derived for
-/// the request and the time ([`IndicatorSet::DERIVED`]).
-#[derive(Clone, Copy, Debug)]
+/// All indicators for one decision: the columns that the ledger keeps, and the indicators derived for
+/// the request and the time ([`IndicatorSet::DERIVED`]), in columns or by kernels.
+#[derive(Clone, Copy)]
 pub struct Indicators<'a> {
     kept: &'a Columns,
     derived: &'a Columns,
+    kernels: Option<&'a dyn Kernels>,
     declared: &'a [Vec<f64>],
     groups: &'a [u32],
 }
@@ -71,12 +79,25 @@ pub struct Indicators<'a> {
 impl<'a> Indicators<'a> {
     /// Combines kept and derived columns. Both must have the same number of slots.
     pub fn new(kept: &'a Columns, derived: &'a Columns) -> Indicators<'a> {
-        Indicators { kept, derived, declared: &[], groups: &[] }
+        Indicators { kept, derived, kernels: None, declared: &[], groups: &[] }
     }
 
     /// Adds the columns of declared indicators, indexed by [`DeclaredId`].
     pub fn with_declared(self, declared: &'a [Vec<f64>]) -> Indicators<'a> {
         Indicators { declared, ..self }
+    }
+
+    /// Sets the kernels of the indicators of [`IndicatorSet::COMPUTED`]. Their columns are then not
+    /// filled in.
+    pub fn with_kernels(self, kernels: &'a dyn Kernels) -> Indicators<'a> {
+        Indicators { kernels: Some(kernels), ..self }
+    }
+
+    /// Returns the kernels of the indicators of [`IndicatorSet::COMPUTED`]; `None`: they have
+    /// columns.
+    #[inline]
+    pub fn kernels(self) -> Option<&'a dyn Kernels> {
+        self.kernels
     }
 
     /// Returns the column of `id`. Request-scoped indicators use slot 0 only.
@@ -104,6 +125,15 @@ impl<'a> Indicators<'a> {
     #[inline]
     pub fn declared(self, id: DeclaredId) -> &'a [f64] {
         &self.declared[id.index()]
+    }
+}
+
+impl fmt::Debug for Indicators<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Indicators")
+            .field("kept", self.kept)
+            .field("derived", self.derived)
+            .finish_non_exhaustive()
     }
 }
 

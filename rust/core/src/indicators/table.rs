@@ -237,6 +237,22 @@ impl IndicatorSet {
         Indicator::Priority,
     ]);
 
+    /// Derived indicators with one value for all slots, in slot 0 of their columns.
+    pub const OF_REQUEST: IndicatorSet = IndicatorSet::of(&[
+        Indicator::HandoffSeconds,
+        Indicator::PromptTokens,
+        Indicator::ExpectedOutputTokens,
+        Indicator::Instances,
+        Indicator::RecomputeRatio,
+        Indicator::LoraName,
+        Indicator::Tenant,
+        Indicator::LengthClass,
+        Indicator::Priority,
+    ]);
+
+    /// Derived indicators with a value per slot, which [`super::Kernels`] compute.
+    pub const COMPUTED: IndicatorSet = IndicatorSet::DERIVED.without(IndicatorSet::OF_REQUEST);
+
     /// Text indicators: expressions compare them with texts, by [`crate::request::text_number`].
     pub const TEXTS: IndicatorSet =
         IndicatorSet::of(&[Indicator::LoraName, Indicator::Tenant, Indicator::LengthClass]);
@@ -244,6 +260,11 @@ impl IndicatorSet {
     /// Returns the indicators of this set that are not in `other`.
     pub const fn without(self, other: IndicatorSet) -> IndicatorSet {
         IndicatorSet(self.0 & !other.0)
+    }
+
+    /// Returns the indicators in both sets.
+    pub const fn and(self, other: IndicatorSet) -> IndicatorSet {
+        IndicatorSet(self.0 & other.0)
     }
 
     /// Builds a set from `ids`.
@@ -295,6 +316,7 @@ mod tests {
         for (i, d) in INDICATORS.iter().enumerate() {
             assert_eq!(d.id as usize, i);
             assert_eq!(Indicator::from_name(d.name), Some(d.id));
+            assert_eq!(IndicatorSet::OF_REQUEST.contains(d.id), d.scope == Scope::Request);
         }
     }
 }

@@ -157,6 +157,10 @@ impl Policy for ExpressionPolicy {
         &self.declared
     }
 
+    fn by_chunks(&self) -> bool {
+        true
+    }
+
     fn length_curve(&self) -> CurveSettings {
         self.length_curve
     }
@@ -263,7 +267,11 @@ mod tests {
         ] {
             score(&policy, &columns, &eligible, &mut scores);
             assert_eq!(scores.filter_waived, waived, "{eligible:?}");
-            assert_eq!(best(&scores, &eligible, &mut PolicyRng::seed_from_u64(1)), expected, "{eligible:?}");
+            assert_eq!(
+                best(&mut scores, &eligible, &mut PolicyRng::seed_from_u64(1)),
+                expected,
+                "{eligible:?}"
+            );
         }
     }
 
@@ -299,7 +307,7 @@ mod tests {
         ]);
         let mut scores = Scores::default();
         score(&policy, &columns, &[true; 4], &mut scores);
-        assert_eq!(best(&scores, &[true; 4], &mut PolicyRng::seed_from_u64(1)), Some(1));
+        assert_eq!(best(&mut scores, &[true; 4], &mut PolicyRng::seed_from_u64(1)), Some(1));
     }
 
     #[test]

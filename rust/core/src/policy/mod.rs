@@ -102,14 +102,26 @@ pub struct Scores {
     pub unscored: bool,
     /// Registers of expressions, reused between decisions.
     pub scratch: crate::expr::Scratch,
+    /// Lowest finite key (`score`, negated if the highest wins) of each 64 slots, infinity if none
+    /// has one; slots with the lowest key, as bits; number of finite scores, and of the lowest ones
+    /// before the tie-breaks. All by [`best`].
+    pub(crate) minima: Vec<f64>,
+    ties: Vec<u64>,
+    pub(crate) scored: usize,
+    pub(crate) tied: u32,
 }
 
 impl Scores {
     /// Clears the scores and sizes them for `slots` slots, all NaN.
     pub fn reset(&mut self, slots: usize) {
+        self.score.clear();
+        self.begin(slots);
+    }
+
+    /// Sizes the scores for `slots` slots and clears all else. The policy must score every slot.
+    pub(crate) fn begin(&mut self, slots: usize) {
         // A NaN of one repeated byte is filled in twice as fast.
         const UNSCORED: f64 = f64::from_bits(u64::MAX);
-        self.score.clear();
         self.score.resize(slots, UNSCORED);
         self.prefer = Prefer::Min;
         self.then_count = 0;
@@ -185,6 +197,13 @@ pub trait Policy: Send + Sync {
     /// Returns the declared indicators that the policy reads. Only these are looked up.
     fn declared(&self) -> &[DeclaredId] {
         &[]
+    }
+
+    /// Returns whether the policy only evaluates programs and scores every slot. Its snapshots then
+    /// have [`crate::indicators::Kernels`] instead of columns of
+    /// [`crate::indicators::IndicatorSet::COMPUTED`], and its scores are not cleared before.
+    fn by_chunks(&self) -> bool {
+        false
     }
 
     /// Returns how the survival curve of output lengths behind the `handoff_` indicators is

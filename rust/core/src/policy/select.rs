@@ -2,49 +2,28 @@
 //! are drawn at random.
 use super::{PolicyRng, Prefer, Scores};
 use crate::expr::nan_unless;
-use crate::ids::MAX_INSTANCES;
 use multiversion::multiversion;
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
-/// Slots per word of a bit set.
-const WORD: usize = 64;
-const WORDS: usize = MAX_INSTANCES / WORD;
-/// Words for fleets that do not need all [`WORDS`], so that these write less memory.
-const FEW_WORDS: usize = WORDS / 4;
+/// Slots per word of a bit set, and per entry of [`Scores::minima`].
+pub(crate) const WORD: usize = 64;
 
 /// Returns the best eligible slot: by `score` and `prefer`, then the tie-breaks, then a uniform
 /// draw.
 ///
 /// Slots with a NaN or infinite score are skipped; a NaN tie-break loses. `None`: no eligible slot
-/// has a finite score. Does not allocate. `rng` is used only for ties.
+/// has a finite score. Scores of ineligible slots become NaN. Does not allocate once the buffers
+/// have grown. `rng` is used only for ties.
 ///
 /// # Panics
-/// If there are more than [`MAX_INSTANCES`] slots, or fewer scores than slots.
-pub fn best(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<usize> {
-    let slots = eligible.len();
-    let score = &scores.score[..slots];
-    let words = slots.div_ceil(WORD);
-    assert!(words <= WORDS, "{slots} slots; a router holds at most {MAX_INSTANCES}");
-    match words {
-        ..=FEW_WORDS => best_of::<FEW_WORDS>(scores, score, eligible, rng),
-        _ => best_of::<WORDS>(scores, score, eligible, rng),
-    }
-}
-
-/// Returns the best slot of at most `MOST` words.
-#[inline(always)]
-fn best_of<const MOST: usize>(
-    scores: &Scores,
-    score: &[f64],
-    eligible: &[bool],
-    rng: &mut PolicyRng,
-) -> Option<usize> {
-    let (mut ties, mut minima) = ([0u64; MOST], [f64::INFINITY; MOST]);
-    let words = score.len().div_ceil(WORD);
-    let ties = &mut ties[..words];
-    set_of_lowest(sign(scores.prefer), score, eligible, ties, &mut minima[..words]);
-    for column in &scores.then[..scores.then_count] {
+/// If there are fewer scores than slots.
+pub fn best(scores: &mut Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<usize> {
+    let sign = sign(scores.prefer);
+    let Scores { score, then, then_count, minima, ties, scored, tied, .. } = scores;
+    *scored = set_of_lowest(sign, &mut score[..eligible.len()], eligible, minima, ties);
+    *tied = count(ties);
+    for column in &then[..*then_count] {
         if count(ties) > 1 {
             keep_lowest(ties, column);
         }
@@ -86,27 +65,41 @@ fn nan_last(value: f64) -> f64 {
     if value.is_nan() { f64::INFINITY } else { value }
 }
 
-/// Sets the bits of the eligible slots whose `sign * score` is finite and lowest. Without such a
-/// score, no bit is set. `minima`: a buffer of as many words.
+/// Makes the scores of ineligible slots NaN, and sets the bits of the slots whose `sign * score` is
+/// finite and lowest. Without such a score, no bit is set. Writes the lowest finite key of each word
+/// to `minima`. Returns the number of finite scores.
 #[multiversion(targets("x86_64+avx2"))]
-fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64], minima: &mut [f64]) {
-    let words = || score.chunks(WORD).zip(eligible.chunks(WORD));
-    let mut lowest = f64::INFINITY;
-    for (minimum, (s, e)) in minima.iter_mut().zip(words()) {
+fn set_of_lowest(
+    sign: f64,
+    score: &mut [f64],
+    eligible: &[bool],
+    minima: &mut Vec<f64>,
+    set: &mut Vec<u64>,
+) -> usize {
+    let (mut count, mut lowest) = (0, f64::INFINITY);
+    minima.clear();
+    for (s, e) in score.chunks_mut(WORD).zip(eligible.chunks(WORD)) {
+        let (finite, mut minimum) = mask_word(sign, s, e);
         // Infinity loses by itself. Only negative infinity needs a second pass, and it is rare.
-        *minimum = lowest_of_word(s, e, |x| sign * x);
-        if *minimum == f64::NEG_INFINITY {
-            *minimum = lowest_of_word(s, e, |x| if x.is_finite() { sign * x } else { f64::NAN });
+        if minimum == f64::NEG_INFINITY {
+            let finite = s.iter().filter(|x| x.is_finite());
+            minimum = finite.fold(f64::INFINITY, |minimum, x| lower(sign * x, minimum));
         }
-        lowest = lower(*minimum, lowest);
+        count += finite;
+        lowest = lower(minimum, lowest);
+        minima.push(minimum);
     }
-    for ((bits, minimum), (s, e)) in set.iter_mut().zip(&*minima).zip(words()) {
+    set.clear();
+    set.extend(score.chunks(WORD).zip(&*minima).map(|(s, minimum)| {
+        let mut bits = 0;
         if *minimum == lowest && lowest < f64::INFINITY {
-            for (bit, (s, e)) in s.iter().zip(e).enumerate() {
-                *bits |= u64::from(*e & (sign * s == lowest)) << bit;
+            for (bit, s) in s.iter().enumerate() {
+                bits |= u64::from(sign * s == lowest) << bit;
             }
         }
-    }
+        bits
+    }));
+    count as usize
 }
 
 #[inline(always)]
@@ -114,19 +107,35 @@ fn lower(x: f64, minimum: f64) -> f64 {
     if x < minimum { x } else { minimum }
 }
 
-/// Returns the lowest key of up to 64 eligible slots, ignoring NaN; infinity if there is none.
-/// Eight running minima let the compiler use vector registers.
+/// Makes the scores of ineligible slots NaN, for up to 64 slots. Returns the number of finite
+/// scores, and the lowest `sign * score`, ignoring NaN; infinity if there is none. Eight running
+/// minima let the compiler use vector registers.
 #[inline(always)]
-fn lowest_of_word(score: &[f64], eligible: &[bool], key: impl Fn(f64) -> f64) -> f64 {
-    let (scores, score_rest) = score.as_chunks::<8>();
+fn mask_word(sign: f64, score: &mut [f64], eligible: &[bool]) -> (u64, f64) {
+    let (scores, score_rest) = score.as_chunks_mut::<8>();
     let (eligibles, eligible_rest) = eligible.as_chunks::<8>();
-    let mut eight = [f64::INFINITY; 8];
-    for (s, e) in scores.iter().zip(eligibles) {
-        eight = std::array::from_fn(|lane| lower(key(nan_unless(e[lane], s[lane])), eight[lane]));
+    let (mut eight, mut counts) = ([f64::INFINITY; 8], [0u64; 8]);
+    for (s, e) in scores.iter_mut().zip(eligibles) {
+        for lane in 0..8 {
+            s[lane] = nan_unless(e[lane], s[lane]);
+            counts[lane] += u64::from(s[lane].is_finite());
+            eight[lane] = lower(sign * s[lane], eight[lane]);
+        }
     }
+    let (mut count, mut lowest) = (counts.iter().sum(), lowest_of_eight(eight));
+    for (s, e) in score_rest.iter_mut().zip(eligible_rest) {
+        *s = nan_unless(*e, *s);
+        count += u64::from(s.is_finite());
+        lowest = lower(sign * *s, lowest);
+    }
+    (count, lowest)
+}
+
+/// Returns the lowest of eight numbers, none of them NaN.
+#[inline(always)]
+pub(crate) fn lowest_of_eight(eight: [f64; 8]) -> f64 {
     let four: [f64; 4] = std::array::from_fn(|lane| lower(eight[lane], eight[lane + 4]));
-    let lowest = lower(lower(four[0], four[2]), lower(four[1], four[3]));
-    score_rest.iter().zip(eligible_rest).fold(lowest, |m, (s, e)| lower(key(nan_unless(*e, *s)), m))
+    lower(lower(four[0], four[2]), lower(four[1], four[3]))
 }
 
 fn count(set: &[u64]) -> u32 {
@@ -173,11 +182,11 @@ mod tests {
     #[test]
     fn takes_the_lowest_or_the_highest_eligible() {
         let (values, all) = ([3.0, 1.0, 2.0, 9.0], [true; 4]);
-        assert_eq!(best(&scores(&values, Prefer::Min, &[]), &all, &mut rng()), Some(1));
-        assert_eq!(best(&scores(&values, Prefer::Max, &[]), &all, &mut rng()), Some(3));
+        assert_eq!(best(&mut scores(&values, Prefer::Min, &[]), &all, &mut rng()), Some(1));
+        assert_eq!(best(&mut scores(&values, Prefer::Max, &[]), &all, &mut rng()), Some(3));
         let eligible = [true, false, true, false];
-        assert_eq!(best(&scores(&values, Prefer::Min, &[]), &eligible, &mut rng()), Some(2));
-        assert_eq!(best(&scores(&values, Prefer::Max, &[]), &eligible, &mut rng()), Some(0));
+        assert_eq!(best(&mut scores(&values, Prefer::Min, &[]), &eligible, &mut rng()), Some(2));
+        assert_eq!(best(&mut scores(&values, Prefer::Max, &[]), &eligible, &mut rng()), Some(0));
         assert_eq!(ranking(&scores(&values, Prefer::Min, &[]), &all, &mut rng()), [1, 2, 0, 3]);
         assert_eq!(ranking(&scores(&values, Prefer::Max, &[]), &eligible, &mut rng()), [0, 2]);
     }
@@ -186,34 +195,34 @@ mod tests {
     fn nan_and_infinite_scores_are_skipped() {
         let values = [f64::NAN, f64::NEG_INFINITY, f64::INFINITY, 5.0, 4.0];
         for (prefer, first, order) in [(Prefer::Min, 4, [4, 3]), (Prefer::Max, 3, [3, 4])] {
-            let scores = scores(&values, prefer, &[]);
-            assert_eq!(best(&scores, &[true; 5], &mut rng()), Some(first));
+            let mut scores = scores(&values, prefer, &[]);
+            assert_eq!(best(&mut scores, &[true; 5], &mut rng()), Some(first));
             assert_eq!(ranking(&scores, &[true; 5], &mut rng()), order);
         }
-        assert_eq!(best(&scores(&values[..3], Prefer::Min, &[]), &[true; 3], &mut rng()), None);
-        assert_eq!(best(&scores(&[1.0], Prefer::Min, &[]), &[false], &mut rng()), None);
-        assert_eq!(best(&scores(&[], Prefer::Min, &[]), &[], &mut rng()), None);
+        assert_eq!(best(&mut scores(&values[..3], Prefer::Min, &[]), &[true; 3], &mut rng()), None);
+        assert_eq!(best(&mut scores(&[1.0], Prefer::Min, &[]), &[false], &mut rng()), None);
+        assert_eq!(best(&mut scores(&[], Prefer::Min, &[]), &[], &mut rng()), None);
         assert!(ranking(&scores(&values[..3], Prefer::Min, &[]), &[true; 3], &mut rng()).is_empty());
     }
 
     #[test]
     fn ties_go_to_the_tie_breaks_in_order_and_nan_loses() {
-        let tied =
+        let mut tied =
             scores(&[1.0; 5], Prefer::Max, &[&[2.0, 1.0, 1.0, 1.0, f64::NAN], &[0.0, 7.0, 6.0, 6.5, 0.0]]);
-        assert_eq!(best(&tied, &[true; 5], &mut rng()), Some(2));
+        assert_eq!(best(&mut tied, &[true; 5], &mut rng()), Some(2));
         assert_eq!(ranking(&tied, &[true; 5], &mut rng()), [2, 3, 1, 0, 4]);
-        let absent = scores(&[1.0; 2], Prefer::Min, &[&[f64::NAN; 2], &[3.0, 2.0]]);
-        assert_eq!(best(&absent, &[true; 2], &mut rng()), Some(1));
+        let mut absent = scores(&[1.0; 2], Prefer::Min, &[&[f64::NAN; 2], &[3.0, 2.0]]);
+        assert_eq!(best(&mut absent, &[true; 2], &mut rng()), Some(1));
     }
 
     #[test]
     fn equal_slots_are_drawn_uniformly() {
         // 150 slots, so that ties span words. Every third slot is tied for the best score.
         let values: Vec<f64> = (0..150).map(|i| f64::from(u8::from(i % 3 != 0))).collect();
-        let (scores, eligible, mut rng) = (scores(&values, Prefer::Min, &[]), vec![true; 150], rng());
+        let (mut scores, eligible, mut rng) = (scores(&values, Prefer::Min, &[]), vec![true; 150], rng());
         let (mut by_best, mut by_ranking) = ([0u32; 150], [0u32; 150]);
         for _ in 0..20_000 {
-            by_best[best(&scores, &eligible, &mut rng).unwrap()] += 1;
+            by_best[best(&mut scores, &eligible, &mut rng).unwrap()] += 1;
         }
         for _ in 0..5_000 {
             by_ranking[ranking(&scores, &eligible, &mut rng)[0] as usize] += 1;
@@ -234,10 +243,10 @@ mod tests {
         proptest!(|(slots in proptest::collection::vec(slot, 0..300), max: bool, seed: u64)| {
             let column = |f: fn(&(f64, f64, bool)) -> f64| slots.iter().map(f).collect::<Vec<_>>();
             let prefer = if max { Prefer::Max } else { Prefer::Min };
-            let scores = scores(&column(|s| s.0), prefer, &[&column(|s| s.1)]);
+            let mut scores = scores(&column(|s| s.0), prefer, &[&column(|s| s.1)]);
             let eligible: Vec<bool> = slots.iter().map(|s| s.2).collect();
-            let chosen = best(&scores, &eligible, &mut PolicyRng::seed_from_u64(seed));
-            prop_assert_eq!(chosen, best(&scores, &eligible, &mut PolicyRng::seed_from_u64(seed)));
+            let chosen = best(&mut scores, &eligible, &mut PolicyRng::seed_from_u64(seed));
+            prop_assert_eq!(chosen, best(&mut scores, &eligible, &mut PolicyRng::seed_from_u64(seed)));
             let order = ranking(&scores, &eligible, &mut PolicyRng::seed_from_u64(seed));
             prop_assert_eq!(order.is_empty(), chosen.is_none());
             if let (Some(chosen), Some(&first)) = (chosen, order.first()) {

@@ -16,6 +16,9 @@ pub(super) struct Selection {
     pub scores: Scores,
     /// Slots that can take the segment.
     pub eligible: Vec<bool>,
+    /// Number of slots that could take it before the hot-spot guard, and number after it.
+    pub able: usize,
+    pub candidates: usize,
 }
 
 /// Results of an arrival for the decision that follows it.
@@ -40,7 +43,8 @@ pub(super) struct DecisionContext {
     pub tiers: Vec<Tier>,
     /// Buffer for the blocks of one tier.
     pub tier_scratch: Vec<u32>,
-    /// Indicators derived for the request and the time.
+    /// Derived indicators of the request, and columns of those with a value per slot for policies
+    /// that read whole columns.
     pub derived: Columns,
     /// Declared indicators that are read, by ID; others are empty.
     pub declared: Vec<Vec<f64>>,

@@ -96,8 +96,6 @@ impl Router {
             self.context.roomy.clear();
             self.requests.totals.no_instance += 1;
         })?;
-        // The rest is planned later: the choice of a second instance overwrites the derived
-        // columns.
         let mut record = self.explained(request, request_id, first, now);
         if request.shadow {
             record.shadow = self.shadow_of(request, first, now);
@@ -126,7 +124,7 @@ impl Router {
         let mut record = self.requests.records.take();
         record.at = now;
         record.request_id = request_id.map(Into::into);
-        self.state.explain(&self.context, request, chosen, now, &mut record);
+        self.state.explain(&mut self.context, request, chosen, now, &mut record);
         record
     }
 

@@ -2,11 +2,12 @@
 //! them.
 use super::context::DecisionContext;
 use super::parts::Turn;
+use super::plan::Matched;
 use super::router::Router;
 use super::state::{Selector, State};
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Indicator, IndicatorSet};
+use crate::indicators::{Indicator, IndicatorSet, Kernels};
 use crate::policy::Policy;
 use crate::record::Shadow;
 use crate::request::{Arm, Request};
@@ -106,11 +107,14 @@ impl State {
         let failed = failures(by) > failures_before || context.unscored > 0;
         let choice = choice.ok().filter(|_| !failed);
         let reads = IndicatorSet::of(&[Indicator::PredictedTtftSeconds]);
-        self.derive(context, request, reads, self.fleet.eligible_count(), None, now);
-        let ttft = context.derived.get(Indicator::PredictedTtftSeconds);
-        let of = |id: InstanceId| {
-            let (hit, _) = self.reusable_tokens(request, context.blocks_on(id.index()));
-            (hit as u32, ttft[id.index()])
+        let DecisionContext { hit_blocks, tier_blocks, tiers, first, .. } = context;
+        let matched = Matched { hit_blocks, tier_blocks, tiers };
+        let kernels = self.kernels(matched, request, reads, None, now);
+        let mut of = |id: InstanceId| {
+            let (hit, _) = self.reusable_tokens(request, matched.blocks_on(id.index()));
+            let ttft = first.scores.scratch.computed();
+            kernels.fill(reads, id.index()..id.index() + 1, 0, ttft);
+            (hit as u32, ttft.get(Indicator::PredictedTtftSeconds)[0])
         };
         let choice = choice.map(|id| {
             let (hit_tokens, ttft_seconds) = of(id);

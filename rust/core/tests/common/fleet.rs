@@ -87,7 +87,7 @@ impl Fleet {
 
     /// Returns the chosen slot.
     pub fn best(&self, policy: &dyn Policy) -> Option<usize> {
-        best(&self.scores(policy), &self.eligible, &mut PolicyRng::seed_from_u64(self.seed))
+        best(&mut self.scores(policy), &self.eligible, &mut PolicyRng::seed_from_u64(self.seed))
     }
 
     /// Returns all slots, best first.

@@ -9,6 +9,7 @@ use crate::estimate::{
 };
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
+use std::ops::Range;
 use std::ptr::fn_addr_eq;
 use std::sync::Arc;
 
@@ -263,13 +264,24 @@ impl Ahead {
         }
     }
 
-    /// Writes the predictions for a request that starts to decode at `then`.
-    pub fn derive(&self, reads: IndicatorSet, now: Seconds, then: Seconds, columns: &mut Columns) {
+    /// Writes the predictions of `slots` for a request that starts to decode at `then` to `part` of
+    /// the columns.
+    pub fn derive(
+        &self,
+        reads: IndicatorSet,
+        slots: Range<usize>,
+        part: Range<usize>,
+        now: Seconds,
+        then: Seconds,
+        columns: &mut Columns,
+    ) {
         let mean_rate = self.pace.rate().unwrap_or(0.0);
-        self.derive_weights(reads, Outlook { now, then, rate: mean_rate }, columns);
-        for (slot, (load, pace)) in self.loads.iter().zip(&self.paces).enumerate() {
+        let outlook = Outlook { now, then, rate: mean_rate };
+        self.derive_weights(reads, outlook, slots.clone(), part.clone(), columns);
+        let of = self.loads[slots.clone()].iter().zip(&self.paces[slots]);
+        for (place, (load, pace)) in part.zip(of) {
             let rate = pace.rate();
-            columns.get_mut(Indicator::DecodeTokensPerSecond)[slot] = rate.unwrap_or(f64::NAN);
+            columns.get_mut(Indicator::DecodeTokensPerSecond)[place] = rate.unwrap_or(f64::NAN);
             if reads.intersects(PROJECTED) {
                 let p = load.project(&self.survival, now, then, rate.unwrap_or(mean_rate), mean_rate);
                 for (id, value) in [
@@ -278,23 +290,32 @@ impl Ahead {
                     (Indicator::HandoffArrivedTokensForCertain, p.arrived_for_certain),
                     (Indicator::HandoffComingTokens, p.coming),
                 ] {
-                    columns.get_mut(id)[slot] = value;
+                    columns.get_mut(id)[place] = value;
                 }
             }
         }
     }
 
     /// Writes the weighted load of each slot; absent if no policy brings weights.
-    fn derive_weights(&self, reads: IndicatorSet, outlook: Outlook, columns: &mut Columns) {
+    fn derive_weights(
+        &self,
+        reads: IndicatorSet,
+        outlook: Outlook,
+        slots: Range<usize>,
+        part: Range<usize>,
+        columns: &mut Columns,
+    ) {
         let Some(weights) = &self.weights else {
-            WEIGHED.iter().for_each(|id| columns.get_mut(id).fill(f64::NAN));
+            WEIGHED.iter().for_each(|id| columns.get_mut(id)[part.clone()].fill(f64::NAN));
             return;
         };
+        let loads = &self.loads[slots.clone()];
         if reads.contains(Indicator::DecodePressure) {
-            weights.weigh(outlook, &self.loads, columns.get_mut(Indicator::DecodePressure));
+            weights.weigh(outlook, loads, &mut columns.get_mut(Indicator::DecodePressure)[part.clone()]);
         }
-        if let Some(left) = &self.left {
-            weights.weigh_known(outlook, left, &self.loads, columns.get_mut(Indicator::DecodePressureKnown));
+        if let Some(left) = self.left.as_ref().filter(|_| reads.contains(Indicator::DecodePressureKnown)) {
+            let out = &mut columns.get_mut(Indicator::DecodePressureKnown)[part];
+            weights.weigh_known(outlook, &left[slots], loads, out);
         }
     }
 }

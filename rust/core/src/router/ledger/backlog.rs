@@ -7,6 +7,7 @@ use crate::wide::greater;
 use multiversion::multiversion;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// A prefill not known to be over.
 #[derive(Clone, Copy, Debug)]
@@ -224,10 +225,7 @@ impl Backlogs {
 
     /// Returns the remaining tokens of the router's own prefills at `now`.
     pub fn own_tokens(&self, slot: usize, now: Seconds) -> f64 {
-        let mut out = [0.0];
-        let at = slot..slot + 1;
-        drained(&self.left[at.clone()], &self.since[at.clone()], &self.rate[at], &[0.0], now, &mut out);
-        out[0]
+        Drains { peers_left: &[0.0], ..self.drains(slot..slot + 1) }.tokens(0, now)
     }
 
     /// Returns the remaining tokens at `now`, including prefills of peer routers.
@@ -235,10 +233,21 @@ impl Backlogs {
         self.own_tokens(slot, now) + self.peers_left[slot]
     }
 
-    /// Writes the remaining tokens of each slot at `now`, in one pass over four columns.
+    /// Writes the remaining tokens of `slots` at `now`, in one pass over four columns.
     #[inline]
-    pub fn all_tokens(&self, now: Seconds, out: &mut [f64]) {
-        drained(&self.left, &self.since, &self.rate, &self.peers_left, now, out);
+    pub fn all_tokens(&self, now: Seconds, slots: Range<usize>, out: &mut [f64]) {
+        drained(self.drains(slots), now, out);
+    }
+
+    /// Returns the columns that the remaining tokens of `slots` follow from.
+    #[inline]
+    pub fn drains(&self, slots: Range<usize>) -> Drains<'_> {
+        Drains {
+            left: &self.left[slots.clone()],
+            since: &self.since[slots.clone()],
+            rate: &self.rate[slots.clone()],
+            peers_left: &self.peers_left[slots],
+        }
     }
 
     /// Returns the seconds for which the next first token is late; 0: it is not, or none is
@@ -320,11 +329,41 @@ fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate:
     }
 }
 
+/// What the remaining tokens of some slots follow from: tokens left when their backlogs were last
+/// settled, the time of the settlement, the drain rate since, and the tokens left of peer routers.
+#[derive(Clone, Copy)]
+pub struct Drains<'a> {
+    left: &'a [f64],
+    since: &'a [f64],
+    rate: &'a [f64],
+    peers_left: &'a [f64],
+}
+
+impl<'a> Drains<'a> {
+    /// Returns the first `len` slots: loops over them need no further checks of bounds.
+    #[inline(always)]
+    pub fn first(self, len: usize) -> Drains<'a> {
+        let Drains { left, since, rate, peers_left } = self;
+        Drains {
+            left: &left[..len],
+            since: &since[..len],
+            rate: &rate[..len],
+            peers_left: &peers_left[..len],
+        }
+    }
+
+    /// Returns the remaining tokens of the slot at place `i`.
+    #[inline(always)]
+    pub fn tokens(&self, i: usize, now: Seconds) -> f64 {
+        let drained = self.rate[i] * greater(now - self.since[i], 0.0);
+        greater(self.left[i] - drained, 0.0) + self.peers_left[i]
+    }
+}
+
 #[multiversion(targets("x86_64+avx2"))]
-fn drained(left: &[f64], since: &[f64], rate: &[f64], more: &[f64], now: Seconds, out: &mut [f64]) {
-    let slots = out.len();
-    let (left, since, rate, more) = (&left[..slots], &since[..slots], &rate[..slots], &more[..slots]);
-    for i in 0..slots {
-        out[i] = greater(left[i] - rate[i] * greater(now - since[i], 0.0), 0.0) + more[i];
+fn drained(drains: Drains<'_>, now: Seconds, out: &mut [f64]) {
+    let drains = drains.first(out.len());
+    for (i, out) in out.iter_mut().enumerate() {
+        *out = drains.tokens(i, now);
     }
 }

@@ -14,6 +14,7 @@ mod tier_loads;
 mod windows;
 
 pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
+pub use backlog::Drains;
 pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
@@ -28,6 +29,7 @@ use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
 use rates::Rates;
+use std::ops::Range;
 use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
@@ -392,10 +394,16 @@ impl Ledger {
         self.backlogs.tokens(slot, now)
     }
 
-    /// Writes the queued prefill tokens of each slot at `now`.
+    /// Writes the queued prefill tokens of `slots` at `now`.
     #[inline]
-    pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
-        self.backlogs.all_tokens(now, out);
+    pub fn queued_prefill(&self, now: Seconds, slots: Range<usize>, out: &mut [f64]) {
+        self.backlogs.all_tokens(now, slots, out);
+    }
+
+    /// Returns the columns that the queued prefill tokens of `slots` follow from.
+    #[inline]
+    pub fn drains(&self, slots: Range<usize>) -> Drains<'_> {
+        self.backlogs.drains(slots)
     }
 
     /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.

@@ -3,6 +3,7 @@ use super::share::Share;
 use crate::estimate::StepTime;
 use crate::estimate::decayed::Decayed;
 use crate::ids::Seconds;
+use std::ops::Range;
 
 /// Time constant of the `window_*` indicators, in seconds.
 pub const WINDOW_SECONDS: f64 = 180.0;
@@ -80,9 +81,9 @@ impl Windows {
 }
 
 impl super::Ledger {
-    /// Writes the decayed sums of each slot at `now`: prefill tokens and output tokens.
-    pub fn windows(&self, now: Seconds, prefill: &mut [f64], output: &mut [f64]) {
-        for ((account, prefill), output) in self.accounts.iter().zip(prefill).zip(output) {
+    /// Writes the decayed sums of `slots` at `now`: prefill tokens and output tokens.
+    pub fn windows(&self, now: Seconds, slots: Range<usize>, prefill: &mut [f64], output: &mut [f64]) {
+        for ((account, prefill), output) in self.accounts[slots].iter().zip(prefill).zip(output) {
             let (placed, produced) = account.windows.sums(now);
             *prefill = placed + account.peers.window_prefill_tokens;
             *output = produced + account.peers.window_output_tokens;

@@ -6,12 +6,13 @@ use crate::ids::Seconds;
 use crate::record::DecisionRecord;
 use crate::router::state::State;
 use crate::router::tickets::Kept;
+use crate::wide::largest;
 
 impl Listener for Guard {
     fn placed(&mut self, placement: &Placement<'_>, _: &mut DecisionRecord, _: &mut Kept) {
         let Placement { state, context, request, first, now, .. } = placement;
         if self.config().on && state.first_of(request.arm).guarded {
-            let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
+            let matched = largest(&context.hit_blocks);
             let (scores, eligible) = (&context.first.scores, &context.first.eligible);
             self.observe(*now, request.chain, matched, scores, eligible, *first);
         }

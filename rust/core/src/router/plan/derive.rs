@@ -1,16 +1,18 @@
-//! Computes indicators that depend on the request or on the time, if they are read.
+//! Kernels of the indicators that depend on the request or on the time.
 use super::fetch::FETCH;
 use super::tiers::{hit, tier_hits};
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
+use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet, Kernels};
+use crate::kv::tier::Tier;
 use crate::request::{Request, text_number};
 use crate::router::context::DecisionContext;
-use crate::router::ledger::AHEAD;
+use crate::router::ledger::{AHEAD, Drains};
 use crate::router::state::State;
 use crate::wide::greater;
 use multiversion::multiversion;
+use std::ops::Range;
 
 /// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
 /// last token, and caches hold whole blocks unless engines keep `partial` last blocks.
@@ -26,21 +28,13 @@ fn max_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
 const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
 const WINDOWS: IndicatorSet =
     IndicatorSet::of(&[Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
-const FACTS: IndicatorSet = IndicatorSet::of(&[
-    Indicator::LoraName,
-    Indicator::Tenant,
-    Indicator::LengthClass,
-    Indicator::Priority,
-    Indicator::LoraBs,
-    Indicator::LoraLoaded,
-    Indicator::TenantBs,
-]);
-const QUEUED: IndicatorSet = IndicatorSet::of(&[
-    Indicator::QueuedPrefillTokens,
-    Indicator::PToken,
-    Indicator::PSeconds,
-    Indicator::PredictedTtftSeconds,
-]);
+const FACTS: IndicatorSet =
+    IndicatorSet::of(&[Indicator::LoraName, Indicator::Tenant, Indicator::LengthClass, Indicator::Priority]);
+const OWNERS: IndicatorSet =
+    IndicatorSet::of(&[Indicator::LoraBs, Indicator::LoraLoaded, Indicator::TenantBs]);
+const QUEUED: IndicatorSet =
+    IndicatorSet::of(&[Indicator::QueuedPrefillTokens, Indicator::PredictedTtftSeconds]);
+const P_TOKEN: IndicatorSet = IndicatorSet::of(&[Indicator::PToken]);
 const P: IndicatorSet = IndicatorSet::of(&[Indicator::PToken, Indicator::PSeconds]);
 const TIER: IndicatorSet = IndicatorSet::of(&[Indicator::TierHitTokens]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
@@ -86,10 +80,195 @@ impl TtftSource {
     }
 }
 
+/// Lengths of the prompt's prefixes on each slot: `DecisionContext` describes them.
+#[derive(Clone, Copy)]
+pub struct Matched<'a> {
+    pub hit_blocks: &'a [u32],
+    pub tier_blocks: &'a [u32],
+    pub tiers: &'a [Tier],
+}
+
+impl Matched<'_> {
+    /// Returns the blocks that a slot holds on the GPU, and those that it can load behind them.
+    #[inline]
+    pub fn blocks_on(&self, slot: usize) -> (u32, u32) {
+        (self.hit_blocks[slot], self.tier_blocks.get(slot).copied().unwrap_or(0))
+    }
+}
+
+/// Kernels of a request at one time.
+pub struct RequestKernels<'a> {
+    state: &'a State,
+    request: &'a Request<'a>,
+    matched: Matched<'a>,
+    /// Expected seconds until a follow-up segment starts to decode; `None` for a first segment.
+    handoff: Option<Seconds>,
+    now: Seconds,
+    /// Prompt tokens, and the largest number of them that a cache can save.
+    prompt: f64,
+    most: f64,
+    /// Longest prefix that an instance could fetch, in tokens; 0 if no fetch indicator is read.
+    reach: f64,
+}
+
+impl Kernels for RequestKernels<'_> {
+    fn fill(&self, reads: IndicatorSet, slots: Range<usize>, to: usize, columns: &mut Columns) {
+        let RequestKernels { state, request, matched, handoff, now, prompt, most, .. } = *self;
+        let part = to..to + slots.len();
+        let per_block = request.tokens_per_block;
+        let hit_blocks = &matched.hit_blocks[slots.clone()];
+        if reads == P_TOKEN && matched.tier_blocks.is_empty() {
+            let out = &mut columns.get_mut(Indicator::PToken)[part];
+            p_token(state.ledger.drains(slots), now, hit_blocks, per_block, most, prompt, out);
+            return;
+        }
+        if reads.intersects(AHEAD) {
+            state.derive_ahead(reads, slots.clone(), part.clone(), now, handoff, columns);
+        }
+        if reads.intersects(OWNERS) {
+            self.derive_owners(slots.clone(), part.clone(), columns);
+        }
+        if reads.intersects(QUEUED) {
+            let out = &mut columns.get_mut(Indicator::QueuedPrefillTokens)[part.clone()];
+            state.ledger.queued_prefill(now, slots.clone(), out);
+        }
+        let tiered = !matched.tier_blocks.is_empty() && reads.intersects(P.union(HITS).union(TIER));
+        if tiered {
+            let ids = [Indicator::HitTokens, Indicator::TierHitTokens];
+            let [out, tier] = columns.several_mut(ids, part.clone());
+            tier_hits(hit_blocks, &matched.tier_blocks[slots.clone()], per_block, most, out, tier);
+            for (slot, (out, tokens)) in slots.clone().zip(out.iter_mut().zip(&*tier)) {
+                if *tokens > 0.0 {
+                    *out -= tokens * state.tier_load_ratio(slot, matched.tiers[slot]);
+                }
+            }
+        } else if reads.intersects(TIER) {
+            columns.get_mut(Indicator::TierHitTokens)[part.clone()].fill(0.0);
+        }
+        if reads.intersects(P) && tiered {
+            let [out, hits] = columns.several_mut([Indicator::PToken, Indicator::HitTokens], part.clone());
+            p_token_of_hits(state.ledger.drains(slots.clone()), now, hits, prompt, out);
+        } else if reads.intersects(P) {
+            let out = &mut columns.get_mut(Indicator::PToken)[part.clone()];
+            p_token(state.ledger.drains(slots.clone()), now, hit_blocks, per_block, most, prompt, out);
+        }
+        if reads.contains(Indicator::PSeconds) {
+            let rates = &state.ledger.get(Indicator::PrefillTokensPerSecond)[slots.clone()];
+            let mean = state.mean_prefill_rate();
+            let [out, tokens] = columns.several_mut([Indicator::PSeconds, Indicator::PToken], part.clone());
+            for ((out, tokens), rate) in out.iter_mut().zip(tokens).zip(rates) {
+                *out = *tokens / if rate.is_nan() { mean } else { *rate };
+            }
+        }
+        if reads.intersects(HITS) {
+            if !tiered {
+                hits(hit_blocks, per_block, most, &mut columns.get_mut(Indicator::HitTokens)[part.clone()]);
+            }
+            let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
+            let [out, hits] = columns.several_mut([Indicator::KvHit, Indicator::HitTokens], part.clone());
+            scaled(hits, share, 0.0, out);
+            let [out, hits] = columns.several_mut([Indicator::NewTokens, Indicator::HitTokens], part.clone());
+            scaled(hits, -1.0, prompt, out);
+        }
+        if reads.intersects(WINDOWS) {
+            let ids = [Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens];
+            let [prefill, output] = columns.several_mut(ids, part.clone());
+            state.ledger.windows(now, slots.clone(), prefill, output);
+        }
+        let blocks_on = |slot: usize| state.index.blocks(InstanceId(slot as u32));
+        if reads.intersects(BLOCKS) {
+            let out = &mut columns.get_mut(Indicator::IndexBlocks)[part.clone()];
+            out.iter_mut().zip(slots.clone()).for_each(|(out, slot)| *out = f64::from(blocks_on(slot)));
+        }
+        if reads.contains(Indicator::CacheFreeTokens) {
+            let out = columns.get_mut(Indicator::CacheFreeTokens)[part.clone()].iter_mut();
+            for (out, slot) in out.zip(slots.clone()) {
+                let held = blocks_on(slot);
+                let free = |capacity: u32| f64::from(capacity.saturating_sub(held)) * per_block;
+                *out = state.instances[slot].cache_blocks.map_or(f64::NAN, free);
+            }
+        }
+        if reads.contains(Indicator::ReportAgeSeconds) {
+            let out = columns.get_mut(Indicator::ReportAgeSeconds)[part.clone()].iter_mut();
+            for (out, slot) in out.zip(slots.clone()) {
+                *out = state.ledger.reported_at(slot).map_or(f64::NAN, |at| now - at);
+            }
+        }
+        if reads.intersects(FETCH) {
+            state.derive_fetches(request, matched, self.reach, slots.clone(), part.clone(), columns);
+        }
+        if reads.contains(Indicator::PredictedTtftSeconds) {
+            state.predict_ttft(slots.clone(), part.clone(), columns);
+        }
+        for (id, joining) in [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
+        {
+            if reads.contains(id) {
+                let out = &mut columns.get_mut(id)[part.clone()];
+                state.predict_step(slots.clone(), out, joining);
+            }
+        }
+    }
+}
+
+impl RequestKernels<'_> {
+    /// Writes the indicators of the request to slot 0 of their columns. `able`: number of instances
+    /// that can take the segment.
+    pub fn write_request(&self, reads: IndicatorSet, able: usize, columns: &mut Columns) {
+        let request = self.request;
+        let number = |name: u64| if name == 0 { f64::NAN } else { text_number(name) };
+        let mut write = |id: Indicator, value: f64| columns.get_mut(id)[0] = value;
+        write(Indicator::PromptTokens, self.prompt);
+        write(Indicator::ExpectedOutputTokens, request.expected_output_tokens.map_or(f64::NAN, f64::from));
+        write(Indicator::Instances, able as f64);
+        write(Indicator::RecomputeRatio, self.state.recompute_ratio);
+        write(Indicator::HandoffSeconds, self.handoff.unwrap_or(f64::NAN));
+        if reads.intersects(FACTS) {
+            write(Indicator::LoraName, number(request.lora.unwrap_or(0)));
+            write(Indicator::Tenant, number(request.tenant.id));
+            write(Indicator::LengthClass, number(request.length_class.unwrap_or(0)));
+            write(Indicator::Priority, request.priority.unwrap_or(f64::NAN));
+        }
+    }
+
+    /// Computes the indicators about related requests on each instance.
+    fn derive_owners(&self, slots: Range<usize>, part: Range<usize>, columns: &mut Columns) {
+        let (lora, tenant) = (self.request.lora.unwrap_or(0), self.request.tenant.id);
+        let owners = &self.state.ledger.owners()[slots];
+        let loaded = columns.get_mut(Indicator::LoraLoaded)[part.clone()].iter_mut();
+        loaded.zip(owners).for_each(|(out, owners)| *out = owners.lora_loaded(lora));
+        let [of_lora, of_tenant] = columns.several_mut([Indicator::LoraBs, Indicator::TenantBs], part);
+        of_lora.iter_mut().zip(owners).for_each(|(out, owners)| *out = owners.lora(lora));
+        of_tenant.iter_mut().zip(owners).for_each(|(out, owners)| *out = owners.tenant(tenant));
+    }
+}
+
 impl State {
-    /// Computes the indicators `reads` for `request` at `now`, except the ledger's own. `able`:
-    /// number of instances that can take the segment. `handoff`: expected seconds until a follow-up
+    /// Returns the kernels of a request at `now`. `handoff`: expected seconds until a follow-up
     /// segment starts to decode; `None` for a first segment.
+    pub fn kernels<'a>(
+        &'a self,
+        matched: Matched<'a>,
+        request: &'a Request<'a>,
+        reads: IndicatorSet,
+        handoff: Option<Seconds>,
+        now: Seconds,
+    ) -> RequestKernels<'a> {
+        let fetches = reads.intersects(FETCH) && handoff.is_none();
+        let reach = if fetches { self.reach(matched.hit_blocks, request) } else { 0.0 };
+        RequestKernels {
+            state: self,
+            request,
+            matched,
+            handoff,
+            now,
+            prompt: f64::from(request.prompt_tokens),
+            most: max_hit_tokens(request, self.config.partial_blocks),
+            reach,
+        }
+    }
+
+    /// Computes the columns of the indicators `reads` for `request` at `now`, except the ledger's
+    /// own, and the request's own indicators. `able`: number of instances that can take the segment.
     pub fn derive(
         &self,
         context: &mut DecisionContext,
@@ -99,121 +278,33 @@ impl State {
         handoff: Option<Seconds>,
         now: Seconds,
     ) {
-        let DecisionContext { hit_blocks, tier_blocks, tiers, derived: columns, .. } = context;
-        let prompt = f64::from(request.prompt_tokens);
-        if columns.slots() == 0 {
-            return;
-        }
-        columns.get_mut(Indicator::PromptTokens)[0] = prompt;
-        columns.get_mut(Indicator::ExpectedOutputTokens)[0] =
-            request.expected_output_tokens.map_or(f64::NAN, f64::from);
-        columns.get_mut(Indicator::Instances)[0] = able as f64;
-        columns.get_mut(Indicator::RecomputeRatio)[0] = self.recompute_ratio;
-        columns.get_mut(Indicator::HandoffSeconds)[0] = handoff.unwrap_or(f64::NAN);
-        if let Some(ahead) = self.ledger.ahead().filter(|_| reads.intersects(AHEAD)) {
-            ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
-        }
-        if reads.intersects(FACTS) {
-            self.derive_facts(columns, request);
-        }
-        if reads.intersects(QUEUED) {
-            self.ledger.queued_prefill(now, columns.get_mut(Indicator::QueuedPrefillTokens));
-        }
-        let (per_block, most) =
-            (request.tokens_per_block, max_hit_tokens(request, self.config.partial_blocks));
-        let tiered = !tier_blocks.is_empty() && reads.intersects(P.union(HITS).union(TIER));
-        if tiered {
-            let [out, tier] = columns.several_mut([Indicator::HitTokens, Indicator::TierHitTokens]);
-            tier_hits(hit_blocks, tier_blocks, per_block, most, out, tier);
-            for (slot, (out, tokens)) in out.iter_mut().zip(&*tier).enumerate() {
-                if *tokens > 0.0 {
-                    *out -= tokens * self.tier_load_ratio(slot, tiers[slot]);
-                }
-            }
-        } else if reads.intersects(TIER) {
-            columns.get_mut(Indicator::TierHitTokens).fill(0.0);
-        }
-        if reads.intersects(P) && tiered {
-            let [out, queued, hits] = columns.several_mut([
-                Indicator::PToken,
-                Indicator::QueuedPrefillTokens,
-                Indicator::HitTokens,
-            ]);
-            p_token_of_hits(queued, hits, prompt, out);
-        } else if reads.intersects(P) {
-            let [out, queued] = columns.several_mut([Indicator::PToken, Indicator::QueuedPrefillTokens]);
-            p_token(queued, hit_blocks, per_block, most, prompt, out);
-        }
-        if reads.contains(Indicator::PSeconds) {
-            let (rates, mean) =
-                (self.ledger.get(Indicator::PrefillTokensPerSecond), self.mean_prefill_rate());
-            let [out, tokens] = columns.several_mut([Indicator::PSeconds, Indicator::PToken]);
-            for ((out, tokens), rate) in out.iter_mut().zip(tokens).zip(rates) {
-                *out = *tokens / if rate.is_nan() { mean } else { *rate };
-            }
-        }
-        if reads.intersects(HITS) {
-            if !tiered {
-                hits(hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
-            }
-            let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
-            let [out, hits] = columns.several_mut([Indicator::KvHit, Indicator::HitTokens]);
-            scaled(hits, share, 0.0, out);
-            let [out, hits] = columns.several_mut([Indicator::NewTokens, Indicator::HitTokens]);
-            scaled(hits, -1.0, prompt, out);
-        }
-        if reads.intersects(WINDOWS) {
-            let [prefill, output] =
-                columns.several_mut([Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
-            self.ledger.windows(now, prefill, output);
-        }
-        if reads.intersects(BLOCKS) {
-            let column = columns.get_mut(Indicator::IndexBlocks);
-            for (slot, out) in column.iter_mut().enumerate() {
-                *out = f64::from(self.index.blocks(InstanceId(slot as u32)));
-            }
-        }
-        if reads.contains(Indicator::CacheFreeTokens) {
-            let column = columns.get_mut(Indicator::CacheFreeTokens);
-            for (slot, (out, instance)) in column.iter_mut().zip(&self.instances).enumerate() {
-                let held = self.index.blocks(InstanceId(slot as u32));
-                let free = |capacity: u32| f64::from(capacity.saturating_sub(held)) * per_block;
-                *out = instance.cache_blocks.map_or(f64::NAN, free);
-            }
-        }
-        if reads.contains(Indicator::ReportAgeSeconds) {
-            for (slot, out) in columns.get_mut(Indicator::ReportAgeSeconds).iter_mut().enumerate() {
-                *out = self.ledger.reported_at(slot).map_or(f64::NAN, |at| now - at);
-            }
-        }
-        if reads.intersects(FETCH) {
-            self.derive_fetches(context, request, handoff.is_none());
-        }
-        if reads.contains(Indicator::PredictedTtftSeconds) {
-            self.predict_ttft(&mut context.derived);
-        }
-        for (id, joining) in [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
-        {
-            if reads.contains(id) {
-                self.predict_step(&mut context.derived, id, joining);
-            }
+        let DecisionContext { hit_blocks, tier_blocks, tiers, derived, .. } = context;
+        let slots = derived.slots();
+        if slots > 0 {
+            let kernels =
+                self.kernels(Matched { hit_blocks, tier_blocks, tiers }, request, reads, handoff, now);
+            kernels.write_request(reads, able, derived);
+            kernels.fill(reads, 0..slots, 0, derived);
         }
     }
 
-    /// Computes the indicators about the request's properties and about related requests on each
-    /// instance.
-    fn derive_facts(&self, columns: &mut Columns, request: &Request<'_>) {
-        let (lora, tenant) = (request.lora.unwrap_or(0), request.tenant.id);
-        let number = |name: u64| if name == 0 { f64::NAN } else { text_number(name) };
-        columns.get_mut(Indicator::LoraName)[0] = number(lora);
-        columns.get_mut(Indicator::Tenant)[0] = number(tenant);
-        columns.get_mut(Indicator::LengthClass)[0] = number(request.length_class.unwrap_or(0));
-        columns.get_mut(Indicator::Priority)[0] = request.priority.unwrap_or(f64::NAN);
-        let loaded = columns.get_mut(Indicator::LoraLoaded).iter_mut();
-        loaded.zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.lora_loaded(lora));
-        let [of_lora, of_tenant] = columns.several_mut([Indicator::LoraBs, Indicator::TenantBs]);
-        of_lora.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.lora(lora));
-        of_tenant.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.tenant(tenant));
+    /// Computes the predicted loads; without predictions, they are 0 and decode rates are absent.
+    fn derive_ahead(
+        &self,
+        reads: IndicatorSet,
+        slots: Range<usize>,
+        part: Range<usize>,
+        now: Seconds,
+        handoff: Option<Seconds>,
+        columns: &mut Columns,
+    ) {
+        match self.ledger.ahead() {
+            Some(ahead) => ahead.derive(reads, slots, part, now, now + handoff.unwrap_or(0.0), columns),
+            None => AHEAD.iter().for_each(|id| {
+                let rate = id == Indicator::DecodeTokensPerSecond;
+                columns.get_mut(id)[part.clone()].fill(if rate { f64::NAN } else { 0.0 });
+            }),
+        }
     }
 
     /// Reads the declared indicators `ids` at `now`.
@@ -306,17 +397,18 @@ impl State {
         self.instances[slot].step_time.or(self.config.step_time)
     }
 
-    fn predict_ttft(&self, derived: &mut Columns) {
+    fn predict_ttft(&self, slots: Range<usize>, part: Range<usize>, derived: &mut Columns) {
         let (decoding, context) = (self.ledger.get(Indicator::RBs), self.ledger.get(Indicator::DecodeTokens));
         let mean = self.mean_prefill_rate();
-        let [out, queued, hit, new] = derived.several_mut([
+        let ids = [
             Indicator::PredictedTtftSeconds,
             Indicator::QueuedPrefillTokens,
             Indicator::HitTokens,
             Indicator::NewTokens,
-        ]);
-        for (i, out) in out.iter_mut().enumerate() {
-            *out = self.ttft(i, queued[i], hit[i], new[i], decoding[i], context[i], mean);
+        ];
+        let [out, queued, hit, new] = derived.several_mut(ids, part);
+        for (i, (out, slot)) in out.iter_mut().zip(slots).enumerate() {
+            *out = self.ttft(slot, queued[i], hit[i], new[i], decoding[slot], context[slot], mean);
         }
     }
 
@@ -350,14 +442,14 @@ impl State {
     /// Predicts the decode step time of each slot. Without `joining`: the present batch, by learned
     /// models. With `joining`: the batch with a request of that many prompt tokens, by the profile
     /// if there is one.
-    fn predict_step(&self, derived: &mut Columns, id: Indicator, joining: Option<f64>) {
+    fn predict_step(&self, slots: Range<usize>, out: &mut [f64], joining: Option<f64>) {
         let (decoding, context) =
             (self.ledger.get(Indicator::DecodeBs), self.ledger.get(Indicator::DecodeTokens));
         let (more, tokens) = joining.map_or((0.0, 0.0), |prompt| (1.0, prompt));
-        for (i, out) in derived.get_mut(id).iter_mut().enumerate() {
-            let profile = joining.and_then(|_| self.profiled(i));
-            let model = profile.or_else(|| self.ledger.step_fit(i).step_time());
-            *out = model.map_or(f64::NAN, |model| model.step(decoding[i] + more, context[i] + tokens));
+        for (out, slot) in out.iter_mut().zip(slots) {
+            let profile = joining.and_then(|_| self.profiled(slot));
+            let model = profile.or_else(|| self.ledger.step_fit(slot).step_time());
+            *out = model.map_or(f64::NAN, |model| model.step(decoding[slot] + more, context[slot] + tokens));
         }
     }
 }
@@ -377,16 +469,26 @@ fn scaled(values: &[f64], factor: f64, offset: f64, out: &mut [f64]) {
 }
 
 #[multiversion(targets("x86_64+avx2"))]
-fn p_token(queued: &[f64], blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
-    for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
-        *out = greater(queued + (prompt - hit(*blocks, per_block, most)), 1.0);
+fn p_token(
+    drains: Drains<'_>,
+    now: Seconds,
+    blocks: &[u32],
+    per_block: f64,
+    most: f64,
+    prompt: f64,
+    out: &mut [f64],
+) {
+    let drains = drains.first(out.len());
+    for (i, (out, blocks)) in out.iter_mut().zip(blocks).enumerate() {
+        *out = greater(drains.tokens(i, now) + (prompt - hit(*blocks, per_block, most)), 1.0);
     }
 }
 
 #[multiversion(targets("x86_64+avx2"))]
-fn p_token_of_hits(queued: &[f64], hits: &[f64], prompt: f64, out: &mut [f64]) {
-    for ((out, queued), hits) in out.iter_mut().zip(queued).zip(hits) {
-        *out = greater(queued + (prompt - hits), 1.0);
+fn p_token_of_hits(drains: Drains<'_>, now: Seconds, hits: &[f64], prompt: f64, out: &mut [f64]) {
+    let drains = drains.first(out.len());
+    for (i, (out, hits)) in out.iter_mut().zip(hits).enumerate() {
+        *out = greater(drains.tokens(i, now) + (prompt - hits), 1.0);
     }
 }
 

@@ -1,32 +1,39 @@
 //! Writes decision records: the best instances, with their scores and terms.
+use super::derive::Matched;
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Indicator, Scope};
-use crate::policy::Prefer;
+use crate::indicators::{CHUNK, Indicator, IndicatorSet, Kernels};
+use crate::policy::select::{WORD, lowest_of_eight};
+use crate::policy::{Prefer, Scores};
 use crate::record::{BEST_KEPT, Candidate, DecisionRecord};
 use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
 use crate::wide::lesser;
-use multiversion::multiversion;
 use smallvec::SmallVec;
 
 impl State {
-    /// Writes the last choice of a first segment into its decision record. The context must be
-    /// unchanged since that choice.
+    /// Writes the last choice of a first segment into its decision record. Kernels compute the
+    /// terms of the best instances again, so the prefixes in the context and the ledger must be
+    /// those of that choice.
     pub fn explain(
         &self,
-        context: &DecisionContext,
+        context: &mut DecisionContext,
         request: &Request<'_>,
         chosen: InstanceId,
         now: Seconds,
         record: &mut DecisionRecord,
     ) {
-        let Selection { scores, eligible } = &context.first;
+        let Selection { scores, eligible, able, candidates } = &mut context.first;
         record.prompt_tokens = request.prompt_tokens;
         record.prefer = scores.prefer;
         record.names = self.fleet.names().clone();
-        let (hit, tier) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
+        let matched = Matched {
+            hit_blocks: &context.hit_blocks,
+            tier_blocks: &context.tier_blocks,
+            tiers: &context.tiers,
+        };
+        let (hit, tier) = self.reusable_tokens(request, matched.blocks_on(chosen.index()));
         (record.predicted_hit_tokens, record.predicted_tier_tokens) = (hit as u32, tier as u32);
         record.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
         record.filter_waived = scores.filter_waived;
@@ -38,32 +45,18 @@ impl State {
         record.arm = if self.canary.is_some() { request.arm } else { Arm::Stable };
         record.chosen = chosen.0;
 
-        let scores = &scores.score;
+        let Scores { score: scores, minima, scored, tied, scratch, .. } = scores;
         let sign = if record.prefer == Prefer::Max { -1.0 } else { 1.0 };
-        let mut best = Best::default();
         let chosen_key = scores[chosen.index()] * sign;
-        let (mut scored, mut equal) = (0, 0);
-        for (i, scores) in scores.chunks(BLOCK).enumerate() {
-            let (count, least) = count_and_least(sign, scores);
-            scored += count;
-            // After the first blocks, few scores are among the best.
-            if least < best.worst() {
-                best.offer(sign, i * BLOCK, scores);
-            }
-            if least <= chosen_key {
-                equal += scores.iter().map(|score| u32::from(sign * score == chosen_key)).sum::<u32>();
-            }
-        }
-        let Best { kept: mut best } = best;
+        let Best { kept: mut best } = Best::of(sign, scores, minima);
         record.guard_excluded = match context.restriction {
             Restriction::Filtered(out) => out as u32,
             _ => 0,
         };
         record.balance_only = context.restriction == Restriction::BalanceOnly;
-        let could = eligible.iter().filter(|e| **e).count();
-        record.left_out = (could - scored) as u32;
-        record.scored = scored as u32;
-        record.tied = equal.saturating_sub(1);
+        record.left_out = (*candidates - *scored) as u32;
+        record.scored = *scored as u32;
+        record.tied = *tied;
         record.margin = best
             .iter()
             .find(|(_, slot)| *slot != chosen.0 && *slot != u32::MAX)
@@ -74,45 +67,53 @@ impl State {
         if !best[..live].iter().any(|(_, slot)| *slot == chosen.0) {
             best[live.max(1) - 1] = (chosen_key, chosen.0);
         }
-        let indicators = self.indicators(context);
-        // Request indicators have one value, in slot 0.
-        let column = |id: Indicator| (indicators.get(id), id.decl().scope != Scope::Request);
-        let columns: SmallVec<[(&[f64], bool); 8]> = selector.reads.iter().map(column).collect();
-        for &(key, slot) in &best[..live.max(1)] {
+        let best = &best[..live.max(1)];
+        let kernels = self.kernels(matched, request, selector.reads, None, now);
+        let computed = scratch.computed();
+        kernels.write_request(selector.reads, *able, computed);
+        let reads = selector.reads.and(IndicatorSet::COMPUTED);
+        // One chunk for a small fleet, else one call for each of the best slots.
+        let in_one = eligible.len() <= CHUNK;
+        if in_one {
+            kernels.fill(reads, 0..eligible.len(), 0, computed);
+        } else {
+            for (place, (_, slot)) in best.iter().enumerate() {
+                let slot = *slot as usize;
+                kernels.fill(reads, slot..slot + 1, place, computed);
+            }
+        }
+        let kept = self.ledger.columns();
+        let column = |id: Indicator| match () {
+            () if IndicatorSet::OF_REQUEST.contains(id) => (computed.get(id), At::First),
+            () if IndicatorSet::COMPUTED.contains(id) => {
+                (computed.get(id), if in_one { At::Slot } else { At::Place })
+            }
+            () => (kept.get(id), At::Slot),
+        };
+        let columns: SmallVec<[(&[f64], At); 8]> = selector.reads.iter().map(column).collect();
+        for (place, &(key, slot)) in best.iter().enumerate() {
             record.best.push(Candidate { slot, score: key * sign });
-            let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };
             // One by one: in some builds `extend` is not inlined and takes twice the instructions.
-            for (column, per_slot) in &columns {
-                record.terms.push(column[at(*per_slot)]);
+            for (column, at) in &columns {
+                record.terms.push(match at {
+                    At::First => column[0],
+                    At::Slot => column[slot as usize],
+                    At::Place => column[place],
+                });
             }
             for id in &record.declared {
-                record.terms.push(indicators.declared(*id)[slot as usize]);
+                record.terms.push(context.declared[id.index()][slot as usize]);
             }
         }
     }
 }
 
-/// Slots processed together.
-const BLOCK: usize = 64;
-/// Independent running minima, so that no minimum waits for another.
-const LANES: usize = 8;
-
-/// Returns the number of finite scores of a block, and the lowest `sign * score`.
-#[multiversion(targets("x86_64+avx2"))]
-fn count_and_least(sign: f64, scores: &[f64]) -> (usize, f64) {
-    // x - x is 0 for finite numbers and NaN for all others, without a branch.
-    #[allow(clippy::eq_op)]
-    let finite = |x: f64| x + (x - x);
-    let count = scores.iter().map(|x| u64::from(x.is_finite())).sum::<u64>();
-    let mut least = [f64::INFINITY; LANES];
-    let (lanes, rest) = scores.as_chunks::<LANES>();
-    for scores in lanes {
-        for lane in 0..LANES {
-            least[lane] = lesser(sign * finite(scores[lane]), least[lane]);
-        }
-    }
-    let least = least.into_iter().chain(rest.iter().map(|s| sign * finite(*s)));
-    (count as usize, least.fold(f64::INFINITY, |least, key| lesser(key, least)))
+/// Entry of a column that belongs to one of the best slots.
+#[derive(Clone, Copy)]
+enum At {
+    First,
+    Slot,
+    Place,
 }
 
 /// The best slots, best first; ties in slot order.
@@ -131,17 +132,58 @@ impl Best {
         self.kept[BEST_KEPT - 1].0
     }
 
-    fn offer(&mut self, sign: f64, first: usize, scores: &[f64]) {
-        for (i, score) in scores.iter().enumerate().filter(|(_, s)| s.is_finite()) {
-            let key = sign * score;
-            if key < self.worst() {
-                let mut place = BEST_KEPT - 1;
-                while place > 0 && key < self.kept[place - 1].0 {
-                    self.kept[place] = self.kept[place - 1];
-                    place -= 1;
-                }
-                self.kept[place] = (key, (first + i) as u32);
+    /// Keeps a slot if its key is among the lowest. Equal keys stay in the order of the calls.
+    #[inline]
+    fn offer(&mut self, key: f64, slot: usize) {
+        if key < self.worst() {
+            let mut place = BEST_KEPT - 1;
+            while place > 0 && key < self.kept[place - 1].0 {
+                self.kept[place] = self.kept[place - 1];
+                place -= 1;
             }
+            self.kept[place] = (key, slot as u32);
+        }
+    }
+
+    /// Returns the slots with the lowest `sign * score`. `minima`: the lowest of each word.
+    fn of(sign: f64, scores: &[f64], minima: &[f64]) -> Best {
+        let mut best = Best::default();
+        if minima.len() <= 1 {
+            best.offer_each(sign, 0, scores);
+            return best;
+        }
+        // The best slots are in the words with the lowest minima.
+        let mut words = [usize::MAX; BEST_KEPT];
+        if minima.len() <= BEST_KEPT {
+            words.iter_mut().zip(0..minima.len()).for_each(|(word, all)| *word = all);
+        } else {
+            let mut lowest = Best::default();
+            minima.iter().enumerate().for_each(|(word, least)| lowest.offer(*least, word));
+            words = lowest.kept.map(|(_, word)| word as usize);
+            words.sort_unstable();
+        }
+        for word in words.into_iter().take_while(|word| *word < minima.len()) {
+            let first = word * WORD;
+            best.offer_all(sign, first, &scores[first..scores.len().min(first + WORD)]);
+        }
+        best
+    }
+
+    /// Offers the finite scores of slots from `first` on, if any is among the best of eight slots.
+    fn offer_all(&mut self, sign: f64, first: usize, scores: &[f64]) {
+        let (eights, rest) = scores.as_chunks::<8>();
+        for (i, eight) in eights.iter().enumerate() {
+            // NaN becomes infinity, which never is.
+            if lowest_of_eight(eight.map(|score| lesser(sign * score, f64::INFINITY))) < self.worst() {
+                self.offer_each(sign, first + i * 8, eight);
+            }
+        }
+        self.offer_each(sign, first + eights.len() * 8, rest);
+    }
+
+    fn offer_each(&mut self, sign: f64, first: usize, scores: &[f64]) {
+        for (i, score) in scores.iter().enumerate().filter(|(_, score)| score.is_finite()) {
+            self.offer(sign * score, first + i);
         }
     }
 }
@@ -165,9 +207,11 @@ mod tests {
         router.match_prefix(&request);
         router.score(&request, 0.0).unwrap();
         for score in [f64::NAN, f64::INFINITY] {
-            router.context.first.scores.score.fill(score);
+            let Selection { scores, eligible, .. } = &mut router.context.first;
+            scores.score.fill(score);
+            assert_eq!(crate::policy::best(scores, eligible, &mut router.context.rng), None);
             let mut record = router.requests.records.take();
-            router.state.explain(&router.context, &request, InstanceId(1), 0.0, &mut record);
+            router.state.explain(&mut router.context, &request, InstanceId(1), 0.0, &mut record);
             assert_eq!((record.chosen, record.scored, record.left_out), (1, 0, 3));
             let best: Vec<u32> = record.best.iter().map(|candidate| candidate.slot).collect();
             assert_eq!((best, record.margin), (vec![1], None));

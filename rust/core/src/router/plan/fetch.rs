@@ -3,8 +3,9 @@
 //! Each instance can compute its missing tokens or fetch as many as the best available holder has
 //! ([`Indicator::FetchTokens`], [`Indicator::FetchCostTokens`]). Scores can read these indicators.
 //! Independent of the score, the chosen instance fetches if this saves time.
+use super::derive::Matched;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Indicator, IndicatorSet};
+use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::plan::{Cuts, PrefixFetch};
 use crate::record::FetchRecord;
 use crate::request::Request;
@@ -13,33 +14,41 @@ use crate::router::parts::Rest;
 use crate::router::state::State;
 use crate::router::tickets::PlannedFetch;
 use rand::RngExt;
+use std::ops::Range;
 
 /// Indicators of possible prefix fetches.
 pub(super) const FETCH: IndicatorSet =
     IndicatorSet::of(&[Indicator::FetchTokens, Indicator::FetchCostTokens]);
 
 impl State {
-    /// Computes the possible fetch of each instance and its cost.
-    pub fn derive_fetches(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
-        let reach = if first { self.reach(context, request) } else { 0.0 };
-        let DecisionContext { derived, hit_blocks, tier_blocks, .. } = context;
-        let [tokens, cost, hits] =
-            derived.several_mut([Indicator::FetchTokens, Indicator::FetchCostTokens, Indicator::HitTokens]);
+    /// Computes the possible fetch of each instance and its cost. `reach`: longest prefix that an
+    /// instance could fetch, in tokens.
+    pub fn derive_fetches(
+        &self,
+        request: &Request<'_>,
+        matched: Matched<'_>,
+        reach: f64,
+        slots: Range<usize>,
+        part: Range<usize>,
+        columns: &mut Columns,
+    ) {
+        let ids = [Indicator::FetchTokens, Indicator::FetchCostTokens, Indicator::HitTokens];
+        let [tokens, cost, hits] = columns.several_mut(ids, part);
         tokens.fill(0.0);
         cost.fill(0.0);
         let Some(fetches) = self.fetches.filter(|_| reach > 0.0) else { return };
         let mut mean_rate = None;
-        for (slot, hit) in hits.iter().enumerate() {
+        for (i, (hit, slot)) in hits.iter().zip(slots).enumerate() {
             // A lower tier of the slot is nearer than another instance.
-            let own = match tier_blocks.get(slot) {
-                Some(more) if *more > 0 => self.saved_tokens(request, hit_blocks[slot] + more),
+            let own = match matched.tier_blocks.get(slot) {
+                Some(more) if *more > 0 => self.saved_tokens(request, matched.hit_blocks[slot] + more),
                 _ => *hit,
             };
             let gap = reach - own;
             let computed = self.computing_seconds(slot, own, gap, &mut mean_rate);
             if self.may_fetch(slot) && fetches.pays(gap, computed) {
-                tokens[slot] = gap;
-                cost[slot] = fetches.cost.seconds(gap) * gap / computed;
+                tokens[i] = gap;
+                cost[i] = fetches.cost.seconds(gap) * gap / computed;
             }
         }
     }
@@ -67,12 +76,12 @@ impl State {
 
     /// Returns the longest prefix of the prompt, in tokens, on the GPU of an instance that can
     /// serve a fetch now; 0 if prefixes must not be fetched.
-    fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
+    pub fn reach(&self, hit_blocks: &[u32], request: &Request<'_>) -> f64 {
         if self.fetches.is_none() || request.fetch_reason.is_some() {
             return 0.0;
         }
         let mut most = 0;
-        for (slot, &blocks) in context.hit_blocks.iter().enumerate() {
+        for (slot, &blocks) in hit_blocks.iter().enumerate() {
             if blocks > most && self.hands_over(slot) {
                 most = blocks;
             }
@@ -114,7 +123,7 @@ impl State {
         if cut || !self.may_fetch(chosen.index()) {
             return None;
         }
-        let reach = self.reach(context, request);
+        let reach = self.reach(&context.hit_blocks, request);
         let (own, _) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
         let tokens = reach - own;
         let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);

@@ -6,8 +6,11 @@ mod fetch;
 pub mod planners;
 mod segments;
 mod select;
+#[cfg(test)]
+mod tests;
 mod tiers;
 
+pub(in crate::router) use derive::Matched;
 pub use derive::TtftSource;
 
 use crate::error::CoreError;

@@ -1,11 +1,12 @@
 //! The choice of an instance: eligible slots, indicators, scores, best slot.
+use super::derive::Matched;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{Indicator, Indicators, Snapshot};
+use crate::indicators::{Indicator, Indicators, Kernels, Snapshot};
 use crate::plan::Cuts;
-use crate::policy::{Scores, select};
+use crate::policy::select;
 use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::parts::Turn;
@@ -54,10 +55,21 @@ impl State {
         } else {
             eligible_count
         };
-        self.derive(context, request, selector.reads, eligible_count, handoff, now);
         self.derive_declared(context, &selector.declared, now);
-        let DecisionContext { first, later, derived, declared, rng, excluded, restriction, unscored, .. } =
-            context;
+        let DecisionContext {
+            hit_blocks,
+            tier_blocks,
+            tiers,
+            derived,
+            declared,
+            first,
+            later,
+            rng,
+            excluded,
+            restriction,
+            unscored,
+            ..
+        } = context;
         let (selection, restriction) = match turn {
             Turn::First => {
                 *restriction = match excluded {
@@ -70,37 +82,48 @@ impl State {
             }
             Turn::Later | Turn::Peer(_) => (later, Restriction::Free),
         };
-        let Selection { scores, eligible } = selection;
+        let Selection { scores, eligible, able, candidates } = selection;
         let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
+        (*able, *candidates) = (eligible_count, eligible_count - excluded);
         let slots = self.fleet.slots();
+        let matched = Matched { hit_blocks, tier_blocks, tiers };
+        let kernels = self.kernels(matched, request, selector.reads, handoff, now);
+        kernels.write_request(selector.reads, eligible_count, derived);
+        let by_chunks = selector.policy.by_chunks();
+        if !by_chunks {
+            kernels.fill(selector.reads, 0..slots, 0, derived);
+        }
+        let columns = Indicators::new(self.ledger.columns(), derived)
+            .with_declared(declared)
+            .with_groups(self.fleet.groups());
         let snapshot = Snapshot {
-            columns: Indicators::new(self.ledger.columns(), derived)
-                .with_declared(declared)
-                .with_groups(self.fleet.groups()),
+            columns: if by_chunks { columns.with_kernels(&kernels) } else { columns },
             eligible,
-            eligible_count: eligible_count - excluded,
+            eligible_count: *candidates,
             name_hashes: self.fleet.name_hashes(),
             ordinal: selector.made,
             session: request.session,
         };
-        scores.reset(slots);
+        if by_chunks || restriction == Restriction::BalanceOnly {
+            scores.begin(slots);
+        } else {
+            scores.reset(slots);
+        }
         if restriction == Restriction::BalanceOnly {
             scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
         } else {
             selector.policy.score(&snapshot, rng, scores)?;
             scores.check(slots, &selector.policy.spec().name)?;
         }
-        leave_ineligible(scores, &snapshot);
         if let Some(best) = select::best(scores, snapshot.eligible, rng) {
             return Ok(InstanceId(best as u32));
         }
         // The fleet has an eligible instance, so the request must not fail: the fewest requests
         // win.
         *unscored += 1;
-        scores.reset(slots);
+        scores.begin(slots);
         scores.unscored = true;
         scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
-        leave_ineligible(scores, &snapshot);
         let best = select::best(scores, snapshot.eligible, rng);
         best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(request, turn, failed))
     }
@@ -207,14 +230,4 @@ fn keep_roomy(eligible: &mut [bool], roomy: &[bool], count: usize) -> usize {
     }
     eligible.iter_mut().zip(roomy).for_each(|(eligible, roomy)| *eligible &= roomy);
     both
-}
-
-/// Sets the scores of ineligible slots to NaN, so that every later number belongs to an eligible
-/// slot.
-fn leave_ineligible(scores: &mut Scores, snapshot: &Snapshot<'_>) {
-    if snapshot.eligible_count < snapshot.eligible.len() {
-        for (score, _) in scores.score.iter_mut().zip(snapshot.eligible).filter(|(_, e)| !**e) {
-            *score = f64::NAN;
-        }
-    }
 }

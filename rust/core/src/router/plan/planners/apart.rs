@@ -145,8 +145,8 @@ impl Planner for Apart {
             }
         }
         let stay_seconds = state.lost_on(context, &asked, first.index());
-        let Some(best) = select::best(&context.later.scores, &context.later.eligible, &mut context.rng)
-        else {
+        let DecisionContext { later, rng, .. } = &mut *context;
+        let Some(best) = select::best(&mut later.scores, &later.eligible, rng) else {
             return context.leave_whole("the predicted losses on other instances are not finite");
         };
         let apart_seconds = context.later.scores.score[best];
