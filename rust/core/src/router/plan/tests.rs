@@ -15,8 +15,11 @@ use rand::{Rng, RngExt, SeedableRng};
 
 const BLOCK: usize = 16;
 
+/// Filter, score, and tie-breaks.
+type Texts = (&'static str, &'static str, &'static [(&'static str, Prefer)]);
+
 /// Expressions over each kind of indicator: pairs, reductions, groups, filters, absent values.
-const EXPRESSIONS: &[(&str, &str, &[(&str, Prefer)])] = &[
+const EXPRESSIONS: &[Texts] = &[
     ("", "p_token * (bs + 1)", &[]),
     ("", "p_seconds + norm(p_token) + std(kv_hit)", &[("bs", Prefer::Min), ("hit_tokens", Prefer::Max)]),
     ("bs - min(bs) <= 2", "1 - kv_hit", &[("queued_prefill_tokens", Prefer::Max)]),
