@@ -102,12 +102,14 @@ pub struct Scores {
     pub unscored: bool,
     /// Registers of expressions, reused between decisions.
     pub scratch: crate::expr::Scratch,
-    /// Lowest finite key (`score`, negated if the highest wins) of each 64 slots, infinity if none
-    /// has one; slots with the lowest key, as bits; number of finite scores, and of the lowest ones
-    /// before the tie-breaks. All by [`best`].
+    /// Lowest finite key (`score`, negated if the highest wins) of each 64 slots; infinity if none has
+    /// one. [`best`] sets this and the following fields.
     pub(crate) minima: Vec<f64>,
+    /// Slots with the lowest key, as bits.
     ties: Vec<u64>,
+    /// Number of finite scores.
     pub(crate) scored: usize,
+    /// Number of slots with the lowest key, before the tie-breaks.
     pub(crate) tied: u32,
 }
 

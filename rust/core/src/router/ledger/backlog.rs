@@ -329,8 +329,8 @@ fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate:
     }
 }
 
-/// What the remaining tokens of some slots follow from: tokens left when their backlogs were last
-/// settled, the time of the settlement, the drain rate since, and the tokens left of peer routers.
+/// Remaining tokens of some slots. They follow from the tokens left when a backlog was last settled,
+/// the time of the settlement and the drain rate since. The tokens left of peer routers are added.
 #[derive(Clone, Copy)]
 pub struct Drains<'a> {
     left: &'a [f64],
