@@ -26,7 +26,8 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Returns columns of [`CHUNK`] entries for the results of kernels and the request's indicators.
+    /// Returns columns of [`CHUNK`] entries for the results of kernels and the request's
+    /// indicators.
     pub(crate) fn computed(&mut self) -> &mut Columns {
         if self.computed.slots() == 0 {
             self.computed = Columns::of(IndicatorSet::DERIVED);

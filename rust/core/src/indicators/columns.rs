@@ -65,8 +65,8 @@ impl Columns {
     }
 }
 
-/// All indicators for one decision: the columns that the ledger keeps, and the indicators derived for
-/// the request and the time ([`IndicatorSet::DERIVED`]), in columns or by kernels.
+/// All indicators for one decision: the columns that the ledger keeps, and the indicators derived
+/// for the request and the time ([`IndicatorSet::DERIVED`]), in columns or by kernels.
 #[derive(Clone, Copy)]
 pub struct Indicators<'a> {
     kept: &'a Columns,

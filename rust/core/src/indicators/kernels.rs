@@ -1,5 +1,5 @@
-//! Kernels: indicators that depend on the request or on the time, computed for a chunk of slots at a
-//! time, where an expression needs them.
+//! Kernels: indicators that depend on the request or on the time, computed for a chunk of slots at
+//! a time, where an expression needs them.
 use super::columns::Columns;
 use super::table::IndicatorSet;
 use std::ops::Range;

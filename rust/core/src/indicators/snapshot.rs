@@ -28,7 +28,8 @@ impl<'a> Snapshot<'a> {
     }
 
     /// Returns the column of a per-instance or per-pair indicator. A policy that reads columns of
-    /// [`super::IndicatorSet::COMPUTED`] must not say otherwise in [`crate::policy::Policy::by_chunks`].
+    /// [`super::IndicatorSet::COMPUTED`] must not say otherwise in
+    /// [`crate::policy::Policy::by_chunks`].
     #[inline]
     pub fn column(&self, id: Indicator) -> &'a [f64] {
         &self.columns.get(id)[..self.eligible.len()]

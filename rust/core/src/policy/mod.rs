@@ -102,8 +102,8 @@ pub struct Scores {
     pub unscored: bool,
     /// Registers of expressions, reused between decisions.
     pub scratch: crate::expr::Scratch,
-    /// Lowest finite key (`score`, negated if the highest wins) of each 64 slots; infinity if none has
-    /// one. [`best`] sets this and the following fields.
+    /// Lowest finite key (`score`, negated if the highest wins) of each 64 slots; infinity if none
+    /// has one. [`best`] sets this and the following fields.
     pub(crate) minima: Vec<f64>,
     /// Slots with the lowest key, as bits.
     ties: Vec<u64>,

@@ -66,8 +66,8 @@ fn nan_last(value: f64) -> f64 {
 }
 
 /// Makes the scores of ineligible slots NaN, and sets the bits of the slots whose `sign * score` is
-/// finite and lowest. Without such a score, no bit is set. Writes the lowest finite key of each word
-/// to `minima`. Returns the number of finite scores.
+/// finite and lowest. Without such a score, no bit is set. Writes the lowest finite key of each
+/// word to `minima`. Returns the number of finite scores.
 #[multiversion(targets("x86_64+avx2"))]
 fn set_of_lowest(
     sign: f64,

@@ -28,6 +28,30 @@ pub(super) struct Account {
 }
 
 impl Account {
+    /// Returns the own load without the prefill queue. `recent_seconds`: time constant of recent
+    /// prefills.
+    pub fn share(&self, recent_seconds: Seconds, now: Seconds) -> Share {
+        let Account { own, windows, fetches, .. } = self;
+        let (recent_prefill_tokens, recent_prefill_pairs) = windows.recent(recent_seconds, now);
+        let (window_prefill_tokens, window_output_tokens) = windows.sums(now);
+        Share {
+            coming: own.coming,
+            queued: own.queued - own.unqueued,
+            scheduled: own.scheduled + own.unqueued,
+            decoding: own.decoding,
+            decode_tokens: own.decode_tokens,
+            bound_tokens: own.bound_tokens,
+            remaining_tokens: own.remaining_tokens,
+            bound_remaining_tokens: own.bound_remaining_tokens,
+            recent_prefill_tokens,
+            recent_prefill_pairs,
+            window_prefill_tokens,
+            window_output_tokens,
+            fetches: *fetches,
+            ..Share::default() // `Router::share` adds the agent programs
+        }
+    }
+
     /// Returns the number of own and peer requests that the engine may have.
     pub fn known(&self) -> f64 {
         self.own.at_engine() + self.peers.at_engine()

@@ -233,12 +233,6 @@ impl Backlogs {
         self.own_tokens(slot, now) + self.peers_left[slot]
     }
 
-    /// Writes the remaining tokens of `slots` at `now`, in one pass over four columns.
-    #[inline]
-    pub fn all_tokens(&self, now: Seconds, slots: Range<usize>, out: &mut [f64]) {
-        drained(self.drains(slots), now, out);
-    }
-
     /// Returns the columns that the remaining tokens of `slots` follow from.
     #[inline]
     pub fn drains(&self, slots: Range<usize>) -> Drains<'_> {
@@ -329,8 +323,9 @@ fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate:
     }
 }
 
-/// Remaining tokens of some slots. They follow from the tokens left when a backlog was last settled,
-/// the time of the settlement and the drain rate since. The tokens left of peer routers are added.
+/// Remaining tokens of some slots. They follow from the tokens left when a backlog was last
+/// settled, the time of the settlement and the drain rate since. The tokens left of peer routers
+/// are added.
 #[derive(Clone, Copy)]
 pub struct Drains<'a> {
     left: &'a [f64],
@@ -350,6 +345,12 @@ impl<'a> Drains<'a> {
             rate: &rate[..len],
             peers_left: &peers_left[..len],
         }
+    }
+
+    /// Writes the remaining tokens at `now`, in one pass over four columns.
+    #[inline]
+    pub fn write(self, now: Seconds, out: &mut [f64]) {
+        drained(self, now, out);
     }
 
     /// Returns the remaining tokens of the slot at place `i`.

@@ -343,26 +343,10 @@ impl Ledger {
 
     /// Returns this router's load on a slot.
     pub fn share(&self, slot: usize, now: Seconds) -> Share {
-        let Account { own, windows, fetches, .. } = &self.accounts[slot];
-        let (recent_prefill_tokens, recent_prefill_pairs) = windows.recent(self.recent_seconds, now);
-        let (window_prefill_tokens, window_output_tokens) = windows.sums(now);
         Share {
-            coming: own.coming,
-            queued: own.queued - own.unqueued,
-            scheduled: own.scheduled + own.unqueued,
-            decoding: own.decoding,
-            decode_tokens: own.decode_tokens,
-            bound_tokens: own.bound_tokens,
-            remaining_tokens: own.remaining_tokens,
-            bound_remaining_tokens: own.bound_remaining_tokens,
             queued_prefill_tokens: self.backlogs.own_tokens(slot, now),
             queued_prefill_pairs: self.backlogs.own_pairs(slot),
-            recent_prefill_tokens,
-            recent_prefill_pairs,
-            window_prefill_tokens,
-            window_output_tokens,
-            fetches: *fetches,
-            ..Share::default() // `Router::share` adds the agent programs
+            ..self.accounts[slot].share(self.recent_seconds, now)
         }
     }
 
@@ -392,12 +376,6 @@ impl Ledger {
     /// Returns the queued prefill tokens of a slot at `now`.
     pub fn queued_prefill_on(&self, slot: usize, now: Seconds) -> f64 {
         self.backlogs.tokens(slot, now)
-    }
-
-    /// Writes the queued prefill tokens of `slots` at `now`.
-    #[inline]
-    pub fn queued_prefill(&self, now: Seconds, slots: Range<usize>, out: &mut [f64]) {
-        self.backlogs.all_tokens(now, slots, out);
     }
 
     /// Returns the columns that the queued prefill tokens of `slots` follow from.

@@ -1,5 +1,5 @@
 //! Writes decision records: the best instances, with their scores and terms.
-use super::derive::Matched;
+use super::tiers::Matched;
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{CHUNK, Indicator, IndicatorSet, Kernels};

@@ -3,7 +3,7 @@
 //! Each instance can compute its missing tokens or fetch as many as the best available holder has
 //! ([`Indicator::FetchTokens`], [`Indicator::FetchCostTokens`]). Scores can read these indicators.
 //! Independent of the score, the chosen instance fetches if this saves time.
-use super::derive::Matched;
+use super::tiers::Matched;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::plan::{Cuts, PrefixFetch};

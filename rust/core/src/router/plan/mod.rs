@@ -4,14 +4,15 @@ mod derive;
 mod explain;
 mod fetch;
 pub mod planners;
+mod predict;
 mod segments;
 mod select;
 #[cfg(test)]
 mod tests;
 mod tiers;
 
-pub(in crate::router) use derive::Matched;
-pub use derive::TtftSource;
+pub use predict::TtftSource;
+pub(in crate::router) use tiers::Matched;
 
 use crate::error::CoreError;
 use crate::fleet::Role;

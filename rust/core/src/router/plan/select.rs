@@ -1,5 +1,5 @@
 //! The choice of an instance: eligible slots, indicators, scores, best slot.
-use super::derive::Matched;
+use super::tiers::Matched;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::slots::Restriction;

@@ -110,8 +110,8 @@ fn request<'a>(chain: &'a [u64], rng: &mut PolicyRng) -> Request<'a> {
     }
 }
 
-/// The evaluator before kernels: scores from whole columns, cleared before and masked after, and the
-/// lowest by a plain loop. Returns the scores.
+/// The evaluator before kernels: scores from whole columns, cleared before and masked after, and
+/// the lowest by a plain loop. Returns the scores.
 fn by_columns(
     router: &mut Router,
     request: &Request<'_>,
