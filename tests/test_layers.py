@@ -253,7 +253,11 @@ def rust_module(file: Path) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "mod" else parts
 
 
-RUST = {rust_module(file): file for file in ROUTER.rglob("*.rs") if file not in (ROUTER / "mod.rs", ROUTER / "plan" / "tests.rs")}
+RUST = {
+    rust_module(file): file
+    for file in ROUTER.rglob("*.rs")
+    if file not in (ROUTER / "mod.rs", ROUTER / "plan" / "tests.rs")
+}
 
 
 def rust_imports(name: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
