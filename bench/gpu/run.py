@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import functools
 import json
 import random
 import shutil
@@ -37,7 +38,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "real"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))
 
-from live import Live, TokenPrompts
+from live import Live, play
 
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import as_yaml
@@ -45,7 +46,8 @@ from lmetric_lab.calibrate import Calibrator
 from lmetric_lab.demo import running_router
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from lmetric_lab.ports import free_ports
-from lmetric_lab.replay import Client, Player
+from lmetric_lab.replay import Client
+from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace, load_trace
 from vllm_process import MODEL, VllmEngine, environment
@@ -109,10 +111,16 @@ def model(folder: Path) -> Path:
     return folder
 
 
+@functools.cache
+def recorded() -> Trace:
+    """The coding agents' trace, which takes seconds to make."""
+    return load_trace("coding-agents")
+
+
 def agents(count: int, seconds: float, seed: int) -> Trace:
     """The beginnings of `count` sessions of the coding agents' trace, which start within
     `seconds`. Contexts, answers and pauses are cut."""
-    trace = load_trace("coding-agents")
+    trace = recorded()
     assert trace.sessions is not None
     kept: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     for session in np.unique(trace.sessions):
@@ -162,24 +170,21 @@ class Row:
     seconds: float
 
     @staticmethod
-    def of(what: str, seed: int, engines: int, live: Live, seconds: float) -> Row:
-        """Makes it from clients' measurements."""
-        ttft, e2e = live.ttft_seconds, live.e2e_seconds
+    def of(what: str, seed: int, engines: int, run: Live | Run, **counts: Any) -> Row:
+        """Makes it from what clients measured, or from a simulation; `counts`: the other fields."""
+        ttft, e2e = run.ttft_seconds, run.e2e_seconds
         return Row(
             what,
             seed,
             engines,
             len(ttft),
-            len(live.failures),
-            float(np.nanmean(ttft)),
-            float(np.nanpercentile(ttft, 50)),
-            float(np.nanpercentile(ttft, 99)),
-            float(np.nanmean(live.tpot_seconds)),
-            float(np.nanmean(e2e)),
-            float(np.nanpercentile(e2e, 99)),
-            float(live.hit_tokens.sum() / max(1, live.prompt_tokens.sum())),
-            int(live.output_tokens.sum()),
-            seconds,
+            ttft_mean=float(np.nanmean(ttft)),
+            ttft_p50=float(np.nanpercentile(ttft, 50)),
+            ttft_p99=float(np.nanpercentile(ttft, 99)),
+            tpot_mean=float(np.nanmean(run.tpot_seconds)),
+            e2e_mean=float(np.nanmean(e2e)),
+            e2e_p99=float(np.nanpercentile(e2e, 99)),
+            **counts,
         )
 
 
@@ -213,21 +218,29 @@ async def emptied(engines: Sequence[VllmEngine]) -> None:
                 response.raise_for_status()
 
 
-async def played(trace: Trace, url: str, seed: int) -> tuple[Live, float]:
-    """Plays `trace` against `url`; returns the measurements and the seconds that it took."""
+async def played(what: str, trace: Trace, url: str, seed: int, engines: int = 1) -> Row:
+    """Plays `trace` against `url`."""
+    began = time.monotonic()
     async with Client(url) as client:
-        player = Player(trace, client, TokenPrompts(seed).prompt)
-        await player.run()
-    live = Live.of(player.records, 1.0)
+        live = await play(trace, client, 1.0, seed)
     for failure in live.failures[:3]:
         print("failed:", failure, flush=True)
-    return live, player.seconds
+    return Row.of(
+        what,
+        seed,
+        engines,
+        live,
+        failed=len(live.failures),
+        hit=float(live.hit_tokens.sum() / max(1, live.prompt_tokens.sum())),
+        output_tokens=int(live.output_tokens.sum()),
+        seconds=time.monotonic() - began,
+    )
 
 
 async def warm(engines: Sequence[VllmEngine]) -> None:
     """Sends each engine a few requests, so that no run pays for the first use of a kernel."""
     trace = agents(2, 0.1, seed=99)
-    await asyncio.gather(*(played(trace, engine.url, seed=99) for engine in engines))
+    await asyncio.gather(*(played("warm", trace, engine.url, seed=99) for engine in engines))
 
 
 async def calibrated(engine: VllmEngine, tokens: int) -> Profile:
@@ -278,8 +291,7 @@ async def routed(trace: Trace, policy: str, seed: int, engines: Sequence[VllmEng
     words = ["--config", str(configuration(engines, engines[0].folder)), "--policy", policy]
     async with running_router(free_ports(1)[0], words) as url:
         await ready(url, len(engines))
-        live, seconds = await played(trace, url, seed)
-    return Row.of(policy, seed, len(engines), live, seconds)
+        return await played(policy, trace, url, seed, len(engines))
 
 
 def simulated(trace: Trace, profile: Profile, seed: int) -> Row:
@@ -293,23 +305,15 @@ def simulated(trace: Trace, profile: Profile, seed: int) -> Row:
         cached_answers=True,
         seed=seed,
     )
-    summary = run.summary()
-    ttft, e2e = run.ttft_seconds, run.e2e_seconds
-    return Row(
+    return Row.of(
         "simulated",
         seed,
         1,
-        len(ttft),
-        0,
-        float(np.nanmean(ttft)),
-        float(np.nanpercentile(ttft, 50)),
-        float(np.nanpercentile(ttft, 99)),
-        float(np.nanmean(run.tpot_seconds)),
-        float(np.nanmean(e2e)),
-        float(np.nanpercentile(e2e, 99)),
-        summary.hit_ratio or 0.0,
-        int(trace.output_tokens.sum()),
-        0.0,
+        run,
+        failed=0,
+        hit=run.summary().hit_ratio or 0.0,
+        output_tokens=int(trace.output_tokens.sum()),
+        seconds=0.0,
     )
 
 
@@ -355,8 +359,7 @@ def main() -> None:
             if not alone.has("alone", 1):
                 trace = agents(given.alone, given.seconds, seed=1)
                 asyncio.run(emptied(engines))
-                live, seconds = asyncio.run(played(trace, engines[0].url, seed=1))
-                alone.add(Row.of("alone", 1, 1, live, seconds))
+                alone.add(asyncio.run(played("alone", trace, engines[0].url, seed=1)))
                 alone.add(simulated(trace, profile, seed=1))
             table = Table(given.out / "policies.csv")
             for seed in given.seeds:

@@ -10,8 +10,8 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; policies on trial; fleet changes |
-//! | `configure`, `features`, `reports`, `tiers` | settings; calls about single features; reports of engines and peers; tier indexes |
+//! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; trials; fleet changes |
+//! | `configure`, `features`, `reports`, `tiers` | settings; features; reports; tier indexes |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
 //! | `listeners` | features beside the core: guard, priorities, admission, rebalancing and others |

@@ -13,6 +13,7 @@ use crate::request::Request;
 use crate::router::context::{Arrived, DecisionContext};
 use crate::router::state::State;
 use crate::router::tickets::{Kept, TicketState};
+use crate::wide::largest;
 use std::borrow::Cow;
 
 /// Reported use of a KV cache from which an instance has no room: further requests would make its
@@ -84,7 +85,7 @@ pub fn arrive(
     let mut room = Room::default();
     if admission.load_config().is_some() {
         state.match_prefix(context, request);
-        let most = context.hit_blocks.iter().copied().max().unwrap_or(0);
+        let most = largest(&context.hit_blocks);
         asked.new_tokens = prompt - state.saved_tokens(request, most);
         asked.prefill_seconds = alone_seconds(state, prompt - asked.new_tokens, asked.new_tokens);
         room = self::room(admission, state, now);
