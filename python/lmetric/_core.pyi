@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 from lmetric.options import (
     Binding,
@@ -233,6 +233,17 @@ class Warming:
     def fetched(self) -> tuple[int, int]: ...  # fetches, tokens
 
 @final
+@final
+class Board:
+    SIZE: int
+    WRITERS: int
+    def __new__(cls, memory: Buffer, writer: int) -> Self: ...
+    def clear(self, writer: int) -> None: ...
+    def note(self, key: str, text: str | None) -> None: ...
+    def noted(self, key: str) -> int | None: ...
+    @staticmethod
+    def hash(text: str) -> int: ...
+
 class Router:
     def __new__(
         cls,
@@ -359,6 +370,8 @@ class Router:
         now: float | None = None,
     ) -> None: ...
     def expire_peers(self, seconds: float, *, now: float | None = None) -> list[str]: ...
+    def join(self, board: Board, model: str) -> None: ...
+    def publish_load(self, *, now: float | None = None) -> bool: ...
     def blocks_stored(
         self,
         name: str,

@@ -1,5 +1,6 @@
 """The sections and keys of the server's configuration, with their defaults and meaning."""
 
+import os
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -1271,6 +1272,15 @@ class TracingConfig(Strict):
         return self
 
 
+MOST_WORKERS = 8  # a restart runs twice as many for a while, and the shared memory has room for 16
+
+
+def auto_workers() -> int:
+    """Returns the number of workers for the processors that this process may use."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, processors - 1))
+
+
 class ServerConfig(PoolSettings):
     """All settings of `lmetric-router serve`."""
 
@@ -1285,6 +1295,12 @@ class ServerConfig(PoolSettings):
         le=65_535,
         description="port to listen on; 0: any free port",
         json_schema_extra={"when": "the port is taken"},
+    )
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | Literal["auto"] = Field(
+        1,
+        description="processes that serve the port together; auto: one less than the processors that the "
+        "router may use, at most 8",
+        json_schema_extra={"when": "one process is busy: some 30 engines with streams of chats"},
     )
     socket_mode: FileMode = Field(
         "660",
@@ -1442,11 +1458,40 @@ class ServerConfig(PoolSettings):
         self._check_credentials()
         self._check_indicators()
         self._check_classes()
+        self._check_workers()
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:
                 raise ValueError(f"two models are named {name!r}; rename one")
             names.add(name)
+
+    def _check_workers(self) -> None:
+        """Refuses settings whose state one process must hold alone."""
+        if self.worker_count == 1:
+            return
+        pools = [self.pool_settings(), *(self.pool_settings(model) for model in self.models)]
+        alone = {
+            "programs": any(pool.programs is not None for pool in pools),
+            "admission": any(pool.admission is not None for pool in self._pools),
+            "rebalance": self.rebalances,
+            "fleet_changes": any(pool.fleet_changes is not None for pool in self._pools),
+            "canary": any(pool.canary is not None for pool in self._pools),
+            "replicas.urls": bool(self.replicas.urls),
+        }
+        limits = ("max_concurrent", "max_requests_per_second", "max_waiting")
+        for name, tenant in self.tenants.items():
+            for limit in limits:
+                alone[f"tenants.{name}.{limit}"] = getattr(tenant, limit) is not None
+        if used := [name for name, is_used in alone.items() if is_used]:
+            raise ValueError(
+                f"workers = {self.workers}: it is not valid with {', '.join(used[:4])}, which one process "
+                "must count alone; expected 1, or none of these settings"
+            )
+
+    @property
+    def worker_count(self) -> int:
+        """Number of worker processes."""
+        return auto_workers() if self.workers == "auto" else self.workers
 
     def _check_credentials(self) -> None:
         auth, admin, replicas = self.auth, self.admin, self.replicas
@@ -1556,4 +1601,6 @@ class ServerConfig(PoolSettings):
             for policy, knobs in POLICY_KNOBS.items():
                 if policy in own and knobs not in own:
                     values[knobs] = {}
+        if self.worker_count > 1 and isinstance(values["programs"], ProgramAuto):
+            values["programs"] = None  # the start says so
         return PoolSettings.model_construct(**values)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lmetric.roles import Role
     from lmetric.server.epp.picker import Picker
     from lmetric.server.observe.tracing.export import Tracing
+    from lmetric.server.workers.start import Worker
 
 log = structlog.get_logger("lmetric.server")
 
@@ -73,6 +74,7 @@ class Server:
 
     ``bound``: sockets for the configuration's host and port. None: `start` binds them. ``further``:
     engines of ``config`` that no configuration file names. ``picks``: a gateway sends the requests.
+    ``worker``: this process as one of several.
     """
 
     def __init__(
@@ -82,18 +84,24 @@ class Server:
         further: Sequence[EngineConfig] = (),
         *,
         picks: bool = False,
+        worker: Worker | None = None,
     ) -> None:
         self._started_with = config  # `reload` compares a new configuration with it
         self._further = further
         self.port = 0  # 0 after the start: it listens on a unix socket
         self._bound = bound
         self.fleet = Fleet(config)
+        self.worker = worker
+        if worker is not None:
+            self.fleet.on_model_made.append(worker.join)
+            self.fleet.on_model_removed.append(worker.forget)
+        self.report: dict[str, Any] = {}  # of the start
         self.metrics = Metrics(self.fleet)
         self.front: Frontend
         self._monitor: Monitor
         self._discovery: Discovery
         self._replicas: Replicas
-        self._listeners: Listeners
+        self.listeners: Listeners
         self.recorder: Recorder | None = None
         self._picks = picks
         self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
@@ -138,7 +146,14 @@ class Server:
         bound = self._bound = self._bound or await bind(config)
         epp = _load_epp() if self._picks else None
         kind: type[Frontend] = Frontend if epp is None else epp.PickerFrontend
-        self.front = front = kind(config, self.fleet, keys, metrics=self.metrics, pages=pages)
+        self.front = front = kind(
+            config,
+            self.fleet,
+            keys,
+            metrics=self.metrics,
+            pages=pages,
+            worker=self.worker,
+        )
         if config.tracing is not None:
             front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.running.observers.add(front.running.tracing)
@@ -153,15 +168,18 @@ class Server:
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
         self.metrics.further.append(LogWriter.metrics)
         if config.records.path is not None:
-            self.recorder = Recorder(config.records, self.fleet)
+            secret = self.worker.secret if self.worker is not None else None
+            self.recorder = Recorder(config.records, self.fleet, secret)
             front.running.observers.add(self.recorder)
             self.metrics.further.append(self.recorder.metrics)
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port
-        self._listeners = Listeners(bound, front)
+        if self.worker is not None:
+            await self.worker.start(front)
+        self.listeners = Listeners(bound, front)
         try:
-            await self._listeners.start()
+            await self.listeners.start()
         except OSError as error:  # another process has begun to listen there
             await self._discovery.stop()
             raise port_error(config.host, config.port, error) from None
@@ -179,9 +197,11 @@ class Server:
         if before_report is not None:
             before_report()
         self._warn_of_tls()
-        report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
+        report = self.report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
         if self.picker is not None:
             report["curl"] = None  # its gateway takes requests, not the router
+        if self.worker is not None:
+            return  # the supervisor logs the report once
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
     def _certificates(self) -> Iterator[TlsContext]:
@@ -292,7 +312,7 @@ class Server:
         if self._bound is not None and self._bound.shared:
             # New connections wait in the sockets of systemd for the next process.
             front.running.phase = REPLACED
-            self._listeners.close()
+            self.listeners.close()
             # The next process starts when this one has ended, so idle connections delay it.
             await self._until_clients_left(min(timeouts.drain, IDLE_CLIENT_SECONDS), hurry)
             await self._until_idle(timeouts.drain, hurry)
@@ -305,7 +325,7 @@ class Server:
             # 503.
             front.running.phase = REFUSING
             await self._until_idle(timeouts.drain, hurry)
-            self._listeners.close()
+            self.listeners.close()
         if front.relays:
             log.warning("aborting requests that did not end in time", running=len(front.relays))
 
@@ -327,12 +347,14 @@ class Server:
     async def stop(self) -> None:
         """Ends running requests with an error to their clients, and closes all connections."""
         self.front.running.phase = REFUSING
-        self._listeners.close()
+        self.listeners.close()
         if self.reloads is not None:
             await self.reloads.stop()
         if self._bound is not None:
             self._bound.remove_file()
         await self.front.handshakes.stop()
+        if self.worker is not None:
+            await self.worker.stop()
         for relay in list(self.front.relays):
             relay.stop()
         if self.picker is not None:
@@ -388,8 +410,9 @@ async def serve(
     A second signal ends the drain.
 
     SIGHUP reloads settings (`Server.reload`) from the configuration that ``reread`` returns.
-    SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server listens. ``picks``:
-    a gateway sends the requests. Raises LmetricError, PortError or EngineStartError.
+    SIGUSR1 and SIGUSR2 are ignored; with several workers, SIGUSR2 replaces them one by one.
+    ``started`` is called once the only process listens. ``picks``: a gateway sends the requests.
+    Raises LmetricError, PortError or EngineStartError.
     """
     loop = asyncio.get_running_loop()
     ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
@@ -403,7 +426,12 @@ async def serve(
         config = _at(config, bound)
     files = config
     async with _with_embedded(config) as config:
-        server = Server(config, bound, config.engines[len(files.engines) :], picks=picks)
+        further = config.engines[len(files.engines) :]
+        if config.worker_count > 1 and not picks:
+            from lmetric.server.workers.supervisor import supervise
+
+            return await supervise(config, further, bound, reread)
+        server = Server(config, bound, further, picks=picks)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
 

@@ -33,6 +33,7 @@
 extern crate self as lmetric_core;
 
 pub mod admission;
+pub mod board;
 pub mod error;
 pub mod estimate;
 pub mod expr;

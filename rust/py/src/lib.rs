@@ -3,6 +3,7 @@ use pyo3::prelude::*;
 
 mod admission;
 mod api;
+mod board;
 mod buffers;
 mod errors;
 mod expr;
@@ -34,6 +35,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
     router::register(module)?;
     admission::register(module)?;
+    board::register(module)?;
     feed::register(module)?;
     expr::register(module)?;
     wire::register(module)?;

@@ -1,5 +1,6 @@
 //! `Router`: the Python class of the core's router.
 use crate::admission::{Arrival, Released};
+use crate::board::Board;
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use crate::expr::unknown_indicator;
@@ -874,6 +875,28 @@ impl Router {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             Ok(router.forget_silent(seconds, now).into_iter().map(String::from).collect())
+        })
+    }
+
+    /// Exchanges load with the routers of the same `model` in other worker processes, from now on:
+    /// each decision counts the requests that any of them has placed. Later calls replace the
+    /// board.
+    fn join(&self, py: Python<'_>, board: &Board, model: &str) -> Result<()> {
+        let (board, model) = (board.inner().clone(), xxhash_rust::xxh3::xxh3_64(model.as_bytes()));
+        self.with_core(py, |router| {
+            router.join(board, model);
+            Ok(())
+        })
+    }
+
+    /// Writes this router's load to the board as of now. Load that changes without a request (queued
+    /// prefills that shrink) needs such calls, some each second. Returns False if the board has no
+    /// room for some instances.
+    #[pyo3(signature = (*, now=None))]
+    fn publish_load(&self, py: Python<'_>, now: Option<f64>) -> Result<bool> {
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.tell_all(now))
         })
     }
 

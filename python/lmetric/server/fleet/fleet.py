@@ -70,9 +70,11 @@ class Fleet:
     summaries: dict[bool, Recent[dict[str, Any]]] = field(
         default_factory=lambda: {False: Recent(), True: Recent()}
     )
-    # Called with each engine that must be checked at once, and with each model that was removed.
+    # Called with each engine that must be checked at once, with the name of each model that was
+    # removed, and with each new model.
     check: Callable[[Engine], Awaitable[None] | None] = lambda engine: None
     on_model_removed: list[Callable[[str], object]] = field(default_factory=list)
+    on_model_made: list[Callable[[Model], object]] = field(default_factory=list)
     search: NameSearch = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
     _page: bytes | None = None  # answer to GET /v1/models; None: the names have changed
@@ -224,6 +226,8 @@ class Fleet:
         model.look_again = self.look_again
         self.models_made += 1
         self.models.append(model)
+        for told in self.on_model_made:
+            told(model)
         self._names_changed(model.names.known)
         return model
 

@@ -41,6 +41,7 @@ from lmetric.server.http.threads import WorkThreads
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
+from lmetric.server.workers.start import Worker
 
 log = structlog.get_logger("lmetric.access")
 
@@ -60,17 +61,19 @@ class Frontend(web.Server):
         keys: Keys,
         metrics: Metrics,
         pages: Callable[[Frontend, web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
+        worker: Worker | None = None,
     ) -> None:
         super().__init__(self.handle)
         self.fleet = fleet
         self.metrics = metrics
         self.pages = pages
+        self.worker = worker  # this process as one of several
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
         # Reloads the configuration; set by the server.
         self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
-        self._random_secret = token_bytes(32)
+        self._random_secret = token_bytes(32) if worker is None else worker.secret
         self.access = PageAccess(config, keys)
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
@@ -82,7 +85,8 @@ class Frontend(web.Server):
         self._threads = WorkThreads()
         self.bodies = Bodies(self.running, self._threads)
         self.admission = Admission(config, keys, self.running, clients=self.clients)
-        self.stored = StoredRequests(config, fleet, self.admission)
+        board = None if worker is None else worker.board
+        self.stored = StoredRequests(config, fleet, self.admission, board)
         self.placement = Placement(config, self.running)
         self.arrivals = Arrivals(
             config,

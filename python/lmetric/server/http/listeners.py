@@ -3,13 +3,13 @@
 import asyncio
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.port import Bound
+from lmetric.server.http.port import BACKLOG, Bound
 from lmetric.server.http.tls_listener import TlsListener
 
-BACKLOG = 2048
 # Connections that asyncio's own loop accepts between two looks at other events. Without free
 # descriptors, it fails and logs this many times a second. uvloop has a way of its own.
 _ACCEPTS = 1
@@ -22,6 +22,8 @@ class Listeners:
         self.bound = bound
         self._front = front
         self._running: list[asyncio.Server | TlsListener] = []
+        # By worker that has ended: the listeners on its sockets until the next one listens.
+        self._adopted: dict[int, list[asyncio.Server | TlsListener]] = {}
 
     async def start(self) -> None:
         """Listens on all sockets. Raises OSError; then none of them listens."""
@@ -47,8 +49,19 @@ class Listeners:
         each.listen(BACKLOG)
         return server
 
+    async def adopt(self, place: int, sockets: Sequence[socket.socket]) -> None:
+        """Accepts the connections of another worker, too."""
+        self._adopted[place] = [await self._listen(each.dup()) for each in sockets]
+
+    def release(self, place: int) -> None:
+        """Leaves them to that worker again."""
+        for each in self._adopted.pop(place, []):
+            each.close()
+
     def close(self) -> None:
         """Stops accepting. Connections continue."""
         for each in self._running:
             each.close()
         self._running.clear()
+        for place in list(self._adopted):
+            self.release(place)

@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import stat
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _FIXES = {
     errno.EACCES: "set a --port of 1024 or above, or allow the process to use lower ports",
 }
 _UNIX_FIX = "set --host to a path that this process may create"
+BACKLOG = 2048  # connections that wait to be accepted
 FIRST_PASSED = 3  # descriptor of systemd's first socket, sd_listen_fds(3)
 
 
@@ -119,6 +121,42 @@ async def bind(config: ServerConfig) -> Bound:
             raise port_error(config.host, config.port, error) from None
         opened.pop_all()
     return Bound(sockets)
+
+
+def divide(bound: Bound, workers: int) -> list[list[socket.socket]]:
+    """Returns the sockets of each worker, which listen. Raises PortError.
+
+    The kernel gives each worker its share of the connections. Sockets that cannot be bound again
+    (of systemd, and unix sockets) are shared: who comes first accepts.
+    """
+    alone = not bound.shared and bound.path is None and sys.platform == "linux"
+    if not alone:
+        for each in bound.sockets:
+            each.listen(BACKLOG)
+        return [bound.sockets] * workers
+    host, port = bound.host, bound.port
+    addresses = [(each.family, each.getsockname()) for each in bound.sockets]
+    # They share their port with none, so another server cannot have had it.
+    for each in bound.sockets:
+        each.close()
+    with contextlib.ExitStack() as opened:
+        divided: list[list[socket.socket]] = []
+        try:
+            for _ in range(workers):
+                divided.append([])
+                for family, address in addresses:
+                    made = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                    if family == socket.AF_INET6:
+                        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    made.bind(address)
+                    made.listen(BACKLOG)
+                    divided[-1].append(made)
+        except OSError as error:
+            raise port_error(host, port, error) from None
+        opened.pop_all()
+    return divided
 
 
 def _bind_unix(config: ServerConfig, path: Path) -> Bound:

@@ -6,6 +6,7 @@ import time
 
 import structlog
 
+from lmetric._core import Board
 from lmetric.config import ServerConfig
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.paths import StoredResponsePath
@@ -27,8 +28,11 @@ log = structlog.get_logger("lmetric.access")
 class StoredRequests:
     """Finds the engines of stored responses, and sends requests there."""
 
-    def __init__(self, config: ServerConfig, fleet: Fleet, admission: Admission) -> None:
+    def __init__(
+        self, config: ServerConfig, fleet: Fleet, admission: Admission, board: Board | None = None
+    ) -> None:
         self.responses = StoredResponses(config.limits)
+        self._board = board  # shared with the other workers
         self._fleet = fleet
         self._admission = admission
         self._running = admission.running
@@ -38,7 +42,7 @@ class StoredRequests:
 
         Raises ApiError (400, 404).
         """
-        tenant, stored = client_request.tenant, self.responses
+        tenant = client_request.tenant
         if (previous := previous_id(call)) is not None:
             home, engine = self._holder(tenant, previous)
             if home is not model:
@@ -49,11 +53,11 @@ class StoredRequests:
             client_request.pinned_to = engine.name
         own = assign_id(call, tenants=self._admission.keys.on or bool(self._admission.tenants))
         if own is not None:
-            client_request.on_answer = lambda engine: stored.add(tenant, own, Holder(model.name, engine))
+            client_request.on_answer = lambda engine: self._add(tenant, own, Holder(model.name, engine))
 
     def _holder(self, tenant: str, response_id: str) -> tuple[Model, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
-        holder = self.responses.find(tenant, response_id)
+        holder = self._found(tenant, response_id) or self.responses.find(tenant, response_id)
         model = next((model for model in self._fleet.models if model.name == holder.model), None)
         engine = model.engines.get(holder.engine) if model is not None else None
         if model is None or engine is None:
@@ -61,6 +65,24 @@ class StoredRequests:
             error.engines = holder.engine
             raise error
         return model, engine
+
+    def _add(self, tenant: str, response_id: str, holder: Holder) -> None:
+        self.responses.add(tenant, response_id, holder)
+        if self._board is not None:
+            self._board.note(_key(tenant, response_id), _place(holder))
+
+    def _forget(self, tenant: str, response_id: str) -> None:
+        self.responses.forget(tenant, response_id)
+        if self._board is not None:
+            self._board.note(_key(tenant, response_id), None)
+
+    def _found(self, tenant: str, response_id: str) -> Holder | None:
+        """Returns the holder of a response that any worker has noted."""
+        noted = None if self._board is None else self._board.noted(_key(tenant, response_id))
+        if noted is None or self._board is None:
+            return None
+        holders = (Holder(model.name, engine) for model in self._fleet.models for engine in model.engines)
+        return next((each for each in holders if self._board.hash(_place(each)) == noted), None)
 
     def serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `ended` at its end."""
@@ -76,7 +98,7 @@ class StoredRequests:
             if client_request.subset is not None and engine not in client_request.subset:
                 raise client_request.subset.no_engine_error(model, f"the response is on {engine.name}")
             if method == "DELETE":
-                client_request.on_answer = lambda _: self.responses.forget(tenant, response_id)
+                client_request.on_answer = lambda _: self._forget(tenant, response_id)
             client_request.keep_alive &= self._running.phase is SERVING
             relay = DirectRequest(
                 self._running.rules,
@@ -100,3 +122,13 @@ class StoredRequests:
                 self._running.ended(client_request, None, ApiError(500, FAILED))
             else:
                 relay.fail()
+
+
+def _key(tenant: str, response_id: str) -> str:
+    """Returns the key of a response's note."""
+    return f"{tenant}\0{response_id}"
+
+
+def _place(holder: Holder) -> str:
+    """Returns an engine as the text of a note."""
+    return f"{holder.model}\0{holder.engine}"

@@ -173,9 +173,12 @@ class RecordWriter:
     def _delete_oldest(self) -> None:
         """Deletes the oldest files until one more fits into the total size."""
         files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}"))
-        sizes = {path: path.stat().st_size for path in files}
-        total = sum(sizes.values())
+        sizes: dict[Path, int] = {}
         for path in files:
+            with contextlib.suppress(FileNotFoundError):  # another worker has deleted it
+                sizes[path] = path.stat().st_size
+        total = sum(sizes.values())
+        for path in sizes:
             if total + self._config.file_bytes <= self._config.total_bytes:
                 return
             path.unlink(missing_ok=True)

@@ -87,14 +87,16 @@ class Hasher:
 class Recorder(Observer):
     """Samples requests and hands them to the writer.
 
-    Raises ConfigError if the key of its hashes cannot be read.
+    ``secret``: the key of its hashes if the configuration has none; None: a random one. Raises
+    ConfigError if the key of its hashes cannot be read.
     """
 
-    def __init__(self, config: RecordsConfig, fleet: Fleet) -> None:
+    def __init__(self, config: RecordsConfig, fleet: Fleet, secret: bytes | None = None) -> None:
         assert config.path is not None
         given = read_secret(None, config.hash_key_file)
         self._config, self._fleet = config, fleet
-        self.hasher = Hasher(secrets.token_bytes(32) if given is None else given.encode())
+        random_key = secret or secrets.token_bytes(32)
+        self.hasher = Hasher(random_key if given is None else given.encode())
         self._random = random.Random()
         self._fleet_at = 0.0
         self._fleets: dict[str, Line] = {}  # the last state of each model

@@ -3,11 +3,13 @@ use super::context::DecisionContext;
 use super::decision::Totals;
 use super::ledger::Ahead;
 use super::lifecycle::Lifecycle;
+use super::listeners::workers::Workers;
 use super::listeners::{Listener, Listeners};
 use super::plan::TtftSource;
 use super::requests::Requests;
 use super::settings::RouterConfig;
 use super::state::State;
+use crate::board::Board;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Member, Role};
@@ -17,6 +19,7 @@ use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
 use crate::record::DecisionRecord;
 use crate::request::Request;
+use std::sync::Arc;
 
 /// Upper bound of plausible times. Larger values and NaN are errors of the caller and are ignored.
 const FAR: Seconds = 1e12;
@@ -31,6 +34,8 @@ pub struct Router {
     pub(super) requests: Requests,
     /// Features that follow what the core does.
     pub(super) listeners: Listeners,
+    /// The load of the other workers of this server, if there are any.
+    pub(super) workers: Option<Box<Workers>>,
     /// Buffers of the shadow, if there is one.
     pub(super) shadow: Option<Box<DecisionContext>>,
     /// Fallbacks of policies that were replaced.
@@ -50,6 +55,7 @@ impl Router {
         Ok(Router {
             context: DecisionContext::new(config.seed),
             shadow: None,
+            workers: None,
             requests: Requests::new(config.record_bytes),
             listeners: Listeners::new(&config)?,
             fallbacks: Fallbacks::default(),
@@ -103,6 +109,42 @@ impl Router {
         self.state.member(member);
         self.context.member(member, self.state.fleet.slots());
         self.listeners.member(member);
+        if let Some(workers) = &mut self.workers {
+            workers.member(member, &self.state.fleet);
+        }
+    }
+
+    /// Exchanges load with the other workers of this server from now on. `model`: a number that the
+    /// routers of the same model share.
+    pub fn join(&mut self, board: Arc<Board>, model: u64) {
+        self.state.ledger.note_changes();
+        self.workers = Some(Box::new(Workers::new(board, model, &self.state.fleet)));
+    }
+
+    /// Tells the other workers of this server which load has changed.
+    #[inline]
+    pub fn tell_workers(&mut self) {
+        if let Some(workers) = &mut self.workers {
+            workers.publish(&mut self.state.ledger, &self.state.fleet, self.latest);
+        }
+    }
+
+    /// Tells the other workers all load, as of `now`. Returns false if the board has no room for
+    /// some of it.
+    pub fn tell_all(&mut self, now: Seconds) -> bool {
+        let now = self.clock(now);
+        self.workers.as_mut().is_none_or(|workers| {
+            workers.publish_all(&self.state.ledger, &self.state.fleet, now);
+            !workers.is_full()
+        })
+    }
+
+    /// Counts the load that other workers have told since the last call.
+    #[inline]
+    pub(super) fn hear_workers(&mut self, now: Seconds) {
+        if let Some(workers) = &mut self.workers {
+            workers.hear(&mut self.listeners.replicas, &mut self.state.ledger, now);
+        }
     }
 
     /// Replaces the KV index by an empty one and returns the old index, because dropping it takes
@@ -210,6 +252,7 @@ impl Router {
 
     /// Computes the indicators `reads` at `now`, for a request without known properties.
     pub fn derive_some(&mut self, reads: IndicatorSet, now: Seconds) {
+        self.hear_workers(now);
         self.context.arrived = None;
         self.context.hit_blocks.fill(0);
         self.context.tier_blocks.clear();

@@ -202,6 +202,8 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         if self.calm && std::thread::panicking() {
             self.inner.broken.store(true, Ordering::Relaxed);
+        } else if let Some(router) = &mut self.router {
+            router.tell_workers();
         }
         HELD.set(HELD.get() - 1);
         self.inner.holder.store(0, Ordering::Relaxed);

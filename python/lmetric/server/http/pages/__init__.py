@@ -12,10 +12,14 @@ from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.api.paths import REALTIME
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages import admin, canary, debug, health, peers
+from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
+from lmetric.server.workers.start import MARK, Repeated, Worker
 
 PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **peers.PAGES})
+# Fields of an administrator's request that the other workers get, too.
+_REPEATED = ("authorization", "content-type", "x-api-key", "origin")
 # Pages whose path ends with a name, by what comes before it.
 _NAMED = {
     path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")
@@ -82,4 +86,18 @@ async def _admin(call: Call) -> web.StreamResponse:
         page, call.name = admin.at(call)
     check_method(call, page)
     response: web.StreamResponse = await page.handler(request.method)(call)
+    worker = front.worker
+    changes = request.method not in ("GET", "HEAD") and response.status < 300 and call.path != RELOAD
+    if worker is not None and changes and not worker.is_repeated(request.headers.get(MARK)):
+        await _repeat(call, worker)
     return response
+
+
+async def _repeat(call: Call, worker: Worker) -> None:
+    """Makes a change in all other workers. Raises ApiError."""
+    request = call.request
+    headers = tuple((name, request.headers[name]) for name in _REPEATED if name in request.headers)
+    change = Repeated(request.method, request.raw_path, (*headers, (MARK, str(worker.number))), call.taken)
+    if failed := await worker.repeat(change):
+        told = "; ".join(failed)
+        raise ApiError(502, f"not all workers have made the change; send it again: {told}", code="workers")

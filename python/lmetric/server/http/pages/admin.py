@@ -49,6 +49,7 @@ from lmetric.server.upstream.allowed import AllowedEngines
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
 _NAMED = "/admin/engines/{name}"
+RELOAD = "/admin/reload"
 
 
 def _page(path: str) -> OwnPage:
@@ -256,7 +257,7 @@ async def _guard(call: Call) -> web.Response:
     return json({"guard": on})
 
 
-@_page("/admin/reload").on(
+@_page(RELOAD).on(
     "POST", "Read the configuration again, like SIGHUP", answer("Changes", OBJECT), *CHANGE, 409
 )
 async def _reload(call: Call) -> web.Response:

@@ -37,10 +37,12 @@ class Call(Struct, eq=False, gc=False):
     query: str
     pages: Mapping[str, OwnPage]
     name: str = ""
+    taken: bytes = b""  # the body, once it is read
 
     async def body(self, limit: int = PAGE_BODY_BYTES) -> bytes:
         """Reads the body of at most ``limit`` bytes. Raises ApiError."""
-        return await self.front.bodies.read(self.request, limit)
+        self.taken = await self.front.bodies.read(self.request, limit)
+        return self.taken
 
     async def fields(self, known: set[str]) -> dict[str, Any]:
         """Reads a body with these fields at most. Raises ApiError."""

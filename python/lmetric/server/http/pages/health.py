@@ -17,6 +17,8 @@ from lmetric.server.http.home import home
 from lmetric.server.http.live import PAGE, static
 from lmetric.server.http.pages.call import Call, dumps, json
 from lmetric.server.http.running import DRAINING
+from lmetric.server.observe.exposition import OPENMETRICS, wants_openmetrics
+from lmetric.server.observe.exposition import TEXT as TEXT_FORMAT
 
 PAGES = Pages()
 
@@ -67,7 +69,12 @@ async def _ready(call: Call) -> web.Response:
     "GET", "Metrics in Prometheus' text format", answer("Metrics", TEXT, "text/plain"), 401, 403
 )
 async def _metrics(call: Call) -> web.Response:
-    text, kind = await call.front.metrics.render(call.request.headers.get("accept"))
+    accept, worker = call.request.headers.get("accept"), call.front.worker
+    if worker is not None:
+        openmetrics = wants_openmetrics(accept)
+        text = (await worker.metrics(openmetrics)).encode()
+        return web.Response(body=text, headers={"content-type": OPENMETRICS if openmetrics else TEXT_FORMAT})
+    text, kind = await call.front.metrics.render(accept)
     return web.Response(body=text, headers={"content-type": kind})
 
 

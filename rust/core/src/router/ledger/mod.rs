@@ -46,6 +46,8 @@ pub struct Ledger {
     recent_seconds: Seconds,
     /// Predicted loads, if a policy or a forecast needs them.
     ahead: Option<Ahead>,
+    /// Slots whose own load has changed, for other workers; `None`: there are none.
+    changed: Option<Vec<u32>>,
 }
 
 impl Ledger {
@@ -61,6 +63,7 @@ impl Ledger {
             rates: Rates::default(),
             recent_seconds: WINDOW_SECONDS,
             ahead: None,
+            changed: None,
         }
     }
 
@@ -111,7 +114,7 @@ impl Ledger {
         self.declared.clear(slot);
         self.owners[slot] = Owners::default();
         self.ahead.iter_mut().for_each(|ahead| ahead.clear(slot));
-        self.write(slot);
+        self.write_columns(slot);
         self.rates.set(slot, f64::NAN);
         for id in [
             Indicator::KvUsage,
@@ -175,6 +178,7 @@ impl Ledger {
     pub fn serve_fetch(&mut self, slot: usize, more: f64) {
         self.accounts[slot].fetches += more;
         self.write_fetches(slot);
+        self.write(slot);
     }
 
     /// Records that a follow-up segment is sent to its engine.
@@ -302,7 +306,7 @@ impl Ledger {
         let (known, queued) = (account.known(), account.own.queued + account.peers.queued);
         account.external.compare(&report, known, queued);
         account.external.keep(report).write(slot, &mut self.columns);
-        self.write(slot);
+        self.write_columns(slot);
     }
 
     /// Returns the requests by LoRA adapter and by tenant, by slot.
@@ -350,6 +354,17 @@ impl Ledger {
         }
     }
 
+    /// Starts to note the slots whose own load changes.
+    pub fn note_changes(&mut self) {
+        self.changed = Some(Vec::new());
+    }
+
+    /// Returns the slots whose own load has changed, which may repeat; the caller empties the list.
+    #[inline]
+    pub fn changed(&mut self) -> Option<&mut Vec<u32>> {
+        self.changed.as_mut().filter(|changed| !changed.is_empty())
+    }
+
     /// Returns the load of peer routers on a slot.
     pub fn peers(&self, slot: usize) -> &Share {
         &self.accounts[slot].peers
@@ -364,7 +379,7 @@ impl Ledger {
             account.windows.prefills_began(now);
         }
         self.write_fetches(slot);
-        self.write(slot);
+        self.write_columns(slot);
     }
 
     /// Returns the number of own requests on the slot, including bound ones.
@@ -400,7 +415,17 @@ impl Ledger {
         self.columns.get_mut(Indicator::Fetches)[slot] = account.fetches + account.peers.fetches;
     }
 
+    /// Writes the columns of a slot whose own load has changed.
     fn write(&mut self, slot: usize) {
+        self.write_columns(slot);
+        if let Some(changed) = &mut self.changed
+            && changed.last() != Some(&(slot as u32))
+        {
+            changed.push(slot as u32);
+        }
+    }
+
+    fn write_columns(&mut self, slot: usize) {
         self.accounts[slot].write(slot, &mut self.columns);
     }
 }

@@ -10,6 +10,7 @@ mod listener;
 pub mod priorities;
 pub mod rebalancing;
 pub mod replicas;
+pub mod workers;
 
 pub use listener::{Before, Ended, Listener, Placement};
 

@@ -21,6 +21,8 @@ pub const MAX_REPLICAS: usize = 64;
 #[derive(Clone, Debug, Default)]
 pub struct Replicas {
     by_name: BTreeMap<Box<str>, Replica>,
+    /// The load of the other workers on this machine, by worker and slot.
+    by_worker: Vec<Vec<Share>>,
     /// Sums over all peers, by slot.
     sums: Vec<Share>,
 }
@@ -45,6 +47,7 @@ impl Replicas {
     fn on(&self, slot: usize) -> Share {
         let mut all = Share::default();
         self.published(slot).for_each(|load| all.add(&load.share));
+        self.by_worker.iter().filter_map(|shares| shares.get(slot)).for_each(|share| all.add(share));
         all
     }
 
@@ -77,6 +80,33 @@ impl Replicas {
             .values_mut()
             .filter_map(|replica| replica.shares.get_mut(slot))
             .for_each(|load| *load = Published::default());
+        self.by_worker
+            .iter_mut()
+            .filter_map(|shares| shares.get_mut(slot))
+            .for_each(|share| *share = Share::default());
+    }
+
+    /// Replaces the load of another worker on a slot.
+    pub fn hear_worker(
+        &mut self,
+        ledger: &mut Ledger,
+        worker: usize,
+        slot: usize,
+        share: Share,
+        now: Seconds,
+    ) {
+        if self.by_worker.len() <= worker {
+            self.by_worker.resize_with(worker + 1, Vec::new);
+        }
+        let shares = &mut self.by_worker[worker];
+        if shares.len() <= slot {
+            shares.resize(slot + 1, Share::default());
+        }
+        let old = std::mem::replace(&mut shares[slot], share);
+        if old != share {
+            let sum = self.replace(slot, &old, &share);
+            ledger.set_peers(slot, sum, now);
+        }
     }
 
     /// Replaces the published load of the router `replica`, received at `now`. Instances that are

@@ -1,0 +1,1 @@
+"""Worker processes of one server: a supervisor owns the port, and the workers share their load."""

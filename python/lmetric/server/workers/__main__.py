@@ -1,0 +1,120 @@
+"""A worker process. Its one argument is the descriptor of its socket to the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from lmetric._core import LmetricError
+from lmetric.config import ServerConfig
+from lmetric.server.app import Server
+from lmetric.server.http.port import Bound
+from lmetric.server.observe.exposition import OPENMETRICS
+from lmetric.server.observe.logs import configure_logging
+from lmetric.server.workers.channel import Channel, GoneError
+from lmetric.server.workers.start import Start, Worker
+
+
+class WorkerProcess:
+    """A worker, as its supervisor calls it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._channel: Channel
+        self._server: Server | None = None
+        self._worker: Worker | None = None
+        self._first, self._second = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        """Works until a signal, or until the supervisor has ended. Then it drains."""
+        self._channel = await Channel.open(self._end, self._answer)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, lambda: None)  # the supervisor's
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end_soon)
+        orphaned = asyncio.create_task(self._channel.closed.wait(), name="supervisor")
+        orphaned.add_done_callback(lambda _: self._first.set())
+        await self._first.wait()
+        orphaned.cancel()
+        if self._server is None or self._worker is None:
+            return
+        try:
+            await self._server.drain(self._second)
+        finally:
+            await self._server.stop()
+            with contextlib.suppress(GoneError, LmetricError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    page = await self._metrics(openmetrics=False)
+                    await self._channel.call("ended", (self._worker.number, page))
+            await self._channel.close()
+
+    def _end_soon(self) -> None:
+        (self._second if self._first.is_set() else self._first).set()
+
+    async def _answer(self, name: str, value: Any) -> Any:
+        match name:
+            case "start":
+                return await self._start(value)
+            case "metrics":
+                return await self._metrics(value)
+            case "reload":
+                return await self._reload(value)
+            case "adopt" | "release":
+                return await self._accept_for(name, value)
+        raise LmetricError(f"unknown call {name!r} of the supervisor")
+
+    async def _start(self, start: Start) -> dict[str, Any]:
+        structlog.contextvars.bind_contextvars(worker=start.place)
+        configure_logging(start.config.log)
+        self._worker = worker = Worker(start, self._channel)
+        server = Server(
+            start.config, Bound(worker.sockets(start.place), shared=True), start.further, worker=worker
+        )
+        await server.start()
+        self._server = server
+        gc.collect()
+        gc.freeze()
+        return server.report
+
+    async def _accept_for(self, name: str, place: int) -> None:
+        assert self._server is not None
+        assert self._worker is not None
+        if name == "adopt":
+            await self._server.listeners.adopt(place, self._worker.sockets(place))
+        else:
+            self._server.listeners.release(place)
+
+    async def _metrics(self, openmetrics: bool) -> str:
+        assert self._server is not None
+        text, _ = await self._server.metrics.render(OPENMETRICS if openmetrics else None)
+        return text.decode()
+
+    async def _reload(self, config: ServerConfig) -> dict[str, Any]:
+        assert self._server is not None
+        change = await asyncio.to_thread(self._server.prepare, config)
+        return await self._server.apply(change)
+
+
+def main() -> None:
+    """Runs the worker, on uvloop if it is installed."""
+    end = socket.socket(fileno=int(sys.argv[1]))
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(WorkerProcess(end).run())
+
+
+if __name__ == "__main__":
+    main()

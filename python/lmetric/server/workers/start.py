@@ -1,0 +1,143 @@
+"""What a worker process gets from its supervisor, and what it does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import structlog
+
+from lmetric._core import Board
+from lmetric.config import EngineConfig, ServerConfig
+from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.periodic import periodic
+from lmetric.server.workers import memory
+from lmetric.server.workers.channel import Channel
+
+if TYPE_CHECKING:
+    from lmetric.server.http.frontend import Frontend
+
+MARK = "x-lmetric-worker"  # of requests among workers: the number of the one that has made a change
+PUBLISH_SECONDS = 0.05  # time between two writes of the load that changes without a request
+
+log = structlog.get_logger("lmetric.workers")
+
+
+class Start(NamedTuple):
+    """The first message to a worker.
+
+    Attributes:
+        further: engines of ``config`` that no configuration file names.
+        number: the worker's area of the shared memory.
+        workers: number of workers.
+        place: which of the workers it is.
+        sockets: by place, descriptors of the listening sockets.
+        memory: descriptor of the shared memory.
+        folder: folder of the workers' own sockets.
+        secret: random bytes, the same in all workers.
+    """
+
+    config: ServerConfig
+    further: Sequence[EngineConfig]
+    number: int
+    workers: int
+    place: int
+    sockets: Sequence[Sequence[int]]
+    memory: int
+    folder: str
+    secret: bytes
+
+
+class Repeated(NamedTuple):
+    """A change of an administrator, for the other workers."""
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+
+class Worker:
+    """This process as one of several workers."""
+
+    def __init__(self, start: Start, channel: Channel) -> None:
+        self.number = start.number
+        self.workers = start.workers
+        self.secret = start.secret
+        self.path = socket_path(start.folder, start.number)
+        self.board: Board = memory.board(start.memory, start.number)
+        self._sockets = start.sockets
+        self.place = start.place
+        self.channel = channel
+        self._models: list[Model] = []
+        self._is_full = False
+        self._task: asyncio.Task[None] | None = None
+        self._own: asyncio.Server | None = None
+
+    def sockets(self, place: int) -> list[socket.socket]:
+        """Returns the listening sockets of a worker, each to be closed."""
+        return [socket.socket(fileno=os.dup(each)) for each in self._sockets[place]]
+
+    def join(self, model: Model) -> None:
+        """Exchanges a model's load with the other workers from now on."""
+        model.router.join(self.board, model.name)
+        self._models.append(model)
+
+    async def start(self, front: Frontend) -> None:
+        """Starts to write the load that changes without a request."""
+        front.reread = self.reload
+        loop = asyncio.get_running_loop()
+        more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        self._own = await loop.create_unix_server(front, self.path, **more)
+        await self.channel.call("catch_up", self.number)
+        self._task = periodic("workers' load", PUBLISH_SECONDS, self._publish)
+
+    async def _publish(self) -> None:
+        told = [model.router.publish_load() for model in self._models]
+        has_room = all(told)
+        if not has_room and not self._is_full:
+            log.error(
+                "other workers do not count the requests to some engines: the shared memory is full",
+                engines=sum(len(model.engines) for model in self._models),
+            )
+        self._is_full = not has_room
+
+    def forget(self, name: str) -> None:
+        """Forgets a model that was removed."""
+        self._models = [model for model in self._models if model.name != name]
+
+    async def metrics(self, openmetrics: bool) -> str:
+        """Returns the metrics of all workers."""
+        text: str = await self.channel.call("metrics", openmetrics)
+        return text
+
+    async def repeat(self, change: Repeated) -> list[str]:
+        """Makes a change in all other workers. Returns what went wrong."""
+        failed: list[str] = await self.channel.call("repeat", change)
+        return failed
+
+    async def reload(self) -> dict[str, Any]:
+        """Reloads the configuration of all workers. Returns the changes. Raises LmetricError."""
+        report: dict[str, Any] = await self.channel.call("reload")
+        return report
+
+    def is_repeated(self, mark: str | None) -> bool:
+        """Returns whether a request comes from the supervisor, for this worker alone."""
+        return mark == self.secret.hex()
+
+    async def stop(self) -> None:
+        """Stops the exchange."""
+        if self._own is not None:
+            self._own.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def socket_path(folder: str, number: int) -> str:
+    """Returns the path of a worker's own socket, for the supervisor."""
+    return os.path.join(folder, f"{number}.sock")

@@ -1,0 +1,398 @@
+"""The supervisor of worker processes: it owns the port, starts workers and replaces them.
+
+The supervisor answers no requests. It keeps the sockets open, so connections that wait to be
+accepted survive the end of a worker. It adds up the workers' metrics, and passes each change of an
+administrator on to all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+import structlog
+
+from lmetric._core import Board, LmetricError
+from lmetric.config import ConfigError, EngineConfig, ServerConfig
+from lmetric.server.http.port import Bound, divide
+from lmetric.server.observe.startup import LISTENING
+from lmetric.server.workers import memory
+from lmetric.server.workers.channel import Channel, GoneError
+from lmetric.server.workers.merge import merge
+from lmetric.server.workers.start import MARK, Repeated, Start, socket_path
+
+log = structlog.get_logger("lmetric.workers")
+
+EXIT_INTERRUPTED = 130
+START_SECONDS = 120.0  # for a worker to check its engines and listen
+METRICS_SECONDS = 5.0
+REPEAT_SECONDS = 30.0
+SHORT_LIFE_SECONDS = 10.0  # a worker that ends sooner is replaced after a pause
+MOST_PAUSE_SECONDS = 30.0
+MOST_CHANGES = 10_000  # changes of administrators that a new worker repeats
+
+
+class Process:
+    """A worker process, as its supervisor sees it."""
+
+    def __init__(
+        self, number: int, place: int, process: asyncio.subprocess.Process, channel: Channel
+    ) -> None:
+        self.number = number  # its area of the shared memory
+        self.place = place  # which of the configured workers it is
+        self.process = process
+        self.channel = channel
+        self.began = time.monotonic()
+        self.ready = False
+        self.leaving = False  # the supervisor has asked it to end
+        self.page = ""  # its last metrics
+
+    def signal(self, number: int) -> None:
+        """Sends a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+class Supervisor:
+    """Starts and supervises the workers of one server.
+
+    ``config``: with the engines of ``further``, which no configuration file names. ``reread`` reads
+    the configuration again.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        further: Sequence[EngineConfig],
+        bound: Bound,
+        reread: Callable[[], ServerConfig] | None,
+    ) -> None:
+        self.config = config
+        self._further = further
+        self._bound = bound
+        self._reread = reread
+        self._workers = config.worker_count
+        self._sockets = divide(bound, self._workers)
+        self._is_divided = self._sockets[0] is not self._sockets[-1]
+        self._memory = memory.make()
+        self._board = memory.board(self._memory, Board.WRITERS - 1)
+        self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
+        self._secret = secrets.token_bytes(32)
+        self.processes: list[Process] = []
+        self._numbers: set[int] = set()  # areas of the shared memory in use
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._changes: dict[tuple[str, str, bytes], Repeated] = {}
+        self._ended_page = ""  # metrics of the workers that have ended
+        self._failures = 0  # ends in a row of workers that lived a short time
+        self._reloading = asyncio.Lock()
+        self._restarting = asyncio.Lock()
+        self._ending = False
+
+    async def start(self) -> dict[str, Any]:
+        """Starts all workers. Returns the report of the first one. Raises LmetricError."""
+        starts = [asyncio.create_task(self._start(place)) for place in range(self._workers)]
+        try:
+            reports = await asyncio.gather(*starts)
+        except BaseException:
+            for task in starts:
+                task.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
+        return reports[0]
+
+    def _take_number(self) -> int:
+        number = next(number for number in range(Board.WRITERS - 1) if number not in self._numbers)
+        self._numbers.add(number)
+        return number
+
+    async def _start(self, place: int) -> dict[str, Any]:
+        """Starts a worker. Returns its report once it listens. Raises LmetricError."""
+        number = self._take_number()
+        ours, theirs = socket.socketpair()
+        sockets = [[each.fileno() for each in own] for own in self._sockets]
+        with theirs:
+            passed = {theirs.fileno(), self._memory, *(each for own in sockets for each in own)}
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "lmetric.server.workers",
+                str(theirs.fileno()),
+                pass_fds=tuple(passed),
+                start_new_session=True,  # Ctrl-C reaches only the supervisor
+            )
+        channel = await Channel.open(ours, self._asked)
+        worker = Process(number, place, process, channel)
+        self.processes.append(worker)
+        start = Start(
+            config=self.config,
+            further=self._further,
+            number=number,
+            workers=self._workers,
+            place=place,
+            sockets=sockets,
+            memory=self._memory,
+            folder=self._folder.name,
+            secret=self._secret,
+        )
+        watcher = asyncio.create_task(self._watch(worker), name=f"worker {number}")
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                report: dict[str, Any] = await channel.call("start", start)
+        except GoneError:
+            worker.leaving = True
+            raise ConfigError("a worker process ended while it started; its log has the reason") from None
+        except TimeoutError:
+            worker.leaving = True
+            worker.signal(signal.SIGKILL)
+            raise ConfigError(f"a worker process was not ready within {START_SECONDS:.0f} s") from None
+        except BaseException:
+            worker.leaving = True
+            worker.signal(signal.SIGTERM)
+            raise
+        return report
+
+    async def _catch_up(self, worker: Process) -> None:
+        """Makes the changes of administrators so far in a worker that does not listen yet."""
+        worker.ready = True
+        for change in list(self._changes.values()):
+            if (problem := await self._repeat(worker, change)) is not None:
+                log.warning("a new worker cannot repeat an administrator's change", reason=problem)
+
+    async def _watch(self, worker: Process) -> None:
+        """Waits for the end of a worker, and replaces it if nobody asked it to end."""
+        code = await worker.process.wait()
+        await worker.channel.close()
+        self._board.clear(worker.number)
+        self._ended_page = merge([], [self._ended_page, worker.page]) if worker.page else self._ended_page
+        self.processes.remove(worker)
+        self._numbers.discard(worker.number)
+        with contextlib.suppress(OSError):
+            os.unlink(socket_path(self._folder.name, worker.number))
+        if worker.leaving or self._ending:
+            return
+        why = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
+        log.error(
+            "a worker process ended; it is replaced", worker=worker.place, pid=worker.process.pid, **why
+        )
+        adopting = await self._let_adopt(worker.place)
+        short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
+        self._failures = self._failures + 1 if short else 0
+        while not self._ending:
+            if self._failures:
+                await asyncio.sleep(min(2.0 ** (self._failures - 1), MOST_PAUSE_SECONDS))
+            try:
+                await self._start(worker.place)
+            except LmetricError as error:
+                self._failures += 1
+                log.error("cannot replace a worker process", worker=worker.place, reason=str(error))
+            else:
+                log.info("a worker process was replaced", worker=worker.place)
+                if adopting is not None:
+                    with contextlib.suppress(GoneError):
+                        await adopting.channel.call("release", worker.place)
+                return
+
+    async def _let_adopt(self, place: int) -> Process | None:
+        """Lets another worker accept the connections of a worker that has ended."""
+        for other in self.processes if self._is_divided else ():
+            if other.ready and not other.leaving:
+                with contextlib.suppress(GoneError, LmetricError):
+                    await other.channel.call("adopt", place)
+                    return other
+        return None
+
+    # -- calls of the workers
+
+    async def _asked(self, name: str, value: Any) -> Any:
+        match name:
+            case "metrics":
+                return await self.metrics(value)
+            case "repeat":
+                return await self.repeat(value)
+            case "reload":
+                return await self.reload()
+            case "catch_up":
+                return await self._catch_up(self._process(value))
+            case "ended":
+                number, page = value
+                self._process(number).page = page
+                return None
+        raise LmetricError(f"unknown call {name!r} of a worker")
+
+    def _process(self, number: int) -> Process:
+        return next(each for each in self.processes if each.number == number)
+
+    async def metrics(self, openmetrics: bool) -> str:
+        """Returns the sums of the workers' metrics."""
+        asked = sorted((each for each in self.processes if each.ready), key=lambda each: each.place)
+
+        async def ask(worker: Process) -> None:
+            with contextlib.suppress(GoneError, TimeoutError, LmetricError):
+                async with asyncio.timeout(METRICS_SECONDS):
+                    worker.page = await worker.channel.call("metrics", openmetrics)
+
+        await asyncio.gather(*map(ask, asked))
+        pages = [worker.page for worker in asked if worker.page]
+        ended = [self._ended_page] if self._ended_page else []
+        return await asyncio.to_thread(merge, pages, ended)
+
+    async def repeat(self, change: Repeated) -> list[str]:
+        """Makes an administrator's change in all workers that have not made it."""
+        mark, headers = dict(change.headers).get(MARK), dict(change.headers)
+        headers[MARK] = self._secret.hex()
+        key = change.method, change.target, change.body
+        self._changes.pop(key, None)
+        self._changes[key] = change._replace(headers=tuple(headers.items()))
+        if len(self._changes) > MOST_CHANGES:
+            del self._changes[next(iter(self._changes))]
+        others = [each for each in self.processes if each.ready and str(each.number) != mark]
+        failed = await asyncio.gather(*(self._repeat(each, self._changes[key]) for each in others))
+        return [problem for problem in failed if problem is not None]
+
+    async def _repeat(self, worker: Process, change: Repeated) -> str | None:
+        connector = aiohttp.UnixConnector(socket_path(self._folder.name, worker.number))
+        timeout = aiohttp.ClientTimeout(total=REPEAT_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.request(
+                    change.method,
+                    f"http://worker{change.target}",
+                    data=change.body,
+                    headers=list(change.headers),
+                ) as answer,
+            ):
+                if answer.status < 300:
+                    return None
+                said = (await answer.read())[:200].decode(errors="replace")
+                return f"worker {worker.place}: status {answer.status}: {said}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"worker {worker.place}: {error or type(error).__name__}"
+
+    # -- commands
+
+    async def reload(self) -> dict[str, Any]:
+        """Reads the configuration again, and applies it in all workers. Raises LmetricError.
+
+        If the first worker refuses the configuration, nothing changes.
+        """
+        if self._reread is None:
+            raise ConfigError("there is no configuration file to read again")
+        async with self._reloading:
+            config = await asyncio.to_thread(self._reread)
+            report: dict[str, Any] | None = None
+            for worker in [each for each in self.processes if each.ready]:
+                try:
+                    answer = await worker.channel.call("reload", config)
+                except GoneError:
+                    continue  # the next worker starts with the new configuration
+                report = answer if report is None else report
+            self.config = config.model_copy(update={"engines": [*config.engines, *self._further]})
+            return report or {}
+
+    async def restart(self) -> None:
+        """Replaces all workers one by one, each once the next one listens. Loses no stream."""
+        if self._restarting.locked():
+            return
+        async with self._restarting:
+            for worker in sorted(self.processes, key=lambda each: each.place):
+                if self._ending or worker.leaving:
+                    continue
+                # Streams of the last restart may still run.
+                while len(self.processes) >= Board.WRITERS - 1 and not self._ending:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                try:
+                    await self._start(worker.place)
+                except LmetricError as error:
+                    log.error("rolling restart stopped; the old workers go on", reason=str(error))
+                    return
+                worker.leaving = True
+                worker.signal(signal.SIGTERM)
+            log.info("rolling restart done", workers=self._workers)
+
+    def end(self, number: int) -> None:
+        """Asks all workers to drain; a second time, to end at once."""
+        self._ending = True
+        for worker in self.processes:
+            worker.leaving = True
+            worker.signal(number)
+
+    async def wait(self) -> None:
+        """Waits for the end of all workers."""
+        while self._watchers:
+            await asyncio.wait(self._watchers)
+
+    async def close(self) -> None:
+        """Ends the workers that are left, and frees the memory."""
+        self.end(signal.SIGKILL)
+        await self.wait()
+        self._bound.remove_file()
+        for each in (each for own in self._sockets for each in own):
+            each.close()
+        self._folder.cleanup()
+        os.close(self._memory)
+
+
+async def supervise(
+    config: ServerConfig,
+    further: Sequence[EngineConfig],
+    bound: Bound,
+    reread: Callable[[], ServerConfig] | None,
+) -> int:
+    """Serves with several workers until SIGTERM (returns 0) or Ctrl-C (returns 130).
+
+    SIGHUP reloads the configuration, SIGUSR2 replaces the workers one by one. Raises LmetricError.
+    """
+    loop = asyncio.get_running_loop()
+    supervisor = Supervisor(config, further, bound, reread)
+    tasks: set[asyncio.Task[Any]] = set()
+    caught: list[int] = []
+    ended = asyncio.Event()
+
+    def run(work: Any) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def reload() -> None:
+        try:
+            report = await supervisor.reload()
+        except LmetricError as error:
+            log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
+        else:
+            if restart := report.get("restart_needed"):
+                log.warning("these settings change only with a restart", settings=restart)
+
+    def on_signal(number: int) -> None:
+        caught.append(number)
+        supervisor.end(signal.SIGTERM)
+        ended.set()
+
+    try:
+        report = await supervisor.start()
+        loop.add_signal_handler(signal.SIGHUP, lambda: run(reload()))
+        loop.add_signal_handler(signal.SIGUSR2, lambda: run(supervisor.restart()))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        (log.warning if report["warnings"] else log.info)(LISTENING, **report)
+        await ended.wait()
+        await supervisor.wait()
+    finally:
+        for task in list(tasks):
+            task.cancel()
+        await supervisor.close()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            loop.remove_signal_handler(number)
+    return EXIT_INTERRUPTED if caught[:1] == [signal.SIGINT] else 0

@@ -1,0 +1,429 @@
+//! Memory that the worker processes of one server share. Each worker writes its load on each
+//! instance there, and reads the load of the others.
+//!
+//! Each writer has an area: the number of its changes, a ring with the rows of the last changes,
+//! and the rows. A row has a sequence number, which is odd while the row is written. A reader that
+//! has followed the ring reads only the rows that have changed; otherwise it reads all of them.
+//! Values are absolute, so a missed change is never more than a late one.
+use crate::error::CoreError;
+use crate::ids::MAX_INSTANCES;
+use parking_lot::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+/// Areas: twice the most workers, because a rolling restart starts the next worker first.
+pub const WRITERS: usize = 16;
+/// Numbers of a row.
+pub const NUMBERS: usize = 19;
+/// Rows of an area: one for each instance that the server may have.
+const ROWS: usize = MAX_INSTANCES;
+const RING: usize = 4096;
+/// Words of the memory's head: layout, and a mask of the areas in use.
+const HEAD: usize = 8;
+/// Words of an area's head: number of changes, and of rows in use.
+const AREA_HEAD: usize = 8;
+const ROW: usize = 24;
+const AREA: usize = AREA_HEAD + RING + ROWS * ROW;
+/// Start of the notes, in words, and their number. A note takes two words.
+const NOTES_AT: usize = HEAD + WRITERS * AREA;
+const NOTES: usize = 1 << 17;
+/// Places in which a note may be.
+const PLACES: usize = 16;
+/// Size of the memory in bytes. Pages that nobody writes take none.
+pub const BYTES: usize = (NOTES_AT + 2 * NOTES) * size_of::<u64>();
+/// The first word, which changes with the layout.
+const LAYOUT: u64 = 0x6c6d_6574_7269_6331;
+/// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
+/// afterwards.
+const TRIES: u32 = 64;
+
+const LAYOUT_WORD: usize = 0;
+const USED_AREAS: usize = 1;
+const CHANGES: usize = 0;
+const USED_ROWS: usize = 1;
+
+/// Memory that several processes, or several parts of one, may write at once.
+pub trait Memory: Send + Sync {
+    /// Returns the words; their number never changes.
+    fn words(&self) -> &[AtomicU64];
+}
+
+impl Memory for Box<[AtomicU64]> {
+    fn words(&self) -> &[AtomicU64] {
+        self
+    }
+}
+
+/// The shared memory, as one writer uses it.
+pub struct Board {
+    memory: Box<dyn Memory>,
+    writer: usize,
+    own: Mutex<Own>,
+    /// Notes that this writer has replaced by others.
+    replaced: AtomicU64,
+}
+
+/// What the writer knows of its own area.
+#[derive(Default)]
+struct Own {
+    changes: u64,
+    used: u32,
+    free: Vec<u32>,
+}
+
+impl Board {
+    /// Takes the area `writer` of the memory and empties it.
+    ///
+    /// # Errors
+    /// `BadValue` for a memory of another size or layout, or an area that does not exist.
+    pub fn new(memory: Box<dyn Memory>, writer: usize) -> Result<Board, CoreError> {
+        let words = memory.words();
+        let bad = |what: &str, got: String, expected: String| {
+            Err(CoreError::BadValue { what: what.into(), got, expected })
+        };
+        if size_of_val(words) != BYTES {
+            return bad(
+                "shared memory of workers",
+                format!("{} bytes", size_of_val(words)),
+                format!("{BYTES} bytes"),
+            );
+        }
+        if writer >= WRITERS {
+            return bad("number of a worker", writer.to_string(), format!("0 to {}", WRITERS - 1));
+        }
+        let layout = words[LAYOUT_WORD].compare_exchange(0, LAYOUT, Ordering::AcqRel, Ordering::Acquire);
+        if let Err(other) = layout
+            && other != LAYOUT
+        {
+            return bad(
+                "shared memory of workers",
+                format!("layout {other:#x}"),
+                format!("{LAYOUT:#x}: all workers must run the same version"),
+            );
+        }
+        clear(words, writer);
+        words[USED_AREAS].fetch_or(1 << writer, Ordering::AcqRel);
+        let changes = words[at(writer) + CHANGES].load(Ordering::Relaxed);
+        let own = Mutex::new(Own { changes, ..Own::default() });
+        Ok(Board { memory, writer, own, replaced: AtomicU64::new(0) })
+    }
+
+    /// Empties the area of a worker that has ended. Its load counts nowhere from then on.
+    ///
+    /// # Errors
+    /// `BadValue` for the own area, or one that does not exist.
+    pub fn clear(&self, writer: usize) -> Result<(), CoreError> {
+        if writer >= WRITERS || writer == self.writer {
+            return Err(CoreError::BadValue {
+                what: "number of an ended worker".into(),
+                got: writer.to_string(),
+                expected: format!("0 to {}, but not {}", WRITERS - 1, self.writer),
+            });
+        }
+        clear(self.memory.words(), writer);
+        Ok(())
+    }
+
+    /// Takes a row for an instance; `None`: all are in use.
+    pub fn take(&self) -> Option<u32> {
+        let mut own = self.own.lock();
+        if let Some(row) = own.free.pop() {
+            return Some(row);
+        }
+        let row = (own.used < ROWS as u32).then_some(own.used)?;
+        own.used += 1;
+        self.memory.words()[at(self.writer) + USED_ROWS].store(own.used.into(), Ordering::Release);
+        Some(row)
+    }
+
+    /// Gives a row back.
+    pub fn give(&self, row: u32) {
+        self.write(row, 0, &[0.0; NUMBERS]);
+        self.own.lock().free.push(row);
+    }
+
+    /// Writes a row. `key`: the instance's key; 0: none.
+    pub fn write(&self, row: u32, key: u64, numbers: &[f64; NUMBERS]) {
+        let mut own = self.own.lock();
+        let words = self.memory.words();
+        put(words, self.writer, row as usize, key, numbers);
+        let area = at(self.writer);
+        let ring = area + AREA_HEAD + (own.changes % RING as u64) as usize;
+        words[ring].store(row.into(), Ordering::Relaxed);
+        own.changes += 1;
+        words[area + CHANGES].store(own.changes, Ordering::Release);
+    }
+
+    /// Yields the areas of the other writers.
+    #[inline]
+    pub fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let mut used = self.memory.words()[USED_AREAS].load(Ordering::Relaxed) & !(1 << self.writer);
+        std::iter::from_fn(move || {
+            let next = used.trailing_zeros() as usize;
+            used &= used.wrapping_sub(1);
+            (next < WRITERS).then_some(next)
+        })
+    }
+
+    /// Returns the number of changes in a writer's area since the memory was made.
+    #[inline]
+    pub fn changes(&self, writer: usize) -> u64 {
+        self.memory.words()[at(writer) + CHANGES].load(Ordering::Acquire)
+    }
+
+    /// Writes the rows of the changes `since..until` to `rows`. Returns false if the ring no longer
+    /// has all of them.
+    pub fn changed(&self, writer: usize, since: u64, until: u64, rows: &mut Vec<u32>) -> bool {
+        rows.clear();
+        if until.wrapping_sub(since) > RING as u64 {
+            return false;
+        }
+        let (words, ring) = (self.memory.words(), at(writer) + AREA_HEAD);
+        let entry = |change: u64| words[ring + (change % RING as u64) as usize].load(Ordering::Relaxed);
+        rows.extend((since..until).map(|change| entry(change) as u32));
+        fence(Ordering::Acquire);
+        // An entry may be overwritten before its change is counted.
+        self.changes(writer).wrapping_sub(since) < RING as u64
+    }
+
+    /// Returns the number of rows that a writer has used.
+    pub fn rows(&self, writer: usize) -> u32 {
+        let used = self.memory.words()[at(writer) + USED_ROWS].load(Ordering::Acquire);
+        used.min(ROWS as u64) as u32
+    }
+
+    /// Returns the key and the numbers of a row. `None`: it is being written, and a further change
+    /// follows.
+    pub fn read(&self, writer: usize, row: u32) -> Option<(u64, [f64; NUMBERS])> {
+        // The number comes from another process.
+        let row = row_at(writer, row as usize % ROWS);
+        let words = &self.memory.words()[row..row + ROW];
+        for _ in 0..TRIES {
+            let before = words[0].load(Ordering::Acquire);
+            if before % 2 == 0 {
+                let key = words[1].load(Ordering::Relaxed);
+                let numbers =
+                    std::array::from_fn(|number| f64::from_bits(words[2 + number].load(Ordering::Relaxed)));
+                fence(Ordering::Acquire);
+                if words[0].load(Ordering::Relaxed) == before {
+                    return Some((key, numbers));
+                }
+            }
+            std::hint::spin_loop();
+        }
+        None
+    }
+}
+
+/// Notes: values that all workers may look up by a key. They outlive their writer. Of too many
+/// notes, some are lost.
+impl Board {
+    /// Notes a value; 0 removes the note. `key`: a hash, not 0.
+    pub fn note(&self, key: u64, value: u64) {
+        // The value is stored with its key: a reader, and two writers of one place, can mix two
+        // notes, and such a mixture must not look like a note.
+        let told = if value == 0 { 0 } else { value ^ key };
+        for place in places(key) {
+            let [at, held] = self.place(place);
+            let found = at.load(Ordering::Acquire);
+            let own = found == key
+                || (found == 0
+                    && value != 0
+                    && match at.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire) {
+                        Ok(_) => true,
+                        Err(other) => other == key,
+                    });
+            if own {
+                held.store(told, Ordering::Release);
+                return;
+            }
+        }
+        if value != 0 {
+            let next = self.replaced.fetch_add(1, Ordering::Relaxed) as usize % PLACES;
+            let [at, held] = self.place(places(key).nth(next).expect("one of the places"));
+            held.store(0, Ordering::Release);
+            at.store(key, Ordering::Release);
+            held.store(told, Ordering::Release);
+        }
+    }
+
+    /// Returns the value that a worker has noted for a key.
+    pub fn noted(&self, key: u64) -> Option<u64> {
+        let found = places(key).find(|place| self.place(*place)[0].load(Ordering::Acquire) == key)?;
+        let told = self.place(found)[1].load(Ordering::Acquire);
+        (told != 0).then_some(told ^ key)
+    }
+
+    fn place(&self, place: usize) -> [&AtomicU64; 2] {
+        let at = NOTES_AT + 2 * place;
+        let words = self.memory.words();
+        [&words[at], &words[at + 1]]
+    }
+}
+
+fn places(key: u64) -> impl Iterator<Item = usize> {
+    (0..PLACES).map(move |step| (key as usize).wrapping_add(step) % NOTES)
+}
+
+impl Drop for Board {
+    fn drop(&mut self) {
+        clear(self.memory.words(), self.writer);
+    }
+}
+
+fn at(writer: usize) -> usize {
+    HEAD + writer * AREA
+}
+
+fn row_at(writer: usize, row: usize) -> usize {
+    at(writer) + AREA_HEAD + RING + row * ROW
+}
+
+/// Writes a row. The area has one writer at a time.
+fn put(words: &[AtomicU64], writer: usize, row: usize, key: u64, numbers: &[f64; NUMBERS]) {
+    let row = row_at(writer, row);
+    let words = &words[row..row + ROW];
+    // A writer that was killed may have left an odd number.
+    let odd = words[0].load(Ordering::Relaxed) | 1;
+    words[0].store(odd, Ordering::Relaxed);
+    fence(Ordering::Release);
+    words[1].store(key, Ordering::Relaxed);
+    for (word, number) in words[2..].iter().zip(numbers) {
+        word.store(number.to_bits(), Ordering::Relaxed);
+    }
+    words[0].store(odd + 1, Ordering::Release);
+}
+
+/// Empties an area that nobody writes. Readers then read it anew.
+fn clear(words: &[AtomicU64], writer: usize) {
+    let area = at(writer);
+    let used = words[area + USED_ROWS].load(Ordering::Acquire).min(ROWS as u64) as usize;
+    for row in 0..used {
+        put(words, writer, row, 0, &[0.0; NUMBERS]);
+    }
+    words[area + USED_ROWS].store(0, Ordering::Release);
+    words[area + CHANGES].fetch_add(2 * RING as u64, Ordering::AcqRel);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    struct Shared(Arc<Box<[AtomicU64]>>);
+
+    impl Memory for Shared {
+        fn words(&self) -> &[AtomicU64] {
+            &self.0
+        }
+    }
+
+    fn memory() -> Arc<Box<[AtomicU64]>> {
+        Arc::new((0..BYTES / size_of::<u64>()).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    fn board(memory: &Arc<Box<[AtomicU64]>>, writer: usize) -> Board {
+        Board::new(Box::new(Shared(memory.clone())), writer).expect("an area")
+    }
+
+    #[test]
+    fn a_reader_finds_the_rows_that_have_changed() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 5));
+        assert_eq!(two.others().collect::<Vec<_>>(), [0]);
+        let before = two.changes(0);
+        let rows: Vec<u32> = (0..3).map(|_| one.take().expect("a row")).collect();
+        one.write(rows[2], 7, &[1.5; NUMBERS]);
+        one.write(rows[0], 8, &[2.5; NUMBERS]);
+        let mut changed = Vec::new();
+        assert!(two.changed(0, before, two.changes(0), &mut changed));
+        assert_eq!(changed, [2, 0]);
+        assert_eq!(two.read(0, 2), Some((7, [1.5; NUMBERS])));
+        one.give(rows[2]);
+        assert_eq!((two.read(0, 2), one.take()), (Some((0, [0.0; NUMBERS])), Some(rows[2])));
+        for _ in 0..RING {
+            one.write(rows[0], 8, &[2.5; NUMBERS]);
+        }
+        assert!(!two.changed(0, before, two.changes(0), &mut changed));
+    }
+
+    #[test]
+    fn the_area_of_a_killed_writer_is_emptied() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 1));
+        let row = two.take().expect("a row");
+        two.write(row, 9, &[4.0; NUMBERS]);
+        memory[row_at(1, row as usize)].fetch_add(1, Ordering::Relaxed); // killed while it wrote
+        assert_eq!(one.read(1, row), None);
+        let before = one.changes(1);
+        std::mem::forget(two);
+        one.clear(1).expect("another area");
+        assert!(one.clear(0).is_err() && one.clear(WRITERS).is_err());
+        assert_eq!((one.rows(1), one.read(1, row)), (0, Some((0, [0.0; NUMBERS]))));
+        assert!(!one.changed(1, before, one.changes(1), &mut Vec::new()));
+        let next = board(&memory, 1);
+        assert_eq!(next.take(), Some(0));
+        next.write(0, 3, &[6.0; NUMBERS]);
+        assert_eq!(one.read(1, 0), Some((3, [6.0; NUMBERS])));
+    }
+
+    #[test]
+    fn a_memory_of_another_kind_is_refused() {
+        let small: Box<[AtomicU64]> = Box::new([]);
+        assert!(Board::new(Box::new(small), 0).is_err_and(|error| error.to_string().contains("0 bytes")));
+        let memory = memory();
+        memory[LAYOUT_WORD].store(3, Ordering::Relaxed);
+        let refused = Board::new(Box::new(Shared(memory.clone())), 0).map(|_| ());
+        assert!(refused.is_err_and(|error| error.to_string().contains("same version")));
+        let outside = Board::new(Box::new(Shared(memory)), WRITERS).map(|_| ());
+        assert!(outside.is_err_and(|error| error.to_string().contains("0 to 15")));
+    }
+
+    #[test]
+    fn every_worker_finds_a_note_and_the_newest_value_counts() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 1));
+        assert_eq!(two.noted(77), None);
+        one.note(77, 5);
+        two.note(78, 6);
+        assert_eq!((two.noted(77), one.noted(78)), (Some(5), Some(6)));
+        two.note(77, 9);
+        assert_eq!(one.noted(77), Some(9));
+        drop(two);
+        assert_eq!(one.noted(78), Some(6));
+        one.note(78, 0);
+        one.note(79, 0);
+        assert_eq!((one.noted(78), one.noted(79)), (None, None));
+    }
+
+    #[test]
+    fn too_many_notes_of_the_same_places_replace_each_other() {
+        let memory = memory();
+        let one = board(&memory, 0);
+        let keys: Vec<u64> = (1..=2 * PLACES as u64).map(|each| each * NOTES as u64).collect();
+        keys.iter().for_each(|key| one.note(*key, key + 1));
+        let found = keys.iter().filter(|key| one.noted(**key).is_some()).count();
+        assert_eq!(found, PLACES);
+        assert!(keys.iter().all(|key| one.noted(*key).is_none_or(|value| value == key + 1)));
+    }
+
+    /// One thread writes rows whose numbers are equal; a reader never sees two different ones.
+    #[test]
+    fn a_row_is_never_read_in_half() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 1));
+        let row = one.take().expect("a row");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for value in 0..20_000 {
+                    one.write(row, value, &[value as f64; NUMBERS]);
+                }
+            });
+            for _ in 0..20_000 {
+                if let Some((key, numbers)) = two.read(0, row) {
+                    assert!(numbers.iter().all(|number| *number == key as f64), "{key} {numbers:?}");
+                }
+            }
+        });
+        assert_eq!(two.read(0, row), Some((19_999, [19_999.0; NUMBERS])));
+    }
+}
