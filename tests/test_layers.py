@@ -29,11 +29,12 @@ LAYERS = [
     {"upstream"},
     {"fleet"},
     {"execution"},
-    {"discovery", "observe"},
+    {"discovery", "observe", "worker"},
     {"background"},
     {"http"},
-    {"epp"},
+    {"epp", "supervisor"},
     {"app"},
+    {"process"},
 ]
 
 

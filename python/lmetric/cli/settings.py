@@ -21,6 +21,7 @@ _ACCESS = "Access and logs"
 _KEYS = {
     "host": "host",
     "port": "port",
+    "workers": "workers",
     "engine": "engines",
     "embedded": "embedded",
     "model": "model",
@@ -48,6 +49,9 @@ def _read(
     ] = None,
     host: Annotated[str | None, _option(BASIC, help="Address to listen on.")] = None,
     port: Annotated[int | None, _option(BASIC, help="Port; 0: any free port.")] = None,
+    workers: Annotated[
+        str | None, _option(BASIC, metavar="N", help="Processes; auto: one less than processors.")
+    ] = None,
     engine: Annotated[list[str] | None, _option(BASIC, metavar="URL", help="Engine URL; repeatable.")] = None,
     embedded: Annotated[
         str | None,
@@ -117,8 +121,9 @@ def _read(
     from lmetric.config import load_config
 
     given = {
-        "host": host, "port": port, "embedded": embedded, "model": model, "experimental": experimental,
-        "policy": policy, "decode_policy": decode_policy, "migration_by": migration_by, "profile": profile,
+        "host": host, "port": port, "workers": workers, "embedded": embedded, "model": model,
+        "experimental": experimental, "policy": policy, "decode_policy": decode_policy,
+        "migration_by": migration_by, "profile": profile,
         "shadow": shadow, "api_keys": api_keys, "records": records, "log_level": log_level,
         "log_json": log_json,
         "engine": [{"url": url} for url in engine] if engine else None,

@@ -15,6 +15,8 @@ from pydantic_core import CoreSchema, core_schema
 from lmetric import options
 from lmetric.roles import Role as Role
 
+MOST_WORKERS = 8  # a restart runs twice as many for a while; their shared memory has room for 16
+
 
 def _visible(text: str, what: str) -> None:
     """Raises ValueError for a text that must not be in the head of a request."""
@@ -201,6 +203,15 @@ def _embedded(value: object) -> int | str:
     return text if len(counts) == 2 else counts[0]
 
 
+def _workers(value: object) -> int | str:
+    text = str(value)
+    if text == "auto":
+        return text
+    if isinstance(value, bool) or not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
+        raise ValueError(f"expected a number of processes from 1 to {MOST_WORKERS}, or auto")
+    return int(text)
+
+
 def _off(word: object) -> object:
     """Returns "off" for False: YAML reads `off` as false."""
     return "off" if word is False else word
@@ -265,6 +276,7 @@ Token = Annotated[SecretStr, AfterValidator(_token)]
 EngineRule = Annotated[str, AfterValidator(_engine_rule)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
 Embedded = Annotated[int | str, PlainValidator(_embedded)]
+Workers = Annotated[int | str, PlainValidator(_workers)]
 OFF_IS_A_WORD = BeforeValidator(_off)
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 
 from lmetric.config.epp import EppConfig
 from lmetric.config.kinds import (
+    MOST_WORKERS,
     OFF_IS_A_WORD,
     CollectorUrl,
     CorsOrigin,
@@ -36,6 +37,7 @@ from lmetric.config.kinds import (
     Seconds,
     Strict,
     Token,
+    Workers,
     ZmqEndpoint,
     is_loopback,
     unix_path,
@@ -1272,9 +1274,6 @@ class TracingConfig(Strict):
         return self
 
 
-MOST_WORKERS = 8  # a restart runs twice as many for a while, and the shared memory has room for 16
-
-
 def auto_workers() -> int:
     """Returns the number of workers for the processors that this process may use."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -1296,7 +1295,7 @@ class ServerConfig(PoolSettings):
         description="port to listen on; 0: any free port",
         json_schema_extra={"when": "the port is taken"},
     )
-    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | Literal["auto"] = Field(
+    workers: Workers = Field(
         1,
         description="processes that serve the port together; auto: one less than the processors that the "
         "router may use, at most 8",
@@ -1472,16 +1471,11 @@ class ServerConfig(PoolSettings):
         pools = [self.pool_settings(), *(self.pool_settings(model) for model in self.models)]
         alone = {
             "programs": any(pool.programs is not None for pool in pools),
-            "admission": any(pool.admission is not None for pool in self._pools),
             "rebalance": self.rebalances,
             "fleet_changes": any(pool.fleet_changes is not None for pool in self._pools),
             "canary": any(pool.canary is not None for pool in self._pools),
             "replicas.urls": bool(self.replicas.urls),
         }
-        limits = ("max_concurrent", "max_requests_per_second", "max_waiting")
-        for name, tenant in self.tenants.items():
-            for limit in limits:
-                alone[f"tenants.{name}.{limit}"] = getattr(tenant, limit) is not None
         if used := [name for name, is_used in alone.items() if is_used]:
             raise ValueError(
                 f"workers = {self.workers}: it is not valid with {', '.join(used[:4])}, which one process "
@@ -1491,7 +1485,7 @@ class ServerConfig(PoolSettings):
     @property
     def worker_count(self) -> int:
         """Number of worker processes."""
-        return auto_workers() if self.workers == "auto" else self.workers
+        return self.workers if isinstance(self.workers, int) else auto_workers()
 
     def _check_credentials(self) -> None:
         auth, admin, replicas = self.auth, self.admin, self.replicas

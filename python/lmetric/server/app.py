@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lmetric.roles import Role
     from lmetric.server.epp.picker import Picker
     from lmetric.server.observe.tracing.export import Tracing
-    from lmetric.server.workers.start import Worker
+    from lmetric.server.worker.worker import Worker
 
 log = structlog.get_logger("lmetric.server")
 
@@ -93,6 +93,7 @@ class Server:
         self.fleet = Fleet(config)
         self.worker = worker
         if worker is not None:
+            self.fleet.number_model = worker.number_model
             self.fleet.on_model_made.append(worker.join)
             self.fleet.on_model_removed.append(worker.forget)
         self.report: dict[str, Any] = {}  # of the start
@@ -176,6 +177,7 @@ class Server:
         await self._discovery.start()
         self.port = bound.port
         if self.worker is not None:
+            front.reread = self.worker.reload
             await self.worker.start(front)
         self.listeners = Listeners(bound, front)
         try:
@@ -189,6 +191,8 @@ class Server:
         if self.recorder is not None:
             self.recorder.start()
         if front.live is not None:
+            if self.worker is not None:
+                self.worker.show_on(front.live)
             front.live.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
@@ -428,7 +432,7 @@ async def serve(
     async with _with_embedded(config) as config:
         further = config.engines[len(files.engines) :]
         if config.worker_count > 1 and not picks:
-            from lmetric.server.workers.supervisor import supervise
+            from lmetric.server.supervisor.supervisor import supervise
 
             return await supervise(config, further, bound, reread)
         server = Server(config, bound, further, picks=picks)

@@ -6,7 +6,7 @@
 //! has followed the ring reads only the rows that have changed; otherwise it reads all of them.
 //! Values are absolute, so a missed change is never more than a late one.
 use crate::error::CoreError;
-use crate::ids::MAX_INSTANCES;
+use crate::ids::{MAX_INSTANCES, Seconds};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -28,8 +28,16 @@ const NOTES_AT: usize = HEAD + WRITERS * AREA;
 const NOTES: usize = 1 << 17;
 /// Places in which a note may be.
 const PLACES: usize = 16;
+/// Start of the tenants, in words, and their number. A tenant takes a key, the use of its rate, and
+/// a number of requests for each writer.
+const TENANTS_AT: usize = NOTES_AT + 2 * NOTES;
+const TENANTS: usize = 1 << 14;
+const TENANT: usize = 2 + WRITERS;
+/// Start of the names, in words, and their number.
+const NAMES_AT: usize = TENANTS_AT + TENANTS * TENANT;
+const NAMES: usize = 4096;
 /// Size of the memory in bytes. Pages that nobody writes take none.
-pub const BYTES: usize = (NOTES_AT + 2 * NOTES) * size_of::<u64>();
+pub const BYTES: usize = (NAMES_AT + NAMES) * size_of::<u64>();
 /// The first word, which changes with the layout.
 const LAYOUT: u64 = 0x6c6d_6574_7269_6331;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
@@ -105,6 +113,11 @@ impl Board {
         let changes = words[at(writer) + CHANGES].load(Ordering::Relaxed);
         let own = Mutex::new(Own { changes, ..Own::default() });
         Ok(Board { memory, writer, own, replaced: AtomicU64::new(0) })
+    }
+
+    /// Returns the number of this writer's area.
+    pub fn writer(&self) -> usize {
+        self.writer
     }
 
     /// Empties the area of a worker that has ended. Its load counts nowhere from then on.
@@ -264,6 +277,77 @@ fn places(key: u64) -> impl Iterator<Item = usize> {
     (0..PLACES).map(move |step| (key as usize).wrapping_add(step) % NOTES)
 }
 
+/// Names: small numbers that are the same in all workers.
+impl Board {
+    /// Returns the number of a name, from 0 on; `None`: there are too many. `key`: a hash of it.
+    pub fn number_of(&self, key: u64) -> Option<usize> {
+        let key = key.max(1);
+        self.memory.words()[NAMES_AT..].iter().position(|word| {
+            let found = word.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
+            found.map_or_else(|other| other == key, |_| true)
+        })
+    }
+}
+
+/// Tenants with limits: what all workers together use of them. A place once taken stays. Methods
+/// return `None` if there is no place; then each worker counts for itself.
+impl Board {
+    fn tenant(&self, key: u64) -> Option<&[AtomicU64]> {
+        let key = key.max(1);
+        let words = self.memory.words();
+        let places = (0..PLACES).map(|step| (key as usize).wrapping_add(step) % TENANTS);
+        places.map(|place| &words[TENANTS_AT + place * TENANT..][..TENANT]).find(|tenant| {
+            let found = tenant[0].load(Ordering::Acquire);
+            found == key
+                || (found == 0
+                    && tenant[0]
+                        .compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire)
+                        .map_or_else(|other| other == key, |_| true))
+        })
+    }
+
+    /// Counts a request against a rate. Returns the seconds until one may come if the rate is used
+    /// up, else 0. `burst`: requests that may come at once, at least 1.
+    pub fn use_rate(&self, key: u64, rate: f64, burst: f64, now: Seconds) -> Option<Seconds> {
+        // The time at which the rate is unused again is all there is to know ("generic cell rate
+        // algorithm"), so one word holds it.
+        let unused_at = &self.tenant(key)?[1];
+        let mut known = unused_at.load(Ordering::Acquire);
+        loop {
+            let ahead = (f64::from_bits(known) - now).max(0.0);
+            let wait = ahead - (burst - 1.0) / rate;
+            // A rounding error must not cost a request.
+            if wait > 1e-9 {
+                return Some(wait);
+            }
+            let next = (now + ahead + 1.0 / rate).to_bits();
+            match unused_at.compare_exchange_weak(known, next, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return Some(0.0),
+                Err(other) => known = other,
+            }
+        }
+    }
+
+    /// Changes this worker's number of a tenant's requests on engines.
+    pub fn set_running(&self, key: u64, running: u32) -> Option<()> {
+        self.tenant(key)?[2 + self.writer].store(running.into(), Ordering::Release);
+        Some(())
+    }
+
+    /// Returns the number of a tenant's requests that the other workers have on engines.
+    pub fn running_elsewhere(&self, key: u64) -> Option<u32> {
+        let counts = &self.tenant(key)?[2..];
+        let others = counts.iter().enumerate().filter(|(writer, _)| *writer != self.writer);
+        Some(others.map(|(_, count)| count.load(Ordering::Acquire) as u32).sum())
+    }
+}
+
+impl std::fmt::Debug for Board {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Board").field("writer", &self.writer).finish_non_exhaustive()
+    }
+}
+
 impl Drop for Board {
     fn drop(&mut self) {
         clear(self.memory.words(), self.writer);
@@ -302,6 +386,11 @@ fn clear(words: &[AtomicU64], writer: usize) {
     }
     words[area + USED_ROWS].store(0, Ordering::Release);
     words[area + CHANGES].fetch_add(2 * RING as u64, Ordering::AcqRel);
+    for tenant in words[TENANTS_AT..NAMES_AT].chunks_exact(TENANT) {
+        if tenant[0].load(Ordering::Acquire) != 0 {
+            tenant[2 + writer].store(0, Ordering::Release);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -404,6 +493,53 @@ mod tests {
         let found = keys.iter().filter(|key| one.noted(**key).is_some()).count();
         assert_eq!(found, PLACES);
         assert!(keys.iter().all(|key| one.noted(*key).is_none_or(|value| value == key + 1)));
+    }
+
+    #[test]
+    fn a_name_has_one_number_in_all_workers() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 1));
+        assert_eq!([7, 8, 7].map(|key| one.number_of(key)), [Some(0), Some(1), Some(0)]);
+        assert_eq!([9, 8].map(|key| two.number_of(key)), [Some(2), Some(1)]);
+        (100..100 + NAMES as u64).for_each(|key| _ = one.number_of(key));
+        assert_eq!((two.number_of(5000), two.number_of(9)), (None, Some(2)));
+    }
+
+    #[test]
+    fn a_rate_is_used_by_all_workers_together() {
+        let memory = memory();
+        let boards = [board(&memory, 0), board(&memory, 1)];
+        let at = |number: usize, now| boards[number % 2].use_rate(7, 2.0, 3.0, now).expect("a place");
+        assert_eq!([0, 1, 2].map(|number| at(number, 10.0)), [0.0; 3]);
+        assert_eq!([0, 1].map(|number| at(number, 10.0)), [0.5; 2]);
+        assert_eq!([0, 1].map(|number| at(number, 10.5)), [0.0, 0.5]);
+        // Another tenant, and a rate that was unused for long.
+        assert_eq!(boards[0].use_rate(8, 2.0, 3.0, 10.5), Some(0.0));
+        assert_eq!([0, 1, 2].map(|number| at(number, 99.0)), [0.0; 3]);
+        assert!(at(0, 99.0) > 0.0);
+    }
+
+    #[test]
+    fn the_requests_of_a_tenant_on_other_workers_count_until_these_end() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 1));
+        one.set_running(7, 2);
+        two.set_running(7, 5);
+        assert_eq!((one.running_elsewhere(7), two.running_elsewhere(7)), (Some(5), Some(2)));
+        std::mem::forget(two); // killed
+        one.clear(1).expect("another area");
+        assert_eq!(one.running_elsewhere(7), Some(0));
+    }
+
+    #[test]
+    fn without_a_place_each_worker_counts_for_itself() {
+        let memory = memory();
+        let one = board(&memory, 0);
+        for key in 1..=PLACES as u64 {
+            assert_eq!(one.use_rate(key * TENANTS as u64, 1.0, 1.0, 0.0), Some(0.0));
+        }
+        let further = (PLACES as u64 + 1) * TENANTS as u64;
+        assert_eq!((one.use_rate(further, 1.0, 1.0, 0.0), one.running_elsewhere(further)), (None, None));
     }
 
     /// One thread writes rows whose numbers are equal; a reader never sees two different ones.

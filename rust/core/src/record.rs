@@ -349,6 +349,12 @@ impl RecordRing {
         RecordRing { records, spare: None, late, bytes: 0, byte_bound, next_id: 1 }
     }
 
+    /// Numbers the records from `first` on. The ring must be empty.
+    pub fn begin_at(&mut self, first: u64) {
+        debug_assert!(self.records.is_empty(), "numbers are consecutive");
+        self.next_id = first;
+    }
+
     /// Returns a cleared record to fill in; it reuses the memory of a removed record.
     pub fn take(&mut self) -> Box<DecisionRecord> {
         let mut record = self.spare.take().unwrap_or_default();

@@ -4,10 +4,12 @@ mod common;
 
 use common::{STEP, chain, request};
 use lmetric_core::Registry;
+use lmetric_core::admission::{HeldFor, LoadConfig, RefusedFor, TenantLimits, Verdict};
 use lmetric_core::board::{BYTES, Board, Memory};
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
+use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Router, RouterConfig, SharedRouter, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -188,4 +190,45 @@ proptest! {
             }
         }
     }
+}
+
+const ACME: Tenant = Tenant { id: 7, ..Tenant::NOBODY };
+
+#[test]
+fn a_tenants_limits_count_the_requests_of_all_workers() {
+    let memory = memory();
+    let mut workers: Vec<Router> = (0..2)
+        .map(|number| {
+            let mut router = router(&["x", "y"]);
+            router.join(board(&memory, number), 1);
+            let limits = TenantLimits {
+                max_concurrent: Some(2),
+                max_requests_per_second: Some(1.0),
+                burst: Some(4.0),
+                max_waiting: None,
+            };
+            let config = LoadConfig {
+                room_seconds: Some(f64::INFINITY),
+                tenants: [(ACME.id, limits)].into_iter().collect(),
+                ..LoadConfig::default()
+            };
+            router.set_admission(Some(config)).unwrap();
+            router
+        })
+        .collect();
+    let chain = chain(1, 4);
+    let asked = Request { tenant: ACME, ..request(&chain) };
+    let mut arrive = |worker: usize, now| workers[worker].arrive(&asked, now).unwrap().unwrap();
+    let [(first, one), (_, two)] = [arrive(0, 0.0), arrive(1, 0.0)];
+    assert!(matches!((one, two), (Verdict::Free, Verdict::Free)), "{one:?} {two:?}");
+    let (_, third) = arrive(0, 0.0);
+    assert!(matches!(third, Verdict::Held { by: HeldFor::Concurrency, .. }), "{third:?}");
+    let (_, fourth) = arrive(1, 0.0);
+    assert!(matches!(fourth, Verdict::Held { by: HeldFor::Concurrency, .. }), "{fourth:?}");
+    let (_, fifth) = arrive(0, 0.0);
+    assert!(matches!(fifth, Verdict::Refused { by: RefusedFor::Rate, .. }), "{fifth:?}");
+    // The first request ends on its worker, so one of the other worker may run.
+    workers[0].drop_arrival(first.unwrap(), 0.1);
+    assert_eq!(workers[1].release_held(0.1).ready.len(), 1);
+    assert_eq!(workers[0].release_held(0.1).ready.len(), 0);
 }

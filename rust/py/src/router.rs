@@ -879,8 +879,8 @@ impl Router {
     }
 
     /// Exchanges load with the routers of the same `model` in other worker processes, from now on:
-    /// each decision counts the requests that any of them has placed. Later calls replace the
-    /// board.
+    /// each decision counts the requests that any of them has placed, and so do the limits of
+    /// tenants. Call it before the first decision: the numbers of decisions begin anew.
     fn join(&self, py: Python<'_>, board: &Board, model: &str) -> Result<()> {
         let (board, model) = (board.inner().clone(), xxhash_rust::xxh3::xxh3_64(model.as_bytes()));
         self.with_core(py, |router| {

@@ -39,16 +39,27 @@ class ActivityEvent(NamedTuple):
 class Activity:
     """A bounded list of events, the newest last."""
 
-    __slots__ = ("events", "noted")
+    __slots__ = ("_elsewhere", "events", "noted")
 
     def __init__(self) -> None:
         self.events: deque[ActivityEvent] = deque(maxlen=KEPT_EVENTS)
         self.noted = 0  # events so far
+        self._elsewhere: deque[int] = deque(maxlen=KEPT_EVENTS)  # of them, those of other workers
 
-    def note(self, *values: Any) -> None:
-        """Adds an event; ``values``: the fields of `ActivityEvent` from ``at`` on, in order."""
+    def note(self, *values: Any, own: bool = True) -> None:
+        """Adds an event; ``values``: the fields of `ActivityEvent` from ``at`` on, in order.
+
+        ``own``: not of another worker.
+        """
         self.noted += 1
         self.events.append(ActivityEvent(self.noted, *values))
+        if not own:
+            self._elsewhere.append(self.noted)
+
+    def since(self, noted: int) -> list[ActivityEvent]:
+        """Returns this worker's kept events after the first ``noted`` ones, oldest first."""
+        elsewhere = frozenset(self._elsewhere)
+        return [each for each in self.events if each.sequence > noted and each.sequence not in elsewhere]
 
     def of(self, number: int) -> list[ActivityEvent]:
         """Returns the events of a decision, oldest first."""

@@ -75,6 +75,8 @@ class Fleet:
     check: Callable[[Engine], Awaitable[None] | None] = lambda engine: None
     on_model_removed: list[Callable[[str], object]] = field(default_factory=list)
     on_model_made: list[Callable[[Model], object]] = field(default_factory=list)
+    # Returns the number of a new model. Arguments: its name, and the number of models so far.
+    number_model: Callable[[str, int], int] = lambda _, made: made
     search: NameSearch = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
     _page: bytes | None = None  # answer to GET /v1/models; None: the names have changed
@@ -221,7 +223,8 @@ class Fleet:
         adapters = entry.adapters if entry else []
         config = self.config
         settings, ejection = config.pool_settings(entry), config.health.ejection
-        model = Model(self.models_made, name, adapters, settings, config.retries, ejection, config.tenants)
+        index = self.number_model(name, self.models_made)
+        model = Model(index, name, adapters, settings, config.retries, ejection, config.tenants)
         model.names.configured = configured
         model.look_again = self.look_again
         self.models_made += 1

@@ -112,8 +112,7 @@ class Model:
         self.names = ModelNames(name, adapters)
         self.settings = settings
         self.created = int(time.time())
-        # A label is valid only for its tenant, and cannot be guessed.
-        self.labels = DecisionLabels(f"{index}-" if index else "", secrets.token_bytes(16))
+        self.set_label_key(secrets.token_bytes(16))
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
         # In this order: indicators are declared before policies read them, policies are built
@@ -169,6 +168,13 @@ class Model:
         # By path: the reason of the last failed merge, and the time until which it counts.
         self._not_joinable: dict[str, tuple[str, float]] = {}
         self._pooled: ModelFacts | None = None
+
+    def set_label_key(self, key: bytes) -> None:
+        """Sets the key of the labels of decisions, 16 bytes.
+
+        A label is valid only for its tenant, and cannot be guessed.
+        """
+        self.labels = DecisionLabels(f"{self.index}-" if self.index else "", key)
 
     def install(self, policies: Policies) -> None:
         """Replaces the policies. Raises LmetricError; then nothing has changed."""

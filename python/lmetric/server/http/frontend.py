@@ -41,7 +41,7 @@ from lmetric.server.http.threads import WorkThreads
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
-from lmetric.server.workers.start import Worker
+from lmetric.server.worker.worker import Worker
 
 log = structlog.get_logger("lmetric.access")
 
@@ -86,7 +86,7 @@ class Frontend(web.Server):
         self.bodies = Bodies(self.running, self._threads)
         self.admission = Admission(config, keys, self.running, clients=self.clients)
         board = None if worker is None else worker.board
-        self.stored = StoredRequests(config, fleet, self.admission, board)
+        self.stored = StoredRequests(config, fleet, self.admission, board=board)
         self.placement = Placement(config, self.running)
         self.arrivals = Arrivals(
             config,

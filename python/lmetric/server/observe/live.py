@@ -11,18 +11,23 @@ import contextlib
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
 
 POINT_SECONDS = 1.0
 POINTS_KEPT = 900  # 15 minutes
 REQUESTS_KEPT = 4096
+RUNNING_TOLD = 20  # running requests that other workers show
+ENDED_TOLD = 2000  # ended requests that they show; more are counted
+TOLD_KEPT = 100  # messages of other workers between two points
+SILENT_SECONDS = 5.0  # a worker without a message for this time has ended
 NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
 
 
@@ -58,6 +63,35 @@ class EndedRequest(NamedTuple):
         """Seconds per output token after the first of a stream."""
         further = self.output_tokens - 1
         return (self.ended - self.first_token_at) / further if self.first_token_at and further > 0 else None
+
+
+class RunningRequest(NamedTuple):
+    """A routed request that has not ended. ``started``: seconds on the monotonic clock."""
+
+    started: float
+    tenant: str
+    model: str
+    model_index: int
+    number: int
+    instance: str | None
+    prompt_tokens: int
+    request_id: str
+
+
+class Seen(NamedTuple):
+    """What the clients of one worker did since its last message to the other workers.
+
+    Attributes:
+        more: requests that ended besides.
+        running: the newest ones.
+        events: by model.
+    """
+
+    ended: list[EndedRequest]
+    more: int
+    in_flight: int
+    running: list[RunningRequest]
+    events: dict[str, list[ActivityEvent]]
 
 
 # `EndedRequest` without the call of its own `__new__`: requests run this.
@@ -150,6 +184,11 @@ class Live(Observer):
         self._new: list[EndedRequest] = []
         self._more = 0
         self.began = self._last = time.monotonic()
+        # With several workers: tells the others what was seen here, and what they have told.
+        self.tell: Callable[[Seen], None] | None = None
+        self._told: list[Seen] = []
+        self._others: dict[int, tuple[float, Seen]] = {}  # the last one of each, and its time
+        self._events: dict[str, int] = {}  # by model: events that the others know
         self._tick = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -202,6 +241,14 @@ class Live(Observer):
         more, self._more = self._more, 0
         seconds, self._last = max(now - self._last, 1e-3), now
         in_flight = sum(model.router.in_flight() for model in self.fleet.models)
+        if self.tell is not None:
+            running = self._own_running(RUNNING_TOLD)
+            further = max(len(fresh) - ENDED_TOLD, 0)
+            self.tell(Seen(fresh[:ENDED_TOLD], more + further, in_flight, running, self._fresh_events()))
+            told, self._told = self._told, []
+            fresh = list(heapq.merge(fresh, *(each.ended for each in told), key=_ended_at))
+            more += sum(each.more for each in told)
+            in_flight += sum(each.in_flight for _, each in self._latest(now))
         self.points.append(point(fresh, seconds, in_flight, time.time(), more))
         self.requests.extend(fresh)
         self.ticks += 1
@@ -221,14 +268,49 @@ class Live(Observer):
                 found.append(each)
         return found
 
-    def running(self, most: int, tenant: str | None = None) -> list[RequestRunner]:
+    def running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
         """Returns the newest routed requests that have not ended, newest first.
 
         ``tenant``: None: of all tenants.
         """
+        found = self._own_running(most, tenant)
+        for _, seen in self._latest(time.monotonic()):
+            found += (each for each in seen.running if tenant is None or each.tenant == tenant)
+        return heapq.nlargest(most, found)
+
+    def _own_running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
         routed = (each for each in self._relays if isinstance(each, RequestRunner))
         wanted = (each for each in routed if tenant is None or _request(each).tenant == tenant)
-        return heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
+        return [
+            _running(each) for each in heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
+        ]
+
+    def hear(self, worker: int, seen: Seen) -> None:
+        """Adds what another worker's clients did."""
+        if len(self._told) < TOLD_KEPT:
+            self._told.append(seen)
+        self._others[worker] = time.monotonic(), seen
+        for name, events in seen.events.items():
+            model = next((model for model in self.fleet.models if model.name == name), None)
+            if model is not None:
+                for event in events:
+                    model.activity.note(*event[1:], own=False)
+
+    def _latest(self, now: float) -> list[tuple[float, Seen]]:
+        """Returns the last message of each other worker that still tells."""
+        for worker, (at, _) in list(self._others.items()):
+            if now - at > SILENT_SECONDS:
+                del self._others[worker]
+        return list(self._others.values())
+
+    def _fresh_events(self) -> dict[str, list[ActivityEvent]]:
+        """Returns this worker's events since the last call, by model."""
+        fresh: dict[str, list[ActivityEvent]] = {}
+        for model in self.fleet.models:
+            known, self._events[model.name] = self._events.get(model.name, 0), model.activity.noted
+            if known < model.activity.noted:
+                fresh[model.name] = model.activity.since(known)
+        return fresh
 
     async def _update(self) -> None:
         self.tick(time.monotonic())
@@ -236,3 +318,21 @@ class Live(Observer):
 
 def _request(relay: RequestRunner) -> ClientRequest:
     return relay.execution.client_request
+
+
+def _running(relay: RequestRunner) -> RunningRequest:
+    execution, request = relay.execution, relay.execution.client_request
+    return RunningRequest(
+        started=request.started,
+        tenant=request.tenant,
+        model=execution.model.name,
+        model_index=execution.model.index,
+        number=execution.decision.id,
+        instance=relay.instance,
+        prompt_tokens=execution.decision.prompt_tokens,
+        request_id=request.head.request_id,
+    )
+
+
+def _ended_at(request: EndedRequest) -> float:
+    return request.ended

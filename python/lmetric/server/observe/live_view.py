@@ -15,14 +15,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.recent import SMALL
 from lmetric.server.fleet.summary import summary
 from lmetric.server.observe.hot import hot_spots
-from lmetric.server.observe.live import EndedRequest, Live, Point, point
+from lmetric.server.observe.live import EndedRequest, Live, Point, RunningRequest, point
 
 REQUESTS_SHOWN = 50
 RUNNING_SHOWN = 20  # of them, requests that have not ended
@@ -170,7 +169,7 @@ class LiveView:
         return model.labels.label(number, tenant or "") if model is not None and number else None
 
     def _requests(self, now: float, tenant: str | None) -> list[dict[str, Any]]:
-        found = [self._running(relay, now, tenant) for relay in self._live.running(RUNNING_SHOWN, tenant)]
+        found = [self._running(each, now, tenant) for each in self._live.running(RUNNING_SHOWN, tenant)]
         names = self._names(tenant)
         for each in reversed(self._live.requests):
             if tenant is not None and each.tenant != tenant:
@@ -197,20 +196,18 @@ class LiveView:
                 break
         return found
 
-    def _running(self, relay: RequestRunner, now: float, tenant: str | None) -> dict[str, Any]:
+    def _running(self, running: RunningRequest, now: float, tenant: str | None) -> dict[str, Any]:
         """Returns a request that has not ended. Its status is null."""
-        execution = relay.execution
-        request, model = execution.client_request, execution.model
         return {
-            "id": model.labels.label(execution.decision.id, tenant or ""),
-            "at": round(time.time() - now + request.started, 2),
-            "request_id": request.head.request_id,
-            "model": model.name,
-            "tenant": request.tenant or None,
-            "instance": relay.instance if self._names(tenant) else None,
+            "id": self._label(running.model_index, running.number, tenant),
+            "at": round(time.time() - now + running.started, 2),
+            "request_id": running.request_id,
+            "model": running.model,
+            "tenant": running.tenant or None,
+            "instance": running.instance if self._names(tenant) else None,
             "status": None,
-            "prompt_tokens": execution.decision.prompt_tokens,
-            "seconds": _rounded(now - request.started),
+            "prompt_tokens": running.prompt_tokens,
+            "seconds": _rounded(now - running.started),
         }
 
     def _events(self, now: float, tenant: str | None) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 //! Limits of a tenant: requests on engines, and rate.
 use super::settings::TenantLimits;
+use crate::board::Board;
 use crate::ids::Seconds;
 use hashbrown::HashMap;
+use std::sync::Arc;
 
 /// Tenants from which on those that lose nothing are dropped: without requests on engines, and with
 /// a full rate. The others are at most the running requests and the tenants with a configured rate.
@@ -12,6 +14,8 @@ const MAX_TENANTS: usize = 65_536;
 struct Usage {
     /// Requests on engines.
     running: u32,
+    /// Whether the tenant had a limit of such requests.
+    limited: bool,
     /// The tenant's weight, as of its last request.
     weight: f64,
     /// Requests that may come at once, as of `at`.
@@ -46,14 +50,34 @@ pub(super) struct Limits {
     /// Requests on engines, and the weights of their tenants.
     running: u32,
     weights: f64,
+    /// What the other workers of this server use, if there are any.
+    shared: Option<Shared>,
+}
+
+/// Use of the limits by all workers.
+#[derive(Clone, Debug)]
+pub(super) struct Shared {
+    pub board: Arc<Board>,
+    /// Part of the tenants' keys: limits hold for each model.
+    pub model: u64,
 }
 
 impl Limits {
+    /// Creates unused limits.
+    pub fn new(shared: Option<Shared>) -> Limits {
+        Limits { shared, ..Limits::default() }
+    }
+
     /// Counts an arriving request against its tenant's rate. Returns the seconds until a request
     /// may come if the rate is used up.
     pub fn arrive(&mut self, tenant: u64, limits: &TenantLimits, now: Seconds) -> Option<Seconds> {
         let rate = limits.max_requests_per_second?;
         let burst = limits.burst.unwrap_or(rate).max(1.0);
+        if let Some(Shared { board, model }) = &self.shared
+            && let Some(seconds) = board.use_rate(tenant ^ model, rate, burst, now)
+        {
+            return (seconds > 0.0).then_some(seconds);
+        }
         let usage = self.usage(tenant, now);
         (usage.rate, usage.burst) = (rate, burst);
         (usage.tokens, usage.at) = (usage.tokens_at(now), now);
@@ -64,13 +88,19 @@ impl Limits {
         Some((1.0 - usage.tokens) / rate)
     }
 
-    /// Counts a request that goes to an engine.
-    pub fn begin(&mut self, tenant: u64, weight: f64, now: Seconds) {
+    /// Counts a request that goes to an engine. `limited`: whether the tenant has a limit of such
+    /// requests.
+    pub fn begin(&mut self, tenant: u64, weight: f64, limited: bool, now: Seconds) {
         let usage = self.usage(tenant, now);
         let old = if usage.running > 0 { usage.weight } else { 0.0 };
         usage.running += 1;
         usage.weight = weight;
+        usage.limited |= limited;
+        let Usage { running, limited, .. } = *usage;
         self.weights += weight - old;
+        if limited {
+            self.tell(tenant, running);
+        }
         self.running += 1;
     }
 
@@ -79,14 +109,38 @@ impl Limits {
         let Some(usage) = self.tenants.get_mut(&tenant).filter(|usage| usage.running > 0) else { return };
         usage.running -= 1;
         self.running -= 1;
-        if usage.running == 0 {
-            self.weights = if self.running == 0 { 0.0 } else { self.weights - usage.weight };
+        let Usage { running, weight, limited, .. } = *usage;
+        if running == 0 {
+            self.weights = if self.running == 0 { 0.0 } else { self.weights - weight };
+        }
+        if limited {
+            self.tell(tenant, running);
+        }
+    }
+
+    /// Tells the other workers that these limits end.
+    pub fn end_all(&self) {
+        for (tenant, _) in self.tenants.iter().filter(|(_, usage)| usage.limited) {
+            self.tell(*tenant, 0);
+        }
+    }
+
+    fn tell(&self, tenant: u64, running: u32) {
+        if let Some(Shared { board, model }) = &self.shared {
+            board.set_running(tenant ^ model, running);
         }
     }
 
     /// Returns the tenant's requests on engines.
     pub fn running(&self, tenant: u64) -> u32 {
         self.tenants.get(&tenant).map_or(0, |usage| usage.running)
+    }
+
+    /// Returns the requests on engines of a tenant with a limit, over all workers.
+    pub fn running_everywhere(&self, tenant: u64) -> u32 {
+        let shared = self.shared.as_ref();
+        let elsewhere = shared.and_then(|all| all.board.running_elsewhere(tenant ^ all.model));
+        self.running(tenant) + elsewhere.unwrap_or(0)
     }
 
     /// Returns whether a tenant may take the room that is kept for others. It may if there are no
@@ -107,7 +161,8 @@ impl Limits {
             self.sweep_at = 2 * self.tenants.len();
         }
         let none = f64::INFINITY;
-        let new = Usage { running: 0, weight: 1.0, tokens: none, at: now, rate: none, burst: none };
+        let new =
+            Usage { running: 0, limited: false, weight: 1.0, tokens: none, at: now, rate: none, burst: none };
         self.tenants.entry(tenant).or_insert(new)
     }
 }
@@ -125,14 +180,14 @@ mod tests {
         let mut limits = Limits::default();
         assert_eq!((limits.arrive(0, &rate, 0.0), limits.arrive(0, &rate, 0.0)), (None, None));
         for tenant in 1..4 * MAX_TENANTS as u64 {
-            limits.begin(tenant, 1.0, 1.0);
+            limits.begin(tenant, 1.0, false, 1.0);
             limits.end(tenant);
             assert!(limits.tenants.len() <= MAX_TENANTS);
         }
         assert!(limits.arrive(0, &rate, 1.0).is_some());
         // With its rate full again, its entry goes.
         for tenant in 1..2 * MAX_TENANTS as u64 {
-            limits.begin(tenant, 1.0, 1000.0);
+            limits.begin(tenant, 1.0, false, 1000.0);
             limits.end(tenant);
         }
         assert!(!limits.tenants.contains_key(&0));

@@ -35,17 +35,19 @@ mod verdict;
 pub use settings::{LoadConfig, TenantLimits};
 pub use verdict::{Asked, Counters, HeldFor, Level, LoadSnapshot, RefusedFor, Released, Room, Verdict};
 
+use crate::board::Board;
 use crate::error::CoreError;
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{self, Finish, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work};
 use hashbrown::HashMap;
-use limits::Limits;
+use limits::{Limits, Shared};
 use queue::{Line, Place, Queue};
 use service::Service;
 use slotmap::SlotMap;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 /// Share of the time to the deadline that a request may be expected to wait. The rest is for
 /// errors of the prediction.
@@ -117,6 +119,8 @@ pub struct Admission {
     programs: Option<Programs>,
     load: Option<Load>,
     released: Released,
+    /// The limits' use by all workers of this server, if there are several.
+    shared: Option<Shared>,
 }
 
 impl Admission {
@@ -129,6 +133,15 @@ impl Admission {
     pub fn admits(&self) -> bool {
         self.load.is_some()
             || self.programs.as_ref().is_some_and(|programs| programs.config().mode != ProgramMode::Observe)
+    }
+
+    /// Counts the requests of other workers in the limits of tenants from now on. `model`: a number
+    /// that the routers of the same model share.
+    pub fn share(&mut self, board: Arc<Board>, model: u64) {
+        self.shared = Some(Shared { board, model });
+        if let Some(load) = &mut self.load {
+            load.limits = Limits::new(self.shared.clone());
+        }
     }
 
     /// Returns the agent programs, if they are followed.
@@ -174,8 +187,15 @@ impl Admission {
         let config = config.map(LoadConfig::checked).transpose()?;
         match (&mut self.load, config) {
             (Some(load), Some(config)) => load.config = config,
-            (load, Some(config)) => *load = Some(Load { config, ..Load::default() }),
-            (load, None) => *load = None,
+            (load, Some(config)) => {
+                let limits = Limits::new(self.shared.clone());
+                *load = Some(Load { config, limits, ..Load::default() });
+            }
+            (load, None) => {
+                if let Some(load) = load.take() {
+                    load.limits.end_all();
+                }
+            }
         }
         if self.load.is_none() {
             let ids: Vec<ArrivalId> = self.arrivals.keys().collect();
@@ -333,7 +353,7 @@ impl Admission {
     }
 
     fn running(&self, tenant: u64) -> u32 {
-        self.load.as_ref().map_or(0, |load| load.limits.running(tenant))
+        self.load.as_ref().map_or(0, |load| load.limits.running_everywhere(tenant))
     }
 
     /// Lets a request wait for room. Without admission by load, it may run.
@@ -450,7 +470,8 @@ impl Admission {
         if now > arrival.arrived || load.queue.len() > 0 {
             load.service.took(arrival.work);
         }
-        load.limits.begin(tenant, weight.max(1e-3), now);
+        let limited = load.config.tenants.get(&tenant).is_some_and(|own| own.max_concurrent.is_some());
+        load.limits.begin(tenant, weight.max(1e-3), limited, now);
         let share = load.shares.begin(tenant, new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         arrival.slot = slot;
@@ -587,7 +608,7 @@ impl Load {
     /// Returns whether a tenant's limit allows a further request on engines.
     fn may_run(&self, tenant: u64) -> bool {
         let most = self.config.tenants.get(&tenant).and_then(|limits| limits.max_concurrent);
-        most.is_none_or(|most| self.limits.running(tenant) < most)
+        most.is_none_or(|most| self.limits.running_everywhere(tenant) < most)
     }
 
     /// Counts a refusal. `seconds`: predicted time until the request would be admitted.

@@ -24,6 +24,10 @@ use std::sync::Arc;
 /// Upper bound of plausible times. Larger values and NaN are errors of the caller and are ignored.
 const FAR: Seconds = 1e12;
 
+/// Bits of the numbers of one worker's decisions: enough for thousands of years, and all numbers
+/// stay exact as floats.
+const WORKER_BITS: u32 = 48;
+
 /// A router: decides, places and follows requests. Each pool has one router.
 pub struct Router {
     /// State that decisions depend on.
@@ -115,9 +119,13 @@ impl Router {
     }
 
     /// Exchanges load with the other workers of this server from now on. `model`: a number that the
-    /// routers of the same model share.
+    /// routers of the same model share. The router must not have decided yet: its decisions are
+    /// numbered anew, so that no two workers use the same number.
     pub fn join(&mut self, board: Arc<Board>, model: u64) {
-        self.state.ledger.note_changes();
+        self.state.ledger.changes.start();
+        // A decision's number names it in all workers.
+        self.requests.records.begin_at(((board.writer() as u64) << WORKER_BITS) + 1);
+        self.listeners.admission.share(board.clone(), model);
         self.workers = Some(Box::new(Workers::new(board, model, &self.state.fleet)));
     }
 

@@ -15,7 +15,7 @@ from lmetric.server.http.pages import admin, canary, debug, health, peers
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
-from lmetric.server.workers.start import MARK, Repeated, Worker
+from lmetric.server.worker.worker import MARK, Repeated, Worker
 
 PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **peers.PAGES})
 # Fields of an administrator's request that the other workers get, too.

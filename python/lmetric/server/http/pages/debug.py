@@ -28,6 +28,7 @@ from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
 from lmetric.server.observe.live_view import event_shown
+from lmetric.server.worker.worker import MARK
 from lmetric.timeline import timeline
 from lmetric.why import because
 
@@ -138,7 +139,16 @@ async def _live(call: Call) -> web.StreamResponse:
     parameters=(in_path("id", "Value of the header x-lmetric-decision"), _FULL),
 )
 async def _decision(call: Call) -> web.Response:
-    return json(_record(call, _full(call.query)))
+    worker, headers = call.front.worker, call.request.headers
+    try:
+        return json(_record(call, _full(call.query)))
+    except ApiError as error:
+        if error.status != 404 or worker is None or worker.is_repeated(headers.get(MARK)):
+            raise
+        given = [(name, headers[name]) for name in ("authorization", "x-api-key") if name in headers]
+        if (found := await worker.find(call.request.raw_path, given)) is None:
+            raise
+        return json(found)
 
 
 def _indicators(model: Model) -> dict[str, dict[str, float | None]]:

@@ -4,6 +4,7 @@
 mod account;
 mod ahead;
 mod backlog;
+mod changes;
 mod counts;
 mod declared;
 mod external;
@@ -28,6 +29,7 @@ use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
+use changes::Changes;
 use rates::Rates;
 use std::ops::Range;
 use windows::WINDOW_SECONDS;
@@ -46,8 +48,8 @@ pub struct Ledger {
     recent_seconds: Seconds,
     /// Predicted loads, if a policy or a forecast needs them.
     ahead: Option<Ahead>,
-    /// Slots whose own load has changed, for other workers; `None`: there are none.
-    changed: Option<Vec<u32>>,
+    /// Slots whose own load has changed.
+    pub changes: Changes,
 }
 
 impl Ledger {
@@ -63,7 +65,7 @@ impl Ledger {
             rates: Rates::default(),
             recent_seconds: WINDOW_SECONDS,
             ahead: None,
-            changed: None,
+            changes: Changes::default(),
         }
     }
 
@@ -354,17 +356,6 @@ impl Ledger {
         }
     }
 
-    /// Starts to note the slots whose own load changes.
-    pub fn note_changes(&mut self) {
-        self.changed = Some(Vec::new());
-    }
-
-    /// Returns the slots whose own load has changed, which may repeat; the caller empties the list.
-    #[inline]
-    pub fn changed(&mut self) -> Option<&mut Vec<u32>> {
-        self.changed.as_mut().filter(|changed| !changed.is_empty())
-    }
-
     /// Returns the load of peer routers on a slot.
     pub fn peers(&self, slot: usize) -> &Share {
         &self.accounts[slot].peers
@@ -418,11 +409,7 @@ impl Ledger {
     /// Writes the columns of a slot whose own load has changed.
     fn write(&mut self, slot: usize) {
         self.write_columns(slot);
-        if let Some(changed) = &mut self.changed
-            && changed.last() != Some(&(slot as u32))
-        {
-            changed.push(slot as u32);
-        }
+        self.changes.note(slot);
     }
 
     fn write_columns(&mut self, slot: usize) {

@@ -89,8 +89,7 @@ impl Workers {
 
     /// Writes the load on the slots where it has changed.
     pub fn publish(&mut self, ledger: &mut Ledger, fleet: &Fleet, now: Seconds) {
-        if let Some(changed) = ledger.changed() {
-            std::mem::swap(changed, &mut self.changed);
+        if ledger.changes.take(&mut self.changed) {
             let mut changed = std::mem::take(&mut self.changed);
             changed.sort_unstable();
             changed.dedup();

@@ -19,8 +19,8 @@ from lmetric.server.app import Server
 from lmetric.server.http.port import Bound
 from lmetric.server.observe.exposition import OPENMETRICS
 from lmetric.server.observe.logs import configure_logging
-from lmetric.server.workers.channel import Channel, GoneError
-from lmetric.server.workers.start import Start, Worker
+from lmetric.server.worker.channel import Channel, GoneError
+from lmetric.server.worker.worker import Start, Worker
 
 
 class WorkerProcess:
@@ -68,6 +68,9 @@ class WorkerProcess:
                 return await self._metrics(value)
             case "reload":
                 return await self._reload(value)
+            case "live":
+                assert self._worker is not None
+                return self._worker.hear(*value)
             case "adopt" | "release":
                 return await self._accept_for(name, value)
         raise LmetricError(f"unknown call {name!r} of the supervisor")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
@@ -15,16 +17,22 @@ from lmetric._core import Board
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
-from lmetric.server.workers import memory
-from lmetric.server.workers.channel import Channel
-
-if TYPE_CHECKING:
-    from lmetric.server.http.frontend import Frontend
+from lmetric.server.worker import memory
+from lmetric.server.worker.channel import Channel, GoneError
 
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the one that has made a change
+MOST_NAMES = 4096  # models that the shared memory numbers
 PUBLISH_SECONDS = 0.05  # time between two writes of the load that changes without a request
 
 log = structlog.get_logger("lmetric.workers")
+
+
+class Live(Protocol):
+    """The live page."""
+
+    tell: Callable[[Any], None] | None
+
+    def hear(self, worker: int, seen: Any) -> None: ...
 
 
 class Start(NamedTuple):
@@ -75,6 +83,8 @@ class Worker:
         self.channel = channel
         self._models: list[Model] = []
         self._is_full = False
+        self._live: Live | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._own: asyncio.Server | None = None
 
@@ -85,14 +95,22 @@ class Worker:
     def join(self, model: Model) -> None:
         """Exchanges a model's load with the other workers from now on."""
         model.router.join(self.board, model.name)
+        model.set_label_key(hmac.digest(self.secret, model.name.encode(), "sha256")[:16])
         self._models.append(model)
 
-    async def start(self, front: Frontend) -> None:
-        """Starts to write the load that changes without a request."""
-        front.reread = self.reload
+    def number_model(self, name: str, made: int) -> int:
+        """Returns the number of a model, the same in all workers."""
+        number = self.board.number_of(name)
+        return number if number is not None else MOST_NAMES + made
+
+    async def start(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Starts to write the load that changes without a request.
+
+        ``protocol``: of connections on the worker's own socket.
+        """
         loop = asyncio.get_running_loop()
         more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-        self._own = await loop.create_unix_server(front, self.path, **more)
+        self._own = await loop.create_unix_server(protocol, self.path, **more)
         await self.channel.call("catch_up", self.number)
         self._task = periodic("workers' load", PUBLISH_SECONDS, self._publish)
 
@@ -110,6 +128,23 @@ class Worker:
         """Forgets a model that was removed."""
         self._models = [model for model in self._models if model.name != name]
 
+    def show_on(self, live: Live) -> None:
+        """Shows what the clients of all workers do on the live page of each."""
+        self._live = live
+        live.tell = self._tell
+
+    def _tell(self, seen: Any) -> None:
+        self._telling = asyncio.create_task(self._tell_all(seen), name="live page")
+
+    async def _tell_all(self, seen: Any) -> None:
+        with contextlib.suppress(GoneError):
+            await self.channel.call("live", (self.number, seen))
+
+    def hear(self, worker: int, seen: Any) -> None:
+        """Shows what the clients of another worker did."""
+        if self._live is not None:
+            self._live.hear(worker, seen)
+
     async def metrics(self, openmetrics: bool) -> str:
         """Returns the metrics of all workers."""
         text: str = await self.channel.call("metrics", openmetrics)
@@ -119,6 +154,11 @@ class Worker:
         """Makes a change in all other workers. Returns what went wrong."""
         failed: list[str] = await self.channel.call("repeat", change)
         return failed
+
+    async def find(self, target: str, headers: Sequence[tuple[str, str]]) -> bytes | None:
+        """Returns a page as another worker answers it; None: none has it."""
+        page: bytes | None = await self.channel.call("find", (self.number, target, tuple(headers)))
+        return page
 
     async def reload(self) -> dict[str, Any]:
         """Reloads the configuration of all workers. Returns the changes. Raises LmetricError."""

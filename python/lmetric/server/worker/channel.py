@@ -17,7 +17,6 @@ from lmetric._core import LmetricError
 log = structlog.get_logger("lmetric.workers")
 
 _HEAD = struct.Struct("!I")
-MOST_BYTES = 1 << 30  # of a message: the length is four bytes of our own processes
 
 Answer = Callable[[str, Any], Awaitable[Any]]
 
@@ -93,23 +92,28 @@ class Channel:
             self._writer.close()
 
     async def _reply(self, number: int, name: str, value: Any) -> None:
-        result, error = None, None
+        result: Any = None
+        error: LmetricError | None = None
         try:
             result = await self._answer(name, value)
         except LmetricError as raised:
-            error = LmetricError(str(raised))
+            error = raised if _travels(raised) else LmetricError(str(raised))
         except Exception as raised:
             log.exception("a call between processes failed", call=name)
             error = LmetricError(f"{name}: {type(raised).__name__}: {raised}")
         if not self.closed.is_set():
             self._send(("reply", number, result, error))
 
-    async def flush(self) -> None:
-        """Waits until the other end has room for all that was sent."""
-        await self._writer.drain()
-
     async def close(self) -> None:
         """Ends the channel."""
         for task in [*self._tasks, self._task]:
             task.cancel()
         await asyncio.gather(*self._tasks, self._task, return_exceptions=True)
+
+
+def _travels(error: Exception) -> bool:
+    """Returns whether the other end can read an error as it is."""
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:  # of any kind: the error decides how it is made again
+        return False

@@ -26,10 +26,10 @@ from lmetric._core import Board, LmetricError
 from lmetric.config import ConfigError, EngineConfig, ServerConfig
 from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.startup import LISTENING
-from lmetric.server.workers import memory
-from lmetric.server.workers.channel import Channel, GoneError
-from lmetric.server.workers.merge import merge
-from lmetric.server.workers.start import MARK, Repeated, Start, socket_path
+from lmetric.server.supervisor.merge import merge
+from lmetric.server.worker import memory
+from lmetric.server.worker.channel import Channel, GoneError
+from lmetric.server.worker.worker import MARK, Repeated, Start, socket_path
 
 log = structlog.get_logger("lmetric.workers")
 
@@ -125,7 +125,7 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "lmetric.server.workers",
+                "lmetric.server.process",
                 str(theirs.fileno()),
                 pass_fds=tuple(passed),
                 start_new_session=True,  # Ctrl-C reaches only the supervisor
@@ -221,8 +221,12 @@ class Supervisor:
                 return await self.metrics(value)
             case "repeat":
                 return await self.repeat(value)
+            case "find":
+                return await self.find(*value)
             case "reload":
                 return await self.reload()
+            case "live":
+                return await self._show(*value)
             case "catch_up":
                 return await self._catch_up(self._process(value))
             case "ended":
@@ -261,25 +265,46 @@ class Supervisor:
         failed = await asyncio.gather(*(self._repeat(each, self._changes[key]) for each in others))
         return [problem for problem in failed if problem is not None]
 
+    async def find(self, asking: int, target: str, headers: tuple[tuple[str, str], ...]) -> bytes | None:
+        """Returns a page from the first other worker that has it."""
+        request = Repeated("GET", target, (*headers, (MARK, self._secret.hex())), b"")
+        for worker in [each for each in self.processes if each.ready and each.number != asking]:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                status, page = await self._ask(worker, request)
+                if status == 200:
+                    return page
+        return None
+
+    async def _show(self, asking: int, seen: Any) -> None:
+        """Shows what one worker's clients did on the live pages of the others."""
+        others = [each for each in self.processes if each.ready and each.number != asking]
+        for worker in others:
+            with contextlib.suppress(GoneError):
+                await worker.channel.call("live", (asking, seen))
+
     async def _repeat(self, worker: Process, change: Repeated) -> str | None:
-        connector = aiohttp.UnixConnector(socket_path(self._folder.name, worker.number))
-        timeout = aiohttp.ClientTimeout(total=REPEAT_SECONDS)
         try:
-            async with (
-                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-                session.request(
-                    change.method,
-                    f"http://worker{change.target}",
-                    data=change.body,
-                    headers=list(change.headers),
-                ) as answer,
-            ):
-                if answer.status < 300:
-                    return None
-                said = (await answer.read())[:200].decode(errors="replace")
-                return f"worker {worker.place}: status {answer.status}: {said}"
+            status, said = await self._ask(worker, change)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return f"worker {worker.place}: {error or type(error).__name__}"
+        if status < 300:
+            return None
+        return f"worker {worker.place}: status {status}: {said[:200].decode(errors='replace')}"
+
+    async def _ask(self, worker: Process, request: Repeated) -> tuple[int, bytes]:
+        """Sends a request to a worker's own socket."""
+        connector = aiohttp.UnixConnector(socket_path(self._folder.name, worker.number))
+        timeout = aiohttp.ClientTimeout(total=REPEAT_SECONDS)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            session.request(
+                request.method,
+                f"http://worker{request.target}",
+                data=request.body or None,
+                headers=list(request.headers),
+            ) as answer,
+        ):
+            return answer.status, await answer.read()
 
     # -- commands
 

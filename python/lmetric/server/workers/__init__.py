@@ -1,1 +1,0 @@
-"""Worker processes of one server: a supervisor owns the port, and the workers share their load."""

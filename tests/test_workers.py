@@ -1,0 +1,322 @@
+"""Several worker processes behind one port, over real sockets: `workers: N`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from lmetric._core import LmetricError
+from lmetric.config import ServerConfig
+from lmetric.server.supervisor.merge import merge
+from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, plain, token
+from test_server_process import Process, engine, router
+from waiting import until
+
+ADMIN = {"authorization": "Bearer secret"}
+STREAM = {"model": "tiny", "prompt": "a", "stream": True}
+FLAGS = ("--set", "workers=2", "--set", "admin.enabled=true", "--set", "admin.token=secret")
+
+
+class Client:
+    """A client that uses a new connection for each request."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self._session = session
+
+    async def get(self, path: str) -> Any:
+        async with self._session.get(self.url + path, headers=ADMIN) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    async def post(self, path: str, value: Any, **headers: str) -> tuple[int, Any]:
+        async with self._session.post(self.url + path, json=value, headers={**ADMIN, **headers}) as answer:
+            body = await answer.read()
+            return answer.status, orjson.loads(body) if body.startswith(b"{") else None
+
+    async def stream(self) -> aiohttp.ClientResponse:
+        return await self._session.post(self.url + "/v1/completions", json=STREAM)
+
+    async def metric(self, line: str) -> float:
+        async with self._session.get(self.url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(each.rpartition(" ")[2]) for each in lines if each.startswith(line))
+
+    async def until_metric(self, line: str, value: float) -> None:
+        async with asyncio.timeout(60):
+            while await self.metric(line) != value:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def serving(
+    *flags: str, engines: int = 1, **fake: Any
+) -> AsyncIterator[tuple[Process, Client, list[FakeEngine]]]:
+    started: list[FakeEngine] = []
+    try:
+        for _ in range(engines):
+            started.append(FakeEngine(**fake))
+            await started[-1].start()
+        urls = [each for fake in started for each in ("--engine", fake.url)]
+        async with router(*urls, *FLAGS, *flags) as process:
+            await process.listening(60)
+            connector = aiohttp.TCPConnector(force_close=True, limit=0)
+            async with aiohttp.ClientSession(connector=connector) as session:
+                yield process, Client(process.url, session), started
+    finally:
+        for fake in started:
+            await fake.stop()
+
+
+def workers_of(process: Process) -> list[int]:
+    """Returns the process IDs of the workers."""
+    children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children").read_text()
+    return [int(each) for each in children.split()]
+
+
+async def replaced(process: Process, old: list[int]) -> None:
+    """Waits until two other workers run."""
+    await until(lambda: len(workers_of(process)) == 2 and not set(workers_of(process)) & set(old))
+
+
+class Gate:
+    """An engine's behaviour: each stream sends one token and waits for the gate."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, _: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        await self.open.wait()
+        writer.write(chunk(token("b", "stop")) + STREAM_TAIL)
+        return True
+
+
+async def test_workers_divide_the_connections_and_count_each_others_requests() -> None:
+    gate = Gate()
+    async with serving("--policy", "least_requests", engines=4, behave=gate) as (process, client, engines):
+        assert len(workers_of(process)) == 2
+        streams = [await client.stream() for _ in range(40)]
+        # Each request went to an engine with the fewest of all.
+        assert [len(each.requests) for each in engines] == [10] * 4
+        # The first digits of a decision's number name its worker.
+        decisions = [int(each.headers["x-lmetric-decision"].split("-")[0]) for each in streams]
+        assert {number >> 48 for number in decisions} == {0, 1}
+        assert len(set(decisions)) == 40
+        assert await client.metric("lmetric_decisions_total") == 40
+        assert await client.metric("lmetric_instance_in_flight") == 40
+        assert await client.metric("lmetric_instance_bs") == 40
+        # Any worker explains any decision, and shows the requests of all.
+        for stream in streams[:6]:
+            label = stream.headers["x-lmetric-decision"]
+            assert (await client.get(f"/debug/decisions/{label}"))["id"] == label
+        await until_seen(client, 40)
+        gate.open.set()
+        bodies = [await stream.read() for stream in streams]
+        assert all(token("b", "stop") in body for body in bodies)
+        await client.until_metric("lmetric_instance_in_flight", 0)
+        assert await client.metric("lmetric_instance_bs") == 0
+
+
+async def until_seen(client: Client, in_flight: int) -> None:
+    """Waits until the live pages of both workers show all requests."""
+    async with asyncio.timeout(60):
+        for _ in range(6):
+            while (await client.get("/debug/live"))["now"]["in_flight"] != in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
+async def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections() -> None:
+    gate = Gate()
+    async with serving(engines=2, behave=gate) as (process, client, _):
+        workers = workers_of(process)
+        streams = [await client.stream() for _ in range(20)]
+        by_worker = Counter(int(each.headers["x-lmetric-decision"].split("-")[0]) >> 48 for each in streams)
+        assert await client.metric("lmetric_decisions_total") == 20
+        os.kill(workers[0], signal.SIGKILL)
+        # New connections are accepted while the worker is away.
+        more = [await client.stream() for _ in range(10)]
+        gate.open.set()
+        results = await asyncio.gather(*(each.read() for each in [*streams, *more]), return_exceptions=True)
+        lost = sum(isinstance(each, aiohttp.ClientError) for each in results)
+        assert lost in by_worker.values()
+        await until(lambda: len(workers_of(process)) == 2)
+        await client.until_metric("lmetric_instance_in_flight", 0)
+        assert await client.metric("lmetric_instance_bs") == 0
+        # What the killed worker had counted still counts.
+        assert await client.metric("lmetric_decisions_total") == 30
+
+
+async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_did(tmp_path: Path) -> None:
+    gate = Gate()
+    file = tmp_path / "router.yaml"
+    file.write_text("retries: {attempts: 2}\n")
+    async with serving("--config", str(file), engines=2, behave=gate) as (process, client, engines):
+        old = workers_of(process)
+        name = engines[0].url.removeprefix("http://")
+        assert (await client.post(f"/admin/engines/{name}/drain", None))[0] == 200
+        for _ in range(6):  # whichever worker answers
+            states = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
+            assert states[name]
+        streams = [await client.stream() for _ in range(10)]
+        process.process.send_signal(signal.SIGUSR2)
+        more: list[aiohttp.ClientResponse] = []
+        async with asyncio.timeout(60):
+            while len(set(workers_of(process)) - set(old)) < 2:
+                more.append(await client.stream())
+                await asyncio.sleep(0.05)
+        gate.open.set()
+        for stream in [*streams, *more]:
+            assert token("b", "stop") in await stream.read()
+        await replaced(process, old)
+        for _ in range(6):
+            states = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
+            assert states[name]
+        assert not engines[0].requests
+        # A reload reaches all workers, by a request and by a signal; a bad one changes nothing.
+        file.write_text("tenants: {acme: {max_requests_per_second: 0.001, burst: 3}}\n")
+        status, report = await client.post("/admin/reload", None)
+        assert (status, report["tenants_changed"]) == (200, ["acme"])
+        statuses = [
+            (await client.post("/v1/completions", {"model": "tiny", "prompt": "a"}, **{"x-tenant": "acme"}))[
+                0
+            ]
+            for _ in range(9)
+        ]
+        assert Counter(statuses) == {200: 3, 429: 6}
+        file.write_text("tenants: {acme: {burst: x}}\n")
+        status, report = await client.post("/admin/reload", None)
+        assert status == 400
+        assert "burst" in report["error"]["message"]
+        process.process.terminate()
+        assert await process.ended() == 0
+
+
+async def test_a_stored_response_is_found_by_every_worker_also_after_its_own_was_killed() -> None:
+    async def stores(fake: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        asked = orjson.loads(request.body) if request.body else {}
+        writer.write(plain(200, {"id": asked.get("request_id", "x"), "object": "response", "on": fake.url}))
+        return True
+
+    async with serving(engines=3, behave=stores) as (process, client, _):
+        made = [await client.post("/v1/responses", {"model": "tiny", "input": "a"}) for _ in range(4)]
+        assert [status for status, _ in made] == [200] * 4
+        old = workers_of(process)
+        for kill in (False, True):
+            if kill:
+                os.kill(old[0], signal.SIGKILL)
+                await until(lambda: len(workers_of(process)) == 2 and workers_of(process) != old)
+            for _, response in made:
+                for _ in range(4):
+                    asked = {"model": "tiny", "input": "b", "previous_response_id": response["id"]}
+                    status, answer = await client.post("/v1/responses", asked)
+                    assert (status, answer["on"]) == (200, response["on"])
+
+
+async def test_the_workers_of_a_killed_supervisor_finish_their_streams_and_end() -> None:
+    gate = Gate()
+    async with serving(behave=gate) as (process, client, _):
+        workers = workers_of(process)
+        streams = [await client.stream() for _ in range(4)]
+        process.process.kill()
+        await until(lambda: not alive(process.process.pid))
+        gate.open.set()
+        for stream in streams:
+            assert token("b", "stop") in await stream.read()
+        await until(lambda: not any(map(alive, workers)))
+        await process.process.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_second_server_on_the_port_is_refused() -> None:
+    async with serving() as (process, _, engines):
+        port = process.url.rpartition(":")[2]
+        async with router("--engine", engines[0].url, *FLAGS, "--port", port) as second:
+            assert await second.ended() == 3
+            assert "Address already in use" in "".join(second.log)
+
+
+async def test_a_start_that_fails_ends_all_workers_with_the_reason(tmp_path: Path) -> None:
+    async with (
+        engine() as fake,
+        router("--engine", fake.url, *FLAGS, "--set", f"auth.keys_file={tmp_path}/none") as r,
+    ):
+        assert await r.ended() == 2
+        assert "No such file" in "".join(r.log)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"programs": "admit"},
+        {"rebalance": "star", "experimental": True, "migration_by": "fetch"},
+        {"fleet_changes": "warm"},
+        {"replicas": {"urls": ["http://127.0.0.1:1"]}},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_settings_that_one_process_must_count_alone_are_refused(more: dict[str, Any]) -> None:
+    ServerConfig.model_validate({**more})
+    with pytest.raises(
+        (ValidationError, LmetricError), match=rf"workers = 2: it is not valid with {next(iter(more))}"
+    ):
+        ServerConfig.model_validate({**more, "workers": 2})
+
+
+PAGE = """# HELP a_total Help
+# TYPE a_total counter
+a_total{x="1"} 3.0
+# HELP b Help
+# TYPE b histogram
+b_bucket{le="1.0"} 1.0
+b_sum 0.5
+# HELP lmetric_instance_bs Help
+# TYPE lmetric_instance_bs gauge
+lmetric_instance_bs{x="1"} 4.0
+# HELP lmetric_client_connections Help
+# TYPE lmetric_client_connections gauge
+lmetric_client_connections 2.0
+"""
+
+
+def test_a_page_of_all_workers_adds_counts_and_keeps_what_all_see() -> None:
+    merged = merge([PAGE, PAGE.replace('a_total{x="1"}', 'a_total{x="2"}')], ended=[PAGE]).splitlines()
+    assert merged == [
+        "# HELP a_total Help",
+        "# TYPE a_total counter",
+        'a_total{x="1"} 6.0',
+        'a_total{x="2"} 3.0',
+        "# HELP b Help",
+        "# TYPE b histogram",
+        'b_bucket{le="1.0"} 3.0',
+        "b_sum 1.5",
+        "# HELP lmetric_instance_bs Help",
+        "# TYPE lmetric_instance_bs gauge",
+        'lmetric_instance_bs{x="1"} 4.0',
+        "# HELP lmetric_client_connections Help",
+        "# TYPE lmetric_client_connections gauge",
+        "lmetric_client_connections 4.0",
+    ]
+
+
+def test_an_openmetrics_page_keeps_its_end_and_its_exemplars() -> None:
+    page = '# TYPE a counter\na_total 3.0 # {id="7"} 1.0\n# EOF\n'
+    assert merge([page, page]) == '# TYPE a counter\na_total 6.0 # {id="7"} 1.0\n# EOF\n'
