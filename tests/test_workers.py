@@ -91,7 +91,7 @@ async def replaced(process: Process, old: list[int]) -> None:
 
 
 class Gate:
-    """An engine's behaviour: each stream sends one token and waits for the gate."""
+    """An engine's behavior: each stream sends one token and waits for the gate."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -154,7 +154,7 @@ async def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections() 
         await until(lambda: len(workers_of(process)) == 2)
         await client.until_metric("lmetric_instance_in_flight", 0)
         assert await client.metric("lmetric_instance_bs") == 0
-        # What the killed worker had counted still counts.
+        # The counts of the killed worker stay.
         assert await client.metric("lmetric_decisions_total") == 30
 
 
@@ -235,7 +235,7 @@ async def test_the_workers_of_a_killed_supervisor_finish_their_streams_and_end()
         for stream in streams:
             assert token("b", "stop") in await stream.read()
         await until(lambda: not any(map(alive, workers)))
-        await process.process.wait()
+        await process.ended()
 
 
 def alive(pid: int) -> bool:

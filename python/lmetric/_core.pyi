@@ -48,6 +48,7 @@ __all__ = [
     "Arrival",
     "BadRequestError",
     "BadValueError",
+    "Board",
     "ChunkedBody",
     "Decision",
     "DecisionLabels",

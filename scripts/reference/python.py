@@ -72,7 +72,7 @@ A prompt is one of: `token_ids` (any sequence or array of integers), `text` (cou
 # Names with their members, then functions; a name of `lmetric.__all__` outside is an error.
 GROUPS = {
     "Route": ("Router", "Request", "Decision", "Ticket", "Arrival"),
-    "Serve": ("Relay", "EngineTarget", "EventFeed"),
+    "Serve": ("Relay", "EngineTarget", "EventFeed", "Board"),
     "Policies": (
         "Policy",
         "PolicyFunction",

@@ -19,7 +19,8 @@ def command() -> None:
 
     Precedence of settings: flags, environment (LMETRIC__...), file (--config), defaults. SIGTERM
     and Ctrl-C drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads settings:
-    the reference of the configuration marks them. SIGUSR1 and SIGUSR2 are ignored.
+    the reference of the configuration marks them. SIGUSR2 replaces several workers one by one; with
+    one process it is ignored, as SIGUSR1 is.
     """
 
 

@@ -19,7 +19,7 @@ from lmetric.server.app import Server
 from lmetric.server.http.port import Bound
 from lmetric.server.observe.exposition import OPENMETRICS
 from lmetric.server.observe.logs import configure_logging
-from lmetric.server.worker.channel import Channel, GoneError
+from lmetric.server.worker.channel import Channel, ChannelClosedError
 from lmetric.server.worker.worker import Start, Worker
 
 
@@ -51,7 +51,7 @@ class WorkerProcess:
             await self._server.drain(self._second)
         finally:
             await self._server.stop()
-            with contextlib.suppress(GoneError, LmetricError, TimeoutError):
+            with contextlib.suppress(ChannelClosedError, LmetricError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     page = await self._metrics(openmetrics=False)
                     await self._channel.call("ended", (self._worker.number, page))
@@ -70,7 +70,7 @@ class WorkerProcess:
                 return await self._reload(value)
             case "live":
                 assert self._worker is not None
-                return self._worker.hear(*value)
+                return self._worker.receive(*value)
             case "adopt" | "release":
                 return await self._accept_for(name, value)
         raise LmetricError(f"unknown call {name!r} of the supervisor")

@@ -70,7 +70,7 @@ pub struct Board {
     replaced: AtomicU64,
 }
 
-/// What the writer knows of its own area.
+/// The writer's own area.
 #[derive(Default)]
 struct Own {
     changes: u64,
@@ -123,7 +123,7 @@ impl Board {
     /// Empties the area of a worker that has ended. Its load counts nowhere from then on.
     ///
     /// # Errors
-    /// `BadValue` for the own area, or one that does not exist.
+    /// `BadValue` for the own area, or for an area that does not exist.
     pub fn clear(&self, writer: usize) -> Result<(), CoreError> {
         if writer >= WRITERS || writer == self.writer {
             return Err(CoreError::BadValue {
@@ -234,7 +234,7 @@ impl Board {
     pub fn note(&self, key: u64, value: u64) {
         // The value is stored with its key: a reader, and two writers of one place, can mix two
         // notes, and such a mixture must not look like a note.
-        let told = if value == 0 { 0 } else { value ^ key };
+        let sealed = if value == 0 { 0 } else { value ^ key };
         for place in places(key) {
             let [at, held] = self.place(place);
             let found = at.load(Ordering::Acquire);
@@ -246,7 +246,7 @@ impl Board {
                         Err(other) => other == key,
                     });
             if own {
-                held.store(told, Ordering::Release);
+                held.store(sealed, Ordering::Release);
                 return;
             }
         }
@@ -255,15 +255,15 @@ impl Board {
             let [at, held] = self.place(places(key).nth(next).expect("one of the places"));
             held.store(0, Ordering::Release);
             at.store(key, Ordering::Release);
-            held.store(told, Ordering::Release);
+            held.store(sealed, Ordering::Release);
         }
     }
 
     /// Returns the value that a worker has noted for a key.
     pub fn noted(&self, key: u64) -> Option<u64> {
         let found = places(key).find(|place| self.place(*place)[0].load(Ordering::Acquire) == key)?;
-        let told = self.place(found)[1].load(Ordering::Acquire);
-        (told != 0).then_some(told ^ key)
+        let sealed = self.place(found)[1].load(Ordering::Acquire);
+        (sealed != 0).then_some(sealed ^ key)
     }
 
     fn place(&self, place: usize) -> [&AtomicU64; 2] {

@@ -86,7 +86,7 @@ fn routers_of_different_models_do_not_count_each_other() {
     a.join(board(&memory, 0), 1);
     b.join(board(&memory, 1), 2);
     a.route(&request(&chain(1, 10)), 0.0).unwrap();
-    a.tell_workers();
+    a.publish_changes();
     assert_eq!(value(&mut b, Indicator::Bs, "x"), 0.0);
 }
 
@@ -98,7 +98,7 @@ fn load_on_an_instance_counts_when_the_instance_joins_later() {
     b.join(board(&memory, 1), 1);
     for seed in 0..4 {
         a.route(&request(&chain(seed, 10)), 0.0).unwrap();
-        a.tell_workers();
+        a.publish_changes();
     }
     assert_eq!(value(&mut b, Indicator::Bs, "y"), 2.0);
     b.add_instance("x", Role::Both, None).unwrap();
@@ -118,7 +118,7 @@ fn the_load_of_a_worker_that_ended_counts_no_more() {
     for (number, router) in [&mut a, &mut b, &mut c].into_iter().enumerate() {
         router.join(board(&memory, number), 1);
         router.route(&request(&chain(number as u64, 10)), 0.0).unwrap();
-        router.tell_workers();
+        router.publish_changes();
     }
     assert_eq!(value(&mut c, Indicator::Bs, "x"), 3.0);
     drop(a); // its board empties its area
@@ -176,7 +176,7 @@ proptest! {
                 }
                 _ => {}
             }
-            router.tell_workers();
+            router.publish_changes();
             let in_flight: usize = workers.iter().map(|(router, _)| router.in_flight()).sum();
             let all: f64 = names.iter().map(|name| value(&mut workers[0].0, Indicator::Bs, name)).sum();
             prop_assert_eq!(all, in_flight as f64);

@@ -878,9 +878,9 @@ impl Router {
         })
     }
 
-    /// Exchanges load with the routers of the same `model` in other worker processes, from now on:
-    /// each decision counts the requests that any of them has placed, and so do the limits of
-    /// tenants. Call it before the first decision: the numbers of decisions begin anew.
+    /// Exchanges load with the routers of the same `model` in other worker processes. From now on,
+    /// decisions and the limits of tenants count the requests of all of them. Call it before the
+    /// first decision: the numbers of decisions begin anew.
     fn join(&self, py: Python<'_>, board: &Board, model: &str) -> Result<()> {
         let (board, model) = (board.inner().clone(), xxhash_rust::xxh3::xxh3_64(model.as_bytes()));
         self.with_core(py, |router| {
@@ -896,7 +896,7 @@ impl Router {
     fn publish_load(&self, py: Python<'_>, now: Option<f64>) -> Result<bool> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
-            Ok(router.tell_all(now))
+            Ok(router.publish_all(now))
         })
     }
 

@@ -24,9 +24,9 @@ from lmetric.server.fleet.periodic import periodic
 POINT_SECONDS = 1.0
 POINTS_KEPT = 900  # 15 minutes
 REQUESTS_KEPT = 4096
-RUNNING_TOLD = 20  # running requests that other workers show
-ENDED_TOLD = 2000  # ended requests that they show; more are counted
-TOLD_KEPT = 100  # messages of other workers between two points
+RUNNING_SENT = 20  # running requests that other workers show
+ENDED_SENT = 2000  # ended requests that they show; more are counted
+UPDATES_KEPT = 100  # messages of other workers between two points
 SILENT_SECONDS = 5.0  # a worker without a message for this time has ended
 NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
 
@@ -78,8 +78,8 @@ class RunningRequest(NamedTuple):
     request_id: str
 
 
-class Seen(NamedTuple):
-    """What the clients of one worker did since its last message to the other workers.
+class LiveUpdate(NamedTuple):
+    """Requests and events of one worker since its last message to the other workers.
 
     Attributes:
         more: requests that ended besides.
@@ -184,10 +184,10 @@ class Live(Observer):
         self._new: list[EndedRequest] = []
         self._more = 0
         self.began = self._last = time.monotonic()
-        # With several workers: tells the others what was seen here, and what they have told.
-        self.tell: Callable[[Seen], None] | None = None
-        self._told: list[Seen] = []
-        self._others: dict[int, tuple[float, Seen]] = {}  # the last one of each, and its time
+        # With several workers: sends this worker's update to the others, and the updates received.
+        self.send: Callable[[LiveUpdate], None] | None = None
+        self._received: list[LiveUpdate] = []
+        self._others: dict[int, tuple[float, LiveUpdate]] = {}  # the last one of each, and its time
         self._events: dict[str, int] = {}  # by model: events that the others know
         self._tick = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -241,13 +241,15 @@ class Live(Observer):
         more, self._more = self._more, 0
         seconds, self._last = max(now - self._last, 1e-3), now
         in_flight = sum(model.router.in_flight() for model in self.fleet.models)
-        if self.tell is not None:
-            running = self._own_running(RUNNING_TOLD)
-            further = max(len(fresh) - ENDED_TOLD, 0)
-            self.tell(Seen(fresh[:ENDED_TOLD], more + further, in_flight, running, self._fresh_events()))
-            told, self._told = self._told, []
-            fresh = list(heapq.merge(fresh, *(each.ended for each in told), key=_ended_at))
-            more += sum(each.more for each in told)
+        if self.send is not None:
+            running = self._own_running(RUNNING_SENT)
+            further = max(len(fresh) - ENDED_SENT, 0)
+            self.send(
+                LiveUpdate(fresh[:ENDED_SENT], more + further, in_flight, running, self._fresh_events())
+            )
+            received, self._received = self._received, []
+            fresh = list(heapq.merge(fresh, *(each.ended for each in received), key=_ended_at))
+            more += sum(each.more for each in received)
             in_flight += sum(each.in_flight for _, each in self._latest(now))
         self.points.append(point(fresh, seconds, in_flight, time.time(), more))
         self.requests.extend(fresh)
@@ -274,8 +276,8 @@ class Live(Observer):
         ``tenant``: None: of all tenants.
         """
         found = self._own_running(most, tenant)
-        for _, seen in self._latest(time.monotonic()):
-            found += (each for each in seen.running if tenant is None or each.tenant == tenant)
+        for _, update in self._latest(time.monotonic()):
+            found += (each for each in update.running if tenant is None or each.tenant == tenant)
         return heapq.nlargest(most, found)
 
     def _own_running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
@@ -285,19 +287,19 @@ class Live(Observer):
             _running(each) for each in heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
         ]
 
-    def hear(self, worker: int, seen: Seen) -> None:
+    def receive(self, worker: int, update: LiveUpdate) -> None:
         """Adds what another worker's clients did."""
-        if len(self._told) < TOLD_KEPT:
-            self._told.append(seen)
-        self._others[worker] = time.monotonic(), seen
-        for name, events in seen.events.items():
+        if len(self._received) < UPDATES_KEPT:
+            self._received.append(update)
+        self._others[worker] = time.monotonic(), update
+        for name, events in update.events.items():
             model = next((model for model in self.fleet.models if model.name == name), None)
             if model is not None:
                 for event in events:
                     model.activity.note(*event[1:], own=False)
 
-    def _latest(self, now: float) -> list[tuple[float, Seen]]:
-        """Returns the last message of each other worker that still tells."""
+    def _latest(self, now: float) -> list[tuple[float, LiveUpdate]]:
+        """Returns the last message of each other worker that still sends them."""
         for worker, (at, _) in list(self._others.items()):
             if now - at > SILENT_SECONDS:
                 del self._others[worker]

@@ -28,8 +28,8 @@ from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.supervisor.merge import merge
 from lmetric.server.worker import memory
-from lmetric.server.worker.channel import Channel, GoneError
-from lmetric.server.worker.worker import MARK, Repeated, Start, socket_path
+from lmetric.server.worker.channel import Channel, ChannelClosedError
+from lmetric.server.worker.worker import MARK, AdminChange, Start, socket_path
 
 log = structlog.get_logger("lmetric.workers")
 
@@ -91,7 +91,7 @@ class Supervisor:
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
         self._watchers: set[asyncio.Task[None]] = set()
-        self._changes: dict[tuple[str, str, bytes], Repeated] = {}
+        self._changes: dict[tuple[str, str, bytes], AdminChange] = {}
         self._ended_page = ""  # metrics of the workers that have ended
         self._failures = 0  # ends in a row of workers that lived a short time
         self._reloading = asyncio.Lock()
@@ -150,7 +150,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(START_SECONDS):
                 report: dict[str, Any] = await channel.call("start", start)
-        except GoneError:
+        except ChannelClosedError:
             worker.leaving = True
             raise ConfigError("a worker process ended while it started; its log has the reason") from None
         except TimeoutError:
@@ -200,7 +200,7 @@ class Supervisor:
             else:
                 log.info("a worker process was replaced", worker=worker.place)
                 if adopting is not None:
-                    with contextlib.suppress(GoneError):
+                    with contextlib.suppress(ChannelClosedError):
                         await adopting.channel.call("release", worker.place)
                 return
 
@@ -208,7 +208,7 @@ class Supervisor:
         """Lets another worker accept the connections of a worker that has ended."""
         for other in self.processes if self._is_divided else ():
             if other.ready and not other.leaving:
-                with contextlib.suppress(GoneError, LmetricError):
+                with contextlib.suppress(ChannelClosedError, LmetricError):
                     await other.channel.call("adopt", place)
                     return other
         return None
@@ -243,7 +243,7 @@ class Supervisor:
         asked = sorted((each for each in self.processes if each.ready), key=lambda each: each.place)
 
         async def ask(worker: Process) -> None:
-            with contextlib.suppress(GoneError, TimeoutError, LmetricError):
+            with contextlib.suppress(ChannelClosedError, TimeoutError, LmetricError):
                 async with asyncio.timeout(METRICS_SECONDS):
                     worker.page = await worker.channel.call("metrics", openmetrics)
 
@@ -252,7 +252,7 @@ class Supervisor:
         ended = [self._ended_page] if self._ended_page else []
         return await asyncio.to_thread(merge, pages, ended)
 
-    async def repeat(self, change: Repeated) -> list[str]:
+    async def repeat(self, change: AdminChange) -> list[str]:
         """Makes an administrator's change in all workers that have not made it."""
         mark, headers = dict(change.headers).get(MARK), dict(change.headers)
         headers[MARK] = self._secret.hex()
@@ -267,7 +267,7 @@ class Supervisor:
 
     async def find(self, asking: int, target: str, headers: tuple[tuple[str, str], ...]) -> bytes | None:
         """Returns a page from the first other worker that has it."""
-        request = Repeated("GET", target, (*headers, (MARK, self._secret.hex())), b"")
+        request = AdminChange("GET", target, (*headers, (MARK, self._secret.hex())), b"")
         for worker in [each for each in self.processes if each.ready and each.number != asking]:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 status, page = await self._ask(worker, request)
@@ -275,14 +275,14 @@ class Supervisor:
                     return page
         return None
 
-    async def _show(self, asking: int, seen: Any) -> None:
+    async def _show(self, asking: int, update: Any) -> None:
         """Shows what one worker's clients did on the live pages of the others."""
         others = [each for each in self.processes if each.ready and each.number != asking]
         for worker in others:
-            with contextlib.suppress(GoneError):
-                await worker.channel.call("live", (asking, seen))
+            with contextlib.suppress(ChannelClosedError):
+                await worker.channel.call("live", (asking, update))
 
-    async def _repeat(self, worker: Process, change: Repeated) -> str | None:
+    async def _repeat(self, worker: Process, change: AdminChange) -> str | None:
         try:
             status, said = await self._ask(worker, change)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -291,7 +291,7 @@ class Supervisor:
             return None
         return f"worker {worker.place}: status {status}: {said[:200].decode(errors='replace')}"
 
-    async def _ask(self, worker: Process, request: Repeated) -> tuple[int, bytes]:
+    async def _ask(self, worker: Process, request: AdminChange) -> tuple[int, bytes]:
         """Sends a request to a worker's own socket."""
         connector = aiohttp.UnixConnector(socket_path(self._folder.name, worker.number))
         timeout = aiohttp.ClientTimeout(total=REPEAT_SECONDS)
@@ -321,7 +321,7 @@ class Supervisor:
             for worker in [each for each in self.processes if each.ready]:
                 try:
                     answer = await worker.channel.call("reload", config)
-                except GoneError:
+                except ChannelClosedError:
                     continue  # the next worker starts with the new configuration
                 report = answer if report is None else report
             self.config = config.model_copy(update={"engines": [*config.engines, *self._further]})

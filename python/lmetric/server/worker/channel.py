@@ -21,7 +21,7 @@ _HEAD = struct.Struct("!I")
 Answer = Callable[[str, Any], Awaitable[Any]]
 
 
-class GoneError(Exception):
+class ChannelClosedError(Exception):
     """The process at the other end has ended."""
 
 
@@ -49,9 +49,12 @@ class Channel:
         return cls(reader, writer, answer)
 
     async def call(self, name: str, value: Any = None) -> Any:
-        """Calls the other end. Raises LmetricError as raised there, and GoneError at its end."""
+        """Calls the other end.
+
+        Raises the LmetricError that it raised, and ChannelClosedError if it has ended.
+        """
         if self.closed.is_set():
-            raise GoneError
+            raise ChannelClosedError
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -88,7 +91,7 @@ class Channel:
             self.closed.set()
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(GoneError())
+                    future.set_exception(ChannelClosedError())
             self._writer.close()
 
     async def _reply(self, number: int, name: str, value: Any) -> None:

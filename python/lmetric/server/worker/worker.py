@@ -1,4 +1,4 @@
-"""What a worker process gets from its supervisor, and what it does with it."""
+"""A worker process: its first message from the supervisor, and its exchange with the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.worker import memory
-from lmetric.server.worker.channel import Channel, GoneError
+from lmetric.server.worker.channel import Channel, ChannelClosedError
 
-MARK = "x-lmetric-worker"  # of requests among workers: the number of the one that has made a change
+MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 MOST_NAMES = 4096  # models that the shared memory numbers
 PUBLISH_SECONDS = 0.05  # time between two writes of the load that changes without a request
 
@@ -30,9 +30,9 @@ log = structlog.get_logger("lmetric.workers")
 class Live(Protocol):
     """The live page."""
 
-    tell: Callable[[Any], None] | None
+    send: Callable[[Any], None] | None
 
-    def hear(self, worker: int, seen: Any) -> None: ...
+    def receive(self, worker: int, update: Any) -> None: ...
 
 
 class Start(NamedTuple):
@@ -60,7 +60,7 @@ class Start(NamedTuple):
     secret: bytes
 
 
-class Repeated(NamedTuple):
+class AdminChange(NamedTuple):
     """A change of an administrator, for the other workers."""
 
     method: str
@@ -84,7 +84,7 @@ class Worker:
         self._models: list[Model] = []
         self._is_full = False
         self._live: Live | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._own: asyncio.Server | None = None
 
@@ -115,8 +115,8 @@ class Worker:
         self._task = periodic("workers' load", PUBLISH_SECONDS, self._publish)
 
     async def _publish(self) -> None:
-        told = [model.router.publish_load() for model in self._models]
-        has_room = all(told)
+        published = [model.router.publish_load() for model in self._models]
+        has_room = all(published)
         if not has_room and not self._is_full:
             log.error(
                 "other workers do not count the requests to some engines: the shared memory is full",
@@ -131,26 +131,26 @@ class Worker:
     def show_on(self, live: Live) -> None:
         """Shows what the clients of all workers do on the live page of each."""
         self._live = live
-        live.tell = self._tell
+        live.send = self._send
 
-    def _tell(self, seen: Any) -> None:
-        self._telling = asyncio.create_task(self._tell_all(seen), name="live page")
+    def _send(self, update: Any) -> None:
+        self._sending = asyncio.create_task(self._send_update(update), name="live page")
 
-    async def _tell_all(self, seen: Any) -> None:
-        with contextlib.suppress(GoneError):
-            await self.channel.call("live", (self.number, seen))
+    async def _send_update(self, update: Any) -> None:
+        with contextlib.suppress(ChannelClosedError):
+            await self.channel.call("live", (self.number, update))
 
-    def hear(self, worker: int, seen: Any) -> None:
+    def receive(self, worker: int, update: Any) -> None:
         """Shows what the clients of another worker did."""
         if self._live is not None:
-            self._live.hear(worker, seen)
+            self._live.receive(worker, update)
 
     async def metrics(self, openmetrics: bool) -> str:
         """Returns the metrics of all workers."""
         text: str = await self.channel.call("metrics", openmetrics)
         return text
 
-    async def repeat(self, change: Repeated) -> list[str]:
+    async def repeat(self, change: AdminChange) -> list[str]:
         """Makes a change in all other workers. Returns what went wrong."""
         failed: list[str] = await self.channel.call("repeat", change)
         return failed

@@ -50,7 +50,7 @@ pub(super) struct Limits {
     /// Requests on engines, and the weights of their tenants.
     running: u32,
     weights: f64,
-    /// What the other workers of this server use, if there are any.
+    /// Use by the other workers of this server, if there are any.
     shared: Option<Shared>,
 }
 
@@ -99,7 +99,7 @@ impl Limits {
         let Usage { running, limited, .. } = *usage;
         self.weights += weight - old;
         if limited {
-            self.tell(tenant, running);
+            self.publish(tenant, running);
         }
         self.running += 1;
     }
@@ -114,18 +114,18 @@ impl Limits {
             self.weights = if self.running == 0 { 0.0 } else { self.weights - weight };
         }
         if limited {
-            self.tell(tenant, running);
+            self.publish(tenant, running);
         }
     }
 
-    /// Tells the other workers that these limits end.
+    /// Publishes that these limits end.
     pub fn end_all(&self) {
         for (tenant, _) in self.tenants.iter().filter(|(_, usage)| usage.limited) {
-            self.tell(*tenant, 0);
+            self.publish(*tenant, 0);
         }
     }
 
-    fn tell(&self, tenant: u64, running: u32) {
+    fn publish(&self, tenant: u64, running: u32) {
         if let Some(Shared { board, model }) = &self.shared {
             board.set_running(tenant ^ model, running);
         }

@@ -26,7 +26,7 @@ impl Router {
             return Ok(None);
         }
         let now = self.clock(now);
-        self.hear_workers(now);
+        self.read_workers(now);
         let Router { state, context, listeners, calls, .. } = self;
         let mut before = Before { state, context, calls: *calls, now };
         arrivals::arrive(&mut listeners.admission, &mut before, request).map(Some)
@@ -46,7 +46,7 @@ impl Router {
         if !self.listeners.admission.is_on() && self.waiting() == 0 {
             return Released::default();
         }
-        self.hear_workers(now);
+        self.read_workers(now);
         arrivals::release(&mut self.listeners.admission, &mut self.state, now)
     }
 

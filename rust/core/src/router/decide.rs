@@ -77,7 +77,7 @@ impl Router {
         request: &'r Request<'r>,
         now: Seconds,
     ) -> Result<Cow<'r, Request<'r>>, CoreError> {
-        self.hear_workers(now);
+        self.read_workers(now);
         let Router { state, context, listeners, calls, .. } = self;
         listeners.prepare(&mut Before { state, context, calls: *calls, now }, request)
     }

@@ -129,17 +129,17 @@ impl Router {
         self.workers = Some(Box::new(Workers::new(board, model, &self.state.fleet)));
     }
 
-    /// Tells the other workers of this server which load has changed.
+    /// Publishes the load that has changed to the other workers of this server.
     #[inline]
-    pub fn tell_workers(&mut self) {
+    pub fn publish_changes(&mut self) {
         if let Some(workers) = &mut self.workers {
             workers.publish(&mut self.state.ledger, &self.state.fleet, self.latest);
         }
     }
 
-    /// Tells the other workers all load, as of `now`. Returns false if the board has no room for
+    /// Publishes all load as of `now` to the other workers. Returns false if the board has no room for
     /// some of it.
-    pub fn tell_all(&mut self, now: Seconds) -> bool {
+    pub fn publish_all(&mut self, now: Seconds) -> bool {
         let now = self.clock(now);
         self.workers.as_mut().is_none_or(|workers| {
             workers.publish_all(&self.state.ledger, &self.state.fleet, now);
@@ -147,11 +147,11 @@ impl Router {
         })
     }
 
-    /// Counts the load that other workers have told since the last call.
+    /// Counts the load that other workers have published since the last call.
     #[inline]
-    pub(super) fn hear_workers(&mut self, now: Seconds) {
+    pub(super) fn read_workers(&mut self, now: Seconds) {
         if let Some(workers) = &mut self.workers {
-            workers.hear(&mut self.listeners.replicas, &mut self.state.ledger, now);
+            workers.read(&mut self.listeners.replicas, &mut self.state.ledger, now);
         }
     }
 
@@ -260,7 +260,7 @@ impl Router {
 
     /// Computes the indicators `reads` at `now`, for a request without known properties.
     pub fn derive_some(&mut self, reads: IndicatorSet, now: Seconds) {
-        self.hear_workers(now);
+        self.read_workers(now);
         self.context.arrived = None;
         self.context.hit_blocks.fill(0);
         self.context.tier_blocks.clear();

@@ -203,7 +203,7 @@ impl Drop for Held<'_> {
         if self.calm && std::thread::panicking() {
             self.inner.broken.store(true, Ordering::Relaxed);
         } else if let Some(router) = &mut self.router {
-            router.tell_workers();
+            router.publish_changes();
         }
         HELD.set(HELD.get() - 1);
         self.inner.holder.store(0, Ordering::Relaxed);

@@ -87,7 +87,7 @@ impl Replicas {
     }
 
     /// Replaces the load of another worker on a slot.
-    pub fn hear_worker(
+    pub fn set_worker(
         &mut self,
         ledger: &mut Ledger,
         worker: usize,

@@ -23,7 +23,7 @@ pub struct Workers {
     rows: Vec<Option<Row>>,
     slots: HashMap<u64, u32>,
     /// By worker: its changes that have been read; `None`: its rows must be read anew.
-    read: [Option<u64>; WRITERS],
+    seen: [Option<u64>; WRITERS],
     /// By worker and row: the slot whose load it has.
     known: [Vec<Option<u32>>; WRITERS],
     changed: Vec<u32>,
@@ -34,7 +34,7 @@ pub struct Workers {
 #[derive(Clone, Copy, Debug)]
 struct Row {
     number: u32,
-    /// Whether it says that there is no load.
+    /// Whether the written load is zero.
     idle: bool,
 }
 
@@ -46,7 +46,7 @@ impl Workers {
             model,
             rows: vec![None; fleet.slots()],
             slots: HashMap::new(),
-            read: [None; WRITERS],
+            seen: [None; WRITERS],
             known: Default::default(),
             changed: Vec::new(),
             is_full: false,
@@ -73,7 +73,7 @@ impl Workers {
             Member::Added { id, .. } => {
                 self.rows.resize(fleet.slots(), None);
                 self.slots.insert(self.key(fleet, id.index()), id.0);
-                self.read = [None; WRITERS]; // others may have placed requests there before
+                self.seen = [None; WRITERS]; // others may have placed requests there before
             }
             Member::Removed(id) => {
                 self.slots.retain(|_, slot| *slot != id.0);
@@ -87,7 +87,7 @@ impl Workers {
         }
     }
 
-    /// Writes the load on the slots where it has changed.
+    /// Writes the changed load.
     pub fn publish(&mut self, ledger: &mut Ledger, fleet: &Fleet, now: Seconds) {
         if ledger.changes.take(&mut self.changed) {
             let mut changed = std::mem::take(&mut self.changed);
@@ -126,17 +126,17 @@ impl Workers {
 
     /// Reads what other workers have written since the last call.
     #[inline]
-    pub fn hear(&mut self, replicas: &mut Replicas, ledger: &mut Ledger, now: Seconds) {
+    pub fn read(&mut self, replicas: &mut Replicas, ledger: &mut Ledger, now: Seconds) {
         for worker in self.board.others() {
             let until = self.board.changes(worker);
-            if self.read[worker] != Some(until) {
-                self.hear_one(worker, until, replicas, ledger, now);
+            if self.seen[worker] != Some(until) {
+                self.read_worker(worker, until, replicas, ledger, now);
             }
         }
     }
 
     #[cold]
-    fn hear_one(
+    fn read_worker(
         &mut self,
         worker: usize,
         until: u64,
@@ -146,7 +146,7 @@ impl Workers {
     ) {
         let mut rows = std::mem::take(&mut self.changed);
         let follows =
-            self.read[worker].is_some_and(|since| self.board.changed(worker, since, until, &mut rows));
+            self.seen[worker].is_some_and(|since| self.board.changed(worker, since, until, &mut rows));
         if follows {
             rows.sort_unstable();
             rows.dedup();
@@ -155,15 +155,15 @@ impl Workers {
             rows.extend(0..self.board.rows(worker).max(self.known[worker].len() as u32));
         }
         for row in &rows {
-            self.hear_row(worker, *row, replicas, ledger, now);
+            self.read_row(worker, *row, replicas, ledger, now);
         }
         rows.clear();
         self.changed = rows;
-        self.read[worker] = Some(until);
+        self.seen[worker] = Some(until);
     }
 
     /// Reads a row.
-    fn hear_row(
+    fn read_row(
         &mut self,
         worker: usize,
         row: u32,
@@ -180,13 +180,13 @@ impl Workers {
         if let Some(before) = std::mem::replace(&mut known[row as usize], slot)
             && Some(before) != slot
         {
-            replicas.hear_worker(ledger, worker, before as usize, Share::default(), now);
+            replicas.set_worker(ledger, worker, before as usize, Share::default(), now);
         }
         // Another process may write anything; a number that is no load would stay for ever.
         if let Some(slot) = slot
             && numbers.iter().all(|number| (0.0..=1e15).contains(number))
         {
-            replicas.hear_worker(ledger, worker, slot as usize, Share::of(numbers), now);
+            replicas.set_worker(ledger, worker, slot as usize, Share::of(numbers), now);
         }
     }
 }
