@@ -38,11 +38,11 @@ def _module(module: str, policy: str, *more: str) -> Command:
     return command
 
 
-def _ours(policy: str) -> Command:
+def _ours(policy: str, *more: str) -> Command:
     def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
         flags = [flag for engine in engines for flag in ("--engine", engine)]
         program = Path(sys.executable).parent / "lmetric-router"
-        return [str(program), "serve", "--port", str(port), "--experimental", "--policy", policy, *flags]
+        return [str(program), "serve", "--port", str(port), "--experimental", "--policy", policy, *flags, *more]
 
     return command
 
@@ -69,4 +69,7 @@ SUBJECTS: dict[str, Command | None] = {
     "smg-ca": _module("smg.cli launch", "cache_aware"),
     "vllm-ca": _module("vllm_router.launch_router", "cache_aware"),
     "lmetric": _ours("lmetric"),
+    # Workers follow no agent programs. Their core is one, so figures are CPU time of all processes.
+    "lmetric-1-worker": _ours("lmetric", "--set", "programs=none"),
+    "lmetric-2-workers": _ours("lmetric", "--workers", "2"),
 }

@@ -83,7 +83,7 @@ impl Board {
         self.inner.noted(hash(key))
     }
 
-    /// Returns a small number for a name, the same in all workers; None: there are over 4,096 names.
+    /// Returns a small number for a name, the same in all workers; None: over 4,096 names.
     fn number_of(&self, name: &str) -> Option<usize> {
         self.inner.number_of(hash(name))
     }

@@ -889,8 +889,8 @@ impl Router {
         })
     }
 
-    /// Writes this router's load to the board as of now. Load that changes without a request (queued
-    /// prefills that shrink) needs such calls, some each second. Returns False if the board has no
+    /// Writes this router's load to the board as of now. Call it some times a second, because load
+    /// also changes without a request: queued prefills shrink. Returns False if the board has no
     /// room for some instances.
     #[pyo3(signature = (*, now=None))]
     fn publish_load(&self, py: Python<'_>, now: Option<f64>) -> Result<bool> {

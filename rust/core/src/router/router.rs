@@ -137,8 +137,8 @@ impl Router {
         }
     }
 
-    /// Publishes all load as of `now` to the other workers. Returns false if the board has no room for
-    /// some of it.
+    /// Publishes all load as of `now` to the other workers. Returns false if the board has no room
+    /// for some of it.
     pub fn publish_all(&mut self, now: Seconds) -> bool {
         let now = self.clock(now);
         self.workers.as_mut().is_none_or(|workers| {
