@@ -25,7 +25,8 @@ from waiting import until
 
 ADMIN = {"authorization": "Bearer secret"}
 STREAM = {"model": "tiny", "prompt": "a", "stream": True}
-FLAGS = ("--set", "workers=2", "--set", "admin.enabled=true", "--set", "admin.token=secret")
+OPEN = ("--workers", "2", "--set", "admin.enabled=true")  # administrators on this machine need no token
+FLAGS = (*OPEN, "--set", "admin.token=secret")
 
 
 class Client:
@@ -33,15 +34,18 @@ class Client:
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
+        self.headers = ADMIN
         self._session = session
 
     async def get(self, path: str) -> Any:
-        async with self._session.get(self.url + path, headers=ADMIN) as answer:
+        async with self._session.get(self.url + path, headers=self.headers) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
     async def post(self, path: str, value: Any, **headers: str) -> tuple[int, Any]:
-        async with self._session.post(self.url + path, json=value, headers={**ADMIN, **headers}) as answer:
+        async with self._session.post(
+            self.url + path, json=value, headers={**self.headers, **headers}
+        ) as answer:
             body = await answer.read()
             return answer.status, orjson.loads(body) if body.startswith(b"{") else None
 
@@ -61,7 +65,7 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    *flags: str, engines: int = 1, **fake: Any
+    *flags: str, engines: int = 1, base: tuple[str, ...] = FLAGS, **fake: Any
 ) -> AsyncIterator[tuple[Process, Client, list[FakeEngine]]]:
     started: list[FakeEngine] = []
     try:
@@ -69,7 +73,7 @@ async def serving(
             started.append(FakeEngine(**fake))
             await started[-1].start()
         urls = [each for fake in started for each in ("--engine", fake.url)]
-        async with router(*urls, *FLAGS, *flags) as process:
+        async with router(*urls, *base, *flags) as process:
             await process.listening(60)
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
             async with aiohttp.ClientSession(connector=connector) as session:
@@ -320,3 +324,30 @@ def test_a_page_of_all_workers_adds_counts_and_keeps_what_all_see() -> None:
 def test_an_openmetrics_page_keeps_its_end_and_its_exemplars() -> None:
     page = '# TYPE a counter\na_total 3.0 # {id="7"} 1.0\n# EOF\n'
     assert merge([page, page]) == '# TYPE a counter\na_total 6.0 # {id="7"} 1.0\n# EOF\n'
+
+
+async def test_the_end_of_the_server_is_announced_and_its_streams_finish() -> None:
+    gate = Gate()
+    async with serving("--set", "timeouts.drain_grace=0.5", behave=gate) as (process, client, _):
+        streams = [await client.stream() for _ in range(6)]
+        process.process.send_signal(signal.SIGTERM)
+        # New connections are answered until the streams have ended.
+        async with asyncio.timeout(60):
+            while (further := await client.stream()).status == 200:
+                streams.append(further)
+        refusal = await further.json()
+        assert refusal["error"]["code"] == "shutting_down"
+        gate.open.set()
+        for stream in streams:
+            assert token("b", "stop") in await stream.read()
+        assert await process.ended() == 0
+
+
+async def test_without_a_token_administrators_on_this_machine_reach_all_workers() -> None:
+    async with serving(base=OPEN, engines=2) as (_, client, engines):
+        client.headers = {}
+        name = engines[0].url.removeprefix("http://")
+        assert (await client.post(f"/admin/engines/{name}/drain", None))[0] == 200
+        for _ in range(6):
+            states = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
+            assert states[name]

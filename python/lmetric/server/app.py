@@ -97,6 +97,7 @@ class Server:
             self.fleet.on_model_made.append(worker.join)
             self.fleet.on_model_removed.append(worker.forget)
         self.report: dict[str, Any] = {}  # of the start
+        self.is_replaced = False  # another process accepts on the same sockets from the drain on
         self.metrics = Metrics(self.fleet)
         self.front: Frontend
         self._monitor: Monitor
@@ -313,8 +314,8 @@ class Server:
         front, timeouts = self.front, self.config.timeouts
         log.info("draining", running=len(front.relays))
         hurry = hurry or asyncio.Event()
-        if self._bound is not None and self._bound.shared:
-            # New connections wait in the sockets of systemd for the next process.
+        if self.is_replaced or (self._bound is not None and self._bound.shared):
+            # New connections wait in the sockets for the next process.
             front.running.phase = REPLACED
             self.listeners.close()
             # The next process starts when this one has ended, so idle connections delay it.

@@ -68,6 +68,10 @@ class WorkerProcess:
                 return await self._metrics(value)
             case "reload":
                 return await self._reload(value)
+            case "replace":
+                assert self._server is not None
+                self._server.is_replaced = True
+                return self._end_soon()
             case "live":
                 assert self._worker is not None
                 return self._worker.receive(*value)
@@ -80,7 +84,10 @@ class WorkerProcess:
         configure_logging(start.config.log)
         self._worker = worker = Worker(start, self._channel)
         server = Server(
-            start.config, Bound(worker.sockets(start.place), shared=True), start.further, worker=worker
+            start.config,
+            Bound(worker.sockets(start.place), shared=start.is_shared),
+            start.further,
+            worker=worker,
         )
         await server.start()
         self._server = server

@@ -140,6 +140,7 @@ class Supervisor:
             workers=self._workers,
             place=place,
             sockets=sockets,
+            is_shared=self._bound.shared,
             memory=self._memory,
             folder=self._folder.name,
             secret=self._secret,
@@ -344,15 +345,21 @@ class Supervisor:
                     log.error("rolling restart stopped; the old workers go on", reason=str(error))
                     return
                 worker.leaving = True
-                worker.signal(signal.SIGTERM)
+                with contextlib.suppress(ChannelClosedError):
+                    await worker.channel.call("replace")
             log.info("rolling restart done", workers=self._workers)
 
     def end(self, number: int) -> None:
         """Asks all workers to drain; a second time, to end at once."""
         self._ending = True
+        self._close_sockets()  # so that the last worker to close one refuses connections
         for worker in self.processes:
             worker.leaving = True
             worker.signal(number)
+
+    def _close_sockets(self) -> None:
+        for each in (each for own in self._sockets for each in own):
+            each.close()
 
     async def wait(self) -> None:
         """Waits for the end of all workers."""
@@ -364,8 +371,6 @@ class Supervisor:
         self.end(signal.SIGKILL)
         await self.wait()
         self._bound.remove_file()
-        for each in (each for own in self._sockets for each in own):
-            each.close()
         self._folder.cleanup()
         os.close(self._memory)
 

@@ -44,6 +44,7 @@ class Start(NamedTuple):
         workers: number of workers.
         place: which of the workers it is.
         sockets: by place, descriptors of the listening sockets.
+        is_shared: whether systemd has the sockets, too.
         memory: descriptor of the shared memory.
         folder: folder of the workers' own sockets.
         secret: random bytes, the same in all workers.
@@ -55,6 +56,7 @@ class Start(NamedTuple):
     workers: int
     place: int
     sockets: Sequence[Sequence[int]]
+    is_shared: bool
     memory: int
     folder: str
     secret: bytes
@@ -167,7 +169,7 @@ class Worker:
 
     def is_repeated(self, mark: str | None) -> bool:
         """Returns whether a request comes from the supervisor, for this worker alone."""
-        return mark == self.secret.hex()
+        return mark is not None and hmac.compare_digest(mark.encode(), self.secret.hex().encode())
 
     async def stop(self) -> None:
         """Stops the exchange."""

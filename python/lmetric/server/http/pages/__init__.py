@@ -19,7 +19,7 @@ from lmetric.server.worker.worker import MARK, AdminChange, Worker
 
 PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **peers.PAGES})
 # Fields of an administrator's request that the other workers get, too.
-_REPEATED = ("authorization", "content-type", "x-api-key", "origin")
+_REPEATED = ("host", "authorization", "content-type", "x-api-key", "origin")
 # Pages whose path ends with a name, by what comes before it.
 _NAMED = {
     path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")

@@ -145,7 +145,7 @@ async def _decision(call: Call) -> web.Response:
     except ApiError as error:
         if error.status != 404 or worker is None or worker.is_repeated(headers.get(MARK)):
             raise
-        given = [(name, headers[name]) for name in ("authorization", "x-api-key") if name in headers]
+        given = [(name, headers[name]) for name in ("host", "authorization", "x-api-key") if name in headers]
         if (found := await worker.find(call.request.raw_path, given)) is None:
             raise
         return json(found)
