@@ -15,10 +15,12 @@ import aiohttp
 import orjson
 import pytest
 
+from lmetric._core import __version__
 from lmetric.server import app
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
 from lmetric.server.observe.live import EndedRequest, point, quantile
+from lmetric.server.observe.problems import EngineState, of_engines
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import PATIENCE_SECONDS, until
 
@@ -114,6 +116,54 @@ async def test_answers_without_usage_count_as_the_router_predicted() -> None:
         second, first = (await state(it))["requests"]
         assert (first["predicted"], first["prompt_tokens"], first["cached_tokens"]) == (True, 640, 0)
         assert second["cached_tokens"] > 500
+
+
+async def test_problems_name_engines_and_refusals_with_their_reasons() -> None:
+    async with world(3, policy="p_token * (bs + 1)", health={"interval": 60}) as it:
+        model = it.server.fleet.models[0]
+        before = time.time()
+        model.engines["e0"].failed("refused", "no connection: Connection refused")
+        model.engines["e1"].draining = True
+        assert (await it.post({"model": "tiny", "prompt": "a"}))[0] == 200
+        for name in ("e1", "e2"):
+            model.engines[name].failed("paused", "it sleeps")
+        assert (await it.post({"model": "tiny", "prompt": "a"}))[0] == 503
+        await ticked(it)
+        shown = await state(it)
+    assert shown["static"]["router"] == __version__
+    assert shown["static"]["models"][0]["policy"] == "p_token * (bs + 1)"
+    assert shown["static"]["models"][0]["formula"] is None  # the policy is the formula
+    found = {each["what"]: each for each in shown["problems"]}
+    down = found["e0: down"]
+    assert (down["level"], down["reason"]) == ("bad", "no connection: Connection refused")
+    assert down["fix"] == "start the engine, or correct its URL"
+    assert before - 1 <= down["since"] <= time.time() + 1
+    assert found["e1: draining"]["reason"] == ""
+    assert found["e1: draining"]["since"] is None
+    assert found["1 request refused in the last 5 minutes"]["reason"].startswith(
+        "503 no_engine: no engine of"
+    )
+    assert [each["level"] for each in shown["problems"]] == ["bad", "bad", "warn", "note"]
+    # The list of requests has it, with its reason.
+    assert [(each["status"], each["code"]) for each in shown["requests"]] == [(503, "no_engine"), (200, None)]
+
+
+async def test_a_lost_feed_is_a_problem_and_engines_without_events_a_note() -> None:
+    async with world(2, policy="lmetric") as it:
+        engines = it.server.fleet.models[0].engines
+        engines["e1"].was_exact = True
+        await ticked(it)
+        shown = await state(it)
+    assert shown["static"]["models"][0]["formula"].startswith("p_token * (bs")
+    levels = {each["what"]: each["level"] for each in shown["problems"]}
+    assert levels == {"e1: approximate": "warn", "e0: approximate": "note"}
+
+
+def test_many_engines_with_one_reason_are_one_problem() -> None:
+    states = [EngineState(f"e{n}", "down", "refused", "start it", 100.0 + n, "bad") for n in range(5)]
+    (shown,) = of_engines(states)
+    assert shown["what"] == "e0, e1, e2 and 2 more: down"
+    assert (shown["since"], shown["count"]) == (100.0, 5)
 
 
 async def test_running_requests_are_listed_without_a_status() -> None:
@@ -366,6 +416,7 @@ def ended(number: int, **values: Any) -> EndedRequest:
         "predicted": False,
         "output_tokens": 0,
         "request_id": "r",
+        "code": None,
     }
     return EndedRequest(**{**given, **values})
 

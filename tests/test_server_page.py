@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import orjson
 import pytest
 
 from browser_world import browser, large_world, load_engines, needs_browser, open_page, shown
+from lmetric._core import __version__
 from lmetric.why import number
 from server_world import World, world
 
@@ -122,6 +124,33 @@ async def test_a_phone_in_the_dark() -> None:
             await page.tap("#list tbody a")
             await shown(page, "document.getElementById('because').textContent.startsWith('Because')")
             await fits(page)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_the_page_opens_with_what_is_wrong(width: int) -> None:
+    async with browser() as chromium, world(2, policy="lmetric", health={"interval": 60}) as it:
+        size = {"width": width, "height": 844}
+        for engine in it.server.fleet.models[0].engines.values():
+            engine.failed("refused", "no connection: Connection refused")
+        assert (await it.post())[0] == 503
+        async with open_page(chromium, it.url, viewport=size) as page:
+            await shown(page, UPDATED)
+            await shown(page, "document.querySelectorAll('#problem-list .warn').length === 1")
+            await fits(page)
+            above = "document.getElementById('problems').getBoundingClientRect().top < 200"
+            assert await page.evaluate(above)
+            bad = await page.inner_text("#problem-list .bad")
+            assert re.match(r"e0, e1: down since \d\d:\d\d:\d\d: no connection: Connection refused", bad)
+            assert "Fix: start the engine" in bad
+            refused = await page.inner_text("#problem-list .warn")
+            assert refused.startswith("1 request refused in the last 5 minutes: 503 no_engine")
+            about = await page.inner_text("#about")
+            assert "tiny · policy lmetric" in about
+            assert "p_token * (bs" in about
+            assert f"version {__version__}" in about
+            assert (await page.inner_text("#list tbody tr td:last-child")) == "503 no_engine"
+            await page.click("#help-link")
+            assert await page.evaluate("location.hash") == "#help"
 
 
 async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
+import pty
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,54 @@ async def test_the_screen_fits_the_terminal() -> None:
         assert "more engines" in shown
         assert "handoff e0 -> e1" in shown
     assert text(screen(state)).count("e39") == 1
+
+
+async def test_the_status_comes_first_and_fits_a_narrow_terminal() -> None:
+    async with world(2, policy="lmetric") as it:
+        engine = it.server.fleet.models[0].engines["e0"]
+        engine.failed("refused", "no connection: Connection refused")
+        state = await read_once(it.url)
+    lines = text(screen(state, width=80), width=80).splitlines()
+    assert lines[0].startswith("tiny: policy lmetric = p_token * (bs")
+    down = next(number for number, line in enumerate(lines) if line.startswith("e0: down since "))
+    assert "no connection: Connection refused; fix: start the engine" in " ".join(
+        " ".join(lines[down : down + 2]).split()
+    )
+    assert down < lines.index(next(line for line in lines if "TTFT p50" in line))
+    for line in lines:
+        assert len(line.rstrip()) <= 80
+        assert "…" not in line
+    heads = [line.split() for line in lines if line.startswith("engine ")]
+    assert heads == [["engine", "state", "mode", "batch", "queue", "tokens", "cache", "hits", "age"]]
+
+
+async def test_the_key_q_ends_it() -> None:
+    own, terminal = pty.openpty()
+    async with world(1) as it:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "lmetric.cli", "top", it.url),
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        os.close(terminal)
+        loop, seen = asyncio.get_running_loop(), bytearray()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while b"usable" not in seen:
+                seen += await loop.run_in_executor(None, os.read, own, 4096)
+            os.write(own, b"q")
+            draining = loop.run_in_executor(None, drain, own)
+            assert await process.wait() == 0
+            await draining
+    os.close(own)
+
+
+def drain(file: int) -> None:
+    """Reads until the last process has closed the terminal."""
+    with contextlib.suppress(OSError):
+        while os.read(file, 4096):
+            pass
 
 
 async def test_watch_yields_an_update_each_second() -> None:

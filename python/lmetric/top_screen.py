@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _PARTS = {
     "decode": "decode",
     "answer": "whole answer",
 }
+_LEVELS = {"bad": "bold red", "warn": "bold yellow", "note": "bold"}
+_WIDE = 100  # columns of a terminal for all columns of the tables
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND_SECONDS = 300.0
 _TREND_WIDTH = 15
@@ -32,30 +35,70 @@ _REQUESTS, _EVENTS = 10, 5
 Series = list[float | None]
 
 
-def screen(state: State, *, by: str = "batch", height: int | None = None) -> RenderableType:
-    """Returns the tables of a state.
+def screen(
+    state: State, *, by: str = "batch", height: int | None = None, width: int = _WIDE
+) -> RenderableType:
+    """Returns the status and the tables of a state.
 
     Args:
         by: the column of `lmetric.top.COLUMNS` that orders the engines.
         height: lines of the terminal; None: show all engines.
+        width: columns of the terminal; a narrow one gets fewer columns of the tables.
     """
     listed = ordered(engines(state), by)
     rows, requests, events = len(listed), _REQUESTS, _EVENTS
+    about, problems = _about(state), _problems(state)
     if height is not None:
-        free = max(height - _FIXED_LINES, 5)
+        about, problems = about[: max(height // 20, 1)], problems[: max(height // 8, 2)]
+        for line in (*about, *problems):  # so that their number is that of their lines
+            line.no_wrap, line.overflow = True, "ellipsis"
+        free = max(height - _FIXED_LINES - len(about) - len(problems), 5)
         events = min(_EVENTS, free // 5)
         rows = min(rows, max((free - events) * 3 // 5, 2))
         requests = max(free - events - rows, 2)
-    parts: list[RenderableType] = [_head(state), *_hot(state), _rates(state)]
+    narrow = width < _WIDE
+    parts: list[RenderableType] = [*about, _head(state), *problems, *_hot(state), _rates(state, narrow)]
     if listed:
-        parts.append(_engines(listed[:rows]))
+        parts.append(_engines(listed[:rows], narrow))
         if len(listed) > rows:
             parts.append(Text(_more(len(listed) - rows), style="dim"))
     if state["requests"]:
-        parts.append(_requests(state["requests"][:requests]))
+        parts.append(_requests(state["requests"][:requests], narrow))
     for event in state["events"][:events]:
         parts.append(Text(_event(event), style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
+
+
+def _about(state: State) -> list[Text]:
+    """Returns a line for each model, with its policy; a tenant's view has none."""
+    static = state.get("static")
+    if static is None:
+        return []
+    lines: list[Text] = []
+    for model in static["models"]:
+        formula = f" = {model['formula']}" if model["formula"] else ""
+        text = (
+            f"{model['model'] or 'no model yet'}: policy {model['policy']}{formula}; guard {model['guard']}"
+        )
+        lines.append(Text(f"{text}; version {static['router']}" if not lines else text))
+    return lines
+
+
+def _problems(state: State) -> list[Text]:
+    """Returns the lines of `problems`: what is wrong, since when, why, and what to do."""
+    lines = []
+    for each in state.get("problems", ()):
+        since = f" since {_clock(each['since'])}" if each["since"] is not None else ""
+        line = Text(f"{each['what']}{since}", style=_LEVELS[each["level"]])
+        reason = f": {each['reason']}" if each["reason"] else ""
+        fix = f"; fix: {each['fix']}" if each["fix"] else ""
+        line.append(reason + fix, style="default not bold")
+        lines.append(line)
+    return lines
+
+
+def _clock(unix: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix))
 
 
 def _head(state: State) -> Text:
@@ -85,7 +128,7 @@ def _hot(state: State) -> list[Text]:
     return [Text(f"No engine is hot.{busiest}", style="dim")]
 
 
-def _rates(state: State) -> Table:
+def _rates(state: State, narrow: bool) -> Table:
     """Returns the table of the present values, and of those of the last minutes."""
     fields, points = state["history"]["fields"], state["history"]["points"]
     now = state["now"]
@@ -96,18 +139,19 @@ def _rates(state: State) -> Table:
         return [point[place] for point in points if point[0] > end - since]
 
     table = _table()
-    for title in ("", "now", "1 min", "5 min"):
+    windows = (60.0,) if narrow else (60.0, _TREND_SECONDS)
+    for title in ("", "now", "1 min") if narrow else ("", "now", "1 min", "5 min"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     table.add_column("last 5 min", no_wrap=True)
     for title, key in (("TTFT p50, p95", "ttft"), ("TPOT p50, p95", "tpot")):
         cells = [f"{seconds(now[f'{key}_p50'])}, {seconds(now[f'{key}_p95'])}"]
-        for since in (60.0, _TREND_SECONDS):
+        for since in windows:
             both = (_median(column(f"{key}_{rank}", since)) for rank in ("p50", "p95"))
             cells.append(", ".join(map(seconds, both)))
         table.add_row(title, *cells, _trend(points, fields.index(f"{key}_p50"), end))
     for title, key, unit in _ROWS:
         cells = [unit(now[key])]
-        for since in (60.0, _TREND_SECONDS):
+        for since in windows:
             weights = column("prompt_tokens_per_second", since) if key == "hit_rate" else None
             cells.append(unit(_mean(column(key, since), weights)))
         table.add_row(title, *cells, _trend(points, fields.index(key), end))
@@ -148,10 +192,10 @@ def _trend(points: Sequence[Sequence[Any]], place: int, end: float) -> str:
     return "".join(" " if mean is None else _BLOCKS[round(mean / most * last)] for mean in means)
 
 
-def _engines(rows: Sequence[dict[str, Any]]) -> Table:
+def _engines(rows: Sequence[dict[str, Any]], narrow: bool) -> Table:
     table = _table()
     table.add_column("engine", no_wrap=True, overflow="ellipsis")
-    for title in ("state", "role", "mode"):
+    for title in ("state", "mode") if narrow else ("state", "role", "mode"):
         table.add_column(title, no_wrap=True)
     for title in ("batch", "queue", "tokens", "cache", "hits", "age"):
         table.add_column(title, justify="right")
@@ -160,7 +204,7 @@ def _engines(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_row(
             row["name"],
             state,
-            row["role"] or "–",
+            *([] if narrow else [row["role"] or "–"]),
             row["mode"] or "–",
             _count(row["batch"]),
             _count(row["queue"]),
@@ -172,12 +216,13 @@ def _engines(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _requests(requests: Sequence[dict[str, Any]]) -> Table:
+def _requests(requests: Sequence[dict[str, Any]], narrow: bool) -> Table:
     table = _table()
     table.add_column("decision", no_wrap=True, overflow="fold")
     table.add_column("engine", no_wrap=True, overflow="ellipsis")
-    for title in ("prompt", "cached", "output", "TTFT", "TPOT", "status"):
+    for title in ("prompt", "cached", *(() if narrow else ("output",)), "TTFT", "TPOT"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
     for each in requests:
         runs = each["status"] is None
         prompt, cached = each["prompt_tokens"], each.get("cached_tokens")
@@ -191,14 +236,17 @@ def _requests(requests: Sequence[dict[str, Any]]) -> Table:
             each["instance"] or "–",
             _count(prompt),
             hit,
-            _count(each.get("output_tokens")),
+            *([] if narrow else [_count(each.get("output_tokens"))]),
             seconds(each.get("ttft_seconds")),
             seconds(each.get("tpot_seconds")),
-            Text("running", style="green")
-            if runs
-            else Text(str(each["status"]), style=_status(each["status"])),
+            Text("running", style="green") if runs else Text(_ended(each), style=_status(each["status"])),
         )
     return table
+
+
+def _ended(request: dict[str, Any]) -> str:
+    code = request.get("code")
+    return f"{request['status']} {code}" if code else str(request["status"])
 
 
 def _status(status: int) -> str:

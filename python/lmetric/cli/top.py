@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    import asyncio
 
 Column = Literal["batch", "queue", "queued_tokens", "cache", "hit_rate", "age_seconds"]
 
@@ -37,8 +42,8 @@ def command(
 ) -> None:
     """Show the engines, rates and requests of a running router.
 
-    The tables change once a second. Engines that are not usable come first. Ctrl-C ends it. The
-    page /ui of the router shows the same in a browser.
+    The tables change once a second. Problems come first. The key q ends it, and Ctrl-C. The page
+    /ui of the router shows the same in a browser.
     """
     import asyncio
 
@@ -62,7 +67,8 @@ def command(
         if as_json:
             print_json(state)
         else:
-            stdout().print(screen(state, by=sort))
+            console = stdout()
+            console.print(screen(state, by=sort, width=console.width))
         return
     console = stdout()
 
@@ -71,6 +77,52 @@ def command(
 
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             async for state in watch(url, token):
-                live.update(screen(state, by=sort, height=console.height), refresh=True)
+                shown = screen(state, by=sort, height=console.height, width=console.width)
+                live.update(shown, refresh=True)
 
-    asyncio.run(follow())
+    async def until_quit() -> None:
+        with quit_key() as pressed:
+            tasks = [asyncio.ensure_future(follow()), asyncio.ensure_future(pressed.wait())]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            for task in done:
+                task.result()
+
+    asyncio.run(until_quit())
+
+
+@contextlib.contextmanager
+def quit_key() -> Iterator[asyncio.Event]:
+    """Yields an event that the key q sets. Without a terminal, nothing sets it.
+
+    The terminal sends keys at once, without showing them, until the end of the block.
+    """
+    import asyncio
+    import os
+    import sys
+    import termios
+
+    pressed, file = asyncio.Event(), sys.stdin.fileno() if sys.stdin.isatty() else None
+    if file is None:
+        yield pressed
+        return
+    before = termios.tcgetattr(file)
+    own = termios.tcgetattr(file)
+    own[3] &= ~(termios.ICANON | termios.ECHO)
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        keys = os.read(file, 64)
+        if not keys or b"q" in keys.lower():
+            pressed.set()
+
+    termios.tcsetattr(file, termios.TCSADRAIN, own)
+    loop.add_reader(file, read)
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(file)
+        termios.tcsetattr(file, termios.TCSADRAIN, before)

@@ -135,6 +135,8 @@ class Engine:
         self.adapter: Adapter = UNKNOWN
         self.capabilities = Capabilities("unknown")
         self.mode = UNASKED
+        self.added_at = self.mode_since = time.monotonic()
+        self.was_exact = False  # its KV events were in use before
         self.refill: KvBackfill | None = None
         self.role_set: Role | None = None  # by an administrator
         self.connector: Connector | None = None  # set if it serves segments of requests

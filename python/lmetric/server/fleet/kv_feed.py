@@ -392,6 +392,9 @@ class KvFeed:
         if mode == engine.mode:
             return
         before, engine.mode = engine.mode, mode
+        if mode.name != before.name or before is UNASKED:
+            engine.mode_since = time.monotonic()
+        engine.was_exact |= mode.name == "exact"
         if mode.name != before.name:
             # An engine without a cache (load_only) counts as exact: no events, so no blocks.
             feed: KvSource = "approximate" if mode.name == "approximate" else "exact"

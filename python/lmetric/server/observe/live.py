@@ -29,6 +29,8 @@ ENDED_SENT = 2000  # ended requests that they show; more are counted
 UPDATES_KEPT = 100  # messages of other workers between two points
 SILENT_SECONDS = 5.0  # a worker without a message for this time has ended
 NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
+FAILURES_SECONDS = 300  # refused and failed requests are counted by their cause for this time
+REFUSED = frozenset({429, 503})  # statuses of requests that no engine was to serve
 
 
 class EndedRequest(NamedTuple):
@@ -52,6 +54,7 @@ class EndedRequest(NamedTuple):
     predicted: bool  # prompt_tokens and cached_tokens are the router's
     output_tokens: int
     request_id: str
+    code: str | None  # of the error that the router answered
 
     @property
     def ttft_seconds(self) -> float | None:
@@ -139,7 +142,7 @@ def point(
     tpot: list[float] = []
     errors = prompt = known = cached = output = 0
     for each in requests:
-        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, _ = each
+        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, _, _ = each
         errors += status >= 429
         output += tokens
         if first:
@@ -175,6 +178,8 @@ class Live(Observer):
         self.fleet = fleet
         self.points: deque[Point] = deque(maxlen=POINTS_KEPT)
         self.requests: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
+        # Of each second, refused and failed requests by status and error code.
+        self.failures: deque[Counter[tuple[int, str | None]]] = deque(maxlen=FAILURES_SECONDS)
         self.ticks = 0
         self.closed = False
         self.viewers: Counter[str | None] = Counter()  # connected streams by tenant; None: administrators
@@ -232,6 +237,7 @@ class Live(Observer):
             *(("", -1) if model is None else (model.name, model.index)),
             *(number, None if relay is None else relay.instance, request.status),
             *(first, prompt, cached, predicted, output, request.head.request_id),
+            None if request.error is None else request.error.code,
         )
         self._new.append(_make(EndedRequest, values))
 
@@ -253,6 +259,11 @@ class Live(Observer):
             in_flight += sum(each.in_flight for _, each in self._latest(now))
         self.points.append(point(fresh, seconds, in_flight, time.time(), more))
         self.requests.extend(fresh)
+        self.failures.append(
+            Counter(
+                (each.status, each.code) for each in fresh if each.status in REFUSED or each.status >= 500
+            )
+        )
         self.ticks += 1
         waited, self._tick = self._tick, asyncio.Event()
         waited.set()

@@ -15,13 +15,29 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from lmetric._core import __version__, policy_table
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.recent import SMALL
 from lmetric.server.fleet.summary import summary
 from lmetric.server.observe.hot import hot_spots
-from lmetric.server.observe.live import EndedRequest, Live, Point, RunningRequest, point
+from lmetric.server.observe.live import (
+    FAILURES_SECONDS,
+    EndedRequest,
+    Live,
+    Point,
+    RunningRequest,
+    point,
+)
+from lmetric.server.observe.problems import (
+    LEVELS,
+    EngineState,
+    Level,
+    of_engines,
+    of_requests,
+    ordered,
+)
 
 REQUESTS_SHOWN = 50
 RUNNING_SHOWN = 20  # of them, requests that have not ended
@@ -43,6 +59,7 @@ _COLUMNS = {
     "age_seconds": ("report_age_seconds", 1),
 }
 Rows = dict[str, list[Any]]
+_FORMULAS = {row["name"]: row["formula"] for row in policy_table()}
 
 
 def encode(value: Any) -> bytes:
@@ -60,6 +77,8 @@ class LiveView:
         self.fleet_version = 0
         self._fleet = b""
         self._rows: Rows = {}  # of the engines, as in `_fleet`
+        self._problems: list[dict[str, Any]] = []  # of the engines
+        self._unix = time.time() - time.monotonic()
 
     def history(self, tenant: str | None) -> dict[str, Any]:
         """Returns the points of the last minutes. A tenant's history begins when it looks."""
@@ -72,25 +91,64 @@ class LiveView:
         rows: Rows = {
             name: [] for name in ("name", "model", "role", "mode", "state", "reason", "mode_reason")
         }
+        states: list[EngineState] = []
         for model in models:
             for name in model.router.instances():
-                _describe(rows, name, model, model.engines.get(name))
+                states += self._describe(rows, name, model, model.engines.get(name))
         for engine in self._live.fleet.unplaced.values():
-            _describe(rows, engine.name, None, engine)
+            states += self._describe(rows, engine.name, None, engine)
+        self._problems = of_engines(states)
         described = [
             {
                 "model": model.name,
                 "policy": _policy(model.policies.settings.policy),
+                "formula": _formula(model),
                 "guard": model.guard,
                 "guard_reason": model.router.guard_reason,
             }
             for model in models
         ]
         self._rows = rows
-        body = encode({"models": described, "engines": rows})
+        body = encode({"router": __version__, "models": described, "engines": rows})
         if body != self._fleet:
             self._fleet = body
             self.fleet_version += 1
+
+    def _describe(
+        self, rows: Rows, name: str, model: Model | None, engine: Engine | None
+    ) -> Iterable[EngineState]:
+        """Adds an engine to the rows. Returns why it gets no requests, or why it is not exact."""
+        why = engine.unusable if engine is not None else None
+        state = "usable"
+        if engine is None:
+            state = "removed"
+        elif why is not None:
+            held, ejected = engine.held, engine.healthy and engine.service.state == "EJECTED"
+            state = "draining" if held else "ejected" if ejected else "full" if engine.healthy else "down"
+        elif model is not None and model.changes is not None and model.changes.warms(name):
+            state = "warming"
+        inexact = engine is not None and engine.identified and engine.mode.name != "exact"
+        rows["name"].append(name)
+        rows["model"].append(model.name if model is not None else None)
+        rows["role"].append(engine.role if engine is not None else None)
+        rows["mode"].append(engine.mode.name if engine is not None and engine.identified else None)
+        rows["state"].append(state)
+        rows["reason"].append(why.reason if why is not None else None)
+        rows["mode_reason"].append(engine.mode.reason if engine is not None and inexact else None)
+        if engine is None:
+            return ()
+        if why is not None:
+            lost = state in ("down", "ejected")
+            since = self._unix_of(max(engine.service.since, engine.added_at)) if lost else None
+            return (EngineState(name, state, why.reason, why.fix, since, LEVELS.get(state, "note")),)
+        if inexact:
+            mode, since = engine.mode, self._unix_of(engine.mode_since)
+            level: Level = "warn" if engine.was_exact else "note"
+            return (EngineState(name, mode.name, mode.reason, mode.fix, since, level),)
+        return ()
+
+    def _unix_of(self, at: float) -> float:
+        return round(self._unix + at, 1)
 
     def update(self, tenant: str | None) -> dict[str, Any]:
         """Returns what changes each second. ``tenant``: None: for an administrator."""
@@ -116,6 +174,8 @@ class LiveView:
             return shown
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
+        failed = of_requests(live.failures, FAILURES_SECONDS // 60)
+        shown["problems"] = ordered([*self._problems, *failed])
         slow = {model.name: self._slow_of(model, now) for model in models}
         shown["guard"] = {name: each["guard"] for name, each in slow.items()}
         shown["programs"] = {name: each["programs"] for name, each in slow.items() if each["programs"]}
@@ -190,6 +250,7 @@ class LiveView:
                     "ttft_seconds": _rounded(each.ttft_seconds),
                     "tpot_seconds": _rounded(each.tpot_seconds),
                     "seconds": _rounded(each.ended - each.started),
+                    "code": each.code,
                 }
             )
             if len(found) == REQUESTS_SHOWN:
@@ -279,30 +340,17 @@ def _policy(setting: str | dict[str, Any]) -> str:
     return setting if isinstance(setting, str) else str(setting.get("name") or setting.get("score", setting))
 
 
+def _formula(model: Model) -> str | None:
+    """Returns the score of a model's policy as text; None: it has none, or is itself the text."""
+    name = _policy(model.policies.settings.policy)
+    text = _FORMULAS.get(name, model.policies.formula)
+    return None if text == name else text
+
+
 def _counts(live: Live, tenant: str | None) -> dict[str, Any]:
     shown = summary(live.fleet, names=False)
     counts = {name: shown[name] for name in ("engines", "usable", "modes")}
     return counts if tenant is not None else {**counts, "models": len(live.fleet.models)}
-
-
-def _describe(rows: Rows, name: str, model: Model | None, engine: Engine | None) -> None:
-    why = engine.unusable if engine is not None else None
-    state = "usable"
-    if engine is None:
-        state = "removed"
-    elif why is not None:
-        held, ejected = engine.held, engine.healthy and engine.service.state == "EJECTED"
-        state = "draining" if held else "ejected" if ejected else "full" if engine.healthy else "down"
-    elif model is not None and model.changes is not None and model.changes.warms(name):
-        state = "warming"
-    rows["name"].append(name)
-    rows["model"].append(model.name if model is not None else None)
-    rows["role"].append(engine.role if engine is not None else None)
-    rows["mode"].append(engine.mode.name if engine is not None and engine.identified else None)
-    rows["state"].append(state)
-    rows["reason"].append(why.reason if why is not None else None)
-    inexact = engine is not None and engine.identified and engine.mode.name != "exact"
-    rows["mode_reason"].append(engine.mode.reason if engine is not None and inexact else None)
 
 
 def _columns(models: Iterable[Model], unplaced: int, minute: Iterable[EndedRequest]) -> dict[str, Any]:

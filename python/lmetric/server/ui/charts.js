@@ -3,6 +3,8 @@ import { clock, element, rate, seconds, share } from "./format.js";
 
 const KEPT = 900;
 const HEIGHT = 130;
+const MEAN_SECONDS = 10;
+const LEAST_SECONDS = 60;
 const CHARTS = [
   { title: "Time to first token", unit: seconds, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
   { title: "Time per output token", unit: seconds, lines: [["tpot_p50", "p50"], ["tpot_p95", "p95"]] },
@@ -11,6 +13,31 @@ const CHARTS = [
   { title: "Output tokens per second", unit: rate, lines: [["output_tokens_per_second", "of ended requests"]] },
   { title: "Hit rate", unit: share, top: 1, lines: [["hit_rate", "cached share of prompt tokens"]] },
 ];
+
+// Single seconds look like noise, so lines show means over 10 seconds of the clock.
+function grouped(points) {
+  const groups = [];
+  let last = null;
+  for (const point of points) {
+    const number = Math.floor(point[0] / MEAN_SECONDS);
+    if (number !== last) groups.push([]);
+    groups[groups.length - 1].push(point);
+    last = number;
+  }
+  return groups;
+}
+
+// The mean of a field's known values; `weight`: the place of their weights, or -1.
+function mean(group, place, weight) {
+  let sum = 0, total = 0;
+  for (const point of group) {
+    if (point[place] === null) continue;
+    const own = weight < 0 ? 1 : point[weight];
+    sum += own * point[place];
+    total += own;
+  }
+  return total ? sum / total : null;
+}
 
 export class Charts {
   constructor(box) {
@@ -69,16 +96,20 @@ export class Charts {
     if (!this.points.length) return;
     const end = this.points[this.points.length - 1][0];
     const from = this.points.findIndex((point) => point[0] >= end - this.seconds);
-    const shown = this.points.slice(from);
-    const times = shown.map((point) => point[0]);
+    const groups = grouped(this.points.slice(from));
+    if (groups.length > 1 && groups[groups.length - 1].length < MEAN_SECONDS / 2) groups.pop();
+    // A new router has no empty minutes to show.
+    const start = Math.max(end - this.seconds, Math.min(this.points[from][0], end - LEAST_SECONDS));
+    const times = groups.map((group) => group[group.length - 1][0]);
+    const weight = this.fields.indexOf("prompt_tokens_per_second");
     for (const { chart, plot } of this.plots) {
       const columns = chart.lines.map(([field]) => {
         const place = this.fields.indexOf(field);
-        return shown.map((point) => point[place]);
+        return groups.map((group) => mean(group, place, field === "hit_rate" ? weight : -1));
       });
       plot.batch(() => {
         plot.setData([times, ...columns], false);
-        plot.setScale("x", { min: end - this.seconds, max: end });
+        plot.setScale("x", { min: start, max: end });
       });
     }
   }

@@ -4,7 +4,6 @@ import { count, element, rate, seconds, setText, share } from "./format.js";
 const ROW = 28;
 const byName = new Intl.Collator("en", { numeric: true });
 const MOST_TILES_HEIGHT = 240;
-const REASONS = 5;
 const age = (value) => (value === null || value === undefined ? "–" : value < 1 ? "<1 s" : seconds(value));
 const COLUMNS = [
   ["name", "engine"],
@@ -88,24 +87,6 @@ export class Fleet {
     });
     this.natural = this.engines.slice().sort((a, b) => byName.compare(a.name, b.name));
     if (this.selected && !this.engines.includes(this.selected)) this.selected = null;
-    this.drawReasons();
-  }
-
-  // Why engines get no requests, or are not exact: the first of each reason, and how many more.
-  drawReasons() {
-    const groups = new Map();
-    for (const each of this.engines) {
-      const out = each.state !== "usable", reason = out ? each.reason : each.mode_reason;
-      if (!reason) continue;
-      const key = `${out ? each.state : each.mode}: ${reason}`;
-      if (!groups.has(key)) groups.set(key, { out, names: [] });
-      groups.get(key).names.push(each.name);
-    }
-    const sorted = [...groups].sort((a, b) => b[1].out - a[1].out || b[1].names.length - a[1].names.length);
-    const lines = sorted.slice(0, REASONS).map(([key, { out, names }]) =>
-      element("p", { class: out ? "flag" : "muted", text: `${names[0]}${names.length > 1 ? ` and ${names.length - 1} more` : ""} ${key}` }));
-    if (sorted.length > REASONS) lines.push(element("p", { class: "muted", text: `${sorted.length - REASONS} more reasons; the table has them` }));
-    document.getElementById("reasons").replaceChildren(...lines);
   }
 
   update(columns) {

@@ -51,7 +51,7 @@ export class Requests {
     const cached = request.prompt_tokens && request.cached_tokens !== null && request.cached_tokens !== undefined ? `${request.predicted ? "~" : ""}${share(request.cached_tokens / request.prompt_tokens)}` : "–";
     const cells = [
       request.instance ?? "–", count(request.prompt_tokens), cached, runs ? "–" : count(request.output_tokens),
-      seconds(request.ttft_seconds), seconds(request.tpot_seconds), runs ? `running ${seconds(request.seconds)}` : String(request.status),
+      seconds(request.ttft_seconds), seconds(request.tpot_seconds), runs ? `running ${seconds(request.seconds)}` : request.code ? `${request.status} ${request.code}` : String(request.status),
     ];
     cells.forEach((text, i) => setText(row.children[i + 2], text));
     row.lastChild.className = runs ? "runs" : request.status >= 400 ? "bad" : "";

@@ -2,7 +2,7 @@
 import { Charts } from "./charts.js";
 import { Details } from "./details.js";
 import { Fleet } from "./fleet.js";
-import { count, element, rate, seconds, setText, share } from "./format.js";
+import { clock, count, element, rate, seconds, setText, share } from "./format.js";
 import { Events, Requests } from "./lists.js";
 
 const part = (id) => document.getElementById(id);
@@ -17,6 +17,7 @@ let latest = null;
 let paused = false;
 let waiting = false;
 let updates = 0;
+let shownProblems = "";
 
 const NOW = [
   ["TTFT p50", "ttft_p50", seconds, ["p95", "ttft_p95"]],
@@ -72,12 +73,34 @@ function draw() {
     fleet.draw();
   }
   fleet.drawCounts(latest.summary);
+  drawProblems(latest.problems, latest.summary);
   requests.draw(latest.requests);
   events.draw(latest.events);
   // For tests and for whoever looks: the time of this update.
   updates += 1;
   document.documentElement.dataset.updates = updates;
   document.documentElement.dataset.updateMilliseconds = (performance.now() - began).toFixed(2);
+}
+
+// The top of the page: what is wrong, since when, why, and what to do.
+function drawProblems(problems, summary) {
+  part("problems").hidden = problems === undefined;
+  if (!problems) return;
+  const lines = problems.map(({ level, what, since, reason, fix }) => [level, what, since ? ` since ${clock(since)}` : "", reason, fix]);
+  if (!lines.length) lines.push(["good", summary.engines === 1 ? "The engine is usable and exact; no request was refused." : `All ${summary.engines} engines are usable and exact; no request was refused.`, "", "", null]);
+  const key = JSON.stringify(lines);
+  if (key === shownProblems) return;
+  shownProblems = key;
+  part("problem-list").replaceChildren(...lines.map(([level, what, since, reason, fix]) =>
+    element("li", { class: level }, element("strong", { text: what + since }), reason ? `: ${reason}` : "", fix ? element("small", { text: `Fix: ${fix}` }) : "")));
+}
+
+// The models with their policies, and the version.
+function drawAbout({ router, models }) {
+  const parts = models.map(({ model, policy, formula, guard }) =>
+    element("span", {}, element("b", { text: model || "no model yet" }), ` · policy ${policy}`, formula ? element("code", { text: formula }) : "", ` · guard ${guard}`));
+  part("about").hidden = false;
+  part("about").replaceChildren(...parts, element("span", { class: "muted", text: `version ${router}` }));
 }
 
 const handlers = {
@@ -88,7 +111,7 @@ const handlers = {
     details.open();
   },
   history(data) { charts.history(data); },
-  fleet(data) { fleet.describeFleet(data); },
+  fleet(data) { fleet.describeFleet(data); drawAbout(data); },
   update(data) {
     latest = data;
     charts.add(data.points);
