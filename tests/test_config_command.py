@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,20 @@ engines: [{url: 'http://10.0.0.1:8000', name: first}]
 timeouts: {connect: 1, drain: 30}
 admin: true
 """
+
+
+def test_init_prints_a_short_file_that_serve_accepts(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(build(["config"]), ["config", "init"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("\n") == 25
+    file = tmp_path / "router.yaml"
+    for text in (shown.stdout, re.sub(r"^# (?=( *\w+:)(?! router))", "", shown.stdout, flags=re.MULTILINE)):
+        file.write_text(text)
+        config = load_config(file, environ={"ADMIN_TOKEN": "secret"})
+        assert [engine.url for engine in config.engines] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    assert config.auth is not None
+    assert config.records is not None
+    assert CliRunner().invoke(build(["config"]), ["config", "innit"]).exit_code == 2
 
 
 def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,33 @@ from lmetric_lab.defaults import SLICE
 @pytest.fixture(scope="module")
 def run() -> lm.Run:
     return lm.simulate(SLICE, policy="round_robin", instances=8)
+
+
+def test_compare_ranks_policies_of_each_kind_and_plots_them() -> None:
+    def short(bs: Any, p_token: Any) -> Any:
+        return bs * 1000 + p_token
+
+    found = lm.compare(["round_robin", lm.P_TOKEN * (lm.BS + 1), short], SLICE, instances=8)
+    assert [run.policy for run in found.runs][-1] == "round_robin"
+    assert found.latency[0] is not None
+    assert sorted(found.latency) == list(found.latency)
+    assert found["short"] in found.runs
+    assert found.best is found.runs[0]
+    same = lm.simulate(SLICE, policy="round_robin", instances=8)
+    assert np.array_equal(found["round_robin"].finished_seconds, same.finished_seconds)
+    lines = repr(found).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [run.policy.split()[0] for run in found.runs[1:]]
+    assert max(map(len, lines)) <= 80
+    assert found._repr_html_().count("<tr>") == 4
+    for figure in (found.plot(), found.best.plot()):
+        assert [axes.get_title(loc="left") for axes in figure.axes] == ["TTFT", "TPOT"]
+    with pytest.raises(KeyError, match="compared: "):
+        found["vllm"]
+    for wrong in ("lmetric", []):
+        with pytest.raises(lm.BadValueError, match=r"policies = .*: expected"):
+            lm.compare(wrong)
+    with pytest.raises(TypeError, match="compare"):
+        lm.compare(["lmetric"], SLICE, instance=8)
 
 
 def test_every_public_name_exists_and_none_shadows_a_builtin() -> None:

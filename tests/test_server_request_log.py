@@ -167,6 +167,7 @@ async def test_the_line_of_an_engine_that_fails_names_the_request() -> None:
             await w.server.stop()
     (down,) = [line for line in lines if line["event"] == "engine down"]
     assert down["trace_id"] in TRACES[:3]
+    assert down["left"] == "1 of 2 usable"
     (stopped,) = [line for line in lines if line["event"] == "stopped"]
     assert "trace_id" not in stopped
 

@@ -146,6 +146,7 @@ if TYPE_CHECKING:
     from lmetric.policies import Policy, PolicyFunction, policy_function
     from lmetric.relay import EngineTarget, Relay, RelayError
     from lmetric_lab.sim.churn import FleetChange
+    from lmetric_lab.sim.comparison import Comparison, compare
     from lmetric_lab.sim.result import Run
     from lmetric_lab.sim.run import simulate
     from lmetric_lab.sim.scenario import Scenario
@@ -208,6 +209,7 @@ __all__ = [
     "Arrival",
     "BadValueError",
     "Board",
+    "Comparison",
     "Decision",
     "DecodePlacement",
     "EngineTarget",
@@ -247,6 +249,7 @@ __all__ = [
     "__version__",
     "check_expression",
     "clip",
+    "compare",
     "evaluate",
     "exp",
     "forecast_function",
@@ -279,11 +282,13 @@ _MODULES = ("expr", "options", "policies")
 # The laboratory's names are one of the three doors to it.
 _HOMES = {
     "EngineTarget": "lmetric.relay",
+    "Comparison": "lmetric_lab.sim.comparison",
     "FleetChange": "lmetric_lab.sim.churn",
     "Relay": "lmetric.relay",
     "RelayError": "lmetric.relay",
     "Run": "lmetric_lab.sim.result",
     "Scenario": "lmetric_lab.sim.scenario",
+    "compare": "lmetric_lab.sim.comparison",
     "simulate": "lmetric_lab.sim.run",
     "Trace": "lmetric_lab.sim.traces",
     "forecast_function": "lmetric.lengths.forecast",

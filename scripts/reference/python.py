@@ -83,7 +83,17 @@ GROUPS = {
         "knob",
     ),
     "Expressions": ("Expr", "check_expression", "evaluate"),
-    "Simulate": ("simulate", "Scenario", "Run", "Trace", "load_trace", "FleetChange", "forecast_function"),
+    "Simulate": (
+        "simulate",
+        "compare",
+        "Scenario",
+        "Run",
+        "Comparison",
+        "Trace",
+        "load_trace",
+        "FleetChange",
+        "forecast_function",
+    ),
 }
 OPTIONS = """
 ## Options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,14 +16,43 @@ if TYPE_CHECKING:
     from lmetric.config import ServerConfig
 
 CLASS = Brief
+# The settings that most fleets need, in 25 lines. A test loads it, also without the comments.
+START = """\
+# lmetric-router serve --config router.yaml
+# All settings: docs/reference/configuration.md. Check this file: lmetric-router config --config router.yaml
+host: 127.0.0.1  # 0.0.0.0: all interfaces; then set auth
+port: 8080
+# Your engines, as your load balancer lists them. Test their features: lmetric-router doctor URL
+engines:
+  - http://10.0.0.1:8000
+  - http://10.0.0.2:8000
+# model: chat  # only if the engines serve several models
+# tokenizer: OWNER/NAME  # of the Hugging Face Hub, or a folder; needed for exact cache knowledge
+policy: total_delay  # or a name of `lmetric-router policies`, or a score such as p_token * (bs + 1)
+# auth:
+#   keys_file: keys.yaml  # API keys of your clients: "sk-...: tenant"
+# admin:
+#   token: ${ADMIN_TOKEN}  # from the environment; for /debug, /admin and /ui
+# admission:  # refuse requests whose first token would come too late
+#   ttft_seconds: 10
+timeouts:
+  connect: 2  # seconds; then another engine gets the request
+  drain: 30  # seconds to finish running requests at the end
+# records:  # for whatif and report
+#   path: records
+log:
+  level: info
+  json: false  # true: JSON lines
+"""
 
 
 def command() -> None:
-    """Check the configuration and print it as YAML.
+    """Check the configuration and print it, or write a first one.
 
     The output includes defaults and masks secrets. The command has the options of serve and
     checks settings, policies, parameters and files like serve. It contacts no engine. Exit code
-    2: serve would not start with this configuration.
+    2: serve would not start with this configuration. `config init` prints a short file with
+    comments.
     """
 
 
@@ -48,11 +77,22 @@ def build() -> Callable[..., None]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
         for name, annotation in extra.items()
     ]
+    action = typer.Argument(metavar="[init]", help="init: print a short configuration with comments.")
+    parameters.append(
+        inspect.Parameter(
+            "action",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[Literal["init"] | None, action],
+        )
+    )
     check = command_with_settings(_run, command.__doc__, parameters)
 
     @wraps(check)
     def check_or_print_schema(**given: Any) -> None:
-        if given["schema"]:
+        if given["action"] == "init":
+            print(START, end="")
+        elif given["schema"]:
             print_json(json_schema())
         else:
             check(**given)
@@ -60,7 +100,9 @@ def build() -> Callable[..., None]:
     return check_or_print_schema
 
 
-def _run(config: ServerConfig, _: Callable[[], ServerConfig], *, changed: bool, schema: bool) -> None:
+def _run(
+    config: ServerConfig, _: Callable[[], ServerConfig], *, changed: bool, schema: bool, action: str | None
+) -> None:
     from lmetric.config import render, render_changed
     from lmetric.server import check_config
 

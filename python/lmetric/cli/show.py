@@ -109,20 +109,26 @@ def print_table(
 ) -> None:
     """Print a table with its title on stdout.
 
-    A table that is wider than the console has none of the `spare` columns. If it still does not
-    fit, it becomes several tables.
+    A table that is wider than the console loses the `spare` columns, one by one from the last, and
+    a line below names them. If it still does not fit, it becomes several tables.
     """
     console = stdout()
     if title is not None:
         print_text(title, console)
     rows = [list(row) for row in rows]
     fitting = tables(columns, rows, console.width, keys=keys)
-    if len(fitting) > 1 and spare:
-        kept = [index for index, column in enumerate(columns) if column not in spare]
-        rows = [[row[index] for index in kept] for row in rows]
-        fitting = tables([columns[index] for index in kept], rows, console.width, keys=keys)
+    left_out: list[str] = []
+    for name in reversed([column for column in columns if column in spare]):
+        if len(fitting) == 1:
+            break
+        left_out.insert(0, name)
+        kept = [index for index, column in enumerate(columns) if column not in left_out]
+        shown = [[row[index] for index in kept] for row in rows]
+        fitting = tables([columns[index] for index in kept], shown, console.width, keys=keys)
     for each in fitting:
         console.print(each)
+    if left_out:
+        print_text(f"Left out for lack of columns: {', '.join(left_out)}.", console)
 
 
 def print_text(text: str, console: Console | None = None, *, head: str = "") -> None:

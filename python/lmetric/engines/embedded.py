@@ -59,6 +59,7 @@ class EmbeddedEngines:
         return [engine.url for engine in self.engines]
 
     async def __aenter__(self) -> EmbeddedEngines:
+        _log.info("starting %d emulated engines", len(self._flags))
         try:
             starts = [self._start(number, flags) for number, flags in enumerate(self._flags)]
             # Wait for all engines, so that the started ones can be stopped if one fails.

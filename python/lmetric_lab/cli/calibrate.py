@@ -12,6 +12,7 @@ from lmetric_lab.cli.options import check_file
 
 if TYPE_CHECKING:
     from lmetric_lab.calibrate import Calibration, Calibrator
+    from lmetric_lab.calibrate.plan import Probe
 
 _LIMITS = "Limits"
 
@@ -180,9 +181,14 @@ def _run(calibrator: Calibrator) -> Calibration:
             )
             with progress("probes") as bar:
                 task = bar.add_task("", total=ROUNDS * len(plan.probes))
-                return await calibrator.run(
-                    lambda probe: bar.update(task, advance=1, description=probe.label)
-                )
+
+                def step(probe: Probe) -> None:
+                    bar.update(task, advance=1, description=probe.label)
+                    shown = bar.tasks[task]
+                    if shown.total is not None and shown.completed > shown.total:  # repeated probes
+                        bar.update(task, total=shown.completed)
+
+                return await calibrator.run(step)
 
     return uvloop.run(run())
 
@@ -233,6 +239,7 @@ def _print(made: Calibration) -> None:
         rows,
         title="A prefill's time to first token, a decode step, or all steps beside a prompt",
         keys=2,
+        spare=("measurements apart",),
     )
     by_kind = []
     for kind in KINDS:

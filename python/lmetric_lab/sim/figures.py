@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from lmetric_lab.sim.result import Run
+
 LEADER = "lmetric"
 _ALWAYS = (LEADER, "vllm")  # in every figure with lines, if they were run
 _LEADER_COLOUR = "#c8102e"
@@ -151,6 +153,30 @@ def draw(
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
     return Drawing(name, title, caption, svg.getvalue(), figure)
+
+
+def plot_runs(runs: Sequence[Run]) -> Figure:
+    """The distributions of TTFT and TPOT of runs, side by side. Raises LmetricError."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        for axes, name in zip(figure.subplots(1, 2), ("ttft_seconds", "tpot_seconds"), strict=True):
+            for place, run in enumerate(runs):
+                values = np.sort(getattr(run, name)[np.isfinite(getattr(run, name))])
+                style = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+                axes.plot(
+                    np.maximum(values, 1e-4),
+                    np.arange(1, len(values) + 1) / max(len(values), 1),
+                    label=run.policy,
+                    color=_COLOURS[place % len(_COLOURS)],
+                    linestyle=style,
+                )
+            axes.set(title=name[:4].upper(), xscale="log", xlabel="seconds", ylabel="share of the requests")
+        _legend(axes, figure)
+    return figure
 
 
 def _legend(axes: Axes, figure: Figure) -> None:

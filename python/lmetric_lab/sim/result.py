@@ -14,6 +14,7 @@ from lmetric_lab.sim.summary import RunFigures, Slo, figures, optimal_assignment
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 # Arrays of a run that do not have one entry per request.
 _NOT_PER_REQUEST = ("gap_edges_seconds", "gap_counts")
@@ -79,6 +80,16 @@ class Run(Columns):
         for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds"):
             columns[name] = getattr(self, name)
         return pandas.DataFrame(columns)
+
+    def plot(self) -> Figure:
+        """The distributions of TTFT and TPOT. `Comparison.plot` draws several runs.
+
+        Raises:
+            LmetricError: matplotlib is not installed; the extra ``studies`` installs it.
+        """
+        from lmetric_lab.sim.figures import plot_runs
+
+        return plot_runs([self])
 
     def _rows(self) -> list[tuple[str, str]]:
         shown = self.summary()

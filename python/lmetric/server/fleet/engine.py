@@ -95,6 +95,9 @@ class ServedModel(Protocol):
     def hold(self, engine: "Engine", *, one_of_many: bool) -> None:
         """Handles a change of an engine's `held`."""
 
+    def usable_text(self) -> str:
+        """How many of its engines get requests, as "2 of 3 usable"."""
+
     def sends_prefixes(self, name: str) -> bool:
         """Whether other engines still fetch the prefixes of an engine that leaves."""
 
@@ -417,7 +420,13 @@ class Engine:
             if healthy:
                 log.log(self.quiet or logging.INFO, "engine up", model=self.model.name, engine=self.name)
             else:
-                log.warning("engine down", model=self.model.name, engine=self.name, reason=reason)
+                log.warning(
+                    "engine down",
+                    engine=self.name,
+                    reason=reason,
+                    model=self.model.name,
+                    left=self.model.usable_text(),
+                )
 
 
 def blocks_differ(source: Engine, engine: Engine) -> str | None:

@@ -560,6 +560,11 @@ class Model:
         """The reasons why none of its engines gets new requests; None: one of them does."""
         return self._unusable.get(len(self.engines), lambda: unusable(self.engines.values()))
 
+    def usable_text(self) -> str:
+        """Returns how many of its engines get requests."""
+        usable = sum(engine.service.in_service for engine in self.engines.values())
+        return f"{usable} of {len(self.engines)} usable"
+
     def no_engine_error(self, error: NoInstanceError, name: str | None = None) -> ApiError:
         """Returns the error for a request that no engine can accept now.
 

@@ -51,6 +51,7 @@ def startup_report(config: ServerConfig, fleet: Fleet, port: int, keys_needed: b
     report |= {"policy": config.policy, **summary(fleet, names=True)}
     report["open"] = not keys_needed and unix_path(config.host) is None and not is_loopback(config.host)
     report["workers"] = config.worker_count
+    report["page"] = f"{url}/ui" if config.ui.enabled and unix_path(config.host) is None else None
     report["curl"] = sample_request(url, fleet.models[0].name, keys_needed) if fleet.models else None
     return report
 
@@ -66,6 +67,8 @@ def startup_block(event: Mapping[str, Any]) -> str:
         decode = f", decode policy {model['decode_policy']}" if model["decode_policy"] else ""
         rows.append(("model", model["model"]))
         rows.append(("policy", f"{model['policy']}{decode}, hot-spot guard {model['guard']}"))
+    if event["page"] is not None:
+        rows.append(("page", event["page"]))
     rows.append(("engines", f"{usable}: {modes}" if modes else usable))
     if (workers := event["workers"]) > 1:
         rows.append(("workers", f"{workers}, which do not follow agent programs (programs: none)"))
