@@ -75,8 +75,8 @@ def test_the_named_shell_gets_its_completion(shell: str, begin: str) -> None:
 
 REPLAY_NONE = ["replay", "--trace", "none.jsonl", "--target", "http://127.0.0.1:1"]
 WRONG = [
-    (["nope"], 2, "No such command 'nope'"),
-    (["replay"], 2, "Missing option"),
+    (["nope"], 2, "'nope' is not a command"),
+    (["replay"], 2, "--target: missing"),
     (
         ["replay", "--trace", "none.jsonl", "--target", "http://127.0.0.1:1"],
         2,
@@ -193,7 +193,7 @@ def test_a_trace_is_made_shown_and_refused(tmp_path: Path) -> None:
         (["make", "{synthetic: sessions", "--out", "x"], 2, "not YAML"),
         (["make", "{synthetic: session}", "--out", "x"], 2, "synthetic: requests, sessions or agents"),
         (["make", str(tmp_path / "none.yaml"), "--out", "x"], 2, "No such file"),
-        (["show", str(tmp_path / "d.jsonl")], 1, "no request in it that is recognised"),
+        (["show", str(tmp_path / "d.jsonl")], 1, "is no request; known formats"),
         (["show", str(tmp_path / "wrong.yaml")], 2, "synthetic: requests, sessions or agents"),
         (["show", str(path), "--format", "mooncak"], 1, "did you mean 'mooncake'?"),
         (["show", str(path), "--block-tokens", "8"], 1, "line 1: block_tokens is 16, read with blocks of 8"),

@@ -113,7 +113,7 @@ def run(flags: list[str]) -> int | str | None:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--clock-speed", "-1"], 2, "--clock-speed '-1': Input should be greater than 0"),
+        (["--clock-speed", "-1"], 2, "--clock-speed '-1': expected above 0"),
         (
             ["--order", "random"],
             2,
@@ -121,7 +121,7 @@ def run(flags: list[str]) -> int | str | None:
         ),
         (["--preempt", "swap:x"], 2, "--preempt 'swap:x': preempt 'swap:x' is not valid"),
         (["--preempt", "swap", "--admission", "reserve"], 2, "--preempt 'swap': swap only with"),
-        (["--order", "slo", "--order-slo", "0"], 2, "--order-slo '0': Input should be greater than 0"),
+        (["--order", "slo", "--order-slo", "0"], 2, "--order-slo '0': expected above 0"),
         (["--profile", "qwen3-30b-a3b-h2"], 1, "did you mean 'qwen3-30b-a3b-h20'?"),
         (["--max-sequences", "5000"], 1, "max_batch_tokens must be max_sequences (5000) or more"),
         (["--max-model-len", "9000000"], 1, "the KV blocks hold 2048000"),

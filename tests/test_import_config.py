@@ -249,7 +249,7 @@ def test_arguments_without_a_program_need_their_kind(tmp_path: Path) -> None:
         ("smg --worker-urls http://a:1 && smg --worker-urls http://b:1", "2 router commands"),
         ("smg --worker-urls http://a:1 --policy best", "--policy = 'best': expected random"),
         ("smg --worker-urls http://a:1 --port x", "--port = 'x': expected a number"),
-        ("smg --worker-urls http://a:1 --port 99999", "port = 99999: Input should be less"),
+        ("smg --worker-urls http://a:1 --port 99999", "port = 99999: expected at most"),
         ("vllm-router --service-discovery", "expected a --selector"),
         ("vllm-router --routing-logic best", "--routing-logic = 'best': expected roundrobin"),
         ("model_list: 3", "model_list = 3: expected a list"),

@@ -71,7 +71,7 @@ def test_a_scenario_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     missing, bad = tmp_path / "missing.jsonl", tmp_path / "bad.jsonl"
     bad.write_text("no trace\n")
     assert f"{missing}: No such file" in error("--scenario", missing)
-    assert f"{bad}: no request in it that is recognised; known formats: mooncake" in error("--scenario", bad)
+    assert "is no request; known formats: mooncake" in error("--scenario", bad)
     bad.write_text('{"timestamp": 0, "input_length": 9, "output_length": 9}\n' * 30)
     assert "30 requests in one half" in error("--scenario", bad)
     assert "is named 'mooncake_conversation_slice' already" in error("--scenario", SLICE, "--scenario", SLICE)

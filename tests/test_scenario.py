@@ -123,7 +123,7 @@ def test_flags_have_the_values_of_files(tmp_path: Path) -> None:
         "load_admission": {"ttft_seconds": 5.0, "max_waiting": 9}, "local_order": ["fcfs", "las"],
     }  # fmt: skip
     for given, message in (
-        ({"order_slo": 0.0}, "greater than 0"),
+        ({"order_slo": 0.0}, "above 0"),
         ({"preempt": "swop"}, "expected recompute, swap"),
         ({"load_admission": "max_waitin=9"}, "max_waitin"),
         ({"local_order": ["lifo"]}, "expected one of fcfs"),

@@ -470,8 +470,8 @@ async def test_a_hold_of_a_program_does_not_count_against_the_deadline() -> None
         ("tenants: {a: {burst: 2}}", "burst needs max_requests_per_second"),
         ("tenants: {a: {slo_class: fast}}", "no model has the class 'fast'; known: none"),
         ("admission: {ttft: 2}", "did you mean 'ttft_seconds'"),
-        ("admission: {ttft_seconds: 0}", "greater than 0"),
-        ("tenants: {a: {max_concurrent: 0}}", "greater than or equal to 1"),
+        ("admission: {ttft_seconds: 0}", "above 0"),
+        ("tenants: {a: {max_concurrent: 0}}", "at least 1"),
     ],
 )
 def test_wrong_settings_are_errors(tmp_path: Path, values: str, said: str) -> None:

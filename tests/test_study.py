@@ -182,7 +182,7 @@ def test_decode_instances_have_a_profile_of_their_own(tmp_path: Path) -> None:
         (("[lmetric,", "[lmetrik,"), "did you mean the policy 'lmetric'"),
         (("loads: [1, 2]", "loads: {fraction_of_maxx: 1}"), "did you mean 'fraction_of_max'?"),
         (("loads: [1, 2]", "loads: {speed: 1, fraction_of_max: 1}"), "loads[0]"),
-        (("loads: [1, 2]", "loads: [0]"), "loads[0].speed = 0: Input should be greater than 0"),
+        (("loads: [1, 2]", "loads: [0]"), "loads[0].speed = 0: expected above 0"),
         (("instances: 4", "instances: 0"), "instances[0] = 0"),
         (("seeds: 2", "seeds: 0"), "seeds"),
         (("seeds: 2", "measure: 0.9:0.1"), "share of requests '0.9:0.1'"),

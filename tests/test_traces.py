@@ -138,11 +138,11 @@ def test_half_written_last_line_is_named(tmp_path: Path) -> None:
 def test_file_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_trace(tmp_path / "none.jsonl")
-    with pytest.raises(TraceError, match="no request in it"):
+    with pytest.raises(TraceError, match="the file is empty"):
         load_trace(write(tmp_path / "empty.jsonl"))
     with pytest.raises(TraceError, match=r"no request in it; first bad line: .*line 1"):
         load_trace(write(tmp_path / "junk.jsonl", "x\n"), on_bad_line="skip", format="mooncake")
-    with pytest.raises(TraceError, match="recognised; known formats: mooncake, qwen-bailian, azure, aiperf"):
+    with pytest.raises(TraceError, match="known formats: mooncake, qwen-bailian, azure, aiperf"):
         load_trace(write(tmp_path / "junk.jsonl", "x\n"))
     for suffix in SUFFIXES:
         cut, other = tmp_path / f"cut.jsonl{suffix}", tmp_path / f"not.jsonl{suffix}"
@@ -151,7 +151,7 @@ def test_file_errors(tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="breaks off or is damaged after line"):
             load_trace(cut)
         other.write_bytes(b"plain")
-        with pytest.raises(TraceError, match="breaks off or is damaged after line 0"):
+        with pytest.raises(TraceError, match=r"not a compressed file|damaged after line 0"):
             load_trace(other)
     with pytest.raises(TraceError, match="unknown trace format 'qwen-bailain'; did you mean 'qwen-bailian'"):
         load_trace(write(tmp_path / "t.jsonl", line()), format="qwen-bailain")

@@ -30,7 +30,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: 1\nb: " + "9" * 5_000, ":2: Exceeds the limit"),
         ("a: 1\na: 2", ":2: duplicate key 'a'"),
         ("a: 1\n? [b]\n: 2", ":2: found unhashable key"),
-        ("a: !!python/object/apply:os.system [id]", ":1: could not determine a constructor"),
+        ("a: !!python/object/apply:os.system [id]", ":1: a tag (!) is not supported"),
     ],
 )
 def test_hostile_files_get_a_message(text: str, says: str, tmp_path: Path) -> None:

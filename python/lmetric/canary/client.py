@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.canary.comparison import ARMS
+from lmetric.connection_errors import reason_of
 
 PATH = "/admin/canary"
 TIMEOUT_SECONDS = 10.0
@@ -55,7 +56,7 @@ async def send(url: str, token: str | None, command: str, body: Mapping[str, Any
         ):
             status, content = answer.status, await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        why = str(error) or f"no answer within {TIMEOUT_SECONDS:g} s"
+        why = reason_of(error) or f"no answer within {TIMEOUT_SECONDS:g} s"
         raise CanaryUnavailableError(
             f"{url}: no answer from a router ({why}); check its URL, and that it runs"
         ) from None

@@ -21,7 +21,8 @@ def main() -> None:
         from lmetric.cli.app import build
 
         completing = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
-        build([*sys.argv[1:], *completing.split()])(prog_name="lmetric-router")
+        app = build([*sys.argv[1:], *completing.split()])
+        sys.exit(app(prog_name="lmetric-router", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -29,6 +30,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except Exception as error:
+        from lmetric.cli.usage import UsageError, usage_line
+
+        if isinstance(error, UsageError) and type(error).__name__ != "NoArgsIsHelpError":
+            print(printable(usage_line(error)), file=sys.stderr)
+            sys.exit(USAGE)
+        if hasattr(error, "show"):  # the help, or another message of the library
+            error.show()
+            sys.exit(USAGE)
         code = exit_code(error)
         if code is None:
             raise

@@ -107,6 +107,25 @@ class UniqueKeys(BoundedLoader):
         return mapping
 
 
+# Problems of the YAML reader, by the start of its message.
+_YAML_PROBLEMS = {
+    "mapping values are not allowed": "a second colon in one line; put the value in quotes",
+    "found character": "a tab, or a sign such as @ or %, where a value begins; use spaces, or quotes",
+    "did not find expected ',' or ']'": "a list in [ ] lacks a comma or its end",
+    "did not find expected ',' or '}'": "a mapping in { } lacks a comma or its end",
+    "expected ',' or": "a list in [ ] or a mapping in { } lacks a comma or its end",
+    "did not find expected": "the indentation does not fit the lines above",
+    "expected <block end>": "the indentation does not fit the lines above",
+    "could not find expected ':'": "a key without a colon; write KEY: VALUE",
+    "found unexpected end of stream": "a quote is not closed",
+    "could not determine a constructor": "a tag (!) is not supported; put the value in quotes",
+}
+
+
+def _yaml_problem(text: str) -> str:
+    return next((words for begin, words in _YAML_PROBLEMS.items() if text.startswith(begin)), text)
+
+
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[None]:
     """Converts errors of reading a YAML or JSON file to ConfigErrors that name the file and the
@@ -119,7 +138,7 @@ def reading(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: not UTF-8 at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{file}{line}: {error.problem}") from None
+        raise ConfigError(f"{file}{line}: {_yaml_problem(error.problem or 'not YAML')}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: {error}") from None
     except json.JSONDecodeError as error:

@@ -29,8 +29,12 @@ def explain(
     `origin` maps key paths to sources, `lines` the sources that are files to the lines of their
     keys.
     """
-    seen = set()
-    for problem in error.errors(include_url=False):
+    found = error.errors(include_url=False)
+    mistyped = set(_mistyped(found))
+    lines_of: dict[str, list[str]] = {}  # the expected values of each line, in order
+    for problem in found:
+        if problem["type"] == "missing" and problem["loc"] in mistyped:
+            continue
         # Tags of union members are not keys of the file.
         loc = [
             part for part in problem["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))
@@ -47,17 +51,32 @@ def explain(
             known = _known_keys(root, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
-            text = f"{place}{path} = {value!r}: unknown key{hint}"
+            head, message = f"{place}{path} = {value!r}: ", f"unknown key{hint}"
         elif problem["type"] == "missing":
-            text = f"{place}{path}: missing"
+            head, message = f"{place}{path}: ", "missing; add this key"
         elif not loc:
-            text = message
+            head = ""
         else:
-            shown = "'**********'" if loc[-1] in SECRETS else repr(value)
-            text = f"{place}{path} = {shown}: {message}"
-        if text not in seen:
-            seen.add(text)
-            yield text
+            shown = "'**********'" if loc[-1] in SECRETS else "null" if value is None else repr(value)
+            head = f"{place}{path} = {shown}: "
+        if message not in lines_of.setdefault(head, []):
+            lines_of[head].append(message)
+    for head, messages in lines_of.items():
+        if head and all(message.startswith("expected ") for message in messages):  # of a union's members
+            messages[1:] = [message.removeprefix("expected ") for message in messages[1:]]
+            yield head + " or ".join(messages)
+        else:
+            yield from (head + message for message in messages)
+
+
+def _mistyped(problems: Sequence[Any]) -> Iterator[tuple[str | int, ...]]:
+    """Yields the missing keys for which an unknown key of the same section stands."""
+    unknown = [each["loc"] for each in problems if each["type"] == "extra_forbidden"]
+    for each in problems:
+        loc = each["loc"]
+        names = [str(other[-1]) for other in unknown if other[:-1] == loc[:-1]]
+        if each["type"] == "missing" and difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5):
+            yield loc
 
 
 def place_of(
@@ -65,7 +84,7 @@ def place_of(
 ) -> str:
     """The source of a key, as the prefix of a message: `file:line: `; empty if it is unknown."""
     names = tuple(str(part) for part in loc if isinstance(part, str))
-    source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
+    source = next((origin[names[:n]] for n in range(len(names), -1, -1) if names[:n] in origin), None)
     line = _line_of(loc, lines.get(source or "", {}))
     return "".join(f"{part}:" for part in (source, line) if part) + " " if source else ""
 

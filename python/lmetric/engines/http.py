@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from lmetric.connection_errors import reason_of
 from lmetric.engines.errors import error_text
 
 PATIENCE_SECONDS = 30.0
@@ -101,6 +102,6 @@ class EngineClient:
         except TimeoutError:
             raise Unanswered(f"{method} {path}: no answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise Unanswered(f"no connection: {error.os_error.strerror or error.os_error}") from None
+            raise Unanswered(f"no connection: {reason_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None

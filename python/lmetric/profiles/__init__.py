@@ -159,12 +159,10 @@ def load_profile(name_or_path: str) -> Profile:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         near = difflib.get_close_matches(name_or_path, names, n=1)
-        hint = (
-            f"; did you mean {near[0]!r}?"
-            if near
-            else f"; shipped: {', '.join(names)}, or a path to a YAML file"
-        )
-        raise ProfileError(f"profile {name_or_path!r}: {error.strerror}{hint}") from error
+        hint = f"did you mean {near[0]!r}?" if near else "`lmetric-router profiles` lists the names"
+        raise ProfileError(
+            f"profile {name_or_path!r}: neither a shipped profile nor a readable file; {hint}"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path}: not YAML: {' '.join(str(error).split())}") from error
     return check_profile(content, str(path))

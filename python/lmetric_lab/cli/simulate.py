@@ -188,7 +188,7 @@ def _command(
     check_file("--json", None if to_stdout else json_)
     check_file("--report", report)
     if report is not None or figures is not None:
-        from lmetric_lab.sim.figures import require_matplotlib
+        from lmetric_lab.sim.plots import require_matplotlib
 
         require_matplotlib()
     seconds = _choices(decode_policy or ["least_requests"])

@@ -113,7 +113,7 @@ def command(
     from lmetric_lab.sim.study_file import load_study
 
     if report or figures:
-        from lmetric_lab.sim.figures import require_matplotlib
+        from lmetric_lab.sim.plots import require_matplotlib
 
         require_matplotlib()
     if parquet:

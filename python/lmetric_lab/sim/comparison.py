@@ -58,7 +58,7 @@ class Comparison:
         Raises:
             LmetricError: matplotlib is not installed; the extra ``studies`` installs it.
         """
-        from lmetric_lab.sim.figures import plot_runs
+        from lmetric_lab.sim.plots import plot_runs
 
         return plot_runs(self.runs)
 

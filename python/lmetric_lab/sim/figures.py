@@ -15,49 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmetric._core import LmetricError
 from lmetric_lab.sim.max_load import MaxLoad
+from lmetric_lab.sim.plots import COLOURS, DASHES, INK, RC, legend
 from lmetric_lab.sim.setups import QUANTILES, Result
 from lmetric_lab.sim.study import Cell, latency
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from lmetric_lab.sim.result import Run
 
 LEADER = "lmetric"
 _ALWAYS = (LEADER, "vllm")  # in every figure with lines, if they were run
 _LEADER_COLOUR = "#c8102e"
-_COLOURS = (
-    "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#56b4e9", "#8c564b", "#d16ba5", "#7d8b00", "#5c5cd6",
-)  # fmt: skip
-_DASHES = ("-", "--", ":", "-.")
 _MOST_LINES = 10
-_INK, _GRID = "#1a1a1a", "#d9d9d9"
-_RC: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#808080",
-    "axes.labelcolor": _INK,
-    "axes.grid": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.6,
-    "svg.hashsalt": "lmetric",
-    "figure.facecolor": "white",
-    "axes.formatter.useoffset": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +52,6 @@ class Drawing:
         return file.getvalue()
 
 
-def require_matplotlib() -> None:
-    """Raises `LmetricError` if matplotlib is missing, before long runs."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise LmetricError(
-            "reports need matplotlib, which is not installed: pip install 'lmetric-router[studies]'"
-        ) from None
-
-
 def base(cell: Cell) -> str:
     """The policy without its parameters, which has one color."""
     return cell.results[0].setup.choice.base
@@ -106,7 +65,7 @@ class Styles:
         self._known: dict[str, tuple[str, str]] = {LEADER: (_LEADER_COLOUR, "-")}
         for cell in cells:
             number = len(self._known) - 1
-            style = (_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
+            style = (COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)])
             self._known.setdefault(base(cell), style)
 
     def colour(self, cell: Cell) -> str:
@@ -147,45 +106,12 @@ def draw(
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(RC):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure)
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
     return Drawing(name, title, caption, svg.getvalue(), figure)
-
-
-def plot_runs(runs: Sequence[Run]) -> Figure:
-    """The distributions of TTFT and TPOT of runs, side by side. Raises LmetricError."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_RC):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        for axes, name in zip(figure.subplots(1, 2), ("ttft_seconds", "tpot_seconds"), strict=True):
-            for place, run in enumerate(runs):
-                values = np.sort(getattr(run, name)[np.isfinite(getattr(run, name))])
-                style = _DASHES[place // len(_COLOURS) % len(_DASHES)]
-                axes.plot(
-                    np.maximum(values, 1e-4),
-                    np.arange(1, len(values) + 1) / max(len(values), 1),
-                    label=run.policy,
-                    color=_COLOURS[place % len(_COLOURS)],
-                    linestyle=style,
-                )
-            axes.set(title=name[:4].upper(), xscale="log", xlabel="seconds", ylabel="share of the requests")
-        _legend(axes, figure)
-    return figure
-
-
-def _legend(axes: Axes, figure: Figure) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    longest = max((len(label) for label in labels), default=0)
-    figure.legend(
-        handles, labels, loc="outside lower left", ncols=1 if longest > 34 else 2 if longest > 16 else 3,
-        handlelength=1.8, columnspacing=1.2,
-    )  # fmt: skip
 
 
 def cdf(cells: Sequence[Cell], styles: Styles, name: str, what: str) -> Drawing:
@@ -201,7 +127,7 @@ def cdf(cells: Sequence[Cell], styles: Styles, name: str, what: str) -> Drawing:
                 axes.plot(np.maximum(values, 1e-4), QUANTILES, label=cell.policy, **styles.line(cell))
         axes.set(xscale="log", xlabel=f"{what}, seconds", ylabel="share of requests", ylim=(0, 1))
         _plain_log(axes.xaxis)
-        _legend(axes, figure)
+        legend(axes, figure)
 
     return draw(
         f"cdf_{name.removesuffix('_seconds')}", f"{what}, CDF",
@@ -234,7 +160,7 @@ def against_load(
             _plain_log(axes.yaxis)
         else:
             axes.set_ylim(bottom=0)
-        _legend(axes, figure)
+        legend(axes, figure)
 
     return draw(
         name, title, "Band: range over the seeds.", paint, (5.6, 4.4),
@@ -283,7 +209,7 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
     axes.barh(rows, means, color=[colour for *_, colour in values], height=0.68, zorder=2)
     reach = np.array([(mean - least, most - mean) for _, mean, least, most, _ in values]).T.clip(0)
     if reach.any():
-        axes.errorbar(means, rows, xerr=reach, fmt="none", ecolor=_INK, elinewidth=1, capsize=2, zorder=3)
+        axes.errorbar(means, rows, xerr=reach, fmt="none", ecolor=INK, elinewidth=1, capsize=2, zorder=3)
     for row, (_, mean, _, most, _) in enumerate(values):
         axes.annotate(
             f"{mean:.3g}", (min(most, limit), row), xytext=(4, 0), textcoords="offset points", va="center",
@@ -315,7 +241,7 @@ def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | Non
         axes.fill_between(seconds, least, most, color="#e4e4e4", linewidth=0, label="all instances")
         axes.plot(seconds, mean, color="#707070", linewidth=1, linestyle="--", label="their mean")
         axes.plot(seconds, first, color=colour, linewidth=1.1, label="instance A")
-        axes.plot(seconds, second, color=_INK, linewidth=1.1, label="instance B")
+        axes.plot(seconds, second, color=INK, linewidth=1.1, label="instance B")
         axes.set(
             xlabel="seconds from the first measured arrival",
             ylabel=f"thousand prompt tokens\ncomputed in {view.window_seconds:g} s",
@@ -366,7 +292,7 @@ def sweep(
             axes.set(ylabel=label)
             axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
         panels[-1].set(xlabel=knob)
-        _legend(panels[0], figure)
+        legend(panels[0], figure)
 
     return draw(
         _slug("_".join(("sweep", name, knob, *others))), ", ".join((f"{name}: {knob}", *others)),

@@ -314,7 +314,7 @@ def load_study(
             file = StudyFile.model_validate(content)
             return _expand(file, path)
     except ValidationError as error:
-        origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content}
+        origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content} | {(): str(path)}
         raise ConfigError("\n".join(explain(error, origin, StudyFile, {str(path): lines}))) from None
     except (LmetricError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import math
 import os
-import re
 import socket
 import ssl
 import time
@@ -12,6 +11,7 @@ from collections import deque
 from typing import Protocol
 
 from lmetric._core import FULL_READ, ResponseReader
+from lmetric.connection_errors import error_numbers, reason_of
 from lmetric.server.upstream.reading import begin_waiting, end_waiting, read_on_later, takes
 
 
@@ -32,7 +32,6 @@ class Sink(Protocol):
 _OWN_ERRORS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EADDRINUSE}
 )
-_ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 class UpstreamError(Exception):
@@ -55,7 +54,7 @@ class UpstreamError(Exception):
 
 def connect_error(error: OSError) -> UpstreamError:
     """Returns the error of a failed connection attempt."""
-    reason = error.strerror or str(error)
+    reason = reason_of(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return UpstreamError("tls", f"TLS: the certificate is not valid: {error.verify_message or reason}")
     if isinstance(error, ssl.SSLError):
@@ -66,8 +65,7 @@ def connect_error(error: OSError) -> UpstreamError:
         return UpstreamError("resources", own) if own else UpstreamError("dns", f"DNS: {reason}")
     if isinstance(error, FileNotFoundError):
         return UpstreamError("refused", "no connection: the unix socket does not exist")
-    # If all addresses of a host fail, asyncio reports the error numbers only in its message.
-    numbers = {error.errno} if error.errno else set(map(int, _ERRNO.findall(str(error))))
+    numbers = error_numbers(error)
     if errno.ECONNREFUSED in numbers:
         kind = "refused"
     elif numbers & _OWN_ERRORS:

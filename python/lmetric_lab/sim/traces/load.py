@@ -7,6 +7,7 @@ conversations.
 from __future__ import annotations
 
 import difflib
+import gzip
 import re
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -34,6 +35,7 @@ _BUCKET_SLACK_SECONDS = 0.005
 _EPOCH_SECONDS = 1e8  # arrivals beyond this count from 1970, not from the trace's start
 _RECOGNISED_WITHIN = 100  # lines: a few bad ones at the top do not hide a format
 _LONGEST_BYTES = 256 << 20  # of a line or a JSON value; bounds memory
+_SHOWN = 40  # bytes of a line in a message
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')  # strings and brackets of JSON
 
 
@@ -86,9 +88,10 @@ def load_trace(
     recognised, own_block_tokens = recognise(path)
     if format is None:
         if recognised is None:
-            raise TraceError(
-                f"{path}: no request in it that is recognised; known formats: {', '.join(FORMATS)}"
-            )
+            first = next((line for _, line in _numbered_lines(path)), b"")
+            begin = first[:_SHOWN].decode("utf-8", "replace").strip()
+            what = f"{begin!r} is no request" if begin else "the file is empty; expected a request per line"
+            raise TraceError(f"{path}, line 1: {what}; known formats: {', '.join(FORMATS)}")
         format = recognised
     if format not in FORMATS:
         near = difflib.get_close_matches(format, FORMATS, n=1)
@@ -408,7 +411,9 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
     except DAMAGED as error:
         raise TraceError(
-            f"{path}: the compressed file breaks off or is damaged after line {number} ({error})"
+            f"{path}: the compressed file breaks off or is damaged after line {number}"
+            if number or not isinstance(error, gzip.BadGzipFile)
+            else f"{path}: not a compressed file of this kind; correct the end of its name"
         ) from None
 
 
