@@ -12,6 +12,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from lmetric.server.observe import access_log
 from server_world import STREAM_HEAD, FakeEngine, chunk, reset, says, token, world
 from test_server_process import BODY, engine, router
 
@@ -36,10 +37,13 @@ async def test_the_line_of_a_plain_answer_has_its_tokens(logs: list[structlog.ty
         (line,) = lines(logs)
         assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (10, 4, 3)
         assert (line["request_id"], line["decision"]) == ("mine", headers["x-lmetric-decision"])
-        assert (line["instance"], line["status"], line["model"]) == ("e0", 200, "tiny")
-        assert (line["path"], line["tenant"], line["note"]) == ("/v1/completions", None, None)
+        assert (line["engine"], line["status"], line["model"]) == ("e0", 200, "tiny")
+        assert line["path"] == "/v1/completions"
+        # The fields that one reads first come first, and none is empty.
+        assert list(line)[:2] == ["status", "engine"]
+        assert not {"tenant", "note", "trace_id"} & line.keys()
         # A plain answer comes at once, so the time of its first token is unknown.
-        assert line["ttft_seconds"] is None
+        assert "ttft_seconds" not in line
         assert 0 < line["duration_seconds"] < 60
 
 
@@ -54,7 +58,7 @@ async def test_the_line_of_a_stream_has_its_ttft(
         await it.settled()
         (line,) = lines(logs)
         assert line["request_id"] == headers["x-request-id"]
-        assert (line["tenant"], line["instance"], line["output_tokens"]) == ("team", "e0", 3)
+        assert (line["tenant"], line["engine"], line["output_tokens"]) == ("team", "e0", 3)
         assert 0 < line["ttft_seconds"] < line["duration_seconds"]
         host, port = line["client"].split(":")
         assert (host, 0 < int(port) < 65536) == ("127.0.0.1", True)
@@ -82,10 +86,11 @@ async def test_lines_of_requests_that_were_refused_failed_or_left(
         # UX, section 3, number 10: a refused request had no reason.
         assert "JSON" in refused["note"]
         assert (unknown["status"], unknown["note"]) == (404, "model_not_found")
-        assert (refused["status"], refused["decision"], refused["instance"]) == (400, None, None)
-        assert (failed["status"], failed["instance"], failed["output_tokens"]) == (502, "e0", 0)
+        assert refused["status"] == 400
+        assert not {"decision", "engine", "ttft_seconds", "output_tokens"} & refused.keys()
+        assert (failed["status"], failed["engine"]) == (502, "e0")
         assert failed["decision"] is not None
-        assert (left["status"], left["instance"], left["note"]) == (200, "e0", "the client left")
+        assert (left["status"], left["engine"], left["note"]) == (200, "e0", "the client left")
         assert left["client"].startswith("127.0.0.1:")
         assert all(each["duration_seconds"] >= 0 and each["client"] for each in (refused, failed))
 
@@ -124,3 +129,26 @@ async def test_a_client_that_leaves_before_its_answer_is_named() -> None:
             while (said := orjson.loads(await r.process.stderr.readline()))["event"] != "request":
                 pass
         assert (said["status"], said["client"]) == (499, f"127.0.0.1:{port}")
+
+
+async def test_refusals_are_logged_with_their_reason_once_a_minute(
+    logs: list[structlog.typing.EventDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UX, at 3 am: without the access log, nothing said why requests were refused."""
+    async with world(1, health={"interval": 3600}) as it:
+        (each,) = it.server.fleet.models[0].engines.values()
+        each.failed("refused", "no connection: Connection refused")
+        for _ in range(3):
+            assert (await it.post())[0] == 503
+        monkeypatch.setattr(access_log, "REFUSALS_SECONDS", 0.0)
+        assert (await it.post())[0] == 503
+        await it.settled()
+    first, last = [each for each in logs if each["event"] == "requests refused"]
+    assert (first["status"], first["reason"], first["requests"], first["model"]) == (
+        503,
+        "no_engine",
+        1,
+        "tiny",
+    )
+    assert "no usable engine: connection refused" in first["message"]
+    assert last["requests"] == 3  # with those since the first line

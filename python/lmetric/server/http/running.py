@@ -16,7 +16,7 @@ from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.observers import Observers, failed, guarded
-from lmetric.server.observe.access_log import AccessLog
+from lmetric.server.observe.access_log import AccessLog, RefusalLog
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from lmetric.server.observe.tracing.export import Tracing
@@ -48,6 +48,7 @@ class RunningRequests:
         self.observers = Observers()
         self.tracing: Tracing | None = None  # set by the server
         self._access_log = AccessLog()
+        self._refusals = RefusalLog()
         self._idle = asyncio.Event()
         self.configure(config)
 
@@ -158,6 +159,8 @@ class RunningRequests:
                     )
                 )
         client_request.ended_at = time.monotonic()
+        if error is not None:
+            self._refusals.count(client_request, error)
         for hook in self.observers.ended:
             try:  # `guarded`, inline because each request runs it
                 hook(client_request, relay)

@@ -185,7 +185,9 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
             structlog.processors.JSONRenderer(default=str),
         ]
     shared.append(_escape)
-    line = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
+    line = structlog.dev.ConsoleRenderer(
+        colors=colors, exception_formatter=structlog.dev.plain_traceback, sort_keys=False
+    )
 
     def text(logger: Any, name: str, event: structlog.typing.EventDict) -> str:
         return startup_block(event) if event["event"] == LISTENING else line(logger, name, event)
