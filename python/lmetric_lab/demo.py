@@ -31,12 +31,21 @@ from lmetric_lab.emulated.options import BOTH_WAYS
 from lmetric_lab.ports import free_ports
 from lmetric_lab.replay import Client, Player, Record, Report, Slo, summarize, summarize_programs
 from lmetric_lab.sim.agents import AgentsTrace
+from lmetric_lab.sim.comparison import Comparison, compare
 from lmetric_lab.sim.distributions import LogNormal, Quantiles
 from lmetric_lab.sim.programs import working_set_tokens
 from lmetric_lab.sim.prompts import PromptWriter
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import read_synthetic
 from lmetric_lab.sim.traces import FINISH, Trace, load_trace
+
+# The tour: simulations, then agents on engines in real time. A slower clock follows if the share
+# of the mean TTFT that the machine adds is above the bound.
+TOUR_ENGINES = 4
+CLOCK_SPEEDS = (10.0, 5.0, 2.0)
+CHECK_SECONDS = 8.0
+MACHINE_SHARE = 1 / 3
+AGENTS_PROFILE = "qwen3-32b-h20"
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
@@ -229,16 +238,7 @@ async def _play(
     prompts: PromptWriter,
     show: Callable[[Moment], None],
 ) -> Report:
-    options = EngineOptions.model_validate(
-        BOTH_WAYS
-        | {
-            "profile": setting.profile,
-            "clock_speed": setting.clock_speed,
-            "max_sequences": setting.max_sequences,
-            "order": "fcfs" if arm.priority == "none" else "priority",
-            "cache_blocks": None if memory is None else memory.cache_blocks,
-        }
-    )
+    options = _engine_options(setting, memory, "fcfs" if arm.priority == "none" else "priority")
     async with (
         EmbeddedEngines(setting.engines, options, kv_events=memory is not None) as engines,
         contextlib.AsyncExitStack() as stack,
@@ -279,6 +279,143 @@ async def _play(
             longest_hold_seconds=await _longest_hold_seconds(session, urls),
         )
         return replace(report, programs=figures)
+
+
+def _engine_options(setting: Setting, memory: Memory | None, order: str = "fcfs") -> EngineOptions:
+    return EngineOptions.model_validate(
+        BOTH_WAYS
+        | {
+            "profile": setting.profile,
+            "clock_speed": setting.clock_speed,
+            "max_sequences": setting.max_sequences,
+            "order": order,
+            "cache_blocks": None if memory is None else memory.cache_blocks,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One workload of the tour: its name, and its policies on simulated engines, best first."""
+
+    workload: str
+    comparison: Comparison
+
+
+def simulated(policies: Sequence[str]) -> list[Simulated]:
+    """Compares policies on recorded chat and on agent programs. The result is always the same."""
+    chat = compare(policies, SLICE, instances=8)
+    profile = load_profile(AGENTS_PROFILE)
+    agents = compare(
+        policies,
+        programs(TOUR_ENGINES, profile.block_tokens),
+        instances=TOUR_ENGINES,
+        profile=AGENTS_PROFILE,
+        admission="vllm",
+    )
+    return [Simulated("chat", chat), Simulated("agents", agents)]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """Agents that play on emulated engines in real time.
+
+    Attributes:
+        report: times in seconds of the engines' clock.
+        machine_share: the larger of two shares that a busy machine causes. The first is the time
+            outside of the engines, of the mean TTFT. The second is the engines' mean lag behind
+            their own clock, of the mean TPOT. None: no first token yet.
+    """
+
+    clock_speed: float
+    report: Report
+    machine_share: float | None
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the times are those of the engines, and not of a busy machine."""
+        return self.machine_share is not None and self.machine_share <= MACHINE_SHARE
+
+
+class LiveAgents:
+    """The running engines and the router of a live part, with the player of its agents."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        url: str,
+        engines: Sequence[str],
+        player: Player,
+        client: aiohttp.ClientSession,
+    ) -> None:
+        self.url = url
+        self.interrupted = False  # by Ctrl-C
+        self._setting = setting
+        self._engines = engines
+        self._player = player
+        self._client = client
+
+    async def play(self, seconds: float) -> LiveRun:
+        """Plays for some seconds. Ends early if the engines fall behind their own clock."""
+        player = self._player
+        began = time.monotonic()
+        with _on_interrupt(self._interrupt):
+            running = asyncio.create_task(player.run())
+            while not running.done() and (passed := time.monotonic() - began) < seconds:
+                await asyncio.wait([running], timeout=_POLL_SECONDS)
+                if passed >= CHECK_SECONDS:
+                    state = await self._state()
+                    # Twice the bound: a short time has few requests.
+                    if state.machine_share is not None and state.machine_share > 2 * MACHINE_SHARE:
+                        break
+            player.stop()
+            await running
+        return await self._state()
+
+    def _interrupt(self) -> None:
+        self.interrupted = True
+        self._player.stop()
+
+    async def _state(self) -> LiveRun:
+        player, clock_speed = self._player, self._setting.clock_speed
+        seconds = max(player.seconds, 1e-3)
+        report = summarize(player.records, seconds, slo=Slo(), clock_speed=clock_speed, interrupted=False)
+        added = await _added_ttft(self._client, self._engines, report)
+        figures = await asyncio.gather(*(_figures(self._client, engine) for engine in self._engines))
+        late = max((each or {}).get("lmetric_engine_mean_late_seconds", 0.0) for each in figures)
+        ttft, tpot = report.ttft_seconds, report.tpot_seconds
+        if added is None or ttft is None or tpot is None or not ttft.mean > 0 or not tpot.mean > 0:
+            return LiveRun(clock_speed, report, None)
+        # An engine that is late by a step changes what the router sees, and so where requests go.
+        share = max(added / ttft.mean, late * clock_speed / tpot.mean)
+        return LiveRun(clock_speed, report, share)
+
+
+@contextlib.asynccontextmanager
+async def live_agents(policy: str, clock_speed: float, port: int) -> AsyncIterator[LiveAgents]:
+    """Starts emulated engines, and a router before them at a port."""
+    setting = Setting(
+        policies=[policy],
+        engines=TOUR_ENGINES,
+        profile=AGENTS_PROFILE,
+        clock_speed=clock_speed,
+        speed=1.0,
+        requests=0,
+        max_input_tokens=None,
+        agents=True,
+    )
+    trace = setting.trace()
+    options = _engine_options(setting, None)
+    async with (
+        EmbeddedEngines(setting.engines, options, kv_events=True) as engines,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+    ):
+        flags = Arm(policy, policy).flags()
+        flags += [word for engine in engines.urls for word in ("--engine", engine)]
+        async with running_router(port, flags) as url, Client(url) as client:
+            fields = partial(_agent_fields, trace)
+            player = Player(trace, _Drawn([client]), PromptWriter().prompt, fields=fields)
+            yield LiveAgents(setting, url, engines.urls, player, session)
 
 
 def programs(engines: int, block_tokens: int) -> Trace:
@@ -419,7 +556,7 @@ async def _figures(session: aiohttp.ClientSession, engine: str) -> dict[str, flo
         return None
     figures: dict[str, float] = {}
     for line in text.splitlines():
-        if line.startswith("vllm:"):
+        if line.startswith(("vllm:", "lmetric_engine_")):
             name, _, value = line.rpartition(" ")
             figures[name.partition("{")[0]] = float(value)
     return figures

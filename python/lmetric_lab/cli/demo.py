@@ -12,16 +12,20 @@ from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.defaults import DEFAULT_PROFILE
 
 REQUESTS, SPEED, CLOCK_SPEED = 160, 0.8, 8.0
+TOUR_ENGINES, PLAY_SECONDS = 4, 20.0
 # Agents: a profile whose prefill is slow against its decode, so that short contexts, which the
 # machine can tokenize, cost as much as the long contexts of coding agents elsewhere.
 AGENTS_CLOCK_SPEED = 10.0
 AGENTS_PROFILE = "qwen3-32b-h20"
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
-    from lmetric_lab.demo import EngineState, Moment, Setting
+    from lmetric_lab.demo import EngineState, LiveRun, Moment, Setting, Simulated
     from lmetric_lab.replay import ProgramReport, Report
+    from lmetric_lab.sim.result import Run
 
 
 def command(
@@ -51,7 +55,7 @@ def command(
     ] = None,
     engines: Annotated[
         int, typer.Option(min=1, max=64, help="Number of emulated engines.", rich_help_panel=BASIC)
-    ] = 4,
+    ] = TOUR_ENGINES,
     requests: Annotated[
         int,
         typer.Option(
@@ -117,12 +121,27 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the reports as JSON.", rich_help_panel=BASIC)
     ] = False,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Play each policy in real time, one after another; other options do, too.",
+            rich_help_panel=BASIC,
+        ),
+    ] = False,
+    play: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of the live part; 0: only the simulation.", rich_help_panel=BASIC),
+    ] = PLAY_SECONDS,
 ) -> None:
-    """Compare policies on a real trace, with emulated engines.
+    """Compare policies, without a GPU.
 
-    Each run gets the same arrivals and new engines with empty caches. The engines model the step
-    times of a GPU on a clock that runs faster than real time. TTFT and TPOT are in seconds of that
-    clock.
+    First, simulated engines get recorded chat and agent programs; the table is always the same.
+    Then agents play on emulated engines behind a router, whose live page you can open.
+
+    With --live, --policy, --agents or another option, each policy plays in real time. Each run
+    gets the same arrivals and new engines with empty caches. The engines model the step times of a
+    GPU on a clock that runs faster than real time. TTFT and TPOT are in seconds of that clock.
 
     With --agents, the requests belong to agent programs. All live programs together need 10% more
     than the caches hold.
@@ -133,6 +152,11 @@ def command(
     from lmetric_lab.demo import Setting
     from lmetric_lab.sim.setups import split_policies
 
+    chosen = (policy, priority, trace, clock_speed, max_input_tokens, max_sequences, profile)
+    plain = chosen == (None,) * len(chosen) and (requests, speed, routers) == (REQUESTS, SPEED, 1)
+    if plain and not (live or agents or as_json or engines != TOUR_ENGINES):
+        _tour(play)
+        return
     if clock_speed is None:
         clock_speed = AGENTS_CLOCK_SPEED if agents else CLOCK_SPEED
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed)):
@@ -194,6 +218,89 @@ def command(
         raise typer.Exit(130)
     if any(report.failed for report in reports.values()):
         raise typer.Exit(1)
+
+
+def _tour(seconds: float) -> None:
+    """The simulated comparison, then agents in real time with the live page."""
+    from lmetric.cli.show import print_table, print_text
+    from lmetric_lab.demo import simulated
+
+    policies = ["round_robin", "vllm", DEFAULT_POLICY]
+    found = simulated(policies)
+    heads = [head for each in found for head in (f"{each.workload}: first token", "from cache")]
+    rows = [[name, *(text for each in found for text in _plain(each.comparison[name]))] for name in policies]
+    print_table(["policy", *heads], rows)
+    print_text(_simulated_verdict(found))
+    if seconds <= 0:
+        return
+    import uvloop
+
+    uvloop.run(_live_part(seconds))
+
+
+def _plain(run: Run) -> list[str]:
+    shown = run.summary()
+    ttft, hit = shown.ttft_seconds, shown.hit_ratio
+    return ["–" if ttft is None else f"{ttft.mean:.2f} s", "–" if hit is None else f"{hit:.0%}"]
+
+
+def _simulated_verdict(found: Sequence[Simulated]) -> str:
+    parts = []
+    for each in found:
+        own, other = (
+            each.comparison[name].summary().ttft_seconds for name in (DEFAULT_POLICY, "round_robin")
+        )
+        assert own is not None
+        assert other is not None
+        parts.append(f"{each.workload} {1 - own.mean / other.mean:.0%}")
+    return (
+        f"With {DEFAULT_POLICY}, the default, first tokens come sooner than with round robin: "
+        f"{', '.join(parts)}. These are simulated engines, so every machine gets these figures."
+    )
+
+
+async def _live_part(seconds: float) -> None:
+    """Plays agents at the fastest clock with which this machine keeps up."""
+    import asyncio
+    import sys
+
+    from lmetric.cli.show import note, print_text
+    from lmetric_lab.demo import CLOCK_SPEEDS, live_agents
+    from lmetric_lab.ports import free_ports
+
+    (port,) = free_ports(1)
+    for clock_speed in CLOCK_SPEEDS:
+        note(f"Starting {TOUR_ENGINES} emulated engines; their clock runs at {clock_speed:g}x real time.")
+        async with live_agents(DEFAULT_POLICY, clock_speed, port) as live:
+            print_text(f"Agents play for {seconds:g} s; Ctrl-C ends the demo. Live page:")
+            print_text(f"{live.url}/ui")
+            run = await live.play(seconds)
+            if live.interrupted:
+                raise typer.Exit(130)
+            if not run.keeps_up and clock_speed != CLOCK_SPEEDS[-1]:
+                note("This machine cannot keep up with that clock, so a slower one follows.")
+                continue
+            print_text(live_sentence(run))
+            if sys.stdin.isatty():
+                print_text(f"The page stays at {live.url}/ui until Ctrl-C.")
+                await asyncio.Event().wait()
+            return
+
+
+def live_sentence(run: LiveRun) -> str:
+    """The figures of the live part, or the reason for none."""
+    report = run.report
+    if not run.keeps_up or report.ttft_seconds is None:
+        share = "" if run.machine_share is None else f" (its delays are {run.machine_share:.0%} of the times)"
+        return (
+            f"No figures of the live part: this machine cannot keep up with an engines' clock of "
+            f"{run.clock_speed:g}x{share}. Stop other programs. The simulated table is not affected."
+        )
+    hit = "" if report.hit_rate is None else f", {report.hit_rate:.0%} of the prompt tokens from caches"
+    return (
+        f"Live, {DEFAULT_POLICY}: {report.completed} requests, mean time to first token "
+        f"{report.ttft_seconds.mean:.2f} s on the engines' clock{hit}."
+    )
 
 
 def _watch(setting: Setting) -> dict[str, Report]:

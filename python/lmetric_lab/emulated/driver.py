@@ -135,6 +135,8 @@ class Driver:
 
     def _wake(self) -> None:
         touched: dict[int, Generation] = {}
+        if (due := self._due) is not None:
+            self._metrics.woke(max(0.0, -self.clock.real_seconds_until(due)))
         now = self.clock.now()
         for _ in range(_STEPS_A_WAKE):
             if (due := self._due) is None or due > now:

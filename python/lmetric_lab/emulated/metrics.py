@@ -96,6 +96,13 @@ class EngineMetrics:
         self.transfers = 0  # that requests wait for
         self.failed_transfers = 0
         self.late_seconds = 0.0
+        self._late_sum = 0.0
+        self._wakes = 0
+
+    def woke(self, late_seconds: float) -> None:
+        """The engine acts this many real seconds after its clock said so."""
+        self._late_sum += late_seconds
+        self._wakes += 1
 
     def step(self, seconds: float, decoded: int, prefill_tokens: int) -> None:
         """A step ended: each sequence in it that decoded got its token one step after the one
@@ -183,6 +190,13 @@ class EngineMetrics:
         )
         late.add_metric([self._labels["engine"]], self.late_seconds)
         yield late
+        mean = GaugeMetricFamily(
+            "lmetric_engine_mean_late_seconds",
+            "Mean real seconds behind the clock, over all wake-ups.",
+            labels=["engine"],
+        )
+        mean.add_metric([self._labels["engine"]], self._late_sum / max(self._wakes, 1))
+        yield mean
         for name, (text, _) in (_HISTOGRAMS | (_NIXL if self.nixl else {})).items():
             yield self._histogram(name, text)
         if self.nixl is not None:
