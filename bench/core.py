@@ -1,26 +1,34 @@
 """Writes the core's figures to raw files: stages of a decision, the index, splits, rounds of moves.
 
     python bench/core.py latency [--out FILE] python bench/core.py plans [--out FILE] python
-    bench/core.py decode [--out FILE] python bench/core.py memory [--prompts 10000000] [--out FILE]
-    # minutes; the same figures each time
+    bench/core.py decode [--out FILE] python bench/core.py threads [--out FILE] python bench/core.py
+    memory [--prompts 10000000] [--out FILE]  # minutes; the same figures each time
 
 Runs programs of the repository. `latency` runs `lmetric-router bench --json`, the example
 `index_latency` of `lmetric-core`, and criterion's `score` bench for LMETRIC over 1,024 instances.
 `plans` runs the examples `split_latency`, `priority_latency`, `replica_latency` and
-`rebalance_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`.
+`rebalance_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`. `threads` calls
+`Router.route_many` from one and from two threads, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import statistics
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import lmetric as lm
 from common import ROOT, about, write_result
 
 Figures = dict[str, Any]
@@ -173,9 +181,87 @@ def decode() -> Figures:
     }
 
 
-PARTS = {"latency": latency, "plans": plans, "decode": decode}
+ROUNDS, BATCHES, BATCH, TOKENS, INSTANCES = 15, 60, 64, 8_192, 256
+
+
+def batches(router: lm.Router, requests: list[lm.Request], seconds: list[float]) -> None:
+    """Routes batches. Appends the CPU seconds of this thread in `route_many`."""
+    spent = 0.0
+    for start in range(BATCHES):
+        batch = [requests[(start * BATCH + n * 37) % len(requests)] for n in range(BATCH)]
+        begin = time.thread_time()
+        results = router.route_many(batch)
+        spent += time.thread_time() - begin
+        del results  # the tickets end
+    seconds.append(spent)
+
+
+def by_threads(router: lm.Router, requests: list[lm.Request], count: int) -> dict[str, float]:
+    """Returns microseconds of CPU per decision, and decisions per second by the clock."""
+    seconds: list[float] = []
+    workers = [threading.Thread(target=batches, args=(router, requests, seconds)) for _ in range(count)]
+    begin = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    decisions = count * BATCHES * BATCH
+    return {
+        "cpu_us": sum(seconds) / decisions * 1e6,
+        "decisions_per_second": decisions / (time.perf_counter() - begin),
+    }
+
+
+def interval(ratios: list[float]) -> dict[str, float]:
+    """The median of ratios, and the order statistics that hold it with at least 95 %."""
+    ratios, chance, rank = sorted(ratios), 0.0, 0
+    for low in range(len(ratios) // 2):
+        chance += math.comb(len(ratios), low) / 2 ** len(ratios)
+        if 2 * chance > 0.05:
+            break
+        rank = low
+    return {"median": statistics.median(ratios), "low": ratios[rank], "high": ratios[-1 - rank]}
+
+
+def threads() -> Figures:
+    """Measures `route_many` on one router with one and with two threads, in turns.
+
+    Half of each prompt is shared. Prompts are owned by the request, or arrays of Python's.
+    """
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 128_000, TOKENS // 2, dtype=np.uint32)
+    prompts = [
+        np.concatenate((shared, rng.integers(0, 128_000, TOKENS // 2, dtype=np.uint32))) for _ in range(1000)
+    ]
+    figures: Figures = {"instances": INSTANCES, "prompt_tokens": TOKENS, "batch": BATCH}
+    for kind, requests in {
+        "owned": [lm.Request(prompt.tobytes()) for prompt in prompts],
+        "arrays": [lm.Request(prompt) for prompt in prompts],
+    }.items():
+        router = lm.Router("lmetric", seed=1)
+        for number in range(INSTANCES):
+            router.add_instance(f"e{number}")
+        for count in (1, 2):  # fills the index
+            by_threads(router, requests, count)
+        rounds = [[by_threads(router, requests, count) for count in (1, 2)] for _ in range(ROUNDS)]
+        ratios = {
+            name: interval([two[name] / one[name] for one, two in rounds])
+            for name in ("cpu_us", "decisions_per_second")
+        }
+        one, two = (statistics.median(each[n]["cpu_us"] for each in rounds) for n in (0, 1))
+        cpu, speed = (ratios[name] for name in ("cpu_us", "decisions_per_second"))
+        print(
+            f"{kind:8} CPU per decision {one:.2f} us, two threads {two:.2f} us: x{cpu['median']:.2f} "
+            f"[{cpu['low']:.2f}, {cpu['high']:.2f}]; decisions/s x{speed['median']:.2f} "
+            f"[{speed['low']:.2f}, {speed['high']:.2f}]"
+        )
+        figures[kind] = {"rounds": rounds, "two_over_one": ratios}
+    return figures
+
+
+PARTS = {"latency": latency, "plans": plans, "decode": decode, "threads": threads}
 # Names of the raw files.
-KINDS = {"latency": "core", "plans": "plans", "decode": "decode", "memory": "memory"}
+KINDS = {"latency": "core", "plans": "plans", "decode": "decode", "threads": "threads", "memory": "memory"}
 
 
 def main() -> None:

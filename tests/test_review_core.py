@@ -84,6 +84,7 @@ def test_an_engine_that_returns_under_its_name_has_its_score() -> None:
 
 CALLS: dict[str, Callable[[_core.Router, _core.Ticket, float], object]] = {
     "route": lambda router, _, now: router.route(lm.Request(token_ids=TOKENS), now=now),
+    "route_many": lambda router, _, now: router.route_many([lm.Request(token_ids=TOKENS)], now=now),
     "score": lambda router, _, now: router.score(lm.Request(token_ids=TOKENS), now=now),
     "score_batch": lambda router, _, now: router.score_batch([lm.Request(TOKENS)], now=now),
     "report_load": lambda router, _, now: router.report_load("e0", waiting=1, now=now),
@@ -275,7 +276,7 @@ def test_policy_functions_that_wait_for_each_other_are_refused() -> None:
     assert [len(router.instances()) for router in routers] == [3, 3]
 
 
-def test_a_policy_function_may_not_feed_or_score_batches() -> None:
+def test_a_policy_function_may_not_feed_or_route_batches() -> None:
     """Rust B10: calls that may wait for the function's own router forever are refused by name."""
     said: list[str] = []
 
@@ -284,6 +285,7 @@ def test_a_policy_function_may_not_feed_or_score_batches() -> None:
         for call in (
             lambda: router.blocks_cleared("e0"),
             lambda: router.score_batch([lm.Request(TOKENS)]),
+            lambda: router.route_many([lm.Request(TOKENS)]),
             router.instances,
         ):
             with pytest.raises(lm.PolicyError) as refused:
@@ -293,9 +295,8 @@ def test_a_policy_function_may_not_feed_or_score_batches() -> None:
 
     router = fleet(asks)
     router.score(lm.Request(prompt_tokens=10))
-    assert ["fed a router's index" in said[0], "scored a batch" in said[1], "its own router" in said[2]] == [
-        True
-    ] * 3
+    reasons = ["fed a router's index", "scored a batch", "routed a batch", "its own router"]
+    assert [reason in each for reason, each in zip(reasons, said, strict=True)] == [True] * 4
 
 
 def test_a_retry_says_why_the_request_is_not_cut_now() -> None:

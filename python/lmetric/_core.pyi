@@ -4,7 +4,7 @@ Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias, final
 
 import numpy as np
@@ -335,6 +335,15 @@ class Router:
         canary: bool = False,  # the policy of `set_canary` decides
         shadow: bool = False,  # the policy of `set_shadow` scores the request, too
     ) -> tuple[Decision, Ticket]: ...
+    def route_many(
+        self,
+        requests: Iterable[Request],
+        *,
+        now: float | None = None,
+        arrivals: Sequence[Arrival | None] | None = None,  # one per request
+        canary: bool = False,
+        shadow: bool = False,
+    ) -> list[tuple[Decision, Ticket] | LmetricError]: ...
     def arrive(self, request: Request, *, now: float | None = None) -> Arrival | None: ...
     def release_held(  # id and seconds held; id, reason and seconds to try again after
         self, *, now: float | None = None

@@ -90,7 +90,8 @@ impl Request<'_> {
     /// # Errors
     /// `BadValue` if the tokens per block are not a finite number of at least 0, or the deadline is
     /// not above 0.
-    pub(crate) fn check(&self) -> Result<(), CoreError> {
+    pub fn check(&self) -> Result<(), CoreError> {
+        self.tenant.check()?;
         if !(self.tokens_per_block.is_finite() && self.tokens_per_block >= 0.0) {
             return bad("tokens_per_block", self.tokens_per_block, "a finite number, at least 0");
         }
@@ -125,7 +126,7 @@ impl Tenant {
 
     /// # Errors
     /// `BadValue` for a weight out of its range.
-    pub(crate) fn check(&self) -> Result<(), CoreError> {
+    fn check(&self) -> Result<(), CoreError> {
         match (1e-3..=1e6).contains(&self.weight) {
             true => Ok(()),
             false => bad("priority: tenant's weight", self.weight, "0.001 to 1e6"),

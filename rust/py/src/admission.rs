@@ -58,13 +58,13 @@ impl Arrival {
     ///
     /// # Errors
     /// `BadValue` if the arrival was used before, or refused.
-    pub fn take(&self) -> Result<ArrivalId> {
+    pub fn take(&self) -> std::result::Result<ArrivalId, CoreError> {
         let used = || CoreError::BadValue {
             what: "arrival".into(),
             got: "an arrival that was routed, dropped or refused".into(),
             expected: "a new arrival from arrive()".into(),
         };
-        Ok(self.waiting.as_ref().and_then(Waiting::take).ok_or_else(used)?)
+        self.waiting.as_ref().and_then(Waiting::take).ok_or_else(used)
     }
 
     fn hold(&self) -> Option<Hold> {

@@ -1,4 +1,9 @@
 //! Access to a shared router from Python threads, and its clock.
+//!
+//! Order of locks: first a router's lock, then the interpreter's. A Python policy takes the
+//! interpreter's lock while its router is held. So a thread with the interpreter's lock never waits
+//! or spins for a router: it takes a free one, or it releases the interpreter's lock and waits.
+//! All other mutexes of this crate come last: their holders wait for no lock.
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::router::{Router as CoreRouter, SharedRouter};
@@ -54,13 +59,11 @@ impl Clock {
     }
 }
 
-/// Calls `with` while holding a shared router. If the router is not free within microseconds,
-/// `with` runs without the interpreter lock, because the router's holder may need that lock. `with`
-/// gets its turn as soon as the router is free.
+/// Calls `with` while holding a shared router. If the router is not free, the call waits and `with`
+/// runs without the interpreter lock; see [`with_router_detached`].
 ///
 /// # Errors
-/// `Policy` in two cases: a policy function calls its own router, or waits too long for another
-/// busy router. `Broken` after a panic.
+/// The errors of [`with_router_detached`].
 pub fn with_router<T: Send>(
     shared: &SharedRouter,
     py: Python<'_>,
@@ -70,14 +73,24 @@ pub fn with_router<T: Send>(
         shared.check()?;
         return with(&mut router);
     }
+    with_router_detached(shared, py, with)
+}
+
+/// Waits for a shared router and calls `with` while holding it, all without the interpreter lock.
+/// `with` gets its turn as soon as the router is free.
+///
+/// # Errors
+/// `Policy` in two cases: a policy function calls its own router, or waits too long for another
+/// busy router. `Broken` after a panic.
+pub fn with_router_detached<T: Send>(
+    shared: &SharedRouter,
+    py: Python<'_>,
+    with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
+) -> Result<T> {
     let problem = |problem: &str| CoreError::Policy { policy: "function".into(), problem: problem.into() };
     if shared.is_held_here() {
         let own = "it called its own router, which waits for the function to return; read the columns passed to it instead";
         return Err(problem(own).into());
-    }
-    if let Some(mut router) = shared.lock_soon() {
-        shared.check()?;
-        return with(&mut router);
     }
     let nested = SharedRouter::any_is_held_here();
     py.detach(|| {

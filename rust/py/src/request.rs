@@ -317,15 +317,16 @@ fn of<'a>(py: Python<'a>, text: &'a Text) -> PyResult<Option<&'a str>> {
 }
 
 impl Request {
-    /// Makes the core's request, with an empty chain, and writes the prompt's chain to `chain`.
-    pub fn core<'a>(&'a self, py: Python<'a>, keys: &Keys, chain: &mut Vec<u64>) -> Result<CoreRequest<'a>> {
-        let (prompt_tokens, tokens_per_block) = self.hash(py, keys, chain)?;
+    /// Returns the core's request, with an empty chain, and the prompt to hash.
+    pub fn core<'a>(&'a self, py: Python<'a>, keys: &Keys) -> Result<(CoreRequest<'a>, Unhashed<'a>)> {
+        let prompt = self.unhashed(py, keys)?;
+        let (prompt_tokens, tokens_per_block) = self.lengths(py, &prompt.source, keys);
         let key =
             |text: &Text| -> PyResult<Option<u64>> { Ok(of(py, text)?.map(|text| xxh3_64(text.as_bytes()))) };
         let denied = |allowed: bool, reason: &'a Text| -> PyResult<Option<&'a str>> {
             if allowed { Ok(None) } else { Ok(of(py, reason)?.or(Some(NOT_ALLOWED))) }
         };
-        Ok(CoreRequest {
+        let request = CoreRequest {
             chain: &[],
             prompt_tokens: prompt_tokens.saturating_add(saturated(self.extra_tokens)).min(MAX_PROMPT_TOKENS),
             tokens_per_block,
@@ -350,7 +351,8 @@ impl Request {
             priority: self.priority,
             arm: Arm::Stable,
             shadow: false,
-        })
+        };
+        Ok((request, prompt))
     }
 
     /// The name in the decision record.
@@ -358,37 +360,116 @@ impl Request {
         of(py, &self.request_id)
     }
 
-    /// Hashes the prompt into `chain`. Returns the prompt's length in tokens, and the tokens per
-    /// block.
-    fn hash(&self, py: Python<'_>, keys: &Keys, chain: &mut Vec<u64>) -> Result<(u32, f64)> {
-        chain.clear();
+    fn unhashed<'a>(&'a self, py: Python<'a>, keys: &Keys) -> PyResult<Unhashed<'a>> {
         let (adapter, salt) = (of(py, &self.lora_name)?, of(py, &self.cache_salt)?);
-        let domain = |domain: Domain| domain.of_request(adapter, salt);
+        let (source, domain, size) = match &self.prompt {
+            Prompt::Absent => (Source::Tokens(&[]), keys.tokens, keys.block_size),
+            Prompt::Array(array) => (Source::Array(array), keys.tokens, keys.block_size),
+            Prompt::Tokens(ids) => (Source::Tokens(ids), keys.tokens, keys.block_size),
+            Prompt::Hashes(hashes) => (Source::Hashes(hashes), keys.hashes, 1),
+            Prompt::Text(text) => {
+                (Source::Text(text.bind(py).to_str()?.as_bytes()), keys.text, keys.text_block_bytes)
+            }
+            Prompt::Bytes(text) => (Source::Text(text.bind(py).as_bytes()), keys.text, keys.text_block_bytes),
+        };
+        Ok(Unhashed { source, domain: domain.of_request(adapter, salt), size })
+    }
+
+    /// Returns the prompt's length in tokens, and the tokens per block.
+    fn lengths(&self, py: Python<'_>, source: &Source<'_>, keys: &Keys) -> (u32, f64) {
         let length = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
         let given = self.prompt_tokens.map(saturated);
-        let mut of_tokens = |ids: &[u32]| {
-            let matched = first(ids, keys.block_size);
-            hash::hash_tokens(domain(keys.tokens), keys.block_size, matched, chain);
-            (given.unwrap_or(length(ids.len())), keys.block_size as f64)
-        };
-        let text = match &self.prompt {
-            Prompt::Absent => return Ok((given.unwrap_or(0), keys.block_size as f64)),
-            Prompt::Array(array) => return Ok(of_tokens(buffers::slice(array.bind(py)))),
-            Prompt::Tokens(ids) => return Ok(of_tokens(ids)),
-            Prompt::Hashes(local) => {
-                hash::chain(domain(keys.hashes), first(local, 1), chain);
-                let tokens = given.unwrap_or(length(local.len() * keys.block_size));
-                return Ok((tokens, keys.block_size as f64));
+        let by_tokens = |tokens: usize| (given.unwrap_or(length(tokens)), keys.block_size as f64);
+        match source {
+            Source::Array(array) => by_tokens(array.bind(py).len()),
+            Source::Tokens(ids) => by_tokens(ids.len()),
+            Source::Hashes(hashes) => by_tokens(hashes.len() * keys.block_size),
+            Source::Text(text) => {
+                // Four bytes per token is typical of English; callers that know better give the
+                // length.
+                let tokens = given.unwrap_or(length(text.len().div_ceil(4)));
+                let per_byte = f64::from(tokens) / text.len().max(1) as f64;
+                (tokens, per_byte * keys.text_block_bytes as f64)
             }
-            Prompt::Text(text) => text.bind(py).to_str()?.as_bytes(),
-            Prompt::Bytes(text) => text.bind(py).as_bytes(),
+        }
+    }
+}
+
+/// A prompt to hash.
+pub struct Unhashed<'a> {
+    source: Source<'a>,
+    domain: Domain,
+    /// Elements per block.
+    size: usize,
+}
+
+/// The elements of a prompt. Only an array may change: Python code can write to it.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Array(&'a Py<PyArray1<u32>>),
+    Tokens(&'a [u32]),
+    Hashes(&'a [u64]),
+    Text(&'a [u8]),
+}
+
+/// Bytes that are hashed at a time under the interpreter lock: about 10 us, as hashing and copying
+/// take about 80 us per MB.
+pub const BYTES_PER_PIECE: usize = 128 << 10;
+
+impl Unhashed<'_> {
+    /// Returns the bytes that only a thread with the interpreter lock may read.
+    pub fn locked_bytes(&self, py: Python<'_>) -> usize {
+        match self.source {
+            Source::Array(array) => size_of::<u32>() * array.bind(py).len(),
+            _ => 0,
+        }
+    }
+
+    /// Writes the prompt's chain to `chain`, a long prompt's without the interpreter lock. Of an
+    /// array, other threads can take the lock between two pieces.
+    pub fn hash(&self, py: Python<'_>, chain: &mut Vec<u64>) {
+        chain.clear();
+        let bytes = match self.source {
+            Source::Array(array) => return self.hash_array(py, array, chain),
+            Source::Tokens(ids) => size_of_val(ids),
+            Source::Hashes(hashes) => size_of_val(hashes),
+            Source::Text(text) => text.len(),
         };
-        let matched = first(text, keys.text_block_bytes);
-        hash::hash_text(domain(keys.text), keys.text_block_bytes, matched, chain);
-        // Four bytes per token is typical of English; callers that know better give the length.
-        let tokens = given.unwrap_or(length(text.len().div_ceil(4)));
-        let per_byte = f64::from(tokens) / text.len().max(1) as f64;
-        Ok((tokens, per_byte * keys.text_block_bytes as f64))
+        if bytes > BYTES_PER_PIECE {
+            py.detach(|| self.hash_detached(chain))
+        } else {
+            self.hash_detached(chain)
+        }
+    }
+
+    /// Appends the prompt's chain to `chain`. An array's chain is left out.
+    pub fn hash_detached(&self, chain: &mut Vec<u64>) {
+        let Unhashed { domain, size, .. } = *self;
+        match self.source {
+            Source::Array(_) => {}
+            Source::Tokens(ids) => hash::hash_tokens(domain, size, first(ids, size), chain),
+            Source::Hashes(hashes) => hash::chain(domain, first(hashes, size), chain),
+            Source::Text(text) => hash::hash_text(domain, size, first(text, size), chain),
+        }
+    }
+
+    fn hash_array(&self, py: Python<'_>, array: &Py<PyArray1<u32>>, chain: &mut Vec<u64>) {
+        let Unhashed { domain, size, .. } = *self;
+        let piece = (BYTES_PER_PIECE / size_of::<u32>() / size.max(1)).max(1) * size;
+        let mut from = 0;
+        loop {
+            // Borrowed anew: other threads may have shortened the array.
+            let array = array.bind(py);
+            let ids = first(buffers::slice(array), size);
+            let ids = ids.get(from..).unwrap_or(&[]);
+            let now = &ids[..ids.len().min(piece)];
+            hash::hash_tokens_after(domain, size, chain.last().copied(), now, chain);
+            if now.len() == ids.len() {
+                return;
+            }
+            from += piece;
+            py.detach(|| ());
+        }
     }
 }
 

@@ -88,7 +88,6 @@ impl Router {
         request_id: Option<&str>,
         now: Seconds,
     ) -> Result<(Chosen, Box<DecisionRecord>), CoreError> {
-        request.tenant.check()?;
         request.check()?;
         if !std::mem::take(&mut self.context.is_matched) {
             self.match_prefix(request);

@@ -12,9 +12,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Attempts of a decision to take a busy router before the thread sleeps: about a microsecond. The
-/// caller may hold an interpreter's lock, and the router's holder may need the core.
-const TRIES: u32 = 64;
 /// Spins for which work behind decisions waits while decisions wait.
 const PATIENCE: u32 = 64;
 
@@ -116,21 +113,6 @@ impl SharedRouter {
             dropped.drain(..).for_each(|dropped| dropped.close(&mut held));
         }
         held
-    }
-
-    /// Takes the router as soon as it is free, within about a microsecond. Waits only for short
-    /// holders; work behind decisions lets it go first.
-    pub fn lock_soon(&self) -> Option<Held<'_>> {
-        if let Some(router) = self.try_lock() {
-            return Some(router);
-        }
-        self.inner.waiting.fetch_add(1, Ordering::Relaxed);
-        let router = (0..TRIES).find_map(|_| {
-            std::hint::spin_loop();
-            self.try_lock()
-        });
-        self.inner.waiting.fetch_sub(1, Ordering::Relaxed);
-        router
     }
 
     /// Takes the router for work behind decisions: waiting decisions go first, and go next when it

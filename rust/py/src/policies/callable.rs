@@ -9,6 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::borrow::Cow;
 
+/// Source of the policies that are Python functions.
+pub const EMBEDDING: &str = "the embedding program";
+
 /// A Python function from numpy columns to an array of scores, for policies that expressions cannot
 /// describe.
 pub struct Callable {
@@ -33,7 +36,7 @@ impl Callable {
         let spec = PolicySpec {
             name: Cow::Owned(name.unwrap_or_else(|| "callable".into())),
             formula: Cow::Borrowed("a Python function over numpy columns"),
-            source: Cow::Borrowed("the embedding program"),
+            source: Cow::Borrowed(EMBEDDING),
             maturity: Maturity::Stable,
             knobs: &[],
             symmetric: false,

@@ -33,6 +33,11 @@ pub fn build(
     build_timed(registry, policy, knobs, true)
 }
 
+/// Returns whether a policy calls a Python function.
+pub fn calls_python(policy: &dyn Policy) -> bool {
+    policy.spec().source == callable::EMBEDDING
+}
+
 /// Builds a policy as [`build`] does. `timed`: whether time limits of Python policies apply.
 /// Simulations have no time limits, because their results must not depend on the machine.
 pub fn build_timed(

@@ -65,7 +65,6 @@ pub fn arrive(
     request: &Request<'_>,
 ) -> Result<(Option<ArrivalId>, Verdict), CoreError> {
     request.check()?;
-    request.tenant.check()?;
     let Before { state, context, calls, now } = before;
     let now = *now;
     if let Some(programs) = admission.programs_mut() {

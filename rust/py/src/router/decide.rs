@@ -1,0 +1,256 @@
+//! Decisions for Python: of one request, and of a batch.
+use super::Router;
+use crate::admission::Arrival;
+use crate::errors::Result;
+use crate::held::{with_router, with_router_detached};
+use crate::request::{self, BYTES_PER_PIECE, Request, Unhashed};
+use crate::ticket::{Decision, FetchRange, Ticket, fetch_range};
+use lmetric_core::CoreError;
+use lmetric_core::kv::keys::Keys;
+use lmetric_core::plan::Segment;
+use lmetric_core::record::Shadow;
+use lmetric_core::request::{Arm, Request as CoreRequest};
+use lmetric_core::router::{Decision as CoreDecision, Router as CoreRouter, Ticket as CoreTicket};
+use pyo3::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Nanoseconds of a decision: a fixed part, and a part for each instance and each block of the
+/// prompt. LMETRIC takes 2,000, 1.8 and 0.7 (`decision_latency` at 256 to 4,096 instances and 1,000
+/// to 100,000 tokens); policies with more indicators take more per instance.
+const DECISION_NS: usize = 2_000;
+const NS_PER_INSTANCE: usize = 4;
+const NS_PER_BLOCK: usize = 1;
+/// A longer decision releases the interpreter lock, which costs about 0.1 us. Half of the 20 us for
+/// which other Python threads may wait, because machines differ.
+const LONG_NS: usize = 10_000;
+/// Time for which a batch holds the router until other calls get their turn. A shorter time hands
+/// the router from thread to thread more often, which costs microseconds each time.
+const HOLD_NS: usize = 20_000;
+/// Buffers that are kept for later requests.
+const CHAINS_KEPT: usize = 16;
+
+/// A request to place.
+pub struct Asked<'a> {
+    pub request: CoreRequest<'a>,
+    pub prompt: Unhashed<'a>,
+    arrival: Option<&'a Arrival>,
+    /// The name in the decision record.
+    id: Option<&'a str>,
+}
+
+impl<'a> Asked<'a> {
+    pub fn new(
+        py: Python<'a>,
+        keys: &Keys,
+        request: &'a Request,
+        arrival: Option<&'a Arrival>,
+        canary: bool,
+        shadow: bool,
+    ) -> Result<Asked<'a>> {
+        let arm = if canary { Arm::Canary } else { Arm::Stable };
+        let (core, prompt) = request.core(py, keys)?;
+        Ok(Asked { request: CoreRequest { arm, shadow, ..core }, prompt, arrival, id: request.id(py)? })
+    }
+}
+
+/// A placed request. Dropping it aborts the request.
+pub struct Placed {
+    decision: CoreDecision,
+    ticket: CoreTicket,
+    prompt_tokens: u32,
+    name: Arc<str>,
+    next: Option<Arc<str>>,
+    fetch: Option<FetchRange>,
+    seen: Option<Box<Shadow>>,
+}
+
+/// Result of a request of a batch.
+type Outcome = std::result::Result<Placed, CoreError>;
+
+/// Returns the requests of a batch.
+///
+/// # Errors
+/// `BadValue` for an element that is not a request, with its position.
+pub fn given<'py>(requests: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, Request>>> {
+    let named =
+        |(position, each): (usize, PyResult<_>)| request::given(each?, &format!("requests[{position}]"));
+    requests.try_iter()?.enumerate().map(named).collect()
+}
+
+/// Returns the arrivals of `count` requests.
+///
+/// # Errors
+/// `BadValue` if their number differs.
+pub fn arrivals_of<'a>(
+    count: usize,
+    arrivals: Option<&'a [Option<Bound<'_, Arrival>>]>,
+) -> Result<Vec<Option<&'a Arrival>>> {
+    let Some(arrivals) = arrivals else { return Ok(vec![None; count]) };
+    if arrivals.len() != count {
+        return Err(CoreError::BadValue {
+            what: "arrivals".into(),
+            got: format!("{} of {count} requests", arrivals.len()),
+            expected: "an arrival or None for each request".into(),
+        }
+        .into());
+    }
+    Ok(arrivals.iter().map(|arrival| arrival.as_ref().map(|arrival| arrival.get())).collect())
+}
+
+/// Adds the position of a request to its error.
+pub fn at(position: usize, error: CoreError) -> CoreError {
+    match error {
+        CoreError::BadValue { what, got, expected } => {
+            CoreError::BadValue { what: format!("requests[{position}]: {what}"), got, expected }
+        }
+        other => other,
+    }
+}
+
+impl Router {
+    /// Returns about how many nanoseconds a decision takes.
+    fn decision_ns(&self, blocks: usize) -> usize {
+        DECISION_NS + NS_PER_INSTANCE * self.slots.load(Ordering::Relaxed) + NS_PER_BLOCK * blocks
+    }
+
+    /// Calls `with` while holding the router, for a decision about a prompt of `blocks` blocks. A
+    /// long decision runs without the interpreter lock, unless its policy needs that lock.
+    pub fn decide<T: Send>(
+        &self,
+        py: Python<'_>,
+        blocks: usize,
+        with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
+    ) -> Result<T> {
+        if self.decision_ns(blocks) > LONG_NS && !self.calls_python.load(Ordering::Relaxed) {
+            with_router_detached(&self.shared, py, with)
+        } else {
+            with_router(&self.shared, py, with)
+        }
+    }
+
+    /// Calls `with` with the core's request.
+    pub fn with_request<T>(
+        &self,
+        py: Python<'_>,
+        request: &Request,
+        with: impl FnOnce(CoreRequest<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let (request, prompt) = request.core(py, &self.feed.keys())?;
+        self.with_chain(|chain| {
+            prompt.hash(py, chain);
+            with(CoreRequest { chain, ..request })
+        })
+    }
+
+    /// Calls `with` with a buffer for a chain.
+    pub fn with_chain<T>(&self, with: impl FnOnce(&mut Vec<u64>) -> T) -> T {
+        let mut chain = self.chains.lock().pop().unwrap_or_default();
+        let result = with(&mut chain);
+        self.keep_chains([chain]);
+        result
+    }
+
+    fn keep_chains(&self, chains: impl IntoIterator<Item = Vec<u64>>) {
+        let mut kept = self.chains.lock();
+        let room = CHAINS_KEPT.saturating_sub(kept.len());
+        kept.extend(chains.into_iter().take(room));
+    }
+
+    /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer.
+    pub fn place(
+        &self,
+        router: &mut CoreRouter,
+        asked: &Asked<'_>,
+        chain: &mut Vec<u64>,
+        now: f64,
+    ) -> Outcome {
+        // Last: an error before keeps the arrival for its handle, one after ends it.
+        let arrival = asked.arrival.map(Arrival::take).transpose()?;
+        let request = CoreRequest { arrival, ..asked.request };
+        let decision = router.route_taking(&request, chain, asked.id, now)?;
+        let named = |segment: Segment| router.fleet().name(segment.instance).clone();
+        let seen =
+            if request.shadow { router.record(decision.id).and_then(|r| r.shadow.clone()) } else { None };
+        Ok(Placed {
+            ticket: self.shared.ticket(&decision),
+            prompt_tokens: request.prompt_tokens,
+            name: named(decision.segment),
+            next: decision.next.map(named),
+            fetch: decision.fetch.map(|fetch| fetch_range(router, fetch)),
+            seen,
+            decision,
+        })
+    }
+
+    /// Wraps a placed request for Python.
+    pub fn to_python(&self, placed: Placed) -> (Decision, Ticket) {
+        let Placed { decision, ticket, prompt_tokens, name, next, fetch, seen } = placed;
+        let segment = decision.segment;
+        (
+            Decision::new(&decision, prompt_tokens, name.clone(), next, fetch, seen, self.shared.clone()),
+            Ticket::new(ticket, segment, name, self.clock),
+        )
+    }
+
+    /// Returns the chains of the prompts that only a thread with the interpreter lock may read.
+    /// Other threads can take the lock in between.
+    pub fn hash_arrays(&self, py: Python<'_>, batch: &[Asked<'_>]) -> Vec<Vec<u64>> {
+        let mut bytes = 0;
+        let chain_of = |asked: &Asked<'_>| {
+            let mut chain = Vec::new();
+            let locked = asked.prompt.locked_bytes(py);
+            if locked > 0 {
+                if bytes + locked > BYTES_PER_PIECE {
+                    bytes = 0;
+                    py.detach(|| ());
+                }
+                bytes += locked;
+                asked.prompt.hash(py, &mut chain);
+            }
+            chain
+        };
+        batch.iter().map(chain_of).collect()
+    }
+
+    /// Places the requests of a batch, in order. `chains`: the chains of [`Router::hash_arrays`];
+    /// other prompts are hashed here, without the router's lock.
+    pub fn decide_each(
+        &self,
+        batch: &[Asked<'_>],
+        mut chains: Vec<Vec<u64>>,
+        now: Option<f64>,
+    ) -> Result<Vec<Outcome>> {
+        let mut placed = Vec::with_capacity(batch.len());
+        let mut spare = std::mem::take(&mut *self.chains.lock());
+        while placed.len() < batch.len() {
+            let from = placed.len();
+            let (mut to, mut held_ns) = (from, 0);
+            while to < batch.len() && held_ns < HOLD_NS {
+                let chain = &mut chains[to];
+                if chain.is_empty() {
+                    *chain = spare.pop().unwrap_or_default();
+                    chain.clear();
+                    batch[to].prompt.hash_detached(chain);
+                }
+                held_ns += self.decision_ns(chain.len());
+                to += 1;
+            }
+            {
+                let mut router = self.shared.lock_next();
+                self.shared.check()?;
+                for (asked, chain) in batch[from..to].iter().zip(&mut chains[from..to]) {
+                    let now = match now {
+                        // Checked by the first decision.
+                        Some(now) if !placed.is_empty() => now,
+                        _ => self.clock.now(now, &router)?,
+                    };
+                    placed.push(self.place(&mut router, asked, chain, now));
+                }
+            }
+            spare.extend(chains[from..to].iter_mut().map(std::mem::take));
+        }
+        self.keep_chains(spare);
+        Ok(placed)
+    }
+}
