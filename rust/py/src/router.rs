@@ -181,7 +181,8 @@ impl Router {
                 let (config, forecast) = made.unzip();
                 let built = config.map(|config| config.build()).transpose()?;
                 self.with_core(py, |router| Ok(router.set_rebalancing(built)?))?;
-                *self.forecast.lock() = forecast.flatten();
+                // Dropped after the lock: a predictor's finaliser may call the router.
+                let _old = std::mem::replace(&mut *self.forecast.lock(), forecast.flatten());
                 Ok(())
             }
         }
@@ -628,8 +629,9 @@ impl Router {
     /// stops no other request. Raises `BadValueError` for an invalid request, with its position;
     /// then no request is placed.
     ///
-    /// Takes less time than single calls, and decides without the interpreter lock, so several
-    /// threads work at once. Other calls of the router run in between. Not for policy functions.
+    /// Hashes and decides without the interpreter lock, so other Python threads go on; a single
+    /// `route` does so only if it is long. The router serves other calls in between. A batch takes
+    /// as much processor time as its single calls. Not for policy functions.
     #[pyo3(signature = (requests, *, now=None, arrivals=None, canary=false, shadow=false))]
     fn route_many<'py>(
         &self,

@@ -15,14 +15,15 @@ use pyo3::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Nanoseconds of a decision: a fixed part, and a part for each instance and each block of the
-/// prompt. LMETRIC takes 2,000, 1.8 and 0.7 (`decision_latency` at 256 to 4,096 instances and 1,000
-/// to 100,000 tokens); policies with more indicators take more per instance.
+/// Estimated nanoseconds of a decision: a fixed part, and a part for each instance and each block
+/// of the prompt. LMETRIC takes 2,000, 2 and 0.7 (`decision_latency` at 256 to 4,096 instances and
+/// 1,000 to 100,000 tokens). The default policy takes 4 per instance, and expressions with
+/// reductions up to 17.
 const DECISION_NS: usize = 2_000;
-const NS_PER_INSTANCE: usize = 4;
+const NS_PER_INSTANCE: usize = 8;
 const NS_PER_BLOCK: usize = 1;
-/// A longer decision releases the interpreter lock, which costs about 0.1 us. Half of the 20 us for
-/// which other Python threads may wait, because machines differ.
+/// Longest decision by that estimate that keeps the interpreter lock. So no policy above keeps it
+/// for more than 20 us. Releasing it takes about 0.1 us.
 const LONG_NS: usize = 10_000;
 /// Time for which a batch holds the router until other calls get their turn. A shorter time hands
 /// the router from thread to thread more often, which costs microseconds each time.
