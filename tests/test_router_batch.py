@@ -274,6 +274,16 @@ def test_other_threads_go_on_during_long_decisions(which: str) -> None:
 
 
 @pytest.mark.usefixtures("no_switches")
+def test_other_threads_go_on_while_a_ticket_chooses_again_among_many_instances() -> None:
+    router = lm.Router("lmetric")
+    for number in range(3000):
+        router.add_instance(f"e{number}")
+    _, ticket = router.route(lm.Request(prompt_tokens=10))
+    ticket.first_token()
+    assert goes_on(ticket.choose_failover)
+
+
+@pytest.mark.usefixtures("no_switches")
 @pytest.mark.parametrize("method", ["route", "score", "cached_tokens"])
 def test_other_threads_go_on_during_decisions_over_many_instances(method: str) -> None:
     router = lm.Router("lmetric")

@@ -1,6 +1,6 @@
 //! `Decision` and `Ticket`, and the core's records as dictionaries.
 use crate::errors::Result;
-use crate::held::{Clock, with_router};
+use crate::held::{Clock, with_router, with_router_detached};
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{Guard, GuardEvent, Phase};
 use lmetric_core::kv::index::KvIndex;
@@ -164,12 +164,14 @@ pub struct Ticket {
     place: Mutex<(Segment, Arc<str>)>,
     ticket: CoreTicket,
     clock: Clock,
+    /// Whether decisions about the request are long enough to release the interpreter lock.
+    long: bool,
 }
 
 impl Ticket {
     /// Wraps a core ticket.
-    pub fn new(ticket: CoreTicket, segment: Segment, name: Arc<str>, clock: Clock) -> Ticket {
-        Ticket { place: Mutex::new((segment, name)), ticket, clock }
+    pub fn new(ticket: CoreTicket, segment: Segment, name: Arc<str>, clock: Clock, long: bool) -> Ticket {
+        Ticket { place: Mutex::new((segment, name)), ticket, clock, long }
     }
 
     /// The time on the router's clock, seconds.
@@ -180,7 +182,12 @@ impl Ticket {
     /// Reports an event to the router. Returns the name of the request's new instance, if it
     /// changed.
     pub fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
-        self.with_core(py, |router| {
+        let chooses = match event {
+            Event::Failed(_) => true,
+            Event::FirstToken | Event::Finished(_) => self.place.lock().0.to_token.is_some(),
+            _ => false,
+        };
+        self.decide(py, chooses, |router| {
             let now = self.clock.now(now, router)?;
             let Some(segment) = router.advance(self.ticket.id(), event, now)? else { return Ok(None) };
             let name = router.fleet().name(segment.instance).clone();
@@ -195,6 +202,20 @@ impl Ticket {
         with: impl FnOnce(&mut Router) -> Result<T> + Send,
     ) -> Result<T> {
         with_router(self.ticket.router(), py, with)
+    }
+
+    /// Calls `with` while holding the router. `chooses`: whether it may choose an instance.
+    fn decide<T: Send>(
+        &self,
+        py: Python<'_>,
+        chooses: bool,
+        with: impl FnOnce(&mut Router) -> Result<T> + Send,
+    ) -> Result<T> {
+        if chooses && self.long {
+            with_router_detached(self.ticket.router(), py, with)
+        } else {
+            self.with_core(py, with)
+        }
     }
 }
 
@@ -289,7 +310,7 @@ impl Ticket {
     /// yet.
     #[pyo3(signature = (now=None))]
     fn choose_failover(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
-        self.with_core(py, |router| {
+        self.decide(py, true, |router| {
             let now = self.clock.now(now, router)?;
             let next = router.elsewhere(self.ticket.id(), now)?;
             Ok(router.fleet().name(next).to_string())

@@ -64,6 +64,8 @@ pub struct Placed {
     next: Option<Arc<str>>,
     fetch: Option<FetchRange>,
     seen: Option<Box<Shadow>>,
+    /// Whether further decisions about the request are long.
+    long: bool,
 }
 
 /// Result of a request of a batch.
@@ -115,15 +117,21 @@ impl Router {
         DECISION_NS + NS_PER_INSTANCE * self.slots.load(Ordering::Relaxed) + NS_PER_BLOCK * blocks
     }
 
+    /// Returns whether a decision releases the interpreter lock: it is long, and no policy needs
+    /// that lock.
+    fn is_long(&self, blocks: usize) -> bool {
+        self.decision_ns(blocks) > LONG_NS && !self.calls_python.load(Ordering::Relaxed)
+    }
+
     /// Calls `with` while holding the router, for a decision about a prompt of `blocks` blocks. A
-    /// long decision runs without the interpreter lock, unless its policy needs that lock.
+    /// long decision runs without the interpreter lock.
     pub fn decide<T: Send>(
         &self,
         py: Python<'_>,
         blocks: usize,
         with: impl FnOnce(&mut CoreRouter) -> Result<T> + Send,
     ) -> Result<T> {
-        if self.decision_ns(blocks) > LONG_NS && !self.calls_python.load(Ordering::Relaxed) {
+        if self.is_long(blocks) {
             with_router_detached(&self.shared, py, with)
         } else {
             with_router(&self.shared, py, with)
@@ -169,6 +177,7 @@ impl Router {
         // Last: an error before keeps the arrival for its handle, one after ends it.
         let arrival = asked.arrival.map(Arrival::take).transpose()?;
         let request = CoreRequest { arrival, ..asked.request };
+        let long = self.is_long(chain.len());
         let decision = router.route_taking(&request, chain, asked.id, now)?;
         let named = |segment: Segment| router.fleet().name(segment.instance).clone();
         let seen =
@@ -181,16 +190,17 @@ impl Router {
             fetch: decision.fetch.map(|fetch| fetch_range(router, fetch)),
             seen,
             decision,
+            long,
         })
     }
 
     /// Wraps a placed request for Python.
     pub fn to_python(&self, placed: Placed) -> (Decision, Ticket) {
-        let Placed { decision, ticket, prompt_tokens, name, next, fetch, seen } = placed;
+        let Placed { decision, ticket, prompt_tokens, name, next, fetch, seen, long } = placed;
         let segment = decision.segment;
         (
             Decision::new(&decision, prompt_tokens, name.clone(), next, fetch, seen, self.shared.clone()),
-            Ticket::new(ticket, segment, name, self.clock),
+            Ticket::new(ticket, segment, name, self.clock, long),
         )
     }
 
