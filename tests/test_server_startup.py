@@ -187,7 +187,7 @@ def test_long_lists_of_engines_are_cut() -> None:
     event = {"version": "1", "url": "u", "host": "h", "port": 1, "policy": "p", "models": [], "engines": 9}
     event["page"] = "u/ui"
     text = startup_block(
-        event | {"usable": 9, "modes": {}, "warnings": [problem], "open": False, "curl": None}
+        event | {"usable": 9, "modes": {}, "warnings": [problem], "open": False, "curl": None, "workers": 1}
     )
     assert "WARNING  a, b, c, d and 5 more: approximate: why\n           fix: this" in text
     assert "  policy   p\n  page     u/ui\n" in text
