@@ -111,7 +111,7 @@ def of(text: str, function: str) -> int:
 def measure(checkout: Path) -> dict[str, float]:
     """Returns all figures of one checkout: instructions, and bytes of the index."""
     figures: dict[str, float] = {}
-    for instances in (16, 256):
+    for instances in (4, 16, 256):
         text = counts(checkout, DECIDE.format(instances=instances))
         # Filling the index also hashes: one prompt per instance and 80 more.
         for name, function, calls in STAGES:

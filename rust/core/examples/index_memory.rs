@@ -58,7 +58,7 @@ fn main() {
         println!(
             "\n{} feed, index at most {} MiB",
             if exact { "exact" } else { "approximate" },
-            shared.lock().index().byte_bound() >> 20
+            shared.lock().caches().read().gpu().byte_bound() >> 20
         );
         let names = [
             "prompts",
@@ -102,13 +102,14 @@ fn main() {
             } else {
                 chain.clear();
                 hash_tokens(keys.tokens, BLOCK, &tokens, &mut chain);
-                shared.lock().index_mut().record(source.instance, &chain);
+                shared.lock().caches().write().gpu_mut().record(source.instance, &chain);
             }
             if n + 1 == next || n + 1 == prompts {
                 next = if next.to_string().starts_with('1') { next * 3 } else { next / 3 * 10 };
                 let (entries, name_bytes) = feed.names();
                 let router = shared.lock();
-                let (index, pairs) = (router.index(), router.index().pairs());
+                let caches = router.caches().read();
+                let (index, pairs) = (caches.gpu(), caches.gpu().pairs());
                 let per = |bytes: usize, n: usize| if n == 0 { 0.0 } else { bytes as f64 / n as f64 };
                 println!(
                     "{:>11}{:>11}{:>13}{:>8.1}{:>13}{:>8.1}{:>13}{:>13}{:>9.1}",

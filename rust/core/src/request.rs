@@ -87,6 +87,23 @@ pub fn text_number(hash: u64) -> f64 {
 }
 
 impl Request<'_> {
+    /// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
+    /// last token, and caches hold whole blocks unless engines keep `partial` last blocks.
+    #[inline]
+    pub(crate) fn max_hit_tokens(&self, partial: bool) -> f64 {
+        if self.tokens_per_block <= 0.0 || self.prompt_tokens == 0 {
+            return 0.0;
+        }
+        let most = f64::from(self.prompt_tokens - 1);
+        if partial { most } else { (most / self.tokens_per_block).floor() * self.tokens_per_block }
+    }
+
+    /// Returns the maximum number of whole blocks of the prompt that a cache can save.
+    pub(crate) fn max_hit_blocks(&self, partial: bool) -> u32 {
+        let most = self.max_hit_tokens(partial);
+        if self.tokens_per_block > 0.0 { (most / self.tokens_per_block) as u32 } else { 0 }
+    }
+
     /// # Errors
     /// `BadValue` if the tokens per block are not a finite number of at least 0, or the deadline is
     /// not above 0.

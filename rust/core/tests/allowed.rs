@@ -81,7 +81,7 @@ fn the_guard_restricts_the_set() {
     };
     let mut router = fleet("lmetric", config, &[Role::Both; 8]);
     let (shared, holder) = (chain(1, 64), router.fleet().find("e0").unwrap());
-    router.index_mut().stored(holder, None, &shared);
+    router.caches().write().gpu_mut().stored(holder, None, &shared);
     let allowed = among(&[0, 2, 3, 4]);
     let mut elsewhere = 0;
     for i in 0..200u64 {

@@ -82,7 +82,7 @@ impl Bed {
         let mut chain = Vec::new();
         hash_tokens(domain, self.feed.keys().block_size, tokens, &mut chain);
         let mut hits = [0; 2];
-        self.feed.router().lock().index().match_prefix(&chain, &mut hits);
+        self.feed.router().lock().caches().read().gpu().match_prefix(&chain, &mut hits);
         (hits[0], hits[1])
     }
 
@@ -257,7 +257,10 @@ fn each_instance_learns_in_its_own_way() {
     place(2, "b");
     assert_eq!((bed.hits(2, 4), bed.hits(3, 2)), ((0, 4), (2, 0)));
     let router = bed.feed.router().lock();
-    assert!(router.index().byte_bound() <= (1 << 22) * 2 / 3 + 1, "memory for names is reserved");
+    assert!(
+        router.caches().read().gpu().byte_bound() <= (1 << 22) * 2 / 3 + 1,
+        "memory for names is reserved"
+    );
 }
 
 #[test]
@@ -270,7 +273,7 @@ fn an_engines_capacity_bounds_what_is_known_of_it() {
     for prompt in 2..10 {
         bed.store(bed.a, prompt, 0..100);
         assert_eq!(bed.hits(prompt, 100).0, 100);
-        assert!(bed.feed.router().lock().index().blocks(bed.a.instance) <= 150);
+        assert!(bed.feed.router().lock().caches().read().gpu().blocks(bed.a.instance) <= 150);
     }
     bed.feed.set_cache_blocks("a", None).unwrap();
     bed.store(bed.a, 20, 0..300);
@@ -287,7 +290,7 @@ fn another_block_size_begins_anew() {
     assert_eq!((bed.hits(1, 4).0, bed.feed.epoch_of(bed.b)), (4, epoch));
     bed.feed.set_keys(keys(32));
     assert_eq!((bed.names(), bed.feed.epoch_of(bed.b) > epoch), (0, true));
-    assert_eq!(bed.feed.router().lock().index().pairs(), 0);
+    assert_eq!(bed.feed.router().lock().caches().read().gpu().pairs(), 0);
     let stored = Stored {
         parent: None,
         engine_hashes: &[1, 2],
@@ -310,8 +313,12 @@ fn the_bound_holds_and_the_newest_stays() {
         assert_eq!(bed.hits(prompt, 40).0, 40);
     }
     let router = bed.feed.router().lock();
-    assert!(router.index().evicted_blocks() > 0);
-    assert!(router.index().blocks(bed.a.instance) > 20_000, "{:?}", router.index());
+    assert!(router.caches().read().gpu().evicted_blocks() > 0);
+    assert!(
+        router.caches().read().gpu().blocks(bed.a.instance) > 20_000,
+        "{:?}",
+        router.caches().read().gpu()
+    );
 }
 
 #[test]

@@ -65,7 +65,7 @@ impl Bed {
     fn held(&self, tier: Tier, prompt: u64, name: &str) -> u32 {
         let mut hits = [0; 2];
         let router = self.feed.router().lock();
-        router.index_of(tier).unwrap().match_prefix(&self.chain(prompt), &mut hits);
+        router.caches().read().index(tier).unwrap().match_prefix(&self.chain(prompt), &mut hits);
         hits[self.source_index(name)]
     }
 
@@ -75,7 +75,8 @@ impl Bed {
 
     fn index_bytes(&self) -> (usize, usize) {
         let router = self.feed.router().lock();
-        (router.index().bytes(), router.index().byte_bound())
+        let caches = router.caches().read();
+        (caches.gpu().bytes(), caches.gpu().byte_bound())
     }
 }
 
@@ -85,7 +86,7 @@ fn the_first_instance_with_events_leaves_the_others_their_recent_blocks() {
     let bed = Bed::new(8 << 20, IndexFeed::Approximate);
     let prompts = 4000;
     for prompt in 0..prompts {
-        bed.feed.router().lock().index_mut().record(InstanceId(0), &bed.chain(prompt));
+        bed.feed.router().lock().caches().write().gpu_mut().record(InstanceId(0), &bed.chain(prompt));
     }
     let (bytes, bound) = bed.index_bytes();
     assert!(bytes > bed.bytes * 2 / 3 + (1 << 20) && bound == bed.bytes, "{bytes} of {bound}");
@@ -174,7 +175,7 @@ fn groups_of_an_instance_are_bounded() {
         assert_eq!(applied.unplaced, usize::from(id as usize >= MAX_GROUPS));
     }
     let router = bed.feed.router().lock();
-    assert_eq!(router.groups().of(InstanceId(0)).len(), MAX_GROUPS);
+    assert_eq!(router.caches().read().groups().of(InstanceId(0)).len(), MAX_GROUPS);
 }
 
 /// rust 7.3: a fetch that ends after another engine has taken the slot is no block of that engine.
@@ -197,9 +198,9 @@ fn a_finished_fetch_counts_for_its_own_instance() {
     assert_eq!(router.add_instance("c", Role::Both, None).unwrap(), id);
     let after = fetch(router.fleet().generation(id));
     router.prefix_fetched(&before, 1600);
-    assert_eq!(router.index().blocks(id), 0);
+    assert_eq!(router.caches().read().gpu().blocks(id), 0);
     router.prefix_fetched(&after, 1600);
-    assert_eq!(router.index().blocks(id), 100);
+    assert_eq!(router.caches().read().gpu().blocks(id), 100);
 }
 
 /// rust 7.25: pushed load does not change a broken router, and errors keep their kinds.
@@ -227,25 +228,28 @@ fn engines_added_to_a_full_index_get_their_share() {
     let mut prompt = 5000; // more than fits
     for prompt in 0..prompt {
         // Without names, whose memory is another matter.
-        bed.feed.router().lock().index_mut().record(InstanceId(0), &bed.chain(prompt));
+        bed.feed.router().lock().caches().write().gpu_mut().record(InstanceId(0), &bed.chain(prompt));
     }
-    assert!(bed.feed.router().lock().index().evicted_blocks() > 0);
+    assert!(bed.feed.router().lock().caches().read().gpu().evicted_blocks() > 0);
     for i in 0..5000 {
         bed.feed.router().lock().add_instance(&format!("e{i}"), Role::Both, None).unwrap();
     }
-    assert!(bed.feed.router().lock().index().is_crowded());
+    assert!(bed.feed.router().lock().caches().read().gpu().is_crowded());
     let (late, from) = ("e4999", prompt);
     for _ in 0..100 {
         bed.store(late, Tier::Gpu, prompt);
         prompt += 1;
     }
     let (bytes, bound) = bed.index_bytes();
-    assert!(bytes <= bound && !bed.feed.router().lock().index().is_crowded(), "{bytes} of {bound}");
+    assert!(
+        bytes <= bound && !bed.feed.router().lock().caches().read().gpu().is_crowded(),
+        "{bytes} of {bound}"
+    );
     let held = |name, prompts: std::ops::Range<u64>| {
         let id = bed.source(name).instance;
         let held = |prompt: &u64| {
             let router = bed.feed.router().lock();
-            bed.chain(*prompt).iter().all(|hash| router.index().holds(id, *hash))
+            bed.chain(*prompt).iter().all(|hash| router.caches().read().gpu().holds(id, *hash))
         };
         prompts.filter(held).count()
     };

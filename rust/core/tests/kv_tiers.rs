@@ -163,7 +163,7 @@ fn blocks_without_a_known_name_or_parent_are_skipped() {
 #[test]
 fn a_storage_tier_without_removals_is_a_hint() {
     let bed = Bed::new(TierConfig::default());
-    let tiers = || bed.feed.router().lock().tiers_of(bed.a.instance).collect::<Vec<_>>();
+    let tiers = || bed.feed.router().lock().caches().read().tiers_of(bed.a.instance).collect::<Vec<_>>();
     bed.store(bed.a, Tier::Gpu, 1, 0..8);
     assert_eq!(tiers(), []);
     bed.name(bed.a, Tier::Storage, 1, 0..8);
@@ -207,7 +207,7 @@ fn all_tiers_are_cleared_together() {
     fill();
     assert_eq!(bed.hits("a", 1, 8), (8, 8));
     bed.feed.set_keys(Keys::new(&[], 8, 256).unwrap());
-    assert_eq!(bed.feed.router().lock().tiers_of(bed.a.instance).count(), 0);
+    assert_eq!(bed.feed.router().lock().caches().read().tiers_of(bed.a.instance).count(), 0);
     bed.feed.set_keys(Keys::new(&[], BLOCK as usize, 256).unwrap());
     fill();
     assert_eq!(bed.hits("a", 1, 8), (8, 8));
@@ -259,7 +259,7 @@ fn lower_tiers_share_the_index_bytes() {
     let bed = Bed::new(all());
     let bounds = || {
         let router = bed.feed.router().lock();
-        TIERS.map(|tier| router.index_of(tier).map(|index| index.byte_bound()))
+        TIERS.map(|tier| router.caches().read().index(tier).map(|index| index.byte_bound()))
     };
     let [Some(whole), None, None] = bounds() else { panic!("lower tiers without events") };
     bed.store(bed.a, Tier::Gpu, 1, 0..4);
@@ -274,7 +274,8 @@ fn lower_tiers_share_the_index_bytes() {
     }
     let router = bed.feed.router().lock();
     for tier in TIERS {
-        let index = router.index_of(tier).unwrap();
+        let caches = router.caches().read();
+        let index = caches.index(tier).unwrap();
         assert!(index.bytes() <= index.byte_bound(), "{tier:?}: {index:?}");
     }
     drop(router);
@@ -282,8 +283,9 @@ fn lower_tiers_share_the_index_bytes() {
     // A small index has no room for tiers.
     let config =
         RouterConfig { index_bytes: 3 << 20, index_feed: IndexFeed::Exact, ..RouterConfig::default() };
-    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
-    assert!(!router.open_tier(Tier::Cpu) && router.open_tier(Tier::Gpu));
+    let router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+    let mut caches = router.caches().write();
+    assert!(!caches.open_tier(Tier::Cpu) && caches.open_tier(Tier::Gpu));
 }
 
 /// First block of the prompt, from `start` on, that is not in `held`.

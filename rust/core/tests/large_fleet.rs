@@ -24,16 +24,16 @@ fn the_last_slots_decide_as_the_first() {
     for slot in [0, 4095, 4096, 8192, MAX_INSTANCES - 1] {
         let holder = InstanceId(slot as u32);
         let prompt = chain(slot as u64 * 1000, 20);
-        router.index_mut().record(holder, &prompt);
+        router.caches().write().gpu_mut().record(holder, &prompt);
         let decision = router.route(&request(&prompt), slot as f64).unwrap();
         assert_eq!(decision.segment.instance, holder);
         assert_eq!(decision.predicted_hit_tokens, 320);
         router.advance(decision.ticket, Event::FirstToken, slot as f64 + 0.1).unwrap();
         // A second holder in another part of the index is found as well.
         let other = InstanceId((slot as u32 + 5000) % MAX_INSTANCES as u32);
-        router.index_mut().record(other, &prompt);
+        router.caches().write().gpu_mut().record(other, &prompt);
         let mut hits = vec![0; MAX_INSTANCES];
-        router.index().match_prefix(&prompt, &mut hits);
+        router.caches().read().gpu().match_prefix(&prompt, &mut hits);
         let found: Vec<usize> = (0..MAX_INSTANCES).filter(|slot| hits[*slot] == 20).collect();
         let mut expected = vec![holder.index(), other.index()];
         expected.sort_unstable();

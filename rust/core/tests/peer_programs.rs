@@ -332,8 +332,8 @@ fn a_measured_cache_size_ends_with_its_engine() {
     let blocks: Vec<u64> = (1..=500).collect();
     let size = |router: &Router| router.measured_cache_blocks(id);
     // Its engine evicts blocks at 500 of 1,000.
-    router.index_mut().stored(id, None, &blocks);
-    router.index_mut().evicted_all(id, &blocks[499..]);
+    router.caches().write().gpu_mut().stored(id, None, &blocks);
+    router.caches().write().gpu_mut().evicted_all(id, &blocks[499..]);
     for now in [1.0, 62.0] {
         router.release_held(now);
     }
@@ -342,7 +342,7 @@ fn a_measured_cache_size_ends_with_its_engine() {
     router.release_held(63.0);
     assert_eq!(size(router), None);
     // Blocks that are removed for another reason, such as a reset, measure nothing.
-    router.index_mut().removed_all(id, &blocks[300..499]);
+    router.caches().write().gpu_mut().removed_all(id, &blocks[300..499]);
     for now in [64.0, 190.0] {
         router.release_held(now);
     }

@@ -215,7 +215,7 @@ fn the_cost_is_learned() {
             .advance(decision.ticket, Event::Fetched { tokens: fetch.tokens(), seconds: 0.5 }, now)
             .unwrap();
         router.drop_ticket(decision.ticket);
-        router.index_mut().cleared(decision.segment.instance);
+        router.caches().write().gpu_mut().cleared(decision.segment.instance);
         fetches += 1;
     }
     let (per_token, fixed, observed) = router.fetch_cost().unwrap();

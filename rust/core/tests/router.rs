@@ -220,7 +220,7 @@ fn exact_feed_believes_events_only() {
     let prompt = chain(1, 4);
     router.route(&request(&prompt), 0.0).unwrap();
     assert_eq!(router.route(&request(&prompt), 0.1).unwrap().predicted_hit_tokens, 0);
-    router.index_mut().stored(ids[1], None, &prompt[..3]);
+    router.caches().write().gpu_mut().stored(ids[1], None, &prompt[..3]);
     let decision = router.route(&request(&prompt), 0.2).unwrap();
     assert_eq!((decision.segment.instance, decision.predicted_hit_tokens), (ids[1], 48));
 }
@@ -284,7 +284,7 @@ fn the_guard_takes_a_hot_prefix_off_its_holders() {
     let ids: Vec<_> =
         (0..8).map(|i| router.add_instance(&format!("e{i}"), Role::Both, None).unwrap()).collect();
     let shared = chain(1, 64);
-    router.index_mut().stored(ids[0], None, &shared);
+    router.caches().write().gpu_mut().stored(ids[0], None, &shared);
     let (mut elsewhere, mut excluded, mut filters) = (Vec::new(), 0, 0);
     for i in 0..200u64 {
         let now = i as f64 * 0.05;

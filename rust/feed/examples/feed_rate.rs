@@ -107,7 +107,7 @@ fn main() {
             }
         }
         let (seconds, blocks) = (ran() - began, (instances * CHAINS * BLOCKS) as f64);
-        let pairs = shared.lock().index().pairs();
+        let pairs = shared.lock().caches().read().gpu().pairs();
         println!(
             "round {round}: {blocks} blocks stored and as many removed, {pairs} pairs: {:.0} stored a second, {:.0} ns each with the removal of another",
             blocks / seconds,

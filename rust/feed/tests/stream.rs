@@ -239,7 +239,7 @@ impl Bed {
     fn held(&self, prompt: u64) -> u64 {
         let (mut chain, mut hits) = (Vec::new(), [0]);
         hash_tokens(self.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0, 40), &mut chain);
-        self.feed.router().lock().index().match_prefix(&chain, &mut hits);
+        self.feed.router().lock().caches().read().gpu().match_prefix(&chain, &mut hits);
         hits[0].into()
     }
 }

@@ -413,7 +413,7 @@ impl Router {
             let id = router.add_instance(name, role, cache_blocks)?;
             router.fleet_mut().set_group(id, group)?;
             self.slots.store(router.fleet().slots(), Ordering::Relaxed);
-            Ok((id.index(), router.index().is_crowded()))
+            Ok((id.index(), router.caches().read().gpu().is_crowded()))
         })?;
         if crowded {
             py.detach(|| self.feed.even_out());
@@ -1029,7 +1029,7 @@ impl Router {
     fn tiers<'py>(&self, py: Python<'py>, name: &str) -> Result<Bound<'py, PyDict>> {
         let tiers = self.with_core(py, |router| {
             let id = router.fleet().find(name)?;
-            let known: Vec<_> = router.tiers_of(id).collect();
+            let known: Vec<_> = router.caches().read().tiers_of(id).collect();
             Ok(Tier::LOWER.map(|tier| {
                 let blocks = known.iter().find(|(each, ..)| *each == tier).map(|(_, n, hint)| (*n, *hint));
                 (tier.medium(), blocks, router.tier_loads_of(id, tier))

@@ -634,7 +634,8 @@ pub struct InstanceStats {
 impl Stats {
     /// Copies the values.
     pub fn of(router: &Router) -> Stats {
-        let indexes = || Tier::MEDIA.iter().filter_map(|(_, tier)| router.index_of(*tier));
+        let caches = router.caches().read();
+        let indexes = || Tier::MEDIA.iter().filter_map(|(_, tier)| caches.index(*tier));
         let alarms = router.guard().map_or(&[][..], Guard::alarms);
         let alarms = |phase| alarms.iter().filter(|alarm| alarm.phase == phase).count();
         Stats {

@@ -334,20 +334,21 @@ impl Observer {
     /// Applies the changes of an instance's cache.
     pub fn apply(&mut self, instance: usize, log: &KvLog) {
         let id = InstanceId(instance as u32);
+        let mut caches = self.router.caches().write();
         for event in &log.events {
             match event {
                 KvEvent::Stored { tier, parent, hashes, .. } => {
-                    if let Some(index) = self.router.index_of_mut(*tier) {
+                    if let Some(index) = caches.index_mut(*tier) {
                         index.stored(id, *parent, &log.hashes[hashes.clone()]);
                     }
                 }
                 KvEvent::Removed { tier, hashes } => {
-                    if let Some(index) = self.router.index_of_mut(*tier) {
+                    if let Some(index) = caches.index_mut(*tier) {
                         index.evicted_all(id, &log.hashes[hashes.clone()]);
                     }
-                    self.router.note_removal(*tier, id);
+                    caches.note_removal(*tier, id);
                 }
-                KvEvent::Cleared => self.router.index_mut().cleared(id),
+                KvEvent::Cleared => caches.gpu_mut().cleared(id),
             }
         }
     }

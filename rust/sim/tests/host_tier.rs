@@ -248,6 +248,6 @@ fn the_router_sees_the_host_tier() {
         assert_eq!(records.hit_tokens[2], loaded);
         assert_eq!(records.computed_tokens[2], 50 - loaded);
         close(records.finished_seconds[2], end);
-        assert_eq!(out.routers[0].index_of(Tier::Cpu).is_some(), host.is_some());
+        assert_eq!(out.routers[0].caches().read().index(Tier::Cpu).is_some(), host.is_some());
     }
 }

@@ -5,7 +5,6 @@ use super::router::Router;
 use crate::admission::{Admission, LoadConfig, LoadSnapshot, Released, Verdict};
 use crate::error::CoreError;
 use crate::ids::{ArrivalId, InstanceId, Seconds};
-use crate::program::capacity::FullCache;
 use crate::program::{ProgramConfig, Programs};
 use crate::request::Request;
 
@@ -59,16 +58,7 @@ impl Router {
     /// Returns the measured size of an instance's cache in blocks if it differs from
     /// [`Router::cache_blocks`].
     pub fn measured_cache_blocks(&self, id: InstanceId) -> Option<u32> {
-        let instance = self.state.instances.get(id.index())?;
-        instance.full.measured(instance.cache_blocks)
-    }
-
-    /// Forgets the measured size of an instance's cache: its engine may be another one.
-    pub(super) fn forget_full(&mut self, id: InstanceId) {
-        self.state.index.take_full(id);
-        if let Some(instance) = self.state.instances.get_mut(id.index()) {
-            instance.full = FullCache::default();
-        }
+        self.state.caches.read().full(id).measured(self.cache_blocks(id))
     }
 
     /// Sets how programs are followed; `None`: not at all. The programs known so far are kept if

@@ -84,6 +84,7 @@ impl Router {
     /// `BadValue` if the router has no such slot.
     pub fn set_index_feed(&mut self, id: InstanceId, feed: IndexFeed) -> Result<(), CoreError> {
         self.state.instance_mut(id)?.index_feed = feed;
+        self.state.caches.write().set_feed(id, feed);
         Ok(())
     }
 
@@ -98,10 +99,12 @@ impl Router {
     /// # Errors
     /// `BadValue` if the router has no such slot.
     pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) -> Result<(), CoreError> {
-        if std::mem::replace(&mut self.state.instance_mut(id)?.cache_blocks, cache_blocks) != cache_blocks {
-            self.forget_full(id); // of another engine, or of another setting
+        let old = std::mem::replace(&mut self.state.instance_mut(id)?.cache_blocks, cache_blocks);
+        let mut caches = self.state.caches.write();
+        if old != cache_blocks {
+            caches.forget_full(id); // of another engine, or of another setting
         }
-        self.state.index.set_capacity(id, cache_blocks);
+        caches.gpu_mut().set_capacity(id, cache_blocks);
         Ok(())
     }
 

@@ -1,4 +1,5 @@
 //! Buffers that planning writes.
+use super::caches::PrefixMatch;
 use super::decision::Totals;
 use super::parts::Rest;
 use crate::fleet::Member;
@@ -113,6 +114,16 @@ impl DecisionContext {
             (Indicator::IndexBlocks, 0.0),
         ] {
             self.derived.get_mut(indicator)[id.index()] = value;
+        }
+    }
+
+    /// Takes the prefixes that were found before the decision, unless its arrival has found them.
+    pub fn take_match(&mut self, found: &mut PrefixMatch) {
+        if !std::mem::replace(&mut self.is_matched, true) {
+            self.arrived = None;
+            std::mem::swap(&mut self.hit_blocks, &mut found.hit_blocks);
+            std::mem::swap(&mut self.tier_blocks, &mut found.tier_blocks);
+            std::mem::swap(&mut self.tiers, &mut found.tiers);
         }
     }
 

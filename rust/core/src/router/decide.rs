@@ -1,4 +1,5 @@
 //! Decisions: match, score, commit.
+use super::caches::PrefixMatch;
 use super::decision::Decision;
 use super::listeners::Before;
 use super::parts::{Chosen, Rest, Turn};
@@ -48,9 +49,30 @@ impl Router {
         request_id: Option<&str>,
         now: Seconds,
     ) -> Result<Decision, CoreError> {
+        self.route_matched(request, chain, &mut PrefixMatch::default(), request_id, now)
+    }
+
+    /// [`Router::route_taking`] with the prefixes that [`SharedCaches::match_prefix`] found for the
+    /// same chain, without the router. They are found again if instances have changed since.
+    ///
+    /// [`SharedCaches::match_prefix`]: super::SharedCaches::match_prefix
+    ///
+    /// # Errors
+    /// The errors of [`Router::route`]; `chain` is then unchanged.
+    pub fn route_matched(
+        &mut self,
+        request: &Request<'_>,
+        chain: &mut Vec<u64>,
+        found: &mut PrefixMatch,
+        request_id: Option<&str>,
+        now: Seconds,
+    ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
         let whole = self.prepared(&whole, now)?;
+        if found.version.take().is_some_and(|version| version == self.state.caches.version()) {
+            self.context.take_match(found);
+        }
         let (chosen, record) = self.decide(&whole, request_id, now)?;
         let mut lifecycle = self.lifecycle(now);
         let decision = lifecycle.commit(&whole, chosen, record);

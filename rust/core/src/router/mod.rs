@@ -23,9 +23,11 @@
 //! | `parts` | parts of plans |
 //! | `tickets` | tickets of requests in flight |
 //! | `fetch_cost`, `ledger` | cost of prefix fetches; in-flight ledger of each instance |
+//! | `caches` | the engines' caches: indexes of blocks, behind a lock of their own |
 //! | `settings` | settings of a router |
 
 mod admission;
+mod caches;
 mod configure;
 mod context;
 mod decide;
@@ -52,6 +54,7 @@ mod tiers;
 mod trial;
 mod warm;
 
+pub use caches::{Caches, PrefixMatch, Reading, SharedCaches, Writing};
 pub use decision::{Decision, Totals};
 pub use ledger::{Ahead, Share};
 pub use lifecycle::Carry;

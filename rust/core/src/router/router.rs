@@ -1,4 +1,5 @@
 //! The [`Router`] type: construction, instances and read access.
+use super::caches::SharedCaches;
 use super::context::DecisionContext;
 use super::decision::Totals;
 use super::ledger::Ahead;
@@ -15,7 +16,6 @@ use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Member, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
-use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
 use crate::record::DecisionRecord;
 use crate::request::Request;
@@ -155,16 +155,6 @@ impl Router {
         }
     }
 
-    /// Replaces the KV index by an empty one and returns the old index, because dropping it takes
-    /// time.
-    pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
-        let mut index = KvIndex::new(byte_bound);
-        for id in self.state.ids().filter(|id| self.state.fleet.is_live(*id)) {
-            index.add_instance(id, self.state.instances[id.index()].cache_blocks);
-        }
-        std::mem::replace(&mut self.state.index, index)
-    }
-
     /// Returns the instances.
     pub fn fleet(&self) -> &Fleet {
         &self.state.fleet
@@ -176,15 +166,9 @@ impl Router {
         &mut self.state.fleet
     }
 
-    /// Returns the KV index of the GPUs' caches, for example to apply events.
-    pub fn index_mut(&mut self) -> &mut KvIndex {
-        self.calls += 1;
-        &mut self.state.index
-    }
-
-    /// Returns the KV index of the GPUs' caches.
-    pub fn index(&self) -> &KvIndex {
-        &self.state.index
+    /// Returns the engines' caches, which have a lock of their own.
+    pub fn caches(&self) -> &SharedCaches {
+        &self.state.caches
     }
 
     /// Returns the policy of first segments.

@@ -1,4 +1,5 @@
 //! The router behind a lock, and tickets that close themselves.
+use super::caches::{SharedCaches, check_free};
 use super::decision::Decision;
 use super::router::Router;
 use super::tickets::TicketId;
@@ -40,8 +41,8 @@ struct Inner {
     waiting: AtomicU32,
     /// The thread that holds the router; 0: none.
     holder: AtomicUsize,
-    /// Whether a thread panicked while it held the router.
-    broken: AtomicBool,
+    /// The engines' caches. They are taken after the router, or alone.
+    caches: SharedCaches,
     /// Tickets dropped while the router was locked; the next holder closes them.
     dropped: Mutex<Vec<Dropped>>,
 }
@@ -51,24 +52,31 @@ impl SharedRouter {
     pub fn new(router: Router) -> SharedRouter {
         SharedRouter {
             inner: Arc::new(Inner {
+                caches: router.caches().clone(),
                 router: Mutex::new(router),
                 waiting: AtomicU32::new(0),
                 holder: AtomicUsize::new(0),
-                broken: AtomicBool::new(false),
                 dropped: Mutex::default(),
             }),
         }
+    }
+
+    /// Returns the engines' caches, which have a lock of their own.
+    pub fn caches(&self) -> &SharedCaches {
+        &self.inner.caches
     }
 
     /// Waits for the router and takes it. Decisions are short. A caller that holds a lock of its
     /// own (an interpreter's) should call [`SharedRouter::try_lock`] first and release its lock
     /// before it waits here.
     pub fn lock(&self) -> Held<'_> {
+        check_free();
         self.held(self.inner.router.lock(), false)
     }
 
     /// Waits for the router and takes it for a decision; work behind decisions lets it go first.
     pub fn lock_next(&self) -> Held<'_> {
+        check_free();
         self.inner.waiting.fetch_add(1, Ordering::Relaxed);
         let router = self.inner.router.lock();
         self.inner.waiting.fetch_sub(1, Ordering::Relaxed);
@@ -77,6 +85,7 @@ impl SharedRouter {
 
     /// Waits for the router for at most `most` and takes it.
     pub fn lock_within(&self, most: Duration) -> Option<Held<'_>> {
+        check_free();
         Some(self.held(self.inner.router.try_lock_for(most)?, false))
     }
 
@@ -98,9 +107,9 @@ impl SharedRouter {
     /// Checks that the router is usable.
     ///
     /// # Errors
-    /// `Broken` after a panic of a thread that held the router.
+    /// `Broken` after a panic of a thread that held the router or changed the caches.
     pub fn check(&self) -> Result<(), CoreError> {
-        if self.inner.broken.load(Ordering::Relaxed) { Err(CoreError::Broken) } else { Ok(()) }
+        if self.inner.caches.is_broken() { Err(CoreError::Broken) } else { Ok(()) }
     }
 
     fn held<'a>(&'a self, router: MutexGuard<'a, Router>, fair: bool) -> Held<'a> {
@@ -118,6 +127,7 @@ impl SharedRouter {
     /// Takes the router for work behind decisions: waiting decisions go first, and go next when it
     /// is released. Such work must hold the router for microseconds only.
     pub fn lock_behind(&self) -> Held<'_> {
+        check_free();
         let waits = || self.inner.waiting.load(Ordering::Relaxed) > 0;
         if waits() {
             for _ in 0..PATIENCE {
@@ -183,14 +193,21 @@ impl DerefMut for Held<'_> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         if self.calm && std::thread::panicking() {
-            self.inner.broken.store(true, Ordering::Relaxed);
+            self.inner.caches.set_broken();
         } else if let Some(router) = &mut self.router {
             router.publish_changes();
         }
         HELD.set(HELD.get() - 1);
         self.inner.holder.store(0, Ordering::Relaxed);
-        if let Some(router) = self.router.take().filter(|_| self.fair) {
+        let Some(mut router) = self.router.take() else { return };
+        let predicted = std::mem::take(&mut router.state.predicted);
+        if self.fair {
             MutexGuard::unlock_fair(router);
+        } else {
+            drop(router);
+        }
+        if predicted {
+            self.inner.caches.enter_predictions();
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The state that planning reads. Planning shares it; only commits, request lifecycles, reports and
 //! settings change it.
+use super::caches::SharedCaches;
 use super::context::DecisionContext;
 use super::fetch_cost::Fetches;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
@@ -11,12 +12,8 @@ use crate::estimate::{OutputLength, StepTime, WeightsOf};
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
-use crate::kv::groups::Groups;
-use crate::kv::index::KvIndex;
-use crate::kv::tiers::Tiers;
 use crate::plan::Cuts;
 use crate::policy::{Policy, least_requests};
-use crate::program::capacity::FullCache;
 use crate::request::{Arm, Request};
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -88,8 +85,6 @@ pub(super) struct InstanceState {
     pub placed: u64,
     /// Blocks in its KV cache, if known.
     pub cache_blocks: Option<u32>,
-    /// Blocks in its KV cache when its engine removes blocks.
-    pub full: FullCache,
     /// Source of its KV index entries.
     pub index_feed: IndexFeed,
     /// Positions at which its engine can send or receive KV.
@@ -112,12 +107,10 @@ pub(super) struct State {
     /// Properties of each instance apart from its load, by slot.
     pub instances: Vec<InstanceState>,
     pub ledger: Ledger,
-    /// KV index of the GPUs' caches.
-    pub index: KvIndex,
-    /// KV indexes of the tiers below the GPU.
-    pub tiers: Tiers,
-    /// KV cache groups apart from full attention.
-    pub groups: Groups,
+    /// The engines' caches.
+    pub caches: SharedCaches,
+    /// Whether predictions of the holder of the router are queued.
+    pub predicted: bool,
     /// Policies that choose the instances of first segments and of follow-up segments.
     pub first: Selector,
     pub later: Selector,
@@ -146,9 +139,8 @@ impl State {
             fleet: Fleet::default(),
             instances: Vec::new(),
             ledger: Ledger::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
-            index: KvIndex::new(config.index_bytes),
-            tiers: Tiers::default(),
-            groups: Groups::default(),
+            caches: SharedCaches::new(&config),
+            predicted: false,
             first: Selector { guarded: config.guard.on, ..Selector::new(policy) },
             later: Selector::new(least_requests()?),
             canary: None,
@@ -172,9 +164,8 @@ impl State {
             fleet,
             instances,
             ledger,
-            index,
-            tiers,
-            groups,
+            caches,
+            predicted: _,
             first: _,
             later: _,
             canary: _,
@@ -184,13 +175,14 @@ impl State {
             forecast: _,
             recompute_ratio: _,
         } = self;
+        let (Member::Added { id, .. } | Member::Removed(id)) = member;
+        caches.member(member, fleet.generation(id), config.index_feed);
         match member {
             Member::Added { id, cache_blocks } => {
                 let slots = fleet.slots();
                 let state = InstanceState {
                     placed: 0,
                     cache_blocks,
-                    full: FullCache::default(),
                     index_feed: config.index_feed,
                     cuts: Cuts::Anywhere,
                     step_time: None,
@@ -199,16 +191,8 @@ impl State {
                 instances[id.index()] = state;
                 ledger.resize(slots);
                 ledger.clear(id.index());
-                index.add_instance(id, cache_blocks);
-                tiers.add_instance(id);
-                groups.add_instance(id);
             }
-            Member::Removed(id) => {
-                ledger.clear(id.index());
-                index.remove_instance(id);
-                tiers.remove_instance(id);
-                groups.remove_instance(id);
-            }
+            Member::Removed(id) => ledger.clear(id.index()),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Warm fleet changes: plans of prefix fetches for instances that join or leave, and moves of the
 //! running requests of an instance that leaves. The caller makes the fetches and the moves.
+use super::caches::Prediction;
 use super::ledger::Stage;
 use super::router::Router;
 use super::settings::IndexFeed;
@@ -77,7 +78,8 @@ impl Router {
         if instance.index_feed == IndexFeed::Approximate && current {
             let share = f64::from(tokens.min(fetch.tokens)) / f64::from(fetch.tokens);
             let blocks = (fetch.chain.len() as f64 * share) as usize;
-            self.state.index.record(fetch.target, &fetch.chain[..blocks]);
+            self.state.caches.predict(Prediction::Fetched { id: fetch.target }, &fetch.chain[..blocks]);
+            self.state.predicted = true;
         }
     }
 
@@ -95,6 +97,7 @@ impl Router {
         let mut requests: Vec<f64> = state.ledger.get(Indicator::Bs).to_vec();
         let mut hits = vec![0; state.fleet.slots()];
         let mut moves = Vec::new();
+        let caches = state.caches.read();
         for (ticket, request) in self.requests.tickets.iter() {
             let placed = &request.open;
             let runs = placed.segment.instance == id
@@ -108,7 +111,7 @@ impl Router {
             {
                 continue;
             }
-            state.index.match_prefix(&request.chain, &mut hits);
+            caches.gpu().match_prefix(&request.chain, &mut hits);
             let holder = targets.iter().copied().max_by_key(|to| hits[to.index()]);
             let holder = holder.filter(|to| 2 * hits[to.index()] as usize >= request.chain.len().max(1));
             let least = || {
@@ -149,8 +152,9 @@ impl Router {
             Some(fetches) => fetches.cost.seconds(tokens),
             None => config.fixed_seconds + config.seconds_per_token * tokens,
         };
+        let caches = state.caches.read();
         let fleet = Fleet {
-            index: &state.index,
+            index: caches.gpu(),
             generation: &|id| state.fleet.generation(id),
             ready: &ready,
             cache_blocks: &|id| state.instances[id.index()].cache_blocks,

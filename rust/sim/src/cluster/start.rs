@@ -81,7 +81,10 @@ impl<'a> Cluster<'a> {
         if routers.is_empty() {
             return bad("routers", 0, "at least 1");
         }
-        if config.host.is_some() && exact && !routers.iter_mut().all(|router| router.open_tier(Tier::Cpu)) {
+        if config.host.is_some()
+            && exact
+            && !routers.iter_mut().all(|router| router.caches().write().open_tier(Tier::Cpu))
+        {
             return bad("index_bytes", config.router.index_bytes, "more: a quarter is for the host tier");
         }
         let mut engines = Vec::with_capacity(config.profiles.len());

@@ -49,9 +49,7 @@ impl KvIndex {
         let shares = self.shares(byte_bound);
         let (part, of) = self.parts.iter().enumerate().find(|(at, part)| part.bytes() > shares[*at])?;
         let mut copy = Part::new(shares[part], 0);
-        for (instance, book) in of.books.iter().enumerate().filter(|(_, book)| book.open) {
-            copy.add_instance(instance as u32, (book.capacity != u32::MAX).then_some(book.capacity));
-        }
+        of.open().for_each(|(instance, capacity)| copy.add_instance(instance, capacity));
         Some(PartCopy {
             part,
             copy,

@@ -67,6 +67,17 @@ impl KvIndex {
         KvIndex { parts: vec![Part::new(byte_bound, 0)], byte_bound, crowded: false }
     }
 
+    /// Returns an empty index with the same instances and byte bound.
+    pub fn emptied(&self) -> KvIndex {
+        let mut index = KvIndex::new(self.byte_bound);
+        for (at, part) in self.parts.iter().enumerate() {
+            for (number, capacity) in part.open() {
+                index.add_instance(InstanceId((at * PART) as u32 + number), capacity);
+            }
+        }
+        index
+    }
+
     /// Adds an instance, or changes its capacity. `capacity_blocks`: size of its cache, which
     /// bounds the blocks that [`KvIndex::record`] keeps. Returns false if the slot is beyond
     /// [`MAX_INSTANCES`]; nothing is kept for it.

@@ -143,6 +143,12 @@ impl Part {
         self.evict_from(instance, over);
     }
 
+    /// Yields the instances, each with its capacity.
+    pub fn open(&self) -> impl Iterator<Item = (u32, Option<u32>)> {
+        let books = (0..).zip(&self.books).filter(|(_, book)| book.open);
+        books.map(|(number, book)| (number, (book.capacity != u32::MAX).then_some(book.capacity)))
+    }
+
     /// Changes the capacity of an instance without evicting blocks beyond it; [`Part::trim`]
     /// evicts them.
     pub fn set_capacity(&mut self, instance: u32, capacity_blocks: Option<u32>) {

@@ -7,7 +7,7 @@ use crate::kv::groups::{Group, GroupTier};
 use crate::kv::index::Copies;
 use crate::kv::names::Cache;
 use crate::kv::tier::Tier;
-use crate::router::router::Router;
+use crate::router::caches::Caches;
 
 /// Returns the name of a cache's block in the index that holds it.
 pub(super) fn block_in(cache: Cache, hash: u64) -> u64 {
@@ -32,10 +32,10 @@ impl KvFeed {
     ) -> Applied {
         self.ensure_room_for_names();
         let blocks = stored.engine_hashes.len();
-        if let Some(refused) = self.refuses(source, blocks, Router::open_groups) {
+        if let Some(refused) = self.refuses(source, blocks, Caches::open_groups) {
             return refused;
         }
-        match self.take(source).map(|mut router| router.groups_mut().note(source.instance, group, full)) {
+        match self.take(source).map(|mut caches| caches.groups_mut().note(source.instance, group, full)) {
             Ok(true) => {}
             Ok(false) => return Applied { unplaced: blocks, ..Applied::default() },
             Err(why) => return refused(why, blocks),
@@ -103,8 +103,8 @@ impl KvFeed {
             let removed = engines.iter().filter_map(|e| state.names.remove(source.instance, cache, *e));
             state.chain.extend(removed.map(|hash| block_in(cache, hash)));
             match self.take(source) {
-                Ok(mut router) => {
-                    let index = router.groups_mut().index_mut();
+                Ok(mut caches) => {
+                    let index = caches.groups_mut().index_mut();
                     let known = index.map_or(0, |index| index.removed_all(source.instance, &state.chain));
                     applied.done += known;
                     applied.unknown_removed += engines.len() - known;
@@ -120,8 +120,8 @@ impl KvFeed {
 
     /// Notes that the engine has full attention beside its other groups.
     pub fn note_full_attention(&self, source: Source) {
-        if let Ok(mut router) = self.take(source) {
-            router.groups_mut().note_full(source.instance);
+        if let Ok(mut caches) = self.take(source) {
+            caches.groups_mut().note_full(source.instance);
         }
     }
 
@@ -166,8 +166,8 @@ impl KvFeed {
         hash: u64,
     ) -> Result<bool, Refused> {
         let instance = source.instance;
-        let mut router = self.take(source)?;
-        let Some(index) = router.groups_mut().index_mut() else { return Ok(false) };
+        let mut caches = self.take(source)?;
+        let Some(index) = caches.groups_mut().index_mut() else { return Ok(false) };
         let key = block_in(cache, hash);
         let known = state.names.find(instance, cache, engine);
         if known.is_some_and(|known| known != hash || !index.holds(instance, key)) {
@@ -189,9 +189,9 @@ impl KvFeed {
     /// generation.
     pub(super) fn clear_groups(&self, instance: InstanceId, generation: Option<u32>) {
         loop {
-            let mut router = self.router.lock_behind();
-            if generation.is_some_and(|g| !router.fleet().is_current(instance, g))
-                || router
+            let mut caches = self.caches.write_behind();
+            if generation.is_some_and(|g| !caches.is_current(instance, g))
+                || caches
                     .groups_mut()
                     .index_mut()
                     .is_none_or(|index| index.clear_some(instance, PIECE as u32) == 0)

@@ -1,9 +1,9 @@
 //! KV events: applies the engines' block events to the index, in parallel to decisions.
 //!
 //! A feeder (a subscriber's thread, an embedding program) calls the methods of [`KvFeed`]. The feed
-//! hashes blocks and stores their engine names under its own lock. It takes the router only for
-//! index changes of 16 blocks each, so that decisions wait no longer, even for large
-//! events.
+//! hashes blocks and stores their engine names under its own lock. It takes the caches only for
+//! index changes of 16 blocks each, so that decisions wait no longer, even for large events. It
+//! takes the router only where it needs the names of instances.
 mod event;
 mod group;
 mod place;
@@ -12,9 +12,10 @@ mod state;
 pub use event::{Applied, Source, Stored};
 pub use state::KvFeed;
 
+use super::caches::Writing;
 use super::ledger::Report;
 use super::settings::IndexFeed;
-use super::shared::{Held, SharedRouter};
+use super::shared::SharedRouter;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
@@ -39,6 +40,7 @@ impl KvFeed {
     pub fn new(router: SharedRouter, keys: Keys, index_bytes: usize, exact: bool) -> KvFeed {
         let state = State { names: Names::new(0), chain: Vec::new(), epochs: Vec::new() };
         let feed = KvFeed {
+            caches: router.caches().clone(),
             router,
             keys: RwLock::new(keys),
             epoch: AtomicU64::new(0),
@@ -80,9 +82,9 @@ impl KvFeed {
     pub fn epochs_of(&self, sources: &[Source]) -> Vec<Option<u64>> {
         let mut epochs = Vec::with_capacity(sources.len());
         for sources in sources.chunks(PIECE) {
-            let (state, router) = (self.state.lock(), self.router.lock_behind());
+            let (state, caches) = (self.state.lock(), self.caches.read());
             epochs.extend(sources.iter().map(|source| {
-                let current = router.fleet().is_current(source.instance, source.generation);
+                let current = caches.is_current(source.instance, source.generation);
                 current.then(|| state.epoch_of(source.instance))
             }));
         }
@@ -106,13 +108,12 @@ impl KvFeed {
         }
         let mut state = self.state.lock();
         *self.keys.write() = keys;
-        let mut router = self.router.lock_behind();
-        for slot in 0..router.fleet().slots() {
+        let mut caches = self.caches.write();
+        for slot in 0..caches.slots() {
             state.begin_anew(InstanceId(slot as u32), &self.epoch);
         }
-        let bound = router.index().byte_bound();
-        let old = (router.renew_index(bound), router.drop_tiers(), router.groups_mut().take());
-        drop(router);
+        let old = caches.empty();
+        drop(caches);
         drop(old);
     }
 
@@ -128,7 +129,7 @@ impl KvFeed {
 
     /// Returns whether the source's instance is still in the router.
     fn is_current(&self, source: Source) -> bool {
-        self.router.lock_behind().fleet().is_current(source.instance, source.generation)
+        self.caches.read().is_current(source.instance, source.generation)
     }
 
     /// Sets the source of an instance's index entries. A change to events drops approximate
@@ -157,7 +158,7 @@ impl KvFeed {
             IndexFeed::Approximate => {
                 Tier::LOWER.iter().for_each(|tier| self.clear_tier(id, *tier, None));
                 self.clear_groups(id, None);
-                self.router.lock_behind().groups_mut().forget(id);
+                self.caches.write_behind().groups_mut().forget(id);
             }
         }
         Ok(())
@@ -175,7 +176,7 @@ impl KvFeed {
             router.set_cache_blocks(id, blocks)?;
             id
         };
-        while self.router.lock_behind().index_mut().trim(id, PIECE as u32) > 0 {}
+        while self.caches.write_behind().gpu_mut().trim(id, PIECE as u32) > 0 {}
         Ok(())
     }
 
@@ -260,15 +261,15 @@ impl KvFeed {
             let instance = source.instance;
             state.chain.clear();
             state.chain.extend(engines.iter().filter_map(|e| state.names.remove(instance, cache, *e)));
-            let mut router = match self.take(source) {
-                Ok(router) => router,
+            let mut caches = match self.take(source) {
+                Ok(caches) => caches,
                 Err(why) => {
                     applied.refuse(why, engine_hashes.len() - applied.done - applied.unknown_removed);
                     return applied;
                 }
             };
-            router.note_removal(tier, instance);
-            let index = router.index_of_mut(tier);
+            caches.note_removal(tier, instance);
+            let index = caches.index_mut(tier);
             // One of several caches may be full before the others.
             let alone = !state.names.has_others(instance, source.rank);
             let known = index.map_or(0, |index| match alone {
@@ -294,7 +295,7 @@ impl KvFeed {
             caches.into_iter().for_each(|cache| drop(state.names.take(instance, cache)));
             // If events do not feed the instance, its entries are predictions from sent requests
             // and stay.
-            let counts = matches!(self.router.lock_behind().index_feed(instance), IndexFeed::Exact);
+            let counts = matches!(self.caches.read().feed(instance), IndexFeed::Exact);
             if counts {
                 self.clear_index(instance, Some(source.generation));
             }
@@ -306,8 +307,8 @@ impl KvFeed {
             while hashes.peek().is_some() {
                 state.chain.clear();
                 state.chain.extend(hashes.by_ref().take(PIECE));
-                let Ok(mut router) = self.take(source) else { return };
-                let Some(index) = router.index_of_cache(cache) else { break };
+                let Ok(mut caches) = self.take(source) else { return };
+                let Some(index) = caches.index_of(cache) else { break };
                 index.removed_all(instance, &state.chain);
             }
         }
@@ -344,15 +345,15 @@ impl KvFeed {
         (state.names.len(), state.names.bytes())
     }
 
-    /// Locks the router, if the source's instance is still there and fed by events.
-    fn take(&self, source: Source) -> Result<Held<'_>, Refused> {
-        let router = self.router.lock_behind();
+    /// Takes the caches, if the source's instance is still there and fed by events.
+    fn take(&self, source: Source) -> Result<Writing<'_>, Refused> {
+        let caches = self.caches.write_behind();
         let broken = self.router.check().is_err();
-        if broken || !router.fleet().is_current(source.instance, source.generation) {
+        if broken || !caches.is_current(source.instance, source.generation) {
             return Err(Refused::Gone);
         }
-        match router.index_feed(source.instance) {
-            IndexFeed::Exact => Ok(router),
+        match caches.feed(source.instance) {
+            IndexFeed::Exact => Ok(caches),
             IndexFeed::Approximate => Err(Refused::NotExact),
         }
     }
@@ -360,16 +361,16 @@ impl KvFeed {
     /// Removes an instance's blocks from all tiers in pieces, while the instance has this
     /// generation.
     fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
-        self.router.lock_behind().forget_full(instance);
+        self.caches.write_behind().forget_full(instance);
         Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier, generation));
         self.clear_groups(instance, generation);
     }
 
     fn clear_tier(&self, instance: InstanceId, tier: Tier, generation: Option<u32>) {
         loop {
-            let mut router = self.router.lock_behind();
-            if generation.is_some_and(|g| !router.fleet().is_current(instance, g))
-                || router.index_of_mut(tier).is_none_or(|index| index.clear_some(instance, PIECE as u32) == 0)
+            let mut caches = self.caches.write_behind();
+            if generation.is_some_and(|g| !caches.is_current(instance, g))
+                || caches.index_mut(tier).is_none_or(|index| index.clear_some(instance, PIECE as u32) == 0)
             {
                 return;
             }
@@ -396,7 +397,7 @@ impl KvFeed {
     fn reserve_names(&self, state: &mut State) {
         let names = self.index_bytes / NAMES_SHARE;
         if !self.has_names.load(Ordering::Relaxed)
-            && self.router.lock_behind().index_mut().lower_bound(self.index_bytes - names)
+            && self.caches.write_behind().gpu_mut().lower_bound(self.index_bytes - names)
         {
             state.names.set_byte_bound(names);
             self.has_names.store(true, Ordering::Relaxed);

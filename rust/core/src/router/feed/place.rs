@@ -5,15 +5,15 @@ use crate::ids::InstanceId;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tier::Tier;
-use crate::router::router::Router;
+use crate::router::caches::Caches;
 use hashbrown::HashMap;
 use std::sync::atomic::Ordering;
 
-/// Blocks per lock of the router: about 2 µs, or twice as much for blocks that many instances hold.
+/// Blocks per lock of the caches: about 2 µs, or twice as much for blocks that many instances hold.
 pub(super) const PIECE: usize = 16;
 /// Maximum blocks beyond an instance's capacity that are evicted per stored piece.
 const TRIMMED: u32 = 128;
-/// Cells of the index per lock of the router.
+/// Cells of the index per lock of the caches.
 const CELLS: u32 = 1024;
 /// If fewer than this fraction of names belong to evicted blocks, more blocks are evicted.
 const SWEPT_SHARE: f64 = 0.0625;
@@ -30,7 +30,7 @@ struct Named {
 impl KvFeed {
     /// Ensures that a lower tier has an index. Otherwise returns the result for `blocks` blocks.
     pub(super) fn tier_refuses(&self, source: Source, tier: Tier, blocks: usize) -> Option<Applied> {
-        self.refuses(source, blocks, |router| router.open_tier(tier))
+        self.refuses(source, blocks, |caches| caches.open_tier(tier))
     }
 
     /// Calls `open`, which makes another index. If it returns false, the GPUs' index becomes
@@ -39,14 +39,14 @@ impl KvFeed {
         &self,
         source: Source,
         blocks: usize,
-        mut open: impl FnMut(&mut Router) -> bool,
+        mut open: impl FnMut(&mut Caches) -> bool,
     ) -> Option<Applied> {
         let mut applied = Applied::default();
-        let mut opened = self.take(source).map(|mut router| open(&mut router));
+        let mut opened = self.take(source).map(|mut caches| open(&mut caches));
         if matches!(opened, Ok(false)) {
-            let half = self.router.lock_behind().index().byte_bound() / 2;
+            let half = self.caches.read().gpu().byte_bound() / 2;
             if half / 2 >= KvIndex::MIN_BYTES && self.shrink_index(half) {
-                opened = self.take(source).map(|mut router| open(&mut router));
+                opened = self.take(source).map(|mut caches| open(&mut caches));
             }
         }
         match opened {
@@ -58,7 +58,7 @@ impl KvFeed {
     }
 
     /// Reduces the GPUs' index to at most `bytes`, if it uses more, and keeps the recently used
-    /// blocks. Takes about 0.1 µs per block, and the router only for microseconds at a time; for
+    /// blocks. Takes about 0.1 µs per block, and the caches only for microseconds at a time; for
     /// that time, the index takes up to `bytes` more. Returns false if blocks were removed
     /// meanwhile.
     pub(super) fn shrink_index(&self, bytes: usize) -> bool {
@@ -76,8 +76,8 @@ impl KvFeed {
     fn copy_parts(&self, bytes: Option<usize>, fits: impl Fn(&KvIndex) -> bool) -> bool {
         loop {
             let mut copy = {
-                let router = self.router.lock_behind();
-                let index = router.index();
+                let caches = self.caches.read();
+                let index = caches.gpu();
                 if fits(index) {
                     return true;
                 }
@@ -86,13 +86,13 @@ impl KvFeed {
                     None => return false,
                 }
             };
-            while copy.look(self.router.lock_behind().index(), CELLS) {}
+            while copy.look(self.caches.read().gpu(), CELLS) {}
             copy.order();
-            while copy.read(self.router.lock_behind().index()) {
+            while copy.read(self.caches.read().gpu()) {
                 copy.store();
             }
-            // The old part is dropped behind the router's lock.
-            if !self.router.lock_behind().index_mut().replace(&mut copy) {
+            // The old part is dropped without the caches.
+            if !self.caches.write_behind().gpu_mut().replace(&mut copy) {
                 return false;
             }
         }
@@ -100,8 +100,7 @@ impl KvFeed {
 
     /// Returns whether blocks of the instance can be stored after the block in a tier.
     pub(super) fn knows(&self, instance: InstanceId, tier: Tier, hash: u64) -> bool {
-        let router = self.router.lock_behind();
-        router.index_of(tier).is_some_and(|index| index.knows(instance, hash))
+        self.caches.read().index(tier).is_some_and(|index| index.knows(instance, hash))
     }
 
     /// Returns whether another cache of the source's rank, or the tier itself, names all blocks.
@@ -126,8 +125,8 @@ impl KvFeed {
             let chain = state.names.find_in_any(source.instance, cache, *engine);
             // Any index that knows the block knows the block before it.
             let place = chain.and_then(|chain| {
-                let router = self.router.lock_behind();
-                let index = |tier: Tier| router.index_of(tier)?.parent_of(chain);
+                let caches = self.caches.read();
+                let index = |tier: Tier| caches.index(tier)?.parent_of(chain);
                 Some((chain, Tier::MEDIA.iter().find_map(|(_, tier)| index(*tier))?))
             });
             let Some((chain, parent)) = place else {
@@ -180,8 +179,8 @@ impl KvFeed {
         {
             named += 1;
         }
-        let stored = self.take(source).map(|mut router| {
-            let Some(index) = router.index_of_mut(cache.tier) else { return 0 };
+        let stored = self.take(source).map(|mut caches| {
+            let Some(index) = caches.index_mut(cache.tier) else { return 0 };
             let placed = index.store(instance, parent, &chain[..named], Copies::Add);
             trim(index, instance);
             if cache.tier == Tier::Gpu && index.is_crowded() {
@@ -222,8 +221,8 @@ impl KvFeed {
         means: Means,
     ) -> Result<bool, Refused> {
         let instance = source.instance;
-        let mut router = self.take(source)?;
-        let Some(index) = router.index_of_mut(cache.tier) else { return Ok(false) };
+        let mut caches = self.take(source)?;
+        let Some(index) = caches.index_mut(cache.tier) else { return Ok(false) };
         let Some(copies) = state.names.enter_known(index, instance, cache, engine, hash, means) else {
             return Ok(false);
         };
@@ -242,13 +241,13 @@ impl KvFeed {
         let names = state.names.near(instance, cache, engine);
         let mut gone = self.sweep(state, source, cache, engine);
         if (gone as f64) < SWEPT_SHARE * names as f64 {
-            let blocks = self.router.lock_behind().index_of(tier).map_or(0, |index| index.blocks(instance));
+            let blocks = self.caches.read().index(tier).map_or(0, |index| index.blocks(instance));
             let mut left = blocks / EVICTED_SHARE + 1;
             while left > 0 {
                 let most = left.min(PIECE as u32);
-                let mut router = self.router.lock_behind();
-                let evicted = router.index_of_mut(tier).map_or(0, |index| index.evict_from(instance, most));
-                drop(router);
+                let mut caches = self.caches.write_behind();
+                let evicted = caches.index_mut(tier).map_or(0, |index| index.evict_from(instance, most));
+                drop(caches);
                 left = if evicted == 0 { 0 } else { left - most };
             }
             gone += self.sweep(state, source, cache, engine);
@@ -259,8 +258,8 @@ impl KvFeed {
     fn sweep(&self, state: &mut State, source: Source, cache: Cache, engine: u64) -> usize {
         let (mut gone, mut at) = (0, Some(0));
         while let Some(from) = at {
-            let router = self.router.lock_behind();
-            let Some(index) = router.index_of(cache.tier) else { break };
+            let caches = self.caches.read();
+            let Some(index) = caches.index(cache.tier) else { break };
             let of = (source.instance, cache);
             let (went, next) = state.names.sweep(index, of, engine, from, PIECE);
             (gone, at) = (gone + went, next);

@@ -2,6 +2,7 @@
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 use crate::kv::names::Names;
+use crate::router::caches::SharedCaches;
 use crate::router::shared::SharedRouter;
 use parking_lot::{Mutex, RwLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// Applies KV events to a router's index.
 pub struct KvFeed {
     pub(super) router: SharedRouter,
+    pub(super) caches: SharedCaches,
     pub(super) keys: RwLock<Keys>,
     pub(super) epoch: AtomicU64,
     pub(super) index_bytes: usize,

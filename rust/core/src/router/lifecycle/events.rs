@@ -3,6 +3,7 @@ use super::machine::{self, Effect, Place};
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::plan::{Event, Failure, Segment, Usage};
+use crate::router::caches::Prediction;
 use crate::router::ledger::Stage;
 use crate::router::listeners::{Ended, Listener};
 use crate::router::settings::IndexFeed;
@@ -124,9 +125,9 @@ impl Lifecycle<'_> {
         Ok(())
     }
 
-    /// Adds the prompt of a sent segment to the index. This happens after the decision for two
-    /// reasons: many new blocks take tens of microseconds, and an instance that refuses the request
-    /// never holds the blocks.
+    /// Predicts that the instance holds the prompt of a sent segment, or uses its part there. This
+    /// happens after the decision, because an instance that refuses the request never holds the
+    /// blocks.
     fn record_prompt(&mut self, ticket: TicketId) {
         let Ok(state) = self.requests.tickets.get(ticket) else { return };
         let placed = &mut state.open;
@@ -134,20 +135,21 @@ impl Lifecycle<'_> {
             return;
         }
         placed.told = true;
+        self.state.predicted = true;
         if let Some(planned) =
             placed.fetch.filter(|p| self.state.fleet.is_current(p.fetch.holder, p.holder_generation))
         {
             let blocks = f64::from(planned.fetch.to_token) / state.tokens_per_block;
-            self.state.index.touch(planned.fetch.holder, &state.chain, blocks.round() as u32);
+            self.state.caches.predict_use(planned.fetch.holder, &state.chain, blocks.round() as u32, 0);
         }
         match self.state.instances[placed.segment.instance.index()].index_feed {
             IndexFeed::Approximate => {
-                self.state.index.record_hit(placed.segment.instance, &state.chain, placed.hit_blocks);
+                let (id, hit_blocks) = (placed.segment.instance, placed.hit_blocks);
+                self.state.caches.predict(Prediction::Sent { id, hit_blocks }, &state.chain);
             }
             IndexFeed::Exact => {
                 let (instance, blocks) = (placed.segment.instance, placed.hit_blocks);
-                self.state.index.touch(instance, &state.chain, blocks);
-                self.state.tiers.touch(instance, &state.chain, blocks + placed.tier_blocks);
+                self.state.caches.predict_use(instance, &state.chain, blocks, blocks + placed.tier_blocks);
             }
         }
     }

@@ -10,6 +10,7 @@ use crate::kv::tier::Tier;
 use crate::program::{Arrival, Programs, Work};
 use crate::record::DecisionRecord;
 use crate::request::Request;
+use crate::router::caches::Caches;
 use crate::router::context::{Arrived, DecisionContext};
 use crate::router::state::State;
 use crate::router::tickets::{Kept, TicketState};
@@ -236,12 +237,13 @@ fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
 }
 
 /// Passes the capacities of all instances to the programs.
-fn update_capacities(programs: &mut Programs, state: &mut State, tokens_per_block: f64, now: Seconds) {
+fn update_capacities(programs: &mut Programs, state: &State, tokens_per_block: f64, now: Seconds) {
+    let mut caches = state.caches.write();
     for slot in 0..state.fleet.slots() {
         let id = InstanceId(slot as u32);
-        let seen = state.index.take_full(id);
-        state.instances[slot].full.note(seen, now);
-        let capacity = cached_blocks_at_most(state, id).map(|blocks| blocks * tokens_per_block.max(1.0));
+        caches.note_full(id, now);
+        let capacity =
+            cached_blocks_at_most(&caches, state, id).map(|blocks| blocks * tokens_per_block.max(1.0));
         let available = state.fleet.eligible()[slot];
         programs.set_instance(id, capacity, available);
     }
@@ -250,12 +252,11 @@ fn update_capacities(programs: &mut Programs, state: &mut State, tokens_per_bloc
 /// Returns the blocks that an instance's cache holds: as reported, unless its engine removes
 /// blocks at another number; `None`: unknown. A lower tier that reports removals is full, so
 /// the number of its blocks is its capacity; one without has no limit yet.
-fn cached_blocks_at_most(state: &State, id: InstanceId) -> Option<f64> {
-    let instance = &state.instances[id.index()];
-    let gpu = f64::from(instance.full.blocks(instance.cache_blocks)?);
-    match state.tiers.get(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
+fn cached_blocks_at_most(caches: &Caches, state: &State, id: InstanceId) -> Option<f64> {
+    let gpu = f64::from(caches.full(id).blocks(state.instances[id.index()].cache_blocks)?);
+    match caches.index(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
         0 => Some(gpu),
-        blocks if state.tiers.removes(Tier::Cpu, id) => Some(gpu.max(f64::from(blocks))),
+        blocks if caches.removes(Tier::Cpu, id) => Some(gpu.max(f64::from(blocks))),
         _ => None,
     }
 }

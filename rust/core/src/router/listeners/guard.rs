@@ -44,10 +44,10 @@ pub fn tick(guard: &mut Option<Guard>, state: &State, now: Seconds) -> Vec<Guard
 }
 
 fn look(guard: &mut Guard, state: &State, now: Seconds) -> Vec<GuardEvent> {
-    let (index, eligible) = (&state.index, state.fleet.eligible());
+    let (caches, eligible) = (state.caches.read(), state.fleet.eligible());
     guard.tick(now, state.fleet.eligible_count(), |hash, out| {
         let before = out.len();
-        index.holders(hash, out);
+        caches.gpu().holders(hash, out);
         let mut place = before;
         for i in before..out.len() {
             if eligible[out[i].index()] {

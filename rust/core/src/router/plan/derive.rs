@@ -11,18 +11,7 @@ use crate::wide::greater;
 use multiversion::multiversion;
 use std::ops::Range;
 
-/// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
-/// last token, and caches hold whole blocks unless engines keep `partial` last blocks.
-#[inline]
-fn max_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
-    if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
-        return 0.0;
-    }
-    let most = f64::from(request.prompt_tokens - 1);
-    if partial { most } else { (most / request.tokens_per_block).floor() * request.tokens_per_block }
-}
-
-const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks]);
+const BLOCKS: IndicatorSet = IndicatorSet::of(&[Indicator::IndexBlocks, Indicator::CacheFreeTokens]);
 const WINDOWS: IndicatorSet =
     IndicatorSet::of(&[Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens]);
 const FACTS: IndicatorSet =
@@ -122,18 +111,8 @@ impl Kernels for RequestKernels<'_> {
             let [prefill, output] = columns.several_mut(ids, part.clone());
             state.ledger.windows(now, slots.clone(), prefill, output);
         }
-        let blocks_on = |slot: usize| state.index.blocks(InstanceId(slot as u32));
         if reads.intersects(BLOCKS) {
-            let out = &mut columns.get_mut(Indicator::IndexBlocks)[part.clone()];
-            out.iter_mut().zip(slots.clone()).for_each(|(out, slot)| *out = f64::from(blocks_on(slot)));
-        }
-        if reads.contains(Indicator::CacheFreeTokens) {
-            let out = columns.get_mut(Indicator::CacheFreeTokens)[part.clone()].iter_mut();
-            for (out, slot) in out.zip(slots.clone()) {
-                let held = blocks_on(slot);
-                let free = |capacity: u32| f64::from(capacity.saturating_sub(held)) * per_block;
-                *out = state.instances[slot].cache_blocks.map_or(f64::NAN, free);
-            }
+            self.derive_blocks(reads, slots.clone(), part.clone(), columns);
         }
         if reads.contains(Indicator::ReportAgeSeconds) {
             let out = columns.get_mut(Indicator::ReportAgeSeconds)[part.clone()].iter_mut();
@@ -177,6 +156,31 @@ impl RequestKernels<'_> {
         }
     }
 
+    /// Computes the indicators about the blocks in each cache.
+    fn derive_blocks(
+        &self,
+        reads: IndicatorSet,
+        slots: Range<usize>,
+        part: Range<usize>,
+        columns: &mut Columns,
+    ) {
+        let caches = self.state.caches.read();
+        let blocks_on = |slot: usize| caches.gpu().blocks(InstanceId(slot as u32));
+        if reads.contains(Indicator::IndexBlocks) {
+            let out = &mut columns.get_mut(Indicator::IndexBlocks)[part.clone()];
+            out.iter_mut().zip(slots.clone()).for_each(|(out, slot)| *out = f64::from(blocks_on(slot)));
+        }
+        if reads.contains(Indicator::CacheFreeTokens) {
+            let out = columns.get_mut(Indicator::CacheFreeTokens)[part].iter_mut();
+            for (out, slot) in out.zip(slots) {
+                let held = blocks_on(slot);
+                let per_block = self.request.tokens_per_block;
+                let free = |capacity: u32| f64::from(capacity.saturating_sub(held)) * per_block;
+                *out = self.state.instances[slot].cache_blocks.map_or(f64::NAN, free);
+            }
+        }
+    }
+
     /// Computes the indicators about related requests on each instance.
     fn derive_owners(&self, slots: Range<usize>, part: Range<usize>, columns: &mut Columns) {
         let (lora, tenant) = (self.request.lora.unwrap_or(0), self.request.tenant.id);
@@ -209,7 +213,7 @@ impl State {
             handoff,
             now,
             prompt: f64::from(request.prompt_tokens),
-            most: max_hit_tokens(request, self.config.partial_blocks),
+            most: request.max_hit_tokens(self.config.partial_blocks),
             reach,
         }
     }
@@ -268,7 +272,7 @@ impl State {
     /// Returns the prompt tokens saved by `blocks` matched blocks.
     #[inline]
     pub fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
-        let most = max_hit_tokens(request, self.config.partial_blocks);
+        let most = request.max_hit_tokens(self.config.partial_blocks);
         hit(blocks, request.tokens_per_block, most)
     }
 
@@ -280,15 +284,9 @@ impl State {
         (all, if tier == 0 { 0.0 } else { all - self.saved_tokens(request, gpu) })
     }
 
-    /// Returns the maximum number of whole blocks of the prompt that a cache can save.
-    pub fn max_hit_blocks(&self, request: &Request<'_>) -> u32 {
-        let most = max_hit_tokens(request, self.config.partial_blocks);
-        if request.tokens_per_block > 0.0 { (most / request.tokens_per_block) as u32 } else { 0 }
-    }
-
     /// Converts matched blocks to hit tokens, rounded down.
     pub fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
-        let most = max_hit_tokens(request, self.config.partial_blocks);
+        let most = request.max_hit_tokens(self.config.partial_blocks);
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 }

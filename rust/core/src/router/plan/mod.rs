@@ -17,10 +17,10 @@ pub(in crate::router) use tiers::Matched;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
-use crate::kv::tiers::Prompt;
 use crate::plan::{Binding, Cuts, Segment};
 use crate::record::{Next, Nexts};
 use crate::request::Request;
+use crate::router::caches::Hits;
 use crate::router::context::DecisionContext;
 use crate::router::parts::{Chosen, Follow, Rest, Turn};
 use crate::router::state::{Planner, State, View};
@@ -30,14 +30,8 @@ impl State {
     pub fn match_prefix(&self, context: &mut DecisionContext, request: &Request<'_>) {
         context.arrived = None;
         let DecisionContext { hit_blocks, tier_blocks, tiers, tier_scratch, .. } = context;
-        let chain = request.chain;
-        self.index.match_prefix(chain, hit_blocks);
-        let most = if self.groups.is_empty() { u32::MAX } else { self.max_hit_blocks(request) };
-        self.groups.shorten(chain, most, hit_blocks);
-        let prompt = Prompt { chain, max_blocks: most };
-        let counted = self.config.tiers.counted;
-        let out = (tier_blocks, tiers);
-        self.tiers.add_hits(prompt, counted, &self.groups, hit_blocks, tier_scratch, out);
+        let hits = Hits { gpu: hit_blocks, more: tier_blocks, tiers, scratch: tier_scratch };
+        self.caches.read().match_prefix(request, hits);
     }
 
     /// Plans the segments after a first segment on `first`, and its prefix fetch. `failed`: slots

@@ -74,7 +74,7 @@ fn fleet(policy: Box<dyn Policy>, slots: usize, rng: &mut PolicyRng) -> Result<R
         if rng.random_bool(0.6) {
             let held = chain(rng.random_range(0..6), 400);
             let blocks = rng.random_range(0..held.len());
-            router.index_mut().stored(InstanceId(slot as u32), None, &held[..blocks]);
+            router.caches().write().gpu_mut().stored(InstanceId(slot as u32), None, &held[..blocks]);
         }
     }
     let mut now = 0.0;

@@ -1,0 +1,286 @@
+//! The KV indexes of all tiers, the KV cache groups, and the instance of each slot.
+use super::predictions::Predictions;
+use crate::fleet::Member;
+use crate::ids::{InstanceId, Seconds};
+use crate::kv::groups::Groups;
+use crate::kv::index::KvIndex;
+use crate::kv::names::Cache;
+use crate::kv::tier::Tier;
+use crate::kv::tiers::{Prompt, TierUse, Tiers};
+use crate::program::capacity::FullCache;
+use crate::request::Request;
+use crate::router::settings::{IndexFeed, RouterConfig};
+
+/// The instance of a slot, as far as its cache is concerned.
+#[derive(Clone, Copy, Debug, Default)]
+struct Owner {
+    /// Generation of the instance; `None`: the slot is free.
+    generation: Option<u32>,
+    /// Source of its index entries.
+    feed: IndexFeed,
+    /// Blocks in its KV cache when its engine removes blocks.
+    full: FullCache,
+}
+
+/// The engines' caches.
+pub struct Caches {
+    /// KV index of the GPUs' caches.
+    gpu: KvIndex,
+    /// KV indexes of the tiers below the GPU.
+    tiers: Tiers,
+    /// KV cache groups apart from full attention.
+    groups: Groups,
+    /// By slot.
+    owners: Vec<Owner>,
+    /// Lower tiers that count in matches.
+    counted: TierUse,
+    /// Whether engines keep partial last blocks.
+    partial_blocks: bool,
+    /// Buffer for the predictions that are being entered.
+    predictions: Predictions,
+}
+
+/// Lengths of a prompt's prefixes on each instance, found before its decision
+/// ([`SharedCaches::match_prefix`]). Its buffers can be used again.
+#[derive(Debug, Default)]
+pub struct PrefixMatch {
+    /// The caches' version then; `None`: nothing is found.
+    pub(in crate::router) version: Option<u64>,
+    pub(in crate::router) hit_blocks: Vec<u32>,
+    pub(in crate::router) tier_blocks: Vec<u32>,
+    pub(in crate::router) tiers: Vec<Tier>,
+    scratch: Vec<u32>,
+}
+
+/// Lengths of the prefixes that each slot holds of a prompt, as a match writes them.
+pub(in crate::router) struct Hits<'a> {
+    /// Blocks of the prompt's chain that each slot holds on the GPU.
+    pub gpu: &'a mut [u32],
+    /// Blocks behind them that each slot can load from a lower tier; empty if no slot can.
+    pub more: &'a mut Vec<u32>,
+    /// The tier of these blocks, by slot.
+    pub tiers: &'a mut Vec<Tier>,
+    /// Buffer for the blocks of one tier.
+    pub scratch: &'a mut Vec<u32>,
+}
+
+impl Caches {
+    /// Creates the caches of a router without instances.
+    pub(super) fn new(config: &RouterConfig) -> Caches {
+        Caches {
+            gpu: KvIndex::new(config.index_bytes),
+            tiers: Tiers::default(),
+            groups: Groups::default(),
+            owners: Vec::new(),
+            counted: config.tiers.counted,
+            partial_blocks: config.partial_blocks,
+            predictions: Predictions::default(),
+        }
+    }
+
+    /// Makes room for an instance that was added, or removes all data of a removed instance.
+    /// `generation`: of a new instance's slot; `feed`: the source of its index entries.
+    pub(super) fn member(&mut self, member: Member, generation: u32, feed: IndexFeed) {
+        match member {
+            Member::Added { id, cache_blocks } => {
+                if self.owners.len() <= id.index() {
+                    self.owners.resize(id.index() + 1, Owner::default());
+                }
+                let full = FullCache::default();
+                self.owners[id.index()] = Owner { generation: Some(generation), feed, full };
+                self.gpu.add_instance(id, cache_blocks);
+                self.tiers.add_instance(id);
+                self.groups.add_instance(id);
+            }
+            Member::Removed(id) => {
+                self.owners[id.index()].generation = None;
+                self.gpu.remove_instance(id);
+                self.tiers.remove_instance(id);
+                self.groups.remove_instance(id);
+            }
+        }
+    }
+
+    /// Sets which lower tiers count in matches.
+    pub(super) fn set_counted(&mut self, counted: TierUse) {
+        self.counted = counted;
+    }
+
+    /// Enters queued predictions. `take` exchanges them for an empty queue.
+    pub(super) fn enter(&mut self, take: impl FnOnce(&mut Predictions)) {
+        take(&mut self.predictions);
+        self.predictions.enter(&mut self.gpu, &mut self.tiers);
+    }
+
+    /// Returns the number of slots, including free ones.
+    pub(in crate::router) fn slots(&self) -> usize {
+        self.owners.len()
+    }
+
+    /// Returns whether the slot holds the instance of this generation.
+    pub fn is_current(&self, id: InstanceId, generation: u32) -> bool {
+        self.owners.get(id.index()).is_some_and(|owner| owner.generation == Some(generation))
+    }
+
+    /// Returns the source of an instance's index entries.
+    pub(in crate::router) fn feed(&self, id: InstanceId) -> IndexFeed {
+        self.owners.get(id.index()).map_or(IndexFeed::default(), |owner| owner.feed)
+    }
+
+    /// Sets the source of an instance's index entries; existing entries stay.
+    pub(in crate::router) fn set_feed(&mut self, id: InstanceId, feed: IndexFeed) {
+        if let Some(owner) = self.owners.get_mut(id.index()) {
+            owner.feed = feed;
+        }
+    }
+
+    /// Returns the slots with an instance.
+    fn live(&self) -> Vec<InstanceId> {
+        let live = |(slot, owner): (u32, &Owner)| owner.generation.map(|_| InstanceId(slot));
+        (0..).zip(&self.owners).filter_map(live).collect()
+    }
+
+    /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
+    #[inline]
+    pub(in crate::router) fn match_prefix(&self, request: &Request<'_>, hits: Hits<'_>) {
+        let Hits { gpu, more, tiers, scratch } = hits;
+        let chain = request.chain;
+        self.gpu.match_prefix(chain, gpu);
+        let most = match self.groups.is_empty() {
+            true => u32::MAX,
+            false => request.max_hit_blocks(self.partial_blocks),
+        };
+        self.groups.shorten(chain, most, gpu);
+        let prompt = Prompt { chain, max_blocks: most };
+        self.tiers.add_hits(prompt, self.counted, &self.groups, gpu, scratch, (more, tiers));
+    }
+
+    /// Finds the prefixes of a prompt before its decision.
+    pub(super) fn match_request(&self, request: &Request<'_>, found: &mut PrefixMatch) {
+        let PrefixMatch { hit_blocks, tier_blocks, tiers, scratch, .. } = found;
+        hit_blocks.resize(self.owners.len(), 0);
+        self.match_prefix(request, Hits { gpu: hit_blocks, more: tier_blocks, tiers, scratch });
+    }
+
+    /// Returns the KV index of the GPUs' caches.
+    #[inline]
+    pub fn gpu(&self) -> &KvIndex {
+        &self.gpu
+    }
+
+    /// Returns the KV index of the GPUs' caches, for changes.
+    #[inline]
+    pub fn gpu_mut(&mut self) -> &mut KvIndex {
+        &mut self.gpu
+    }
+
+    /// Returns the KV index of a tier, if there is one.
+    pub fn index(&self, tier: Tier) -> Option<&KvIndex> {
+        if tier == Tier::Gpu { Some(&self.gpu) } else { self.tiers.get(tier) }
+    }
+
+    /// Returns the KV index of a tier, for changes.
+    pub fn index_mut(&mut self, tier: Tier) -> Option<&mut KvIndex> {
+        if tier == Tier::Gpu { Some(&mut self.gpu) } else { self.tiers.get_mut(tier) }
+    }
+
+    /// Returns the index that holds the blocks of a cache.
+    pub(in crate::router) fn index_of(&mut self, cache: Cache) -> Option<&mut KvIndex> {
+        match cache.group {
+            None => self.index_mut(cache.tier),
+            Some(_) => self.groups.index_mut(),
+        }
+    }
+
+    /// Returns the KV cache groups of all instances.
+    pub fn groups(&self) -> &Groups {
+        &self.groups
+    }
+
+    /// Returns the KV cache groups of all instances, for changes.
+    pub(in crate::router) fn groups_mut(&mut self) -> &mut Groups {
+        &mut self.groups
+    }
+
+    /// Makes the index of a tier, if there is none. The first lower tier halves the bytes of the
+    /// GPUs' index, and each lower tier gets a quarter. Returns false if the GPUs' index has
+    /// already grown beyond its half, or if a quarter is below [`KvIndex::MIN_BYTES`].
+    pub fn open_tier(&mut self, tier: Tier) -> bool {
+        if self.index(tier).is_some() {
+            return true;
+        }
+        if self.tiers.share == 0 {
+            let bound = self.gpu.byte_bound();
+            if bound / 4 < KvIndex::MIN_BYTES || !self.gpu.lower_bound(bound / 2) {
+                return false;
+            }
+            self.tiers.share = bound / 4;
+        }
+        let live = self.live();
+        self.tiers.open(tier, live.into_iter());
+        true
+    }
+
+    /// Makes the index of KV cache groups, if there is none: it takes half the bytes of the GPUs'
+    /// index. Returns false if the GPUs' index has already grown beyond its half, or if the half is
+    /// below [`KvIndex::MIN_BYTES`].
+    pub(in crate::router) fn open_groups(&mut self) -> bool {
+        if !self.groups.is_empty() {
+            return true;
+        }
+        let half = self.gpu.byte_bound() / 2;
+        if half < KvIndex::MIN_BYTES || !self.gpu.lower_bound(half) {
+            return false;
+        }
+        let live = self.live();
+        self.groups.open(half, live.into_iter());
+        true
+    }
+
+    /// Empties the GPUs' index and drops those of lower tiers and groups. Returns the old ones,
+    /// because dropping them takes time.
+    pub(in crate::router) fn empty(&mut self) -> impl Sized + use<> {
+        let gpu = self.gpu.emptied();
+        (std::mem::replace(&mut self.gpu, gpu), self.tiers.take(), self.groups.take())
+    }
+
+    /// Notes that a tier of the instance reports removals, so that its blocks are no hints.
+    pub fn note_removal(&mut self, tier: Tier, id: InstanceId) {
+        self.tiers.note_removal(tier, id);
+    }
+
+    /// Returns whether a lower tier of the instance has reported a removal.
+    pub(in crate::router) fn removes(&self, tier: Tier, id: InstanceId) -> bool {
+        self.tiers.removes(tier, id)
+    }
+
+    /// Returns the lower tiers of an instance with blocks, each with the number of its blocks and
+    /// whether they are hints: the tier has reported no removal.
+    pub fn tiers_of(&self, id: InstanceId) -> impl Iterator<Item = (Tier, u32, bool)> {
+        Tier::LOWER.into_iter().filter_map(move |tier| {
+            let blocks = self.tiers.get(tier)?.blocks(id);
+            (blocks > 0).then(|| (tier, blocks, !self.tiers.removes(tier, id)))
+        })
+    }
+
+    /// Returns the blocks in an instance's KV cache as its engine's removals show them.
+    pub(in crate::router) fn full(&self, id: InstanceId) -> FullCache {
+        self.owners.get(id.index()).map_or(FullCache::default(), |owner| owner.full)
+    }
+
+    /// Notes the most blocks present at a removal since the last call.
+    pub(in crate::router) fn note_full(&mut self, id: InstanceId, now: Seconds) {
+        let seen = self.gpu.take_full(id);
+        if let Some(owner) = self.owners.get_mut(id.index()) {
+            owner.full.note(seen, now);
+        }
+    }
+
+    /// Forgets the measured size of an instance's cache: its engine may be another one.
+    pub(in crate::router) fn forget_full(&mut self, id: InstanceId) {
+        self.gpu.take_full(id);
+        if let Some(owner) = self.owners.get_mut(id.index()) {
+            owner.full = FullCache::default();
+        }
+    }
+}

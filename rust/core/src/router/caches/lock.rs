@@ -1,0 +1,291 @@
+//! The engines' caches behind a lock of their own.
+//!
+//! Locks are taken in this order, and never in another: the state of a [`KvFeed`], the router, the
+//! caches, the predictions. A thread takes the caches once at a time, and calls nothing that may
+//! wait meanwhile. Builds with debug assertions check both. Matches and events hold the caches for
+//! microseconds; changes of the fleet may hold them longer.
+//!
+//! [`KvFeed`]: crate::router::feed::KvFeed
+use super::content::{Caches, PrefixMatch};
+use super::predictions::{Prediction, Predictions};
+use crate::fleet::Member;
+use crate::ids::InstanceId;
+use crate::kv::tiers::TierUse;
+use crate::request::Request;
+use crate::router::settings::{IndexFeed, RouterConfig};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::cell::Cell;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// Attempts to read busy caches before the thread sleeps: about a microsecond.
+const TRIES: u32 = 64;
+/// Spins for which an event waits while readers wait.
+const PATIENCE: u32 = 64;
+
+thread_local! {
+    /// Whether this thread holds caches; builds without debug assertions do not count.
+    static HELD: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Caches shared by a router and the feeds of its engines' events. A clone refers to the same
+/// caches.
+#[derive(Clone)]
+pub struct SharedCaches {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    caches: RwLock<Caches>,
+    /// Number of readers that wait.
+    waiting: AtomicU32,
+    /// Changes of instances and of settings so far.
+    version: AtomicU64,
+    /// Predictions that the caches do not hold yet.
+    predictions: Mutex<Predictions>,
+    /// Whether there are any.
+    predicted: AtomicBool,
+    /// Whether a thread panicked while it changed the caches or held their router.
+    broken: AtomicBool,
+}
+
+impl SharedCaches {
+    /// Creates the caches of a router without instances.
+    pub(in crate::router) fn new(config: &RouterConfig) -> SharedCaches {
+        SharedCaches {
+            inner: Arc::new(Inner {
+                caches: RwLock::new(Caches::new(config)),
+                waiting: AtomicU32::new(0),
+                version: AtomicU64::new(0),
+                predictions: Mutex::default(),
+                predicted: AtomicBool::new(false),
+                broken: AtomicBool::new(false),
+            }),
+        }
+    }
+
+    /// Waits for the caches and reads them. They hold all predictions made before.
+    #[inline]
+    pub fn read(&self) -> Reading<'_> {
+        if self.inner.predicted.load(Ordering::Acquire) {
+            drop(self.write());
+        }
+        let alone = Alone::new();
+        let caches = self.inner.caches.try_read().unwrap_or_else(|| self.wait());
+        Reading { caches, _alone: alone }
+    }
+
+    #[cold]
+    fn wait(&self) -> RwLockReadGuard<'_, Caches> {
+        self.inner.waiting.fetch_add(1, Ordering::Relaxed);
+        let spun = (0..TRIES).find_map(|_| {
+            std::hint::spin_loop();
+            self.inner.caches.try_read()
+        });
+        let caches = spun.unwrap_or_else(|| self.inner.caches.read());
+        self.inner.waiting.fetch_sub(1, Ordering::Relaxed);
+        caches
+    }
+
+    /// Waits for the caches and takes them for changes.
+    pub fn write(&self) -> Writing<'_> {
+        self.writing(false)
+    }
+
+    /// Takes the caches for an event: waiting readers go first, and go next when they are released.
+    /// An event must hold the caches for microseconds only.
+    pub(in crate::router) fn write_behind(&self) -> Writing<'_> {
+        let waits = || self.inner.waiting.load(Ordering::Relaxed) > 0;
+        if waits() {
+            for _ in 0..PATIENCE {
+                std::hint::spin_loop();
+                if !waits() {
+                    break;
+                }
+            }
+            if waits() {
+                std::thread::yield_now(); // the waiting thread is not scheduled, or sleeps
+            }
+        }
+        self.writing(true)
+    }
+
+    fn writing(&self, fair: bool) -> Writing<'_> {
+        let alone = Alone::new();
+        let caches = self.inner.caches.write();
+        let calm = !std::thread::panicking();
+        let mut writing = Writing { caches: Some(caches), inner: &self.inner, fair, calm, _alone: alone };
+        if self.inner.predicted.load(Ordering::Acquire) {
+            self.inner.enter_predictions(&mut writing);
+        }
+        writing
+    }
+
+    /// Finds the length of a prompt's prefix on each instance before its decision, which then need
+    /// not do it ([`Router::route_matched`]). Takes the caches alone.
+    ///
+    /// [`Router::route_matched`]: crate::router::Router::route_matched
+    pub fn match_prefix(&self, request: &Request<'_>, found: &mut PrefixMatch) {
+        let caches = self.read();
+        found.version = Some(self.version()); // changes only under the lock
+        caches.match_request(request, found);
+    }
+
+    /// Returns the number of changes of instances and settings so far.
+    pub(in crate::router) fn version(&self) -> u64 {
+        self.inner.version.load(Ordering::Relaxed)
+    }
+
+    /// Changes the caches' instances or settings, so that earlier matches no longer count.
+    fn change<T>(&self, with: impl FnOnce(&mut Caches) -> T) -> T {
+        let mut caches = self.write();
+        self.inner.version.fetch_add(1, Ordering::Relaxed);
+        with(&mut caches)
+    }
+
+    /// Calls [`Caches::member`].
+    pub(in crate::router) fn member(&self, member: Member, generation: u32, feed: IndexFeed) {
+        self.change(|caches| caches.member(member, generation, feed));
+    }
+
+    /// Sets which lower tiers count in matches.
+    pub(in crate::router) fn set_counted(&self, counted: TierUse) {
+        self.change(|caches| caches.set_counted(counted));
+    }
+
+    /// Queues a prediction; `chain`: the blocks that it is about. The caches get it before anybody
+    /// reads or changes them.
+    pub(in crate::router) fn predict(&self, prediction: Prediction, chain: &[u64]) {
+        let is_full = {
+            let mut predictions = self.inner.predictions.lock();
+            self.inner.predicted.store(true, Ordering::Release);
+            predictions.push(prediction, chain)
+        };
+        if is_full {
+            self.enter_predictions();
+        }
+    }
+
+    /// Queues that an instance uses the first `gpu` blocks of a chain on its GPU, and the first
+    /// `all` with its lower tiers.
+    pub(in crate::router) fn predict_use(&self, id: InstanceId, chain: &[u64], gpu: u32, all: u32) {
+        let last = |blocks: u32| chain[..chain.len().min(blocks as usize)].last();
+        for (prediction, last) in
+            [(Prediction::Used { id }, last(gpu)), (Prediction::UsedBelow { id }, last(all))]
+        {
+            last.into_iter().for_each(|last| self.predict(prediction, std::slice::from_ref(last)));
+        }
+    }
+
+    /// Enters the queued predictions.
+    pub(in crate::router) fn enter_predictions(&self) {
+        if self.inner.predicted.load(Ordering::Acquire) {
+            drop(self.write());
+        }
+    }
+
+    /// Returns whether a panic left the caches or their router inconsistent.
+    pub(in crate::router) fn is_broken(&self) -> bool {
+        self.inner.broken.load(Ordering::Relaxed)
+    }
+
+    /// Notes that a panic left the router inconsistent.
+    pub(in crate::router) fn set_broken(&self) {
+        self.inner.broken.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Inner {
+    /// Enters the queued predictions. The queue is free meanwhile.
+    #[cold]
+    fn enter_predictions(&self, caches: &mut Caches) {
+        caches.enter(|taken| {
+            let mut predictions = self.predictions.lock();
+            self.predicted.store(false, Ordering::Relaxed);
+            std::mem::swap(&mut *predictions, taken);
+        });
+    }
+}
+
+/// Marks that this thread holds caches, for builds with debug assertions.
+struct Alone;
+
+impl Alone {
+    #[inline]
+    fn new() -> Alone {
+        check_free();
+        if cfg!(debug_assertions) {
+            HELD.set(true);
+        }
+        Alone
+    }
+}
+
+impl Drop for Alone {
+    #[inline]
+    fn drop(&mut self) {
+        if cfg!(debug_assertions) {
+            HELD.set(false);
+        }
+    }
+}
+
+/// Checks that this thread holds no caches: it is about to take these or their router.
+#[inline]
+pub(in crate::router) fn check_free() {
+    if cfg!(debug_assertions) {
+        assert!(!HELD.get() || std::thread::panicking(), "caches are taken last, and once");
+    }
+}
+
+/// The caches, read by this thread. Others may read them, too.
+pub struct Reading<'a> {
+    caches: RwLockReadGuard<'a, Caches>,
+    _alone: Alone,
+}
+
+impl Deref for Reading<'_> {
+    type Target = Caches;
+
+    #[inline]
+    fn deref(&self) -> &Caches {
+        &self.caches
+    }
+}
+
+/// The caches, locked by this thread for changes.
+pub struct Writing<'a> {
+    caches: Option<RwLockWriteGuard<'a, Caches>>,
+    inner: &'a Inner,
+    /// Whether the caches go to a thread that sleeps for them when this guard is dropped.
+    fair: bool,
+    /// Whether the thread was not yet panicking when it locked the caches.
+    calm: bool,
+    _alone: Alone,
+}
+
+impl Deref for Writing<'_> {
+    type Target = Caches;
+
+    fn deref(&self) -> &Caches {
+        self.caches.as_ref().expect("held until dropped")
+    }
+}
+
+impl DerefMut for Writing<'_> {
+    fn deref_mut(&mut self) -> &mut Caches {
+        self.caches.as_mut().expect("held until dropped")
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        if self.calm && std::thread::panicking() {
+            self.inner.broken.store(true, Ordering::Relaxed);
+        }
+        if let Some(caches) = self.caches.take().filter(|_| self.fair) {
+            RwLockWriteGuard::unlock_fair(caches);
+        }
+    }
+}
