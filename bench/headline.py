@@ -1,6 +1,6 @@
-"""Makes the chart and the table of the README from the stored results of Figures 21 to 24.
+"""Makes the charts and the table of the README from the stored results of Figures 21 to 24.
 
-    python bench/headline.py            # writes README.md and docs/images/headline.svg
+    python bench/headline.py            # writes README.md and docs/images/headline_*.svg
     python bench/headline.py --check    # fails if the README differs from the results
 
 `python bench/reproduce/run.py --figure 21` simulates the results again. Their method is described
@@ -24,7 +24,7 @@ from verdicts import Span
 ROOT = Path(__file__).parent.parent
 STUDY = ROOT / "bench/reproduce/results"
 README = ROOT / "README.md"
-CHART = ROOT / "docs/images/headline.svg"
+CHARTS = (ROOT / "docs/images/headline_ttft.svg", ROOT / "docs/images/headline_tpot.svg")
 MARKED = re.compile(r"(<!-- headline -->\n).*?(\n<!-- /headline -->)", re.DOTALL)
 # The policies, by the name of the stored results without its parameters, in the order of the table.
 POLICIES = {
@@ -46,7 +46,6 @@ WORKLOADS = {
     "agent": "agents",
     "coder": "coding",
 }
-CHARTED = ("round_robin", "vllm", "llmd_scorers", "dynamo", "lmetric", "total_delay")
 Means = dict[str, dict[str, tuple[float, float]]]
 
 
@@ -112,20 +111,24 @@ def table(means: Means, seeds: int) -> str:
     return "\n".join(lines)
 
 
-def chart(means: Means) -> Figure:
-    """Mean TTFT of six policies on two workloads."""
-    figure = Figure(figsize=(8, 2.9), layout="constrained")
-    shown = {"conversation": "recorded Kimi chat", "agent": "synthetic agents"}
+def chart(means: Means, metric: int) -> Figure:
+    """The mean TTFT (0) or TPOT (1) of all policies on recorded chat and on agents."""
+    what, unit = (("time to first token", "s"), ("time per output token", "ms"))[metric]
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    shown = {"conversation": "recorded chat", "agent": "agents"}
+    policies = list(reversed(POLICIES))
     for axes, (workload, title) in zip(figure.subplots(1, 2, sharey=True), shown.items(), strict=True):
-        values = [means[workload][policy][0] for policy in reversed(CHARTED)]
-        labels = [POLICIES[policy].partition(":")[0] for policy in reversed(CHARTED)]
-        colors = ["#d9480f" if policy == "total_delay" else "#868e96" for policy in reversed(CHARTED)]
+        values = [means[workload][policy][metric] for policy in policies]
+        labels = [POLICIES[policy].partition(":")[0] for policy in policies]
+        colors = ["#d9480f" if policy == "total_delay" else "#868e96" for policy in policies]
         bars = axes.barh(labels, values, color=colors)
-        axes.bar_label(bars, [f"{value:.2g} s" for value in values], padding=3, color="#495057")
-        axes.set_title(f"Mean time to first token, {title}", fontsize=10, color="#495057")
-        axes.set_xlim(0, max(values) * 1.18)
+        axes.bar_label(
+            bars, [f"{value:.2g} {unit}" for value in values], padding=3, color="#495057", fontsize=8
+        )
+        axes.set_title(f"Mean {what}, {title}", fontsize=9, color="#495057")
+        axes.set_xlim(0, max(values) * 1.2)
         axes.set_xticks([])
-        axes.tick_params(length=0, colors="#495057")
+        axes.tick_params(length=0, colors="#495057", labelsize=8)
         for side in axes.spines.values():
             side.set_visible(False)
     return figure
@@ -151,7 +154,8 @@ def main() -> None:
         return
     README.write_text(new)
     rcParams.update({"svg.hashsalt": "headline", "svg.fonttype": "none", "font.family": "sans-serif"})
-    chart(means).savefig(CHART, metadata={"Date": None}, transparent=True)
+    for metric, file in enumerate(CHARTS):
+        chart(means, metric).savefig(file, metadata={"Date": None}, transparent=True)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,12 @@ def words(path: Path) -> int:
     return sum(any(sign.isalnum() for sign in word) for word in path.read_text().split())
 
 
+def test_the_readme_stays_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(re.findall(r"(?<!!)\[[^\]]*\]\(", text)) <= 20
+
+
 def test_the_products_pages_stay_few_and_short() -> None:
     assert len(PRODUCT) <= 25, [str(path.relative_to(SITE)) for path in PRODUCT]
     assert sum(map(words, PRODUCT)) <= 50_000
