@@ -124,8 +124,14 @@ impl SharedRouter {
         held
     }
 
+    /// Returns whether a decision waits for the router. A long holder should let it go first.
+    pub fn decision_waits(&self) -> bool {
+        self.inner.waiting.load(Ordering::Relaxed) > 0
+    }
+
     /// Takes the router for work behind decisions: waiting decisions go first, and go next when it
-    /// is released. Such work must hold the router for microseconds only.
+    /// is released. Such work must hold the router for microseconds only, or release it if
+    /// [`SharedRouter::decision_waits`].
     pub fn lock_behind(&self) -> Held<'_> {
         check_free();
         let waits = || self.inner.waiting.load(Ordering::Relaxed) > 0;

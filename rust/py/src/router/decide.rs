@@ -14,6 +14,7 @@ use lmetric_core::router::{Decision as CoreDecision, Router as CoreRouter, Ticke
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 /// Estimated nanoseconds of a decision: a fixed part, and a part for each instance and each block
 /// of the prompt. LMETRIC takes 2,000, 2 and 0.7 (`decision_latency` at 256 to 4,096 instances and
@@ -25,9 +26,12 @@ const NS_PER_BLOCK: usize = 1;
 /// Longest decision by that estimate that keeps the interpreter lock. So no policy above keeps it
 /// for more than 20 us. Releasing it takes about 0.1 us.
 const LONG_NS: usize = 10_000;
-/// Time for which a batch holds the router until other calls get their turn. A shorter time hands
-/// the router from thread to thread more often, which costs microseconds each time.
-const HOLD_NS: usize = 20_000;
+/// Longest time for which a batch holds the router if only other batches and events wait for it. A
+/// shorter time hands the router from thread to thread more often, which takes each thread some
+/// 10 us.
+const HOLD: Duration = Duration::from_micros(100);
+/// Requests of a batch that are hashed before the first of them is placed.
+const PIECE: usize = 32;
 /// Buffers that are kept for later requests.
 const CHAINS_KEPT: usize = 16;
 
@@ -225,7 +229,7 @@ impl Router {
     }
 
     /// Places the requests of a batch, in order. `chains`: the chains of [`Router::hash_arrays`];
-    /// other prompts are hashed here, without the router's lock.
+    /// other prompts are hashed here, without the router's lock. Single decisions go first.
     pub fn decide_each(
         &self,
         batch: &[Asked<'_>],
@@ -234,32 +238,36 @@ impl Router {
     ) -> Result<Vec<Outcome>> {
         let mut placed = Vec::with_capacity(batch.len());
         let mut spare = std::mem::take(&mut *self.chains.lock());
+        let mut hashed = 0;
         while placed.len() < batch.len() {
             let from = placed.len();
-            let (mut to, mut held_ns) = (from, 0);
-            while to < batch.len() && held_ns < HOLD_NS {
-                let chain = &mut chains[to];
-                if chain.is_empty() {
-                    *chain = spare.pop().unwrap_or_default();
-                    chain.clear();
-                    batch[to].prompt.hash_detached(chain);
+            if from == hashed {
+                hashed = batch.len().min(from + PIECE);
+                for (asked, chain) in batch[from..hashed].iter().zip(&mut chains[from..hashed]) {
+                    if chain.is_empty() {
+                        *chain = spare.pop().unwrap_or_default();
+                        chain.clear();
+                        asked.prompt.hash_detached(chain);
+                    }
                 }
-                held_ns += self.decision_ns(chain.len());
-                to += 1;
             }
             {
-                let mut router = self.shared.lock_next();
+                let mut router = self.shared.lock_behind();
                 self.shared.check()?;
-                for (asked, chain) in batch[from..to].iter().zip(&mut chains[from..to]) {
+                let begun = Instant::now();
+                for (asked, chain) in batch[from..hashed].iter().zip(&mut chains[from..hashed]) {
                     let now = match now {
                         // Checked by the first decision.
                         Some(now) if !placed.is_empty() => now,
                         _ => self.clock.now(now, &router)?,
                     };
                     placed.push(self.place(&mut router, asked, chain, now));
+                    if self.shared.decision_waits() || begun.elapsed() > HOLD {
+                        break;
+                    }
                 }
             }
-            spare.extend(chains[from..to].iter_mut().map(std::mem::take));
+            spare.extend(chains[from..placed.len()].iter_mut().map(std::mem::take));
         }
         self.keep_chains(spare);
         Ok(placed)
