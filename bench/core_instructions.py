@@ -72,7 +72,7 @@ simulate(prepare(trace, "qwen2.5-14b-a100"), profile="qwen2.5-14b-a100", **{flee
 # Name, function (its name differs between checkouts), calls in one run.
 STAGES = [
     ("hash", r"hash::hash_tokens_after", 1000),
-    ("match", r"KvIndex::match_prefix", 1000),
+    ("match", r"(State>|Caches)::match_prefix", 1000),
     ("score", r"(State|Router)>::choose ", 1000),
     ("commit", r"Router>::commit ", 1000),
 ]
