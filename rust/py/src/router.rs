@@ -30,7 +30,7 @@ use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
-    IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
+    IndexFeed, NamedMove, PrefixMatch, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;
@@ -612,7 +612,7 @@ impl Router {
             asked.prompt.hash(py, chain);
             self.decide(py, chain.len(), |router| {
                 let now = self.clock.now(now, router)?;
-                Ok(self.place(router, &asked, chain, now)?)
+                Ok(self.place(router, &asked, chain, &mut PrefixMatch::default(), now)?)
             })
         })?;
         Ok(self.to_python(placed))

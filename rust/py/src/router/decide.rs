@@ -10,7 +10,9 @@ use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::Segment;
 use lmetric_core::record::Shadow;
 use lmetric_core::request::{Arm, Request as CoreRequest};
-use lmetric_core::router::{Decision as CoreDecision, Router as CoreRouter, Ticket as CoreTicket};
+use lmetric_core::router::{
+    Decision as CoreDecision, PrefixMatch, Router as CoreRouter, Ticket as CoreTicket,
+};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,10 +29,10 @@ const NS_PER_BLOCK: usize = 1;
 /// for more than 20 us. Releasing it takes about 0.1 us.
 const LONG_NS: usize = 10_000;
 /// Longest time for which a batch holds the router if only other batches and events wait for it. A
-/// shorter time hands the router from thread to thread more often, which takes each thread some
-/// 10 us.
+/// shorter time hands the router from thread to thread more often. Each time, the waiting thread
+/// spins and yields before it sleeps, and that is lost processor time.
 const HOLD: Duration = Duration::from_micros(100);
-/// Requests of a batch that are hashed before the first of them is placed.
+/// Requests of a batch that are hashed and matched before the first of them is placed.
 const PIECE: usize = 32;
 /// Buffers that are kept for later requests.
 const CHAINS_KEPT: usize = 16;
@@ -170,19 +172,21 @@ impl Router {
         kept.extend(chains.into_iter().take(room));
     }
 
-    /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer.
+    /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer. `found`: the
+    /// match of its prompt, if there is one.
     pub fn place(
         &self,
         router: &mut CoreRouter,
         asked: &Asked<'_>,
         chain: &mut Vec<u64>,
+        found: &mut PrefixMatch,
         now: f64,
     ) -> Outcome {
         // Last: an error before keeps the arrival for its handle, one after ends it.
         let arrival = asked.arrival.map(Arrival::take).transpose()?;
         let request = CoreRequest { arrival, ..asked.request };
         let long = self.is_long(chain.len());
-        let decision = router.route_taking(&request, chain, asked.id, now)?;
+        let decision = router.route_matched(&request, chain, found, asked.id, now)?;
         let named = |segment: Segment| router.fleet().name(segment.instance).clone();
         let seen =
             if request.shadow { router.record(decision.id).and_then(|r| r.shadow.clone()) } else { None };
@@ -238,7 +242,8 @@ impl Router {
     ) -> Result<Vec<Outcome>> {
         let mut placed = Vec::with_capacity(batch.len());
         let mut spare = std::mem::take(&mut *self.chains.lock());
-        let mut hashed = 0;
+        let mut found: Vec<PrefixMatch> = (0..PIECE).map(|_| PrefixMatch::default()).collect();
+        let (mut hashed, mut matched) = (0, 0);
         while placed.len() < batch.len() {
             let from = placed.len();
             if from == hashed {
@@ -250,18 +255,26 @@ impl Router {
                         asked.prompt.hash_detached(chain);
                     }
                 }
+                // An arrival has been matched when it came.
+                let pieces = batch[from..hashed].iter().zip(&chains[from..hashed]).zip(&mut found);
+                for ((asked, chain), found) in pieces.filter(|((asked, _), _)| asked.arrival.is_none()) {
+                    let request = CoreRequest { chain, ..asked.request };
+                    self.shared.caches().match_prefix(&request, found);
+                }
+                matched = from;
             }
             {
                 let mut router = self.shared.lock_behind();
                 self.shared.check()?;
                 let begun = Instant::now();
-                for (asked, chain) in batch[from..hashed].iter().zip(&mut chains[from..hashed]) {
+                let pieces = batch[from..hashed].iter().zip(&mut chains[from..hashed]);
+                for ((asked, chain), found) in pieces.zip(&mut found[from - matched..]) {
                     let now = match now {
                         // Checked by the first decision.
                         Some(now) if !placed.is_empty() => now,
                         _ => self.clock.now(now, &router)?,
                     };
-                    placed.push(self.place(&mut router, asked, chain, now));
+                    placed.push(self.place(&mut router, asked, chain, found, now));
                     if self.shared.decision_waits() || begun.elapsed() > HOLD {
                         break;
                     }

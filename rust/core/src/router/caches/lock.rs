@@ -127,12 +127,12 @@ impl SharedCaches {
     ///
     /// [`Router::route_matched`]: crate::router::Router::route_matched
     pub fn match_prefix(&self, request: &Request<'_>, found: &mut PrefixMatch) {
-        let caches = self.read();
-        found.version = Some(self.version()); // changes only under the lock
-        caches.match_request(request, found);
+        let version = self.version(); // before: a change in between makes the match invalid
+        self.read().match_request(request, found);
+        found.version = Some(version);
     }
 
-    /// Returns the number of changes of instances and settings so far.
+    /// Returns the number of changes of instances and settings, and of predicted blocks, so far.
     pub(in crate::router) fn version(&self) -> u64 {
         self.inner.version.load(Ordering::Relaxed)
     }
@@ -160,6 +160,9 @@ impl SharedCaches {
         let is_full = {
             let mut predictions = self.inner.predictions.lock();
             self.inner.predicted.store(true, Ordering::Release);
+            if matches!(prediction, Prediction::Sent { .. } | Prediction::Fetched { .. }) {
+                self.inner.version.fetch_add(1, Ordering::Relaxed);
+            }
             predictions.push(prediction, chain)
         };
         if is_full {
