@@ -42,7 +42,17 @@ def _ours(policy: str, *more: str) -> Command:
     def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
         flags = [flag for engine in engines for flag in ("--engine", engine)]
         program = Path(sys.executable).parent / "lmetric-router"
-        return [str(program), "serve", "--port", str(port), "--experimental", "--policy", policy, *flags, *more]
+        return [
+            str(program),
+            "serve",
+            "--port",
+            str(port),
+            "--experimental",
+            "--policy",
+            policy,
+            *flags,
+            *more,
+        ]
 
     return command
 

@@ -212,7 +212,7 @@ impl Board {
         let words = &self.memory.words()[row..row + ROW];
         for _ in 0..TRIES {
             let before = words[0].load(Ordering::Acquire);
-            if before % 2 == 0 {
+            if before.is_multiple_of(2) {
                 let key = words[1].load(Ordering::Relaxed);
                 let numbers =
                     std::array::from_fn(|number| f64::from_bits(words[2 + number].load(Ordering::Relaxed)));

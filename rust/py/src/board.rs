@@ -54,7 +54,7 @@ impl Board {
     fn new(memory: PyBuffer<u8>, writer: usize) -> Result<Board> {
         let usable = memory.is_c_contiguous()
             && !memory.readonly()
-            && memory.buf_ptr().addr() % align_of::<AtomicU64>() == 0;
+            && memory.buf_ptr().addr().is_multiple_of(align_of::<AtomicU64>());
         if !usable {
             return Err(CoreError::BadValue {
                 what: "shared memory of workers".into(),
