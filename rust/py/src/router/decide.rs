@@ -172,8 +172,8 @@ impl Router {
         kept.extend(chains.into_iter().take(room));
     }
 
-    /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer. `found`: the
-    /// match of its prompt, if there is one.
+    /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer. `found`:
+    /// the match of its prompt, if there is one.
     pub fn place(
         &self,
         router: &mut CoreRouter,
