@@ -234,7 +234,6 @@ class Warming:
     def fetched(self) -> tuple[int, int]: ...  # fetches, tokens
 
 @final
-@final
 class Board:
     SIZE: int
     WRITERS: int
@@ -246,6 +245,7 @@ class Board:
     @staticmethod
     def hash(text: str) -> int: ...
 
+@final
 class Router:
     def __new__(
         cls,
