@@ -102,7 +102,7 @@ async def watching(folder: Path, *words: str, form: str = "--log-json") -> Async
     flags = ["--watch", "--port", "0", "--every", "5", "--slo", SLO, form]
     async with command("advise", str(folder), *flags, *words) as w:
         line = await w.logged("capacity advice is served")
-        w.url = orjson.loads(line)["url"] if form == "--log-json" else line.rpartition("url=")[2].strip()
+        w.url = orjson.loads(line)["url"] if form == "--log-json" else line.rpartition("url=")[2].split()[0]
         yield w
 
 

@@ -176,7 +176,7 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
     ("told", "status", "part"),
     [
         (b"{", 400, "Invalid JSON"),
-        (TOLD, 400, "names: Field required"),
+        (TOLD, 400, "names: missing"),
         ({**TOLD, "router": "x" * 65}, 400, "router"),
         ({**TOLD, "names": ["queued"]}, 409, "this version uses coming, queued"),
         # The messages of other versions may have another shape.

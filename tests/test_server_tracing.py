@@ -276,7 +276,7 @@ def test_the_ratio_is_that_of_opentelemetry(trace_id: int, ratio: float) -> None
     ("values", "message"),
     [
         ({"endpoint": "127.0.0.1:4318"}, "http://host:port"),
-        ({"sample_ratio": 2}, "at most 1"),
+        ({"sample_ratio": 2}, "less than or equal to 1"),
         ({"token": "a", "token_file": "b"}, "token_file"),
     ],
 )
