@@ -302,7 +302,9 @@ lmetric_client_connections 2.0
 
 
 def test_a_page_of_all_workers_adds_counts_and_keeps_what_all_see() -> None:
-    merged = merge([PAGE, PAGE.replace('a_total{x="1"}', 'a_total{x="2"}')], ended=[PAGE]).splitlines()
+    merged = merge(
+        [PAGE, PAGE.replace('a_total{x="1"}', 'a_total{x="2"}')], ended=[PAGE], openmetrics=False
+    ).splitlines()
     assert merged == [
         "# HELP a_total Help",
         "# TYPE a_total counter",
@@ -323,7 +325,19 @@ def test_a_page_of_all_workers_adds_counts_and_keeps_what_all_see() -> None:
 
 def test_an_openmetrics_page_keeps_its_end_and_its_exemplars() -> None:
     page = '# TYPE a counter\na_total 3.0 # {id="7"} 1.0\n# EOF\n'
-    assert merge([page, page]) == '# TYPE a counter\na_total 6.0 # {id="7"} 1.0\n# EOF\n'
+    assert merge([page, page], openmetrics=True) == '# TYPE a counter\na_total 6.0 # {id="7"} 1.0\n# EOF\n'
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_pages_in_both_formats_add_up(openmetrics: bool) -> None:
+    """A worker's last page need not have the format of a scrape after its end."""
+    text = "# HELP a_total Help\n# TYPE a_total counter\na_total 3.0\n"
+    other = '# HELP a Help\n# TYPE a counter\na_total 5.0 # {id="7"} 1.0\n# EOF\n'
+    merged = merge([other], [merge([], ["", text], openmetrics=True)], openmetrics=openmetrics)
+    if openmetrics:
+        assert merged == '# HELP a Help\n# TYPE a counter\na_total 8.0 # {id="7"} 1.0\n# EOF\n'
+    else:
+        assert merged == "# HELP a_total Help\n# TYPE a_total counter\na_total 8.0\n"
 
 
 async def test_the_end_of_the_server_is_announced_and_its_streams_finish() -> None:

@@ -23,76 +23,78 @@ SUMMED = frozenset(
         "process_virtual_memory_bytes",
     }
 )
+COUNTS = ("counter", "histogram", "summary")  # kinds that only grow, and always add up
 _EOF = "# EOF"
+_TOTAL = "_total"
 
 
 class Family:
     """The samples of one metric: by name and labels, the value as text and an exemplar."""
 
-    def __init__(self) -> None:
-        self.head: list[str] = []
+    def __init__(self, name: str) -> None:
+        self.name = name  # a counter's without _total
+        self.help = ""
         self.kind = "untyped"
         self.samples: dict[str, tuple[str, str]] = {}
 
+    def add(self, other: Family) -> None:
+        """Adds the samples of another worker."""
+        summed = self.kind in COUNTS or self.name in SUMMED
+        for key, (value, exemplar) in other.samples.items():
+            known = self.samples.get(key)
+            if known is None:
+                self.samples[key] = value, exemplar
+            elif summed and "_created" not in key.partition("{")[0]:
+                self.samples[key] = repr(float(known[0]) + float(value)), known[1] or exemplar
+
+    def lines(self, openmetrics: bool) -> list[str]:
+        """Returns the lines of a page. Only OpenMetrics has exemplars."""
+        name = self.name if openmetrics or self.kind != "counter" else f"{self.name}{_TOTAL}"
+        head = [f"# HELP {name} {self.help}"] if self.help else []
+        samples = self.samples.items()
+        lines = [f"{key} {value}{exemplar * openmetrics}" for key, (value, exemplar) in samples]
+        return [*head, f"# TYPE {name} {self.kind}", *lines]
+
 
 def read(text: str) -> dict[str, Family]:
-    """Reads a page of metrics of this router, in either format."""
+    """Reads a page of metrics of this router, in either format. Keys: names without _total.
+
+    The formats differ in the names of counters.
+    """
     families: dict[str, Family] = {}
-    family = Family()
+    family = Family("")
     for line in text.splitlines():
         if line.startswith("# "):
             if line == _EOF:
                 continue
             _, what, name, rest = line.split(" ", 3)
-            family = families.setdefault(name, Family())
-            family.head.append(line)
+            name = name.removesuffix(_TOTAL)
+            family = families.setdefault(name, Family(name))
             if what == "TYPE":
                 family.kind = rest
+            else:
+                family.help = rest
             continue
-        sample, exemplar = line, ""
-        if " # {" in line:
-            sample, _, exemplar = line.partition(" # {")
-            exemplar = f" # {{{exemplar}"
+        sample, begins, exemplar = line.partition(" # {")
         key, _, value = sample.rpartition(" ")
-        family.samples[key] = value, exemplar
+        family.samples[key] = value, begins + exemplar
     return families
 
 
-def is_summed(name: str, kind: str) -> bool:
-    """Returns whether a page shows the sum of a metric over all workers."""
-    return kind in ("counter", "histogram", "summary") or name in SUMMED
-
-
-def merge(pages: Sequence[str], ended: Sequence[str] = ()) -> str:
+def merge(pages: Sequence[str], ended: Sequence[str] = (), *, openmetrics: bool) -> str:
     """Returns one page from those of all workers, in the order of their numbers.
 
-    ``ended``: the last pages of workers that have ended, whose counts still count: a counter that
-    falls would look like a restart of the server.
+    ``pages``, ``ended``: in either format. ``ended``: the last pages of workers that have ended,
+    whose counts still count: a counter that falls would look like a restart of the server.
     """
     merged: dict[str, Family] = {}
-    for is_live, text in [*((True, page) for page in pages), *((False, page) for page in ended)]:
+    for number, text in enumerate([*pages, *ended]):
         for name, family in read(text).items():
-            counts = family.kind in ("counter", "histogram", "summary")
-            if not is_live and not counts:
+            if number >= len(pages) and family.kind not in COUNTS:
                 continue
-            into = merged.setdefault(name, Family())
-            if not into.head:
-                into.head, into.kind = family.head, family.kind
-            summed = is_summed(name, family.kind)
-            for key, (value, exemplar) in family.samples.items():
-                known = into.samples.get(key)
-                if known is None:
-                    into.samples[key] = value, exemplar
-                elif summed and "_created" not in key.partition("{")[0]:
-                    into.samples[key] = repr(float(known[0]) + float(value)), known[1] or exemplar
-    lines = [
-        line
-        for family in merged.values()
-        for line in [
-            *family.head,
-            *(f"{key} {value}{exemplar}" for key, (value, exemplar) in family.samples.items()),
-        ]
-    ]
-    if pages and pages[0].rstrip().endswith(_EOF):
-        lines.append(_EOF)
-    return "\n".join([*lines, ""])
+            if name in merged:
+                merged[name].add(family)
+            else:
+                merged[name] = family
+    lines = [line for family in merged.values() for line in family.lines(openmetrics)]
+    return "\n".join([*lines, *([_EOF] if openmetrics else []), ""])

@@ -176,7 +176,7 @@ class Supervisor:
         code = await worker.process.wait()
         await worker.channel.close()
         self._board.clear(worker.number)
-        self._ended_page = merge([], [self._ended_page, worker.page]) if worker.page else self._ended_page
+        self._ended_page = merge([], [self._ended_page, worker.page], openmetrics=True)
         self.processes.remove(worker)
         self._numbers.discard(worker.number)
         with contextlib.suppress(OSError):
@@ -249,9 +249,8 @@ class Supervisor:
                     worker.page = await worker.channel.call("metrics", openmetrics)
 
         await asyncio.gather(*map(ask, asked))
-        pages = [worker.page for worker in asked if worker.page]
-        ended = [self._ended_page] if self._ended_page else []
-        return await asyncio.to_thread(merge, pages, ended)
+        pages = [worker.page for worker in asked]
+        return await asyncio.to_thread(merge, pages, [self._ended_page], openmetrics=openmetrics)
 
     async def repeat(self, change: AdminChange) -> list[str]:
         """Makes an administrator's change in all workers that have not made it."""
