@@ -1471,9 +1471,9 @@ class ServerConfig(PoolSettings):
         pools = [self.pool_settings(), *(self.pool_settings(model) for model in self.models)]
         alone = {
             "programs": any(pool.programs is not None for pool in pools),
-            "rebalance": self.rebalances,
-            "fleet_changes": any(pool.fleet_changes is not None for pool in self._pools),
-            "canary": any(pool.canary is not None for pool in self._pools),
+            "rebalance": any(pool.rebalance is not None for pool in pools),
+            "fleet_changes": any(pool.fleet_changes is not None for pool in pools),
+            "canary": any(pool.canary is not None for pool in pools),
             "replicas.urls": bool(self.replicas.urls),
         }
         if used := [name for name, is_used in alone.items() if is_used]:

@@ -435,7 +435,7 @@ async def serve(
         if config.worker_count > 1 and not picks:
             from lmetric.server.supervisor.supervisor import supervise
 
-            return await supervise(config, further, bound, reread)
+            return _exit_code(await supervise(config, further, bound, reread))
         server = Server(config, bound, further, picks=picks)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
@@ -463,7 +463,12 @@ async def serve(
             await server.stop()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 loop.remove_signal_handler(number)
-        return EXIT_INTERRUPTED if caught[:1] == [signal.SIGINT] else EXIT_DONE
+        return _exit_code(caught[0])
+
+
+def _exit_code(number: int) -> int:
+    """Returns the exit code of a process that a signal ended."""
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_DONE
 
 
 def _at(config: ServerConfig, bound: Bound) -> ServerConfig:
@@ -571,6 +576,16 @@ def _log_failure(reload: asyncio.Task[dict[str, Any]]) -> None:
         )
 
 
+def runner() -> asyncio.Runner:
+    """Returns a runner of an event loop: uvloop if it is installed."""
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    return asyncio.Runner(loop_factory=factory)
+
+
 def run_server(
     config: ServerConfig, reread: Callable[[], ServerConfig] | None = None, *, picks: bool = False
 ) -> int:
@@ -581,16 +596,11 @@ def run_server(
     configure_logging(config.log)
     _warn_ignored(config)
     _check_moves(config)
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
     gc.collect()
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with runner() as loop:
         # The objects so far live as long as the process. Without them, a full garbage collection
         # with thousands of connections takes a fraction of the time.
-        return runner.run(serve(config, lambda _: gc.freeze(), reread, picks=picks))
+        return loop.run(serve(config, lambda _: gc.freeze(), reread, picks=picks))
 
 
 def _embedded_flags(config: ServerConfig) -> list[tuple[Role, list[str]]]:

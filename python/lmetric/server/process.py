@@ -8,14 +8,13 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from lmetric._core import LmetricError
 from lmetric.config import ServerConfig
-from lmetric.server.app import Server
+from lmetric.server.app import Server, runner
 from lmetric.server.http.port import Bound
 from lmetric.server.observe.exposition import OPENMETRICS
 from lmetric.server.observe.logs import configure_logging
@@ -117,13 +116,8 @@ class WorkerProcess:
 def main() -> None:
     """Runs the worker, on uvloop if it is installed."""
     end = socket.socket(fileno=int(sys.argv[1]))
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(WorkerProcess(end).run())
+    with runner() as loop:
+        loop.run(WorkerProcess(end).run())
 
 
 if __name__ == "__main__":

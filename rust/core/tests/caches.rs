@@ -84,7 +84,7 @@ fn events(feed: &KvFeed, source: Source, round: u64) {
     }
 }
 
-/// Decides a request of a round, tells the router that it was sent, and ends it. Returns the name
+/// Decides a request of a round, reports that it was sent, and ends it. Returns the name
 /// of its instance.
 fn decide(shared: &SharedRouter, found: &mut PrefixMatch, prompt: u64, allowed: Option<&Allowed>) -> String {
     let mut blocks = chain(prompt);

@@ -12,6 +12,7 @@ import stat
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lmetric.config import UNIX, ServerConfig, is_loopback, unix_path
 
@@ -104,23 +105,33 @@ async def bind(config: ServerConfig) -> Bound:
                 config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             sockets = []
-            for family, kind, protocol, _, address in dict.fromkeys(addresses):
+            for family, _, _, _, address in dict.fromkeys(addresses):
                 try:
-                    each = socket.socket(family, kind, protocol)
+                    each = _bound_socket(family, address)
                 except OSError as error:
                     if error.errno == errno.EAFNOSUPPORT and len(addresses) > 1:
                         continue  # a machine without IPv6
                     raise
-                opened.callback(each.close)
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                each.bind(address)
-                sockets.append(each)
+                sockets.append(opened.enter_context(each))
         except (OSError, OverflowError) as error:
             raise port_error(config.host, config.port, error) from None
         opened.pop_all()
     return Bound(sockets)
+
+
+def _bound_socket(family: int, address: Any, *options: int) -> socket.socket:
+    """Returns a socket bound to an address. ``options``: further ones that are on."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for option in (socket.SO_REUSEADDR, *options):
+            made.setsockopt(socket.SOL_SOCKET, option, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def divide(bound: Bound, workers: int) -> list[list[socket.socket]]:
@@ -145,12 +156,7 @@ def divide(bound: Bound, workers: int) -> list[list[socket.socket]]:
             for _ in range(workers):
                 divided.append([])
                 for family, address in addresses:
-                    made = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                    if family == socket.AF_INET6:
-                        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    made.bind(address)
+                    made = opened.enter_context(_bound_socket(family, address, socket.SO_REUSEPORT))
                     made.listen(BACKLOG)
                     divided[-1].append(made)
         except OSError as error:

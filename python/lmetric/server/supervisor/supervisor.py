@@ -33,7 +33,6 @@ from lmetric.server.worker.worker import MARK, AdminChange, Start, socket_path
 
 log = structlog.get_logger("lmetric.workers")
 
-EXIT_INTERRUPTED = 130
 START_SECONDS = 120.0  # for a worker to check its engines and listen
 METRICS_SECONDS = 5.0
 REPEAT_SECONDS = 30.0
@@ -53,7 +52,8 @@ class Process:
         self.process = process
         self.channel = channel
         self.began = time.monotonic()
-        self.ready = False
+        self.ready = False  # it answers the supervisor
+        self.started = False  # it listens
         self.leaving = False  # the supervisor has asked it to end
         self.page = ""  # its last metrics
 
@@ -137,7 +137,6 @@ class Supervisor:
             config=self.config,
             further=self._further,
             number=number,
-            workers=self._workers,
             place=place,
             sockets=sockets,
             is_shared=self._bound.shared,
@@ -152,16 +151,14 @@ class Supervisor:
             async with asyncio.timeout(START_SECONDS):
                 report: dict[str, Any] = await channel.call("start", start)
         except ChannelClosedError:
-            worker.leaving = True
             raise ConfigError("a worker process ended while it started; its log has the reason") from None
         except TimeoutError:
-            worker.leaving = True
             worker.signal(signal.SIGKILL)
             raise ConfigError(f"a worker process was not ready within {START_SECONDS:.0f} s") from None
         except BaseException:
-            worker.leaving = True
             worker.signal(signal.SIGTERM)
             raise
+        worker.started = True
         return report
 
     async def _catch_up(self, worker: Process) -> None:
@@ -181,7 +178,7 @@ class Supervisor:
         self._numbers.discard(worker.number)
         with contextlib.suppress(OSError):
             os.unlink(socket_path(self._folder.name, worker.number))
-        if worker.leaving or self._ending:
+        if worker.leaving or self._ending or not worker.started:  # whoever starts a worker sees its failure
             return
         why = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
         log.error(
@@ -380,7 +377,7 @@ async def supervise(
     bound: Bound,
     reread: Callable[[], ServerConfig] | None,
 ) -> int:
-    """Serves with several workers until SIGTERM (returns 0) or Ctrl-C (returns 130).
+    """Serves with several workers until SIGTERM or Ctrl-C. Returns the first signal.
 
     SIGHUP reloads the configuration, SIGUSR2 replaces the workers one by one. Raises LmetricError.
     """
@@ -424,4 +421,4 @@ async def supervise(
         await supervisor.close()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             loop.remove_signal_handler(number)
-    return EXIT_INTERRUPTED if caught[:1] == [signal.SIGINT] else 0
+    return caught[0]

@@ -8,7 +8,7 @@ import hmac
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -20,6 +20,8 @@ from lmetric.server.fleet.periodic import periodic
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
 
+# Fields of a client's request that the other workers get with it.
+FORWARDED = ("host", "authorization", "content-type", "x-api-key", "origin")
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 MOST_NAMES = 4096  # models that the shared memory numbers
 PUBLISH_SECONDS = 0.05  # time between two writes of the load that changes without a request
@@ -41,7 +43,6 @@ class Start(NamedTuple):
     Attributes:
         further: engines of ``config`` that no configuration file names.
         number: the worker's area of the shared memory.
-        workers: number of workers.
         place: which of the workers it is.
         sockets: by place, descriptors of the listening sockets.
         is_shared: whether systemd has the sockets, too.
@@ -53,7 +54,6 @@ class Start(NamedTuple):
     config: ServerConfig
     further: Sequence[EngineConfig]
     number: int
-    workers: int
     place: int
     sockets: Sequence[Sequence[int]]
     is_shared: bool
@@ -76,7 +76,6 @@ class Worker:
 
     def __init__(self, start: Start, channel: Channel) -> None:
         self.number = start.number
-        self.workers = start.workers
         self.secret = start.secret
         self.path = socket_path(start.folder, start.number)
         self.board: Board = memory.board(start.memory, start.number)
@@ -157,9 +156,9 @@ class Worker:
         failed: list[str] = await self.channel.call("repeat", change)
         return failed
 
-    async def find(self, target: str, headers: Sequence[tuple[str, str]]) -> bytes | None:
+    async def find(self, target: str, headers: tuple[tuple[str, str], ...]) -> bytes | None:
         """Returns a page as another worker answers it; None: none has it."""
-        page: bytes | None = await self.channel.call("find", (self.number, target, tuple(headers)))
+        page: bytes | None = await self.channel.call("find", (self.number, target, headers))
         return page
 
     async def reload(self) -> dict[str, Any]:
@@ -178,6 +177,11 @@ class Worker:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+
+def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Returns the fields of a request that the other workers get with it."""
+    return tuple((name, headers[name]) for name in FORWARDED if name in headers)
 
 
 def socket_path(folder: str, number: int) -> str:

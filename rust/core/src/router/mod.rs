@@ -24,7 +24,7 @@
 //! | `tickets` | tickets of requests in flight |
 //! | `fetch_cost`, `ledger` | cost of prefix fetches; in-flight ledger of each instance |
 //! | `caches` | the engines' caches: indexes of blocks, behind a lock of their own |
-//! | `settings` | settings of a router |
+//! | `settings`, `patience` | settings of a router; how work behind decisions lets them go first |
 
 mod admission;
 mod caches;
@@ -41,6 +41,7 @@ pub mod ledger;
 pub mod lifecycle;
 mod listeners;
 mod parts;
+mod patience;
 mod plan;
 mod reports;
 mod requests;

@@ -1,6 +1,7 @@
 //! The router behind a lock, and tickets that close themselves.
 use super::caches::{SharedCaches, check_free};
 use super::decision::Decision;
+use super::patience::give_way;
 use super::router::Router;
 use super::tickets::TicketId;
 use crate::error::CoreError;
@@ -12,9 +13,6 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
-
-/// Spins for which work behind decisions waits while decisions wait.
-const PATIENCE: u32 = 64;
 
 thread_local! {
     /// Number of routers that this thread holds. The address identifies the thread.
@@ -134,20 +132,7 @@ impl SharedRouter {
     /// [`SharedRouter::decision_waits`].
     pub fn lock_behind(&self) -> Held<'_> {
         check_free();
-        let waits = || self.inner.waiting.load(Ordering::Relaxed) > 0;
-        if waits() {
-            for _ in 0..PATIENCE {
-                std::hint::spin_loop();
-                if !waits() {
-                    break;
-                }
-            }
-            if waits() {
-                // The waiting thread is not scheduled, or sleeps until the holder hands the router
-                // on.
-                std::thread::yield_now();
-            }
-        }
+        give_way(&self.inner.waiting);
         self.held(self.inner.router.lock(), true)
     }
 

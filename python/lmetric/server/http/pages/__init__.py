@@ -15,11 +15,9 @@ from lmetric.server.http.pages import admin, canary, debug, health, peers
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
-from lmetric.server.worker.worker import MARK, AdminChange, Worker
+from lmetric.server.worker.worker import MARK, AdminChange, Worker, forwarded
 
 PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **peers.PAGES})
-# Fields of an administrator's request that the other workers get, too.
-_REPEATED = ("host", "authorization", "content-type", "x-api-key", "origin")
 # Pages whose path ends with a name, by what comes before it.
 _NAMED = {
     path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")
@@ -96,8 +94,8 @@ async def _admin(call: Call) -> web.StreamResponse:
 async def _repeat(call: Call, worker: Worker) -> None:
     """Makes a change in all other workers. Raises ApiError."""
     request = call.request
-    headers = tuple((name, request.headers[name]) for name in _REPEATED if name in request.headers)
-    change = AdminChange(request.method, request.raw_path, (*headers, (MARK, str(worker.number))), call.taken)
+    headers = (*forwarded(request.headers), (MARK, str(worker.number)))
+    change = AdminChange(request.method, call.target, headers, call.taken)
     if failed := await worker.repeat(change):
         told = "; ".join(failed)
         raise ApiError(502, f"not all workers have made the change; send it again: {told}", code="workers")

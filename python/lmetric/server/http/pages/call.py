@@ -39,6 +39,11 @@ class Call(Struct, eq=False, gc=False):
     name: str = ""
     taken: bytes = b""  # the body, once it is read
 
+    @property
+    def target(self) -> str:
+        """Path and query, as the client spells them."""
+        return f"{self.path}?{self.query}" if self.query else self.path
+
     async def body(self, limit: int = PAGE_BODY_BYTES) -> bytes:
         """Reads the body of at most ``limit`` bytes. Raises ApiError."""
         self.taken = await self.front.bodies.read(self.request, limit)

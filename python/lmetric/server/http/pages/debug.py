@@ -28,7 +28,7 @@ from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
 from lmetric.server.observe.live_view import event_shown
-from lmetric.server.worker.worker import MARK
+from lmetric.server.worker.worker import MARK, forwarded
 from lmetric.timeline import timeline
 from lmetric.why import because
 
@@ -145,8 +145,7 @@ async def _decision(call: Call) -> web.Response:
     except ApiError as error:
         if error.status != 404 or worker is None or worker.is_repeated(headers.get(MARK)):
             raise
-        given = [(name, headers[name]) for name in ("host", "authorization", "x-api-key") if name in headers]
-        if (found := await worker.find(call.request.raw_path, given)) is None:
+        if (found := await worker.find(call.target, forwarded(headers))) is None:
             raise
         return json(found)
 

@@ -12,6 +12,7 @@ use crate::fleet::Member;
 use crate::ids::InstanceId;
 use crate::kv::tiers::TierUse;
 use crate::request::Request;
+use crate::router::patience::give_way;
 use crate::router::settings::{IndexFeed, RouterConfig};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::cell::Cell;
@@ -21,8 +22,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Attempts to read busy caches before the thread sleeps: about a microsecond.
 const TRIES: u32 = 64;
-/// Spins for which an event waits while readers wait.
-const PATIENCE: u32 = 64;
 
 thread_local! {
     /// Whether this thread holds caches; builds without debug assertions do not count.
@@ -96,18 +95,7 @@ impl SharedCaches {
     /// Takes the caches for an event: waiting readers go first, and go next when they are released.
     /// An event must hold the caches for microseconds only.
     pub(in crate::router) fn write_behind(&self) -> Writing<'_> {
-        let waits = || self.inner.waiting.load(Ordering::Relaxed) > 0;
-        if waits() {
-            for _ in 0..PATIENCE {
-                std::hint::spin_loop();
-                if !waits() {
-                    break;
-                }
-            }
-            if waits() {
-                std::thread::yield_now(); // the waiting thread is not scheduled, or sleeps
-            }
-        }
+        give_way(&self.inner.waiting);
         self.writing(true)
     }
 
