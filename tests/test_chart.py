@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -51,6 +52,17 @@ def test_the_objects_fit_the_schemas_of_kubernetes(version: str, tmp_path: Path)
     assert done.returncode == 0, done.stdout + done.stderr
     valid, skipped = map(int, re.findall(r"(?:Valid|Skipped): (\d+)", done.stdout))
     assert (valid > 50, skipped) == (True, 0), done.stdout
+
+
+def test_the_packed_chart_is_the_chart(tmp_path: Path) -> None:
+    packed = []
+    for name in ("first", "second"):
+        environment = {**os.environ, "OUT": str(tmp_path / name)}
+        subprocess.run([ROOT / "scripts" / "chart"], env=environment, check=True, capture_output=True)
+        (file,) = (tmp_path / name).glob("lmetric-router-*.tgz")
+        packed.append(file)
+    assert packed[0].read_bytes() == packed[1].read_bytes()
+    assert chart.rendered("full-values", chart=packed[0]) == chart.rendered("full-values")
 
 
 @each_variant

@@ -336,8 +336,8 @@ def test_the_image_holds_the_runtime_lock_and_a_wheel_only() -> None:
     context = (ROOT / ".dockerignore").read_text().split()
     assert context == ["*", *(f"!{path}" for path in (*locks, "deploy/make_rootfs", "dist/*.whl"))]
     assert re.findall(r"^RUN deploy/make_rootfs (.*)$", text, re.MULTILINE) == [
-        '"$TARGETARCH" target/*.whl /rootfs requirements-tokenizer.lock',
-        '"$TARGETARCH" target/*.whl /rootfs',
+        '/rootfs "$TARGETARCH" target/*.whl requirements-tokenizer.lock',
+        '/rootfs "$TARGETARCH" target/*.whl',
     ]
     make = (DEPLOY / "make_rootfs").read_text()
     steps = re.findall(r'^"\$\{pip\[@\]\}" (.*)$', make, re.MULTILINE)

@@ -44,6 +44,16 @@ def test_every_dependency_is_locked_with_hashes_and_names_no_registry() -> None:
     assert "://" not in lock
 
 
+def test_the_users_packages_are_among_the_developers() -> None:
+    """So that an environment for tests also serves a user, and both try the same versions."""
+    users, developers = (
+        set(re.findall(r"^([a-z0-9.-]+==[^ ;]+)", (ROOT / name).read_text(), re.MULTILINE))
+        for name in ("requirements-user.lock", "requirements.lock")
+    )
+    assert len(users) > 40
+    assert users <= developers
+
+
 def test_the_oldest_rust_is_the_same_everywhere() -> None:
     oldest = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
     assert f"Rust {oldest}" in (ROOT / "README.md").read_text()
