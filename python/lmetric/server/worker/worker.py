@@ -24,7 +24,9 @@ from lmetric.server.worker.channel import Channel, ChannelClosedError
 FORWARDED = ("host", "authorization", "content-type", "x-api-key", "origin")
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 MOST_NAMES = 4096  # models that the shared memory numbers
-PUBLISH_SECONDS = 0.05  # time between two writes of the load that changes without a request
+# Time between two writes of the load that changes without a request, with and without running requests. An
+# idle process pays 0.2 ms of CPU time each time it wakes.
+PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.5
 
 log = structlog.get_logger("lmetric.workers")
 
@@ -113,7 +115,11 @@ class Worker:
         more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         self._own = await loop.create_unix_server(protocol, self.path, **more)
         await self.channel.call("catch_up", self.number)
-        self._task = periodic("workers' load", PUBLISH_SECONDS, self._publish)
+        self._task = periodic("workers' load", self._pause, self._publish)
+
+    def _pause(self) -> float:
+        is_idle = not any(model.router.in_flight() for model in self._models)
+        return IDLE_SECONDS if is_idle else PUBLISH_SECONDS
 
     async def _publish(self) -> None:
         published = [model.router.publish_load() for model in self._models]
