@@ -283,8 +283,11 @@ def test_the_table_fits_the_width_that_there_is(dead: str, columns: str | None) 
 async def test_the_exit_code_is_explained(dead: str) -> None:
     """UX C10: `doctor` exited with 1, with all checks green, without naming `exact` as required."""
 
+    first: list[str] = []
+
     def shown(*arguments: str) -> tuple[int, str]:
-        done = CliRunner().invoke(build(["doctor"]), ["doctor", *arguments])
+        done = CliRunner().invoke(build(["doctor"]), ["doctor", *arguments], env={"COLUMNS": "200"})
+        first[:] = done.stdout.splitlines()[:4]
         return done.exit_code, done.stderr
 
     host = dead.removeprefix("http://")
@@ -293,6 +296,11 @@ async def test_the_exit_code_is_explained(dead: str) -> None:
         code, said = await asyncio.to_thread(shown, *engines.urls, dead)
         names = ", ".join(url.removeprefix("http://") for url in engines.urls)
         assert code == 1
+        # The report leads with what works now.
+        assert first[0] == f"usable now: approximate ({names})"
+        assert first[1].startswith("  for exact: add --kv-events-endpoint 'tcp://*:5557'")
+        assert first[2] == f"not usable ({host})"
+        assert first[3].startswith("  cause: reachable: no connection: Connect")
         missing = "exact required, missing: kv_events, block_hashes (or pass --require approximate)"
         assert f"\n{names}: good for approximate; {missing}\n" in said
         assert f"\n{host}: good for nothing; exact required, missing: reachable, model, role," in said

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lmetric.doctor import Examination, Level, Target, Verdict
 
 _MARKS = {"pass": "pass", "fail": "FAIL", "not offered": "–"}
+_NAMED = 4  # most engines named in a line of the summary
+_START = "start the engine with "
 
 
 def command(
@@ -127,6 +131,8 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
     from lmetric.doctor import CHECKS
 
     console = stdout()
+    for line in _summary(found, console.width):
+        console.print(line, soft_wrap=True)
     for group in _side_by_side(found, console.width):
         rows = table(["check", *(examination.engine for examination in group)], [])
         for name in CHECKS:
@@ -145,6 +151,37 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
         for verdict in shown:
             wanted = verdict.check in examination.wanting(level)
             console.print(_told(verdict, wanted, console.width), soft_wrap=True)
+
+
+def _summary(found: list[Examination], width: int) -> Iterator[str]:
+    """Yields the level that engines reach, and the fixes for the best level."""
+    from lmetric.cli.show import wrapped
+    from lmetric.doctor import Level
+
+    groups: dict[tuple[Level | None, tuple[str, ...]], list[str]] = {}
+    for examination in found:
+        groups.setdefault((examination.level, _steps(examination)), []).append(examination.engine)
+    for (level, steps), names in groups.items():
+        named = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+        now = "load only" if level is Level.LOAD else level
+        yield wrapped(f"usable now: {now} ({named})" if level else f"not usable ({named})", width)
+        for step in steps:
+            yield wrapped(step, width, head="  for exact: " if level else "  cause: ")
+
+
+def _steps(examination: Examination) -> tuple[str, ...]:
+    """The fixes for the best level, or the cause why an engine is not usable."""
+    from lmetric.doctor import Level
+
+    wanting = examination.wanting(Level.EXACT if examination.level else Level.LOAD)
+    verdicts = [each for name in wanting if (each := examination.verdicts.get(name))]
+    if examination.level is None:
+        return tuple(f"{each.check}: {each.seen}" for each in verdicts[:1])
+    steps = []
+    for verdict in verdicts:
+        fix = (verdict.remedy or "").removeprefix(_START)
+        steps.append(f"add {fix}" if fix.startswith("--") else fix or f"{verdict.check}: {verdict.seen}")
+    return tuple(dict.fromkeys(steps))
 
 
 def _side_by_side(found: list[Examination], width: int) -> list[list[Examination]]:
