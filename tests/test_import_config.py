@@ -189,6 +189,11 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["proxy_set_header"],
     ),
     "nginx_weights.conf": ("nginx", {"policy": "round_robin"}, ["weight=5", "192.0.0.1 backup"]),
+    "kubernetes_service.yaml": (
+        "kubernetes",
+        {"policy": "round_robin", "discovery": pods("app=mistral-7b", namespace="default")},
+        [],
+    ),
     "nginx_ip_hash.conf": ("nginx", {"policy": "session_affinity"}, ["ip_hash"]),
 }
 
@@ -260,6 +265,12 @@ def test_arguments_without_a_program_need_their_kind(tmp_path: Path) -> None:
             "schedulingProfiles: [{name: d, plugins: [{pluginRef: q}]}]",
             "pluginRef = 'q': expected a plugin",
         ),
+        (
+            "kind: Service\nmetadata: {name: a}\nspec: {}",
+            "Service a: spec.selector = None: expected the labels",
+        ),
+        ("kind: Service\nspec: {selector: {a: b}}", "spec.ports = None: expected the port of the engines"),
+        ("kind: Service\n---\nkind: Service", "2 Services; expected one"),
         ("upstream a {\n server b;\n", ':2: unexpected end of file, expecting "}"'),
         ("upstream a {\n server b fail_timeout=soon;\n}", "fail_timeout = 'soon': expected a time"),
     ],

@@ -20,8 +20,8 @@ def command(
         typer.Option(
             "--from",
             metavar="KIND",
-            help="The other router: sglang-router, smg, vllm-router, production-stack, llm-d, litellm or "
-            "nginx.",
+            help="The other router: sglang-router, smg, vllm-router, production-stack, llm-d, litellm, "
+            "nginx or kubernetes.",
             show_default="found out from the file",
         ),
     ] = None,

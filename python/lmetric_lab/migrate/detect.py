@@ -12,19 +12,29 @@ from pydantic import ValidationError
 
 from lmetric.config import ConfigError, ServerConfig, explain, reading
 from lmetric.config.files import BoundedLoader, TooLarge
-from lmetric_lab.migrate import epp, litellm, nginx, production_stack, smg
+from lmetric_lab.migrate import epp, litellm, nginx, production_stack, service, smg
 from lmetric_lab.migrate.commands import Command, commands
 from lmetric_lab.migrate.draft import Draft
 
 MAX_BYTES = 1 << 20  # of a file; Kubernetes stores smaller objects, too
 MAX_TEXTS = 2  # depth of YAML texts inside YAML: a ConfigMap in Helm values
 
-KINDS = ("sglang-router", "smg", "vllm-router", "production-stack", "llm-d", "litellm", "nginx")
+KINDS = (
+    "sglang-router",
+    "smg",
+    "vllm-router",
+    "production-stack",
+    "llm-d",
+    "litellm",
+    "nginx",
+    "kubernetes",
+)
 
 _EXPECTED = (
     "expected one of: the command line of sglang-router, smg or vllm-router (a script, or a Kubernetes "
     "manifest with args); values of production-stack's Helm chart (routerSpec); an EndpointPickerConfig "
-    "of llm-d; a LiteLLM config (model_list); an nginx configuration with an upstream. Name the kind "
+    "of llm-d; a LiteLLM config (model_list); an nginx configuration with an upstream; a Kubernetes "
+    "Service. Name the kind "
     f"with --from: {', '.join(KINDS)}"
 )
 
@@ -78,7 +88,16 @@ def _translate(file: Path, text: str, kind: str | None) -> Draft:
                 draft = Draft(str(file), each)
                 translate(draft, chosen[0], documents)
                 return draft
-    return _from_command(file, kind, commands(text, documents))
+    found = commands(text, documents)
+    services = [each for each in mappings if each.get("kind") == service.KIND]
+    # A manifest of a router has a Service, too: its command says more.
+    if services and (kind == "kubernetes" or (kind is None and not any(each.kind for each in found))):
+        if len(services) > 1:
+            raise ConfigError(f"{file}: {len(services)} Services; expected one: the one of the engines")
+        draft = Draft(str(file), "kubernetes")
+        service.translate(draft, services[0])
+        return draft
+    return _from_command(file, kind, found)
 
 
 _MAPPINGS: tuple[tuple[str, set[str], Callable[[Draft, dict[str, Any], list[Any]], None]], ...] = (
@@ -90,7 +109,7 @@ _MAPPINGS: tuple[tuple[str, set[str], Callable[[Draft, dict[str, Any], list[Any]
 
 
 def _from_command(file: Path, kind: str | None, found: list[Command]) -> Draft:
-    if kind in ("llm-d", "litellm"):
+    if kind in ("llm-d", "litellm", "kubernetes"):
         raise ConfigError(f"{file}: not a {kind} file; {_EXPECTED}")
     if kind is not None:  # a manifest can have other containers, and a script other commands
         found = [each for each in found if each.kind in (None, kind)] or found
