@@ -240,8 +240,17 @@ def test_administration_needs_a_token_where_others_can_reach_it(tmp_path: Path) 
     assert (config.admin.enabled, config.admin.token.get_secret_value()) == (True, "x")
     with pytest.raises(ConfigError, match="protect_metrics needs a token"):
         load({"admin.protect_metrics": True})
-    with pytest.raises(ConfigError, match="set one of token and token_file, not both"):
-        load({"admin.token": "x", "admin.token_file": keys})
+    with pytest.raises(ConfigError, match="set one of token and token_file, not both") as refused:
+        load({"admin.token": "hunter2", "admin.token_file": keys})
+    assert "hunter2" not in str(refused.value)
+    # The environment overrides the file, also in the other form.
+    file = tmp_path / "router.yaml"
+    file.write_text(f"admin: {{enabled: true, token_file: {keys}}}\n")
+    config = load_config(file, {}, {"LMETRIC__ADMIN__TOKEN": "x"})
+    assert (config.admin.token.get_secret_value(), config.admin.token_file) == ("x", None)
+    file.write_text("admin: {enabled: true, token: x}\n")
+    config = load_config(file, {}, {"LMETRIC__ADMIN__TOKEN_FILE": str(keys)})
+    assert (config.admin.token, str(config.admin.token_file)) == (None, str(keys))
     with pytest.raises(
         ConfigError, match=r"admin\.allowed_engines\[0\] = '10.0.0.0/33': expected an IP address"
     ):

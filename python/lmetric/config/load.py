@@ -16,7 +16,7 @@ from lmetric import options
 from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
 from lmetric.config.kinds import Strict
-from lmetric.config.problems import explain, place_of
+from lmetric.config.problems import SECRETS, explain, place_of
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.config.tuning import KEY as TUNING
 from lmetric.config.tuning import fold_schema, folded, unfolded
@@ -59,6 +59,8 @@ def load_config(
     ignored = []
 
     def take(source: str, values: Mapping[str, Any]) -> None:
+        if source != str(file):
+            _drop_replaced(merged, values, origin, str(file))
         _merge(merged, values, origin, source)
 
     lines: Lines = {}
@@ -281,6 +283,24 @@ def _mapping_of(key: str, value: Any, source: str) -> Any:
         return options.as_mapping(key, value)
     except LmetricError as error:
         raise ConfigError(f"{source}: {key}: {error}") from None
+
+
+def _drop_replaced(
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    origin: dict[tuple[str, ...], str],
+    file: str,
+    path: tuple[str, ...] = (),
+) -> None:
+    """Removes the file's `token_file` if a later source sets `token`, and the reverse."""
+    for key, value in new.items():
+        if isinstance(value, Mapping):
+            if isinstance(into.get(key), dict):
+                _drop_replaced(into[key], value, origin, file, (*path, key))
+            continue
+        other = key.removesuffix("_file") if key.endswith("_file") else f"{key}_file"
+        if key.removesuffix("_file") in SECRETS and origin.get((*path, other)) == file:
+            del into[other], origin[*path, other]
 
 
 def _merge(

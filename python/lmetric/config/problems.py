@@ -16,6 +16,7 @@ from lmetric.validation import expected
 
 # Secret keys: messages do not show their values.
 SECRETS = frozenset({"api_key", "token", "salt_secret"})
+MASK = "**********"
 
 
 def explain(
@@ -57,7 +58,7 @@ def explain(
         elif not loc:
             head = ""
         else:
-            shown = "'**********'" if loc[-1] in SECRETS else "null" if value is None else repr(value)
+            shown = "null" if value is None else repr(_masked(value, loc[-1]))
             head = f"{place}{path} = {shown}: "
         if message not in lines_of.setdefault(head, []):
             lines_of[head].append(message)
@@ -67,6 +68,15 @@ def explain(
             yield head + " or ".join(messages)
         else:
             yield from (head + message for message in messages)
+
+
+def _masked(value: Any, key: Any = None) -> Any:
+    """The value, with its secrets masked."""
+    if key in SECRETS and value is not None:
+        return MASK
+    if isinstance(value, Mapping):
+        return {name: _masked(each, name) for name, each in value.items()}
+    return [_masked(each) for each in value] if isinstance(value, list) else value
 
 
 def _mistyped(problems: Sequence[Any]) -> Iterator[tuple[str | int, ...]]:

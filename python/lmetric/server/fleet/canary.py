@@ -187,7 +187,7 @@ class Run:
             if share > LARGEST_GROUP:
                 found.append(
                     f"{share:.0%} of the requests have the same session or prefix, so the arms are not "
-                    "comparable: send session ids, or raise prefix_tokens"
+                    "comparable: send a session ID with each request, in the header x-session-id"
                 )
         return found
 
