@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -125,6 +126,24 @@ def on_pages() -> Objects:
         if block.lstrip().startswith("apiVersion: ")
         for each in yaml.safe_load_all(block)
     ]
+
+
+PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
+
+
+def write_page_values(folder: Path) -> None:
+    """Writes the files of Helm values that the steps of the page show."""
+    for name, text in re.findall(
+        r"^```yaml\n# (\w+\.yaml)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    ):
+        if not (folder / name).exists():  # another section shows other values
+            (folder / name).write_text(text)
+
+
+def page_commands(program: str) -> list[list[str]]:
+    """Returns the arguments of a program's commands on the page, in order."""
+    found = re.findall(rf"^\$ {program} (.*)$", PAGE.read_text(), re.MULTILINE)
+    return [shlex.split(line) for line in found]
 
 
 def router_yaml(found: Objects) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from epp_world import exchange, picking, request_head
 from kube_world import Cluster, cluster
 from lmetric.config import DiscoverySource
 from lmetric.server.discovery import follow, inference_pool, kubernetes
+from lmetric_lab.embedded import EmbeddedEngines
+from server_world import world
+from test_chart_steps import STOCK, runnable, serves
 from waiting import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -185,6 +190,64 @@ async def test_the_picker_follows_the_pool_of_the_chart(api: Cluster) -> None:
         api.delete("/apis/rbac.authorization.k8s.io/v1/namespaces/fleet/rolebindings/lm-lmetric-router")
         await told.until(lambda: told.problems)
         assert re.search(r"status 403: .*give the router's service account a Role", told.problems[0])
+
+
+@pytest.mark.usefixtures("_fast")
+async def test_the_steps_of_the_page(api: Cluster, tmp_path: Path) -> None:
+    """Helm and the API server carry out the page's commands. After each, a router serves the pods
+    with the chart's configuration and account. Then each step is undone."""
+    home = api.namespace("steps")
+    chart.write_page_values(tmp_path)
+
+    def objects() -> chart.Objects:
+        manifest = _helm(api, "get", "manifest", "lmetric", "--namespace", "steps")
+        return [each for each in yaml.safe_load_all(manifest) if each]
+
+    def policy() -> tuple[str, list[str]]:
+        settings = yaml.safe_load(chart.router_yaml(objects()))
+        return settings["policy"], sorted(settings.keys() & {"shadow", "canary", "tokenizer"})
+
+    async with EmbeddedEngines(options=[STOCK] * 2) as engines:
+        for name, url in zip("ab", engines.urls, strict=True):
+            run_pod(api, home, name, "127.0.0.1", int(url.rpartition(":")[2]))
+        passed = []
+        for verb, release, place, *flags in chart.page_commands("helm"):
+            named = [str(tmp_path / flag) if flag.endswith(".yaml") else flag for flag in flags]
+            _helm(api, verb, release, str(ROOT / place), "--namespace", "steps", *named)
+            admit(api, objects(), "steps")
+            passed.append(policy())
+            settings = yaml.safe_load(chart.router_yaml(objects()))
+            if "tokenizer" not in settings:  # the export needs a Hub
+                settings["discovery"] = [section(api, objects(), "steps")]
+                kubeconfig = settings["discovery"][0]["kubernetes"]["kubeconfig"]
+                async with world(0, **runnable(settings, kubeconfig)) as it:
+                    await serves(it, settings)
+    _helm(api, "rollback", "lmetric", "--namespace", "steps")
+    assert policy() == passed[-2]
+    for revision in range(len(passed) - 2, 0, -1):
+        _helm(api, "rollback", "lmetric", str(revision), "--namespace", "steps")
+        assert policy() == passed[revision - 1]
+    _helm(api, "uninstall", "lmetric", "--namespace", "steps")
+
+
+async def test_the_service_of_the_page_leads_to_the_router_and_back(api: Cluster) -> None:
+    home = api.namespace("service")
+    before = {"app": "vllm"}
+    port = {"name": "http", "port": 80, "targetPort": "http"}
+    api.create(
+        f"{home}/services", {"metadata": {"name": "vllm"}, "spec": {"selector": before, "ports": [port]}}
+    )
+    there, back = [
+        json.loads(words[-1]) for words in chart.page_commands("kubectl") if words[:2] == ["patch", "service"]
+    ]
+    api.patch(f"{home}/services/vllm", there)
+    selector = api.get(f"{home}/services/vllm")["spec"]["selector"]
+    _helm(api, "install", "lmetric", str(chart.CHART), "--namespace", "service")
+    manifest = _helm(api, "get", "manifest", "lmetric", "--namespace", "service")
+    found = [each for each in yaml.safe_load_all(manifest) if each]
+    assert selector == chart.only(found, "Deployment")["spec"]["selector"]["matchLabels"]
+    api.patch(f"{home}/services/vllm", back)
+    assert api.get(f"{home}/services/vllm")["spec"]["selector"] == before
 
 
 @pytest.mark.usefixtures("_fast")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -22,9 +23,9 @@ from lmetric_lab.sim.synthetic import check_synthetic
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "RELEASING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"),
-     *ROOT.glob("examples/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("fuzz/*.md"),
-     *ROOT.glob("python/**/*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md",
+     *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"), *ROOT.glob("examples/*.md"),
+     *ROOT.glob("bench/*.md"), *ROOT.glob("fuzz/*.md"), *ROOT.glob("python/**/*.md")]
 )  # fmt: skip
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 GROUP = typer.main.get_command(build_all())
@@ -34,21 +35,33 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def commands(path: Path) -> Iterator[str]:
-    """Command lines of a page, in order: lines of `sh` blocks, prompts of `console` blocks."""
+def steps(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Command lines of a page, in order, with the output that the page shows.
+
+    Commands are the lines of `sh` blocks, and the prompts of `console` blocks.
+    """
     fences = re.compile(r"^( *)```(console|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
     for _, language, block in fences.findall(path.read_text()):
+        found: list[tuple[str, list[str]]] = []
         for line in textwrap.dedent(block).replace("\\\n", " ").splitlines():
             if language == "sh" and line:
-                yield line
+                found.append((line, []))
             elif line.startswith("$ "):
-                yield line[2:]
+                found.append((line[2:], []))
+            elif language == "console" and found and line:
+                found[-1][1].append(line)
+        yield from found
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Command lines of a page, in order."""
+    yield from (line for line, _ in steps(path))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_shown_commands_parse(path: Path) -> None:
     for line in commands(path):
-        program, *words = shlex.split(line)
+        program, *words = itertools.takewhile(lambda word: word not in (">", ">>", "|"), shlex.split(line))
         if program.startswith("scripts/"):
             assert (ROOT / program).stat().st_mode & 0o100, f"{line}: not executable"
         elif program == "lmetric-router" and not words[0].startswith("-"):

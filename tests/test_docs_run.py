@@ -4,7 +4,7 @@
 by free ones, and engines at addresses such as 10.0.0.1:8000 by emulated engines on this machine.
 A client of an address without a server gets a server there. tests/docs_commands.yaml lists the
 commands that run nightly or never, with the reason. Commands that never run are checked for syntax
-and flags.
+and flags. It also names the pages whose shown outputs are compared: numbers and IDs may differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,17 @@ import pytest
 import yaml
 
 from lmetric_lab.ports import free_ports
-from test_docs import DOCUMENTS, NAMES, ROOT, blocks, commands
+from test_docs import DOCUMENTS, NAMES, ROOT, blocks, commands, steps
 
 TREATMENT: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "docs_commands.yaml").read_text())
 SHOWN = {name: list(commands(path)) for name, path in zip(NAMES, DOCUMENTS, strict=True)}
+STEPS = {name: list(steps(path)) for name, path in zip(NAMES, DOCUMENTS, strict=True)}
 PAGES = [name for name, lines in SHOWN.items() if lines]
 LINKED = ("bench", "deploy", "docs", "examples", "python", "scripts", "tests")
-SERVER_SECONDS, COMMAND_SECONDS = 60, 900
+SERVER_SECONDS, COMMAND_SECONDS, OUTPUT_SECONDS = 60, 900, 60
+VARIES = r"(?:\b(?:\d+-)?[0-9a-f]{16}\b|[+-]?\d[\d,.]*)"  # decision IDs, tokens and numbers
 ADDRESS = re.compile(r"\b(127\.0\.0\.1|localhost|10(?:\.\d{1,3}){3}|[ab])(:)(\d{4,5})\b")
+READS = ("curl -s http", "lmetric-router canary status")  # commands that change nothing
 PORT_TAKEN = re.compile(r"Address already in use|port \d+ on \S+ is in use")
 PORT_TRIALS = 3
 OTHER_PORTS = re.compile(r"(--port[ =]|tcp://\*:|\bport: )(\d{4,5})\b")
@@ -46,6 +49,28 @@ OTHER_PORTS = re.compile(r"(--port[ =]|tcp://\*:|\bport: )(\d{4,5})\b")
 
 def normal(line: str) -> str:
     return " ".join(line.split())
+
+
+def missing(shown: list[str], output: str) -> list[str]:
+    """The shown lines from the first line that the output lacks.
+
+    Numbers, decision IDs and the lengths of rules may differ. `...` ends a shortened line, or
+    stands for any lines.
+    """
+    lines = iter(output.splitlines())
+    for index, line in enumerate(shown):
+        if line.strip() == "...":
+            continue
+        start, more = re.subn(r"\s*\.\.\.$", "", plain(line))
+        pattern = re.compile(VARIES.join(re.escape(part) for part in re.split(VARIES, start)))
+        match = pattern.match if more else pattern.fullmatch
+        if not any(match(plain(each)) for each in lines):
+            return shown[index:]
+    return []
+
+
+def plain(line: str) -> str:
+    return re.sub("─+", "─", normal(line))
 
 
 def treatment(page: str, line: str) -> dict[str, Any]:
@@ -152,14 +177,17 @@ class Page:
 
     def emulated(self, port: int) -> None:
         events, replay = self.port(f"events {port}"), self.port(f"replay {port}")
-        self.start(
-            f"lmetric-router engine --port {port} --kv-events-endpoint 'tcp://*:{events}' "
-            f"--kv-events-replay-endpoint 'tcp://*:{replay}' --clock-speed 20",
-            port,
-        )
+        flags = f"--kv-events-endpoint 'tcp://*:{events}' --kv-events-replay-endpoint 'tcp://*:{replay}'"
+        if TREATMENT["pages"].get(self.name, {}).get("engines") == "stock":
+            flags = "--no-cached-tokens"
+        self.start(f"lmetric-router engine --port {port} {flags} --clock-speed 20", port)
 
-    def run(self, line: str, expected: int) -> None:
-        """Runs a command. Starts what it needs first."""
+    def run(self, line: str, expected: int, shown: list[str] | None = None) -> None:
+        """Runs a command. Starts what it needs first.
+
+        ``shown``: lines of the output. A server, or a command that only reads, has some time to
+        print them: engines are identified and requests end soon, but not at once.
+        """
         if line.startswith("lmetric-router canary") and "http" not in line:
             line += " http://127.0.0.1:8080"  # its default, which becomes a free port
         serves = re.match(r"lmetric-router (serve|engine)\b", line)
@@ -189,9 +217,32 @@ class Page:
                 flag = re.search(r"\bport: (\d+)", (self.work / config[1]).read_text())
             assert flag is not None, line
             self.start(text, int(flag[1]))
+            log = self.folder / f"server-{flag[1]}.log"
+            self.wait(line, shown or [], log.read_text)
             if "--port" not in line and not own:  # no later command knows this port
                 self.stop(int(flag[1]))
             return
+        reads = bool(shown) and text.startswith(READS)
+
+        def output() -> str:
+            return self.shell(text, expected)
+
+        first = output()
+        self.wait(line, shown or [], output if reads else lambda: first, OUTPUT_SECONDS if reads else 0)
+
+    def wait(
+        self, line: str, shown: list[str], output: Callable[[], str], seconds: float = OUTPUT_SECONDS
+    ) -> None:
+        """Waits until the output has the shown lines."""
+        deadline = time.monotonic() + seconds
+        while lacks := missing(shown, seen := output()):
+            assert time.monotonic() < deadline, (
+                f"{self.name}: {line}\nlacks:\n" + "\n".join(lacks) + (f"\nin:\n{seen[-5000:]}")
+            )
+            time.sleep(0.5)
+
+    def shell(self, text: str, expected: int) -> str:
+        """Runs a command in the page's shell, and returns its output."""
         state = self.folder / "variables"
         state.touch()
         keep = f"declare -px | grep -v ' PATH=' >{state}"
@@ -207,6 +258,7 @@ class Page:
         )
         shown = f"{self.name}: {text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         assert done.returncode == expected, f"exit {done.returncode}, expected {expected}: {shown}"
+        return f"{done.stdout}\n{done.stderr}"
 
     def close(self) -> None:
         for port in list(self.servers):
@@ -241,14 +293,15 @@ def played_once(name: str, folder: Path, whens: tuple[str, ...]) -> None:
     page = Page(name, folder)
     runs: Counter[str] = Counter()
     try:
-        for line in SHOWN[name]:
+        compared = TREATMENT["pages"].get(name, {}).get("outputs", False)
+        for line, shown in STEPS[name]:
             entry = treatment(name, line)
             expected, text = entry.get("exit", 0), normal(line.partition(" #")[0])
             if isinstance(expected, list):  # one exit code for each time that the page shows it
                 expected = expected[runs[text]]
             runs[text] += 1
             if entry.get("when", "gate") in whens:
-                page.run(text, expected)
+                page.run(text, expected, shown if compared else None)
     finally:
         page.close()
 
@@ -268,6 +321,36 @@ def test_shown_commands_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [page for page in PAGES if has(page, "nightly")])
 def test_long_commands_run(name: str, tmp_path: Path) -> None:
     played(name, tmp_path, ("gate", "nightly"))
+
+
+def test_outputs_are_compared_by_line_and_order() -> None:
+    output = "URL      http://127.0.0.1:8123\nmean TTFT  -12.5 ms\ndecision 1-4aa9f99738651b32\nend: a, b"
+    assert not missing(["URL http://127.0.0.1:8080", "...", "mean TTFT +3 ms", "end: a ..."], output)
+    assert not missing(["decision 7-4adbd429212f2edb"], output)
+    assert missing(["end: a, c"], output) == ["end: a, c"]
+    assert missing(["mean TTFT 3 ms", "URL http://127.0.0.1:8080"], output) == ["URL http://127.0.0.1:8080"]
+
+
+def test_every_kind_of_block_is_known() -> None:
+    for name, path in zip(NAMES, DOCUMENTS, strict=True):
+        kinds = set(re.findall(r"^ *```(\w*)\n.*?^ *```", path.read_text(), re.MULTILINE | re.DOTALL))
+        assert kinds <= TREATMENT["blocks"].keys(), name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [n for n, path in zip(NAMES, DOCUMENTS, strict=True) if blocks(path, "python")]
+)
+def test_shown_python_runs(name: str, tmp_path: Path) -> None:
+    if name in TREATMENT["python"]:
+        pytest.skip(TREATMENT["python"][name])
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    for block in blocks(ROOT / name, "python"):
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{name}:\n{block}\n{done.stderr[-3000:]}"
 
 
 # Commands that do not run here
@@ -372,7 +455,7 @@ def test_every_exclusion_has_a_reason_and_fits_a_command() -> None:
     for entry in TREATMENT["programs"].values():
         assert set(entry) == {"when", "reason"}, entry
     for page, own in TREATMENT["pages"].items():
-        assert set(own) <= {"files", "commands"}, page
+        assert set(own) <= {"files", "commands", "outputs", "engines"}, page
         for start, entry in own.get("commands", {}).items():
             assert any(normal(line).startswith(start) for line in SHOWN[page]), (
                 f"{page}: {start}: no such command"
