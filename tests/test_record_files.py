@@ -166,7 +166,7 @@ async def test_an_unwritable_folder_costs_records_and_no_request(
         assert recorder is not None
         await until(lambda: recorder.writer.outcomes["disk"] == 3)
         assert b'lmetric_records_total{outcome="disk"} 3.0' in (await it.get("/metrics"))[1]
-    assert (caplog.text + "".join(capsys.readouterr())).count("records cannot be written") == 1
+    assert (caplog.text + "".join(capsys.readouterr())).count("records cannot be written; traffic continues") == 1
 
 
 def limit_files() -> None:
@@ -187,7 +187,16 @@ async def test_a_full_disk_costs_one_log_line_and_the_files_stay_readable(tmp_pa
                 assert answer.status == 200
         async with client.get(r.url + "/metrics") as answer:
             assert "lmetric_records_total" in await answer.text()
-        await asyncio.sleep(0.8)
+            assert answer.status == 200
+        async with asyncio.timeout(20):
+            while True:
+                async with client.get(r.url + "/ready") as answer:
+                    if warnings := [
+                        each for each in (await answer.json())["warnings"] if each["what"] == "records"
+                    ]:
+                        break
+                await asyncio.sleep(0.05)
+        assert warnings[0]["reason"] == f"{tmp_path}: File too large"
         r.process.terminate()
         assert await r.ended() == 0
         log = "".join(r.log)

@@ -231,6 +231,9 @@ async def test_an_engine_that_comes_back_with_another_model_moves_to_its_pool() 
         assert new.router.stats()["instances"]["e1"]["decisions"] == 4, "its counts begin anew"
         assert (await debug(w, "e1"))["model"] == "new"
         assert set(w.server.fleet.names["old"].model.engines) == {"e0"}
+        (problem,) = w.server.fleet.own_problems()
+        assert (problem.what, problem.engines) == ("other model", ["e1"])
+        assert problem.reason == "it serves 'new', no longer 'old'"
 
 
 async def test_requests_in_flight_on_an_engine_that_moves_end_properly() -> None:

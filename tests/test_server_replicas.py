@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,14 @@ async def test_one_that_stops_is_not_reached_and_requests_go_on() -> None:
         state = a.server.front.replicas.state()
         (other,) = [each for each in state["sent_to"] if not each["itself"]]
         assert (other["reached"], bool(other["error"])) == (False, True)
+        (problem,) = a.server.fleet.own_problems()
+        assert (problem.what, problem.engines) == ("replica", [])
+        assert problem.reason.startswith(other["address"])
+        warning = orjson.loads((await a.get("/ready"))[1])["warnings"][-1]
+        assert (warning["what"], warning["cause"]) == ("replica", "another router cannot be reached")
+        shown = orjson.loads((await a.get("/debug/live"))[1])["problems"][0]
+        assert (shown["level"], shown["what"]) == ("warn", "another router cannot be reached")
+        assert shown["since"] == pytest.approx(time.time(), abs=60)
         status, _, _ = await a.post()
         assert status == 200
 
@@ -356,4 +365,7 @@ async def test_a_name_without_addresses_is_told_of_and_looked_up_again(
         replicas = a.server.front.replicas
         assert list(replicas.state()["not_looked_up"]) == ["http://routers.invalid:8080"]
         replicas.config.urls[0] = f"http://localhost:{a.server.port}"  # the name resolves now
+        (problem,) = a.server.fleet.own_problems()
+        assert problem.reason.startswith("http://routers.invalid:8080: ")
         await until(lambda: any(address.own for address in replicas.addresses.values()))
+        assert not [*a.server.fleet.own_problems()]

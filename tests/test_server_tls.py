@@ -160,6 +160,8 @@ async def test_changed_certificates_are_used_and_bad_ones_are_not(authority: Aut
             first.certificate.write_text("no certificate")
             await until(lambda: tls.failures == 2)
         reasons = [line["reason"] for line in logs if line["log_level"] == "error"]
+        (problem,) = w.server.fleet.own_problems()
+        assert problem.reason == reasons[1]
         assert "the key is not the certificate's" in reasons[0]
         assert "expected PEM files" in reasons[1]
         assert await subject_of(w.server.port, context) == "second"
@@ -175,6 +177,9 @@ async def test_a_certificate_that_expires_soon_is_logged(authority: Authority) -
             await until(lambda: any("expires soon" in line["event"] for line in logs))
             assert w.server.front.tls is not None
             w.server.front.tls.refresh()
+            (problem,) = w.server.fleet.own_problems()
+            assert (problem.what, problem.is_bad) == ("certificate", False)
+            assert str(pair.certificate) in problem.reason
     (line,) = [line for line in logs if "expires soon" in line["event"]]
     assert 4.9 < line["days"] <= 5.0
     assert line["certificate"] == str(pair.certificate)

@@ -18,6 +18,7 @@ from lmetric._core import LmetricError
 from lmetric.config import ConfigError, EngineConfig, EngineTls, ServerConfig, effective, needs_restart
 from lmetric.server.api.auth import Keys
 from lmetric.server.background.monitor import Monitor
+from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
@@ -174,6 +175,9 @@ class Server:
             self.recorder = Recorder(config.records, self.fleet, secret)
             front.running.observers.add(self.recorder)
             self.metrics.further.append(self.recorder.metrics)
+        self.fleet.own_problems = OwnProblems(
+            self.fleet, self._replicas, self._discovery, self._certificates, self.recorder
+        )
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port

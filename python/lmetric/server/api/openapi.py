@@ -334,7 +334,12 @@ def _components() -> JSON:
         "type": "object",
         "required": ["what", "cause", "fix", "engines"],
         "properties": {
-            "what": {"enum": ["not usable", "approximate", "load_only", "decode_policy", "rebalance"]},
+            "what": {
+                "enum": [
+                    *("not usable", "approximate", "load_only", "decode_policy", "rebalance"),
+                    *("certificate", "discovery", "other model", "records", "replica"),
+                ]
+            },
             "cause": text,
             "fix": {"type": ["string", "null"]},
             "engines": count,

@@ -70,6 +70,7 @@ class Address:
         self.own = False
         self.reached: bool | None = None  # None: not tried yet
         self.error: str | None = None
+        self.lost_at: float | None = None  # Unix time of the first failure since it was reached
         self.sending: asyncio.Task[None] | None = None
         self.version: int | None = None  # last load that it received; None: the next message is full
         self.full_at = -math.inf  # time of the last full message, monotonic clock
@@ -90,7 +91,7 @@ class Replicas:
         self.tls = None if config.tls is None else outgoing_context("replicas.tls", config.tls)
         self._token = read_secret(config.token, config.token_file)
         self._expected = BearerToken(self._token) if self._token is not None else None
-        self._problems: dict[str, str] = {}
+        self.not_found: dict[str, str] = {}  # by URL: why its last look-up failed
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 
@@ -250,6 +251,7 @@ class Replicas:
             self._counts["sent", "failed"] += 1
             if address.reached is not False:
                 log.warning("cannot reach another router", address=address.place, reason=reason)
+                address.lost_at = time.time()
             address.reached, address.error = False, reason
         else:
             if address.own:
@@ -257,24 +259,25 @@ class Replicas:
             self._counts["sent", "accepted"] += 1
             if address.reached is False:
                 log.info("another router is reachable again", address=address.place)
-            address.reached, address.error = True, None
+            address.reached, address.error, address.lost_at = True, None, None
 
     async def _resolve(self) -> None:
         """Looks up the addresses of all routers. If a look-up fails, the old addresses stay."""
         loop = asyncio.get_running_loop()
         found: dict[tuple[str, str], Address] = {}
+        self.not_found = {url: why for url, why in self.not_found.items() if url in self.config.urls}
         for url in self.config.urls:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
             try:
                 infos = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
             except OSError as error:
-                if self._problems.get(url) != str(error):
-                    self._problems[url] = str(error)
+                if self.not_found.get(url) != str(error):
+                    self.not_found[url] = str(error)
                     log.warning("cannot look up the address of replicas", url=url, reason=str(error))
                 found |= {key: known for key, known in self.addresses.items() if key[0] == url}
                 continue
-            self._problems.pop(url, None)
+            self.not_found.pop(url, None)
             for *_, sockaddr in infos:
                 key = (url, str(sockaddr[0]))
                 found[key] = self.addresses.get(key) or Address(url, key[1], port)
@@ -298,7 +301,7 @@ class Replicas:
             "received_from": [
                 {"router": router, "age_seconds": now - at} for router, at in self.received.items()
             ],
-            "not_looked_up": self._problems,
+            "not_looked_up": self.not_found,
         }
 
     def metrics(self) -> Iterator[Metric]:

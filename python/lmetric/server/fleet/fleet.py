@@ -23,6 +23,7 @@ from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.names import NameSearch, fits
 from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.connection import UpstreamError
@@ -53,6 +54,14 @@ class Served(NamedTuple):
     adapter: str | None
 
 
+class Moved(NamedTuple):
+    """The move of an engine that began to serve another model. ``at``: Unix time in seconds."""
+
+    before: str
+    serves: str
+    at: float
+
+
 @dataclass(slots=True)
 class Fleet:
     """All models, and the engines whose model is not known yet."""
@@ -73,6 +82,10 @@ class Fleet:
     # Called with each engine that must be checked at once, with the name of each model that was
     # removed, and with each new model.
     check: Callable[[Engine], Awaitable[None] | None] = lambda engine: None
+    # Returns the problems of the router itself.
+    own_problems: Callable[[], Iterable[Problem]] = lambda: ()
+    # By engine: its last move to another model.
+    moved: dict[str, Moved] = field(default_factory=dict)
     on_model_removed: list[Callable[[str], object]] = field(default_factory=list)
     on_model_made: list[Callable[[Model], object]] = field(default_factory=list)
     # Returns the number of a new model. Arguments: its name, and the number of models so far.
@@ -123,6 +136,7 @@ class Fleet:
 
     def remove(self, engine: Engine) -> None:
         """Removes an engine. Its running requests continue."""
+        self.moved.pop(engine.name, None)
         model = self.model_of(engine)
         if model is not None:
             self._names_changed(model.remove(engine.name))
@@ -558,6 +572,7 @@ class Fleet:
         new.role_set, new.ready, new.draining = engine.role_set, engine.ready, engine.draining
         new.quiet = engine.quiet
         self.remove(engine)
+        self.moved[new.name] = Moved(model.name, _listed(engine.capabilities.models), time.time())
         self.unplaced[new.name] = new
         self.check(new)
         return new

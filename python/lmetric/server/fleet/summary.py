@@ -7,32 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from lmetric.server.fleet.engine import NotUsable
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
-
-
-@dataclass(slots=True)
-class Problem:
-    """A problem that several engines share.
-
-    what: the mode below `exact`, "not usable", or the setting that has no effect. cause: the reason
-    for any client. reason: the reason with addresses and names.
-    """
-
-    what: str
-    cause: str
-    reason: str
-    fix: str | None
-    engines: list[str] = field(default_factory=list)
-
-    def shown(self, names: bool) -> dict[str, Any]:
-        """Returns its JSON object, with ``names``: with the engines' names and the whole reason."""
-        public = {"what": self.what, "cause": self.cause, "fix": self.fix, "engines": len(self.engines)}
-        return {**public, "reason": self.reason, "names": self.engines} if names else public
+from lmetric.server.fleet.problem import Problem
 
 
 def _policy(setting: str | dict[str, Any]) -> str:
@@ -83,6 +63,7 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
             group = found[key] = Problem(what, *why)
         group.engines.append(engine.name)
     problems = [*found.values(), *(problem for model in fleet.models for problem in _without_effect(model))]
+    problems += fleet.own_problems()
     shown: dict[str, Any] = {
         "engines": fleet.size,
         "usable": usable,

@@ -177,7 +177,8 @@ def _home(shown: Mapping[str, Any]) -> str:
     for each in shown["warnings"]:
         who = ", ".join(each["names"]) if "names" in each else f"{each['engines']} engines"
         fix = f"<br>Fix: {escape(each['fix'])}" if each["fix"] else ""
-        text = f"{who}: {each['what']}: {each.get('reason', each['cause'])}"
+        who = f"{who}: " if each["engines"] else ""
+        text = f"{who}{each['what']}: {each.get('reason', each['cause'])}"
         parts.append(f'<p class="warning">{escape(text)}{fix}</p>')
     if "curl" in shown:
         parts.append(_section("First request", f"<pre>{escape(shown['curl'])}</pre>"))

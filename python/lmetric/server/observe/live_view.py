@@ -36,6 +36,7 @@ from lmetric.server.observe.problems import (
     Level,
     of_engines,
     of_requests,
+    of_router,
     ordered,
 )
 
@@ -175,7 +176,7 @@ class LiveView:
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
         failed = of_requests(live.failures, FAILURES_SECONDS // 60)
-        shown["problems"] = ordered([*self._problems, *failed])
+        shown["problems"] = ordered([*self._problems, *of_router(live.fleet.own_problems()), *failed])
         slow = {model.name: self._slow_of(model, now) for model in models}
         shown["guard"] = {name: each["guard"] for name, each in slow.items()}
         shown["programs"] = {name: each["programs"] for name, each in slow.items() if each["programs"]}

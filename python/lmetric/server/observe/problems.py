@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lmetric.server.api.openapi import ERRORS
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.observe.live import REFUSED
 
 Level = Literal["bad", "warn", "note"]
@@ -62,6 +63,21 @@ def of_engines(states: Iterable[EngineState]) -> list[dict[str, Any]]:
         if each.since is not None:
             group.since = each.since if group.since is None else min(group.since, each.since)
     return ordered(group.shown() for group in groups.values())
+
+
+def of_router(problems: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Returns the problems of the router itself, and of engines that changed their model."""
+    return [
+        {
+            "level": "bad" if each.is_bad else "warn",
+            "what": f"{each.engines[0]}: {each.what}" if each.engines else each.cause,
+            "since": each.since,
+            "reason": each.reason,
+            "fix": each.fix,
+            "count": 1,
+        }
+        for each in problems
+    ]
 
 
 def of_requests(failures: Iterable[Counter[tuple[int, str | None]]], minutes: int) -> list[dict[str, Any]]:

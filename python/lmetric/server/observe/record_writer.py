@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 import structlog
@@ -26,6 +26,14 @@ BATCH = 64  # records written at once
 
 # A line of a file, as an object for JSON.
 Line = dict[str, Any]
+
+
+class WriteFailure(NamedTuple):
+    """Why records cannot be written now. ``since``: Unix time in seconds."""
+
+    folder: str
+    reason: str
+    since: float
 
 
 class RecordWriter:
@@ -52,7 +60,7 @@ class RecordWriter:
         self._size = 0
         self._number = 0
         self._retry_at = 0.0
-        self._failed = False  # the last write failed, and the log says so
+        self.failure: WriteFailure | None = None  # of the last write
         self._thread = threading.Thread(target=self._run, name="lmetric-records", daemon=True)
 
     def start(self) -> None:
@@ -136,8 +144,8 @@ class RecordWriter:
             self.outcomes["error"] += max(len(lines) - 1, 0)
         else:
             self.outcomes["written"] += len(lines)
-            if self._failed:
-                self._failed = False
+            if self.failure is not None:
+                self.failure = None
                 log.info("records are written again", folder=str(self._folder), lost=self.outcomes["disk"])
 
     def _append(self, data: bytes) -> None:
@@ -196,7 +204,7 @@ class RecordWriter:
         self.outcomes["disk"] += lost
         self._close_file()
         self._retry_at = time.monotonic() + RETRY_SECONDS
-        if not self._failed:
-            self._failed = True
+        if self.failure is None:
             reason = error.strerror or str(error)
+            self.failure = WriteFailure(str(self._folder), reason, time.time())
             log.error("records cannot be written; traffic continues", folder=str(self._folder), reason=reason)

@@ -75,9 +75,8 @@ def startup_block(event: Mapping[str, Any]) -> str:
     for problem in event["warnings"]:
         names, count = problem["names"], problem["engines"]
         more = f" and {count - NAMED} more" if count > NAMED else ""
-        rows.append(
-            ("WARNING", f"{', '.join(sorted(names)[:NAMED])}{more}: {problem['what']}: {problem['reason']}")
-        )
+        who = f"{', '.join(sorted(names)[:NAMED])}{more}: " if names else ""
+        rows.append(("WARNING", f"{who}{problem['what']}: {problem['reason']}"))
         if problem["fix"] is not None:
             rows.append(("", f"fix: {problem['fix']}"))
     if event["open"]:

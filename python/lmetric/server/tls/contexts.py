@@ -47,6 +47,7 @@ class TlsContext:
         self.name = name
         self.certificate = certificate
         self.failures = 0  # changes that could not be used
+        self.refused: str | None = None  # why the present files are not in use
         self.expires_at = math.inf  # seconds since 1970
         self._make = make
         self._files = [file for file in files if file is not None]
@@ -75,8 +76,10 @@ class TlsContext:
                 self.context = self._load()
             except ConfigError as error:
                 self.failures += 1
+                self.refused = str(error)
                 log.error("cannot use changed TLS files; the old ones stay in use", reason=str(error))
             else:
+                self.refused = None
                 self._warned_at = -math.inf
                 log.info("TLS files read again", section=self.name, certificate=self.certificate)
         self._warn()

@@ -24,8 +24,8 @@ from lmetric.server.worker.channel import Channel, ChannelClosedError
 FORWARDED = ("host", "authorization", "content-type", "x-api-key", "origin")
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 MOST_NAMES = 4096  # models that the shared memory numbers
-# Time between two writes of the load that changes without a request, with and without running requests. An
-# idle process pays 0.2 ms of CPU time each time it wakes.
+# Time between two writes of the load that changes without a request, with and without running
+# requests. An idle process pays 0.2 ms of CPU time each time it wakes.
 PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.5
 
 log = structlog.get_logger("lmetric.workers")
