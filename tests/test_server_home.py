@@ -130,6 +130,15 @@ async def test_recent_decisions_are_listed(closed: dict[str, Any]) -> None:
         assert (await it.get(f"/debug/decisions/{listed['id']}", ALICE))[0] == 404
 
 
+async def test_engines_are_listed_by_name() -> None:
+    """UX, smaller papercuts: / listed engines as embedded-2, 3, 1, 0."""
+    names = ["gpu-10", "gpu-2", "gpu-1", "7", "b"]
+    engines = [{"url": f"http://127.0.0.1:{port}", "name": name} for port, name in enumerate(names, 1)]
+    async with world(0, engines=engines) as it:
+        got = await page(it, "/")
+        assert [each["engine"] for each in got["fleet"]] == ["7", "b", "gpu-1", "gpu-2", "gpu-10"]
+
+
 async def test_decision_records_leave_out_empty_fields() -> None:
     """UX 25: 24 of the 47 fields were null."""
     async with world(1) as it:

@@ -8,6 +8,7 @@ other hosts and run no script. They contain only what the request's credentials 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
@@ -19,6 +20,7 @@ from aiohttp import web
 from lmetric._core import __version__
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import OwnPage
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
@@ -98,9 +100,14 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
                 "reason": engine.mode.reason if engine.identified else None,
                 "running": engine.running,
             }
-            for engine in front.fleet.engines()
+            for engine in sorted(front.fleet.engines(), key=_by_name)
         ]
     return await asyncio.to_thread(_page, request, shown, _home)
+
+
+def _by_name(engine: Engine) -> list[tuple[int, str]]:
+    """A sort key that puts engine-10 behind engine-2."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", engine.name)]
 
 
 def debug_index(request: web.BaseRequest, links: Mapping[str, str]) -> web.Response:
@@ -175,7 +182,11 @@ def _home(shown: Mapping[str, Any]) -> str:
         f"{escape(f' ({modes})') if modes else ''}.</p>",
     ]
     for each in shown["warnings"]:
-        who = ", ".join(each["names"]) if "names" in each else f"{each['engines']} engines"
+        who = (
+            ", ".join(each["names"])
+            if "names" in each
+            else f"{each['engines']} engine" + "s" * (each["engines"] > 1)
+        )
         fix = f"<br>Fix: {escape(each['fix'])}" if each["fix"] else ""
         who = f"{who}: " if each["engines"] else ""
         text = f"{who}{each['what']}: {each.get('reason', each['cause'])}"
