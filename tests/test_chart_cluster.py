@@ -21,6 +21,8 @@ from lmetric.server.discovery import follow, inference_pool, kubernetes
 from lmetric_lab.embedded import EmbeddedEngines
 from server_world import world
 from test_chart_steps import STOCK, runnable, serves
+from test_docs import steps
+from test_docs_run import missing
 from waiting import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -211,9 +213,12 @@ async def test_the_steps_of_the_page(api: Cluster, tmp_path: Path) -> None:
         for name, url in zip("ab", engines.urls, strict=True):
             run_pod(api, home, name, "127.0.0.1", int(url.rpartition(":")[2]))
         passed = []
+        texts = (shown for line, shown in steps(chart.PAGE) if line.startswith("helm "))
         for verb, release, place, *flags in chart.page_commands("helm"):
             named = [str(tmp_path / flag) if flag.endswith(".yaml") else flag for flag in flags]
-            _helm(api, verb, release, str(ROOT / place), "--namespace", "steps", *named)
+            output = _helm(api, verb, release, str(ROOT / place), "--namespace", "steps", *named)
+            shown = next(texts)
+            assert not missing(shown, output), output
             admit(api, objects(), "steps")
             passed.append(policy())
             settings = yaml.safe_load(chart.router_yaml(objects()))
