@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from browser_world import browser, needs_browser
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,3 +88,40 @@ def test_a_broken_link_fails_the_build(link: str, problem: str, tmp_path: Path) 
     done = build(tmp_path, tmp_path / "out")
     assert done.returncode != 0
     assert problem in done.stderr
+
+
+@needs_browser
+@pytest.mark.timeout(180)
+async def test_pages_fit_a_phone_and_search_and_both_color_schemes_work(site: Path) -> None:
+    handler = functools.partial(SilentHandler, directory=str(site))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    front = f"http://127.0.0.1:{server.server_port}/"
+    try:
+        async with browser() as chromium:
+            for width, scheme, expected in ((390, "dark", "slate"), (1440, "light", "default")):
+                page = await chromium.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
+                for path in ("how-to/replace_round_robin/", "how-to/kubernetes/", "faq/", ""):
+                    await page.goto(front + path)
+                    assert await page.evaluate("document.documentElement.scrollWidth") <= width, path
+                    assert await page.evaluate("document.body.dataset.mdColorScheme") == expected
+                if width < 1000:
+                    await page.click("label.md-header__button[for=__search]")
+                await page.locator("input.md-search__input").press_sequentially("round robin")
+                first = page.locator(".md-search-result__item h1").first
+                await first.wait_for(timeout=60_000)
+                assert await first.inner_text() == "Replace round robin in an afternoon"
+                await page.goto(front + "faq/")
+                await page.locator("form[data-md-component=palette] label:visible").first.click()
+                assert await page.evaluate("document.body.dataset.mdColorScheme") != expected
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    """Serves files without a log."""
+
+    def log_message(self, *_: object) -> None:
+        """Writes nothing."""
