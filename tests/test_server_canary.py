@@ -173,6 +173,26 @@ def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[st
     assert canary.state is State.OFF
 
 
+@pytest.mark.parametrize(
+    ("before", "level"),
+    [
+        (State.OFF, None),
+        (State.RUNNING, "warning"),
+        (State.PROMOTED, "info"),
+        (State.ROLLED_BACK, None),
+    ],
+)
+def test_a_reload_warns_only_of_a_canary_that_it_ends(
+    mine: dict[str, Any], before: State, level: str | None
+) -> None:
+    canary = model_of(mine).trials.canary
+    to(canary, before)
+    with capture_logs() as logs:
+        canary.configure(None, policy_changed=True)
+    ended = [each["log_level"] for each in logs if each["event"] == "canary ended by the configuration"]
+    assert ended == ([level] if level else [])
+
+
 # Bad input.
 
 

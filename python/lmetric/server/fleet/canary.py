@@ -323,7 +323,10 @@ class Canary:
             return
         was_running = self.running
         if self.state is not State.OFF:
-            log.warning("canary ended by the configuration", model=self._model, state=str(self.state))
+            if self.state is not State.ROLLED_BACK:  # such a canary has ended before
+                # A promoted policy belongs into the configuration: nothing is wrong.
+                report = log.warning if was_running else log.info
+                report("canary ended by the configuration", model=self._model, state=str(self.state))
             self._router.set_canary(None)
             self.state = self.check(Event.CONFIGURE)
         self._configured = config
