@@ -230,3 +230,18 @@ async def churn(server: Server, client: aiohttp.ClientSession, urls: list[str]) 
     assert "lmetric_engines_added_total 4.0" in text
     async with client.get("/debug/engines") as response:
         assert [row["running"] for row in orjson.loads(await response.read())] == [0]
+
+
+async def test_an_engine_that_returns_from_a_drain_is_identified_again() -> None:
+    """It can restart with other settings between two health checks, for example with KV events."""
+    async with world(1, admin={"enabled": True}) as it:
+        [engine] = it.engines
+        [known] = it.server.fleet.engines()
+        await it.until(lambda: known.identified)
+        assert (await it.post({}, "/admin/engines/e0/undrain"))[0] == 200
+        assert known.identified, "nothing was drained"
+        assert (await it.post({}, "/admin/engines/e0/drain"))[0] == 200
+        before = engine.page_reads.count("/version")
+        assert (await it.post({}, "/admin/engines/e0/undrain"))[0] == 200
+        await it.until(lambda: known.identified and engine.page_reads.count("/version") > before)
+        assert (await it.post())[0] == 200

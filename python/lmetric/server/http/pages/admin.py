@@ -170,6 +170,9 @@ async def _undrain(call: Call) -> web.Response:
 
 
 async def _hold(call: Call, engine: Engine, draining: bool) -> web.Response:
+    if engine.draining and not draining:
+        # A drained engine restarts faster than health checks see: its settings may differ now.
+        engine.ask_anew()
     engine.draining = draining
     engine.hold()
     return json(*await engines.shown(call.front.fleet, [engine]))
