@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,17 @@ from constants import configured
 from lmetric.canary import Outcome
 from lmetric.config import CanaryConfig, ServerConfig
 from lmetric.record_files import read_records
-from lmetric.server.fleet.canary import TRANSITIONS, Canary, CanaryError, Event, State
+from lmetric.server.fleet.canary import (
+    TRANSITIONS,
+    Canary,
+    CanaryError,
+    CanaryRequest,
+    Event,
+    Run,
+    State,
+)
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.policies import Policies
 from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, says, token, world
 
 FILE = """
@@ -387,6 +397,88 @@ async def test_a_failing_canary_is_rolled_back(mine: dict[str, Any], monkeypatch
                 break
         await w.until(lambda: w.server.fleet.models[0].trials.canary.state is State.ROLLED_BACK)
         assert "its error rate is higher" in (await state(w))["reason"]
+
+
+def shared(mine: dict[str, Any]) -> Canary:
+    canary: Canary = model_of(mine).trials.canary
+    canary.share()
+    return canary
+
+
+def test_workers_add_up_their_results_and_an_alarm_of_one_ends_all(
+    mine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = shared(mine), shared(mine)
+    config = CanaryConfig.model_validate(QUICK)
+    for canary in (one, two):
+        canary.start(config, 0.0)
+        assert canary.untold() is None
+    for canary, count in ((one, 3), (two, 4)):
+        request = CanaryRequest(canary.run, True, 5)
+        for _ in range(count):
+            canary.ended(request, 1.0, Outcome(False, 2.0))
+    first, second = one.untold(), two.untold()
+    assert first is not None
+    assert second is not None
+    one.hear(second)
+    two.hear(first)
+    assert one.untold() is None, "a worker tells only its own results"
+    for canary in (one, two):
+        assert canary.run is not None
+        assert canary.run.comparison.requests == [0, 7]
+    monkeypatch.setattr(Run, "alarm", lambda _: ("errors", "it fails"))
+    told: list[int] = []
+    two.on_alarm = lambda: told.append(1)
+    two.look(10.0)
+    alarm = two.untold()
+    assert alarm is not None
+    one.hear(alarm)
+    two.hear(alarm)
+    assert told == [1]
+    for canary in (one, two):
+        assert (canary.state, canary.reason, canary.rollbacks["errors"]) == (State.ROLLED_BACK, "it fails", 1)
+    one.start(CanaryConfig.model_validate({**QUICK, "salt": "t"}), 0.0)
+    one.hear(first)
+    assert one.run is not None
+    assert one.run.comparison.requests == [0, 0], "results of another canary"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("wanted", [each for each in State if each is not State.OFF])
+def test_a_worker_that_starts_later_goes_on_with_the_canary(
+    mine: dict[str, Any], wanted: State, replaced: bool
+) -> None:
+    model, later = model_of(mine), model_of(mine)
+    one, two = model.trials.canary, later.trials.canary
+    to(one, wanted)
+    if replaced and wanted is not State.RUNNING:
+        model.install(Policies(model.policies.settings.model_copy(update={"policy": "least_requests"})))
+        later.install(Policies(later.policies.settings.model_copy(update={"policy": "least_requests"})))
+    copy = one.copy()
+    assert copy is not None
+    two.give_way(copy)
+    two.become(copy)
+    now = time.monotonic()
+    assert two.shown(now) == one.shown(now)
+    assert (two.rollbacks, two.promotions) == (one.rollbacks, one.promotions)
+    if wanted is State.PROMOTED and not replaced:
+        for canary in (one, two):
+            canary.roll_back()
+        assert two.shown(now) == one.shown(now)
+    elif wanted is State.PROMOTED:
+        with pytest.raises(CanaryError, match="the policy has changed since the promotion"):
+            two.roll_back()
+
+
+def test_a_worker_with_another_configuration_keeps_its_canary(mine: dict[str, Any]) -> None:
+    one, two = (model_of({**mine, "canary": {**QUICK, "salt": salt}}).trials.canary for salt in "ab")
+    copy = one.copy()
+    assert copy is not None
+    two.give_way(copy)
+    two.become(copy)
+    assert two.running
+    assert two.run is not None
+    assert two.run.salt == "b"
 
 
 async def test_records_and_decisions_name_the_arm(mine: dict[str, Any], tmp_path: Path) -> None:

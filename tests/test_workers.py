@@ -17,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
+from lmetric.canary import Splitter
 from lmetric.config import ServerConfig
 from lmetric.server.supervisor.merge import merge
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, plain, token
@@ -65,7 +66,10 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    *flags: str, engines: int = 1, base: tuple[str, ...] = FLAGS, **fake: Any
+    *flags: str,
+    engines: int = 1,
+    base: tuple[str, ...] = FLAGS,
+    **fake: Any,
 ) -> AsyncIterator[tuple[Process, Client, list[FakeEngine]]]:
     started: list[FakeEngine] = []
     try:
@@ -228,6 +232,72 @@ async def test_a_stored_response_is_found_by_every_worker_also_after_its_own_was
                     assert (status, answer["on"]) == (200, response["on"])
 
 
+async def send_sessions(client: Client, sessions: range) -> None:
+    """Sends a request of each session, each on a new connection."""
+    for session in sessions:
+        body = {"model": "tiny", "prompt": f"hello {session}", "user": f"s{session}"}
+        assert (await client.post("/v1/completions", body))[0] == 200
+
+
+async def canary_of(client: Client, requests: int) -> Any:
+    """Returns the canary once all workers show this number of requests. All must show the same."""
+    seen: list[Any] = []
+    async with asyncio.timeout(60):
+        while len(seen) < 6:
+            (found,) = await client.get("/admin/canary")
+            run = found["canary"]
+            for own in ("seconds", "warmup_left_seconds"):
+                run.pop(own)
+            if sum(run["requests"].values()) == requests:
+                seen.append(found)
+            else:
+                await asyncio.sleep(0.05)
+    assert all(each == seen[0] for each in seen)
+    return seen[0]
+
+
+@pytest.mark.parametrize("by", ["command", "configuration"])
+async def test_a_session_keeps_its_arm_and_all_workers_have_one_canary(by: str) -> None:
+    flags = ["--set", "canary={policy: round_robin, share: 0.5, warmup_seconds: 0}"]
+    async with serving(*(flags if by == "configuration" else []), engines=2) as (process, client, _):
+        if by == "command":
+            body = {"policy": "round_robin", "share": 0.5, "warmup_seconds": 0}
+            assert (await client.post("/admin/canary/start", body))[0] == 200
+        sessions = range(120)
+        for _ in range(2):
+            await send_sessions(client, sessions)
+        found = await canary_of(client, 240)
+        old = workers_of(process)
+        os.kill(old[0], signal.SIGKILL)
+        await until(lambda: len(workers_of(process)) == 2 and workers_of(process) != old)
+        await client.until_metric('lmetric_canary_state{model="tiny",state="running"}', 1)
+        await send_sessions(client, sessions)
+        found = await canary_of(client, 360)
+        splitter = Splitter(found["canary"]["salt"], 0.5)
+        places = [splitter.place(b"session s%d" % session) for session in sessions]
+        canary = sum(place.canary for place in places)
+        assert found["canary"]["requests"] == {"stable": 3 * (120 - canary), "canary": 3 * canary}
+        buckets = [len({place.bucket for place in places if place.canary is arm}) for arm in (False, True)]
+        assert list(found["canary"]["groups"].values()) == buckets
+        assert found["canary"]["keys"] == {"session": 360}
+        # Commands change all workers, also those that start later.
+        status, found = await client.post("/admin/canary/promote", {})
+        assert status == 200, found
+        process.process.send_signal(signal.SIGUSR2)
+        await replaced(process, workers_of(process))
+        found = await canary_of(client, 360)
+        assert (found["state"], found["stable_policy"]) == ("promoted", "round_robin")
+        assert await client.metric("lmetric_canary_promotions_total") == 1
+        assert (await client.post("/admin/canary/rollback", {}))[0] == 200
+        found = await canary_of(client, 360)
+        assert (found["state"], found["stable_policy"]) == ("rolled_back", "total_delay")
+        # A new canary draws all sessions again, and the result of the last one is gone.
+        body = {"policy": "round_robin", "share": 0.5, "warmup_seconds": 0}
+        assert (await client.post("/admin/canary/start", body))[0] == 200
+        again = await canary_of(client, 0)
+        assert again["canary"]["salt"] != found["canary"]["salt"]
+
+
 async def test_the_workers_of_a_killed_supervisor_finish_their_streams_and_end() -> None:
     gate = Gate()
     async with serving(behave=gate) as (process, client, _):
@@ -298,6 +368,9 @@ lmetric_instance_bs{x="1"} 4.0
 # HELP lmetric_client_connections Help
 # TYPE lmetric_client_connections gauge
 lmetric_client_connections 2.0
+# HELP lmetric_canary_promotions Help
+# TYPE lmetric_canary_promotions counter
+lmetric_canary_promotions_total{x="1"} 5.0
 """
 
 
@@ -320,6 +393,9 @@ def test_a_page_of_all_workers_adds_counts_and_keeps_what_all_see() -> None:
         "# HELP lmetric_client_connections Help",
         "# TYPE lmetric_client_connections gauge",
         "lmetric_client_connections 4.0",
+        "# HELP lmetric_canary_promotions_total Help",
+        "# TYPE lmetric_canary_promotions_total counter",
+        'lmetric_canary_promotions_total{x="1"} 5.0',
     ]
 
 

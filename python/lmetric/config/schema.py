@@ -1473,7 +1473,6 @@ class ServerConfig(PoolSettings):
             "programs": any(pool.programs is not None for pool in pools),
             "rebalance": any(pool.rebalance is not None for pool in pools),
             "fleet_changes": any(pool.fleet_changes is not None for pool in pools),
-            "canary": any(pool.canary is not None for pool in pools),
             "replicas.urls": bool(self.replicas.urls),
         }
         if used := [name for name, is_used in alone.items() if is_used]:

@@ -74,6 +74,8 @@ class WorkerProcess:
             case "live":
                 assert self._worker is not None
                 return self._worker.receive(*value)
+            case "canaries" | "copies" | "begin_copying" | "become":
+                return await self._trials(name, value)
             case "adopt" | "release":
                 return await self._accept_for(name, value)
         raise LmetricError(f"unknown call {name!r} of the supervisor")
@@ -93,6 +95,17 @@ class WorkerProcess:
         gc.collect()
         gc.freeze()
         return server.report
+
+    async def _trials(self, name: str, value: Any) -> Any:
+        assert self._worker is not None
+        match name:
+            case "canaries":
+                return self._worker.hear(value)
+            case "copies":
+                return await self._worker.copies()
+            case "begin_copying":
+                return self._worker.begin_copying(value)
+        return self._worker.become(value)
 
     async def _accept_for(self, name: str, place: int) -> None:
         assert self._server is not None

@@ -86,6 +86,31 @@ class CanaryRequest(Struct, frozen=True, gc=False):
     bucket: int
 
 
+class Update(Struct):
+    """The results of one worker's requests of a canary, for the other workers."""
+
+    salt: str  # of its run
+    results: list[tuple[bool, int, Outcome]]  # arm and bucket of each
+    keys: dict[str, int]
+    alarm: tuple[str, str] | None = None  # cause and reason if this worker rolled it back
+
+
+class Copy(Struct):
+    """The canary of one worker, for a worker that starts later."""
+
+    configured: CanaryConfig | None
+    state: State
+    reason: str
+    config: CanaryConfig  # with the salt
+    comparison: Comparison
+    started: float
+    counts_from: float
+    keys: dict[str, int]
+    rollbacks: dict[str, int]
+    promotions: int
+    decides: bool  # whether its policy, once promoted, still decides all requests
+
+
 class Run:
     """One canary from its start on: how it splits requests, and their results."""
 
@@ -97,6 +122,7 @@ class Run:
         self.started = now  # seconds on the monotonic clock
         self.counts_from = now + config.warmup_seconds
         self.keys: Counter[str] = Counter()  # requests by the kind of their key
+        self.own_keys: Counter[str] = Counter()  # of them, those that other workers do not know
 
     def draw(self, request: Request) -> CanaryRequest | None:
         """Returns the arm of a request; None: no policy decides it."""
@@ -104,11 +130,11 @@ class Run:
             return None
         session = request.session
         if session is not None:
-            self.keys["session"] += 1
-            key = b"session " + session.encode("utf-8", "surrogateescape")
+            kind, key = "session", b"session " + session.encode("utf-8", "surrogateescape")
         else:
-            self.keys["prefix"] += 1
-            key = self._prefix(request)
+            kind, key = "prefix", self._prefix(request)
+        self.keys[kind] += 1
+        self.own_keys[kind] += 1
         place = self.splitter.place(key)
         return CanaryRequest(self, place.canary, place.bucket)
 
@@ -218,6 +244,11 @@ class Canary:
         self.rollbacks: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
         self.promotions = 0
         self._configured: CanaryConfig | None = None
+        # With several workers: what the others do not know yet. None: there are no others.
+        self._untold: Update | None = None
+        self._shares = False
+        # Called if the automatic rollback has ended the canary.
+        self.on_alarm: Callable[[], object] = lambda: None
         self._before: Policies | None = None  # of the promotion
         self._promoted: Policies | None = None
         self._look_at = 0.0
@@ -246,6 +277,7 @@ class Canary:
         policies.also_reads(built)
         self.run = Run(config, time.monotonic() if now is None else now)
         self._look_at, self.reason = self.run.counts_from, ""
+        self._untold = self._nothing()
         self._before = self._promoted = None
         self.state = after
         log.info(
@@ -338,6 +370,8 @@ class Canary:
         run = self.run
         if request.run is run and self.running and began >= run.counts_from:
             run.comparison.add(request.canary, request.bucket, outcome)
+            if self._untold is not None:
+                self._untold.results.append((request.canary, request.bucket, outcome))
 
     def look(self, now: float) -> None:
         """Rolls back a canary that is surely worse. Called about twice a second."""
@@ -347,6 +381,86 @@ class Canary:
         self._look_at = now + CHECK_SECONDS
         if (alarm := run.alarm()) is not None:
             self.roll_back(*alarm)
+            if self._untold is not None:
+                self._untold.alarm = alarm
+            self.on_alarm()
+
+    # -- several workers
+
+    def share(self) -> None:
+        """Keeps the results of this worker for the others from now on."""
+        self._shares = True
+        self._untold = self._nothing()
+
+    def _nothing(self) -> Update | None:
+        return Update(self.run.salt, [], {}) if self._shares and self.run is not None else None
+
+    def untold(self) -> Update | None:
+        """Takes what the other workers do not know yet; None: nothing."""
+        update, run = self._untold, self.run
+        if update is None or run is None:
+            return None
+        update.keys, run.own_keys = dict(run.own_keys), Counter()
+        if not update.results and not update.keys and update.alarm is None:
+            return None
+        self._untold = self._nothing()
+        return update
+
+    def hear(self, update: Update) -> None:
+        """Adds what another worker's requests told. Raises LmetricError."""
+        run = self.run
+        if run is None or run.salt != update.salt or not self.running:
+            return
+        run.keys.update(update.keys)
+        for result in update.results:
+            run.comparison.add(*result)
+        if update.alarm is not None:
+            self.roll_back(*update.alarm)
+
+    def copy(self) -> Copy | None:
+        """Returns the canary for a worker that starts later; None: none was started."""
+        run = self.run
+        if run is None:
+            return None
+        return Copy(
+            configured=self._configured,
+            state=self.state,
+            reason=self.reason,
+            config=run.config.model_copy(update={"salt": run.salt}),
+            comparison=run.comparison,
+            started=run.started,
+            counts_from=run.counts_from,
+            keys=dict(run.keys),
+            rollbacks=dict(self.rollbacks),
+            promotions=self.promotions,
+            decides=self._promoted is not None and self._policies() is self._promoted,
+        )
+
+    def give_way(self, copy: Copy) -> None:
+        """Ends the canary, if another worker has one of the same configuration."""
+        if copy.configured == self._configured:
+            self._router.set_canary(None)
+            self.state = State.OFF
+
+    def become(self, copy: Copy) -> None:
+        """Goes on as another worker's canary, after `give_way`. Raises LmetricError."""
+        if copy.configured != self._configured:
+            return
+        if copy.state is State.RUNNING or (copy.state is State.PROMOTED and copy.decides):
+            self.start(copy.config, copy.started)
+        if copy.state is State.PROMOTED and copy.decides:
+            self.promote()
+        run = self.run
+        if run is None or run.salt != copy.config.salt:
+            run = self.run = Run(copy.config, copy.started)
+        run.comparison, run.counts_from, run.keys = copy.comparison, copy.counts_from, Counter(copy.keys)
+        if copy.state is State.PROMOTED and not copy.decides:
+            self._before = self._policies()
+        self.state, self.reason = copy.state, copy.reason
+        self.rollbacks.update({cause: n - self.rollbacks[cause] for cause, n in copy.rollbacks.items()})
+        self.promotions = copy.promotions
+        self._look_at = run.counts_from
+        self._untold = self._nothing()
 
     def shown(self, now: float | None = None) -> dict[str, Any]:
         """Returns its state for people."""

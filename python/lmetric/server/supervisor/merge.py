@@ -23,6 +23,8 @@ SUMMED = frozenset(
         "process_virtual_memory_bytes",
     }
 )
+# Counts of what happens once in all workers together: the page shows those of the first worker.
+SAME = frozenset({"lmetric_canary_promotions", "lmetric_canary_rollbacks"})
 COUNTS = ("counter", "histogram", "summary")  # kinds that only grow, and always add up
 _EOF = "# EOF"
 _TOTAL = "_total"
@@ -39,7 +41,7 @@ class Family:
 
     def add(self, other: Family) -> None:
         """Adds the samples of another worker."""
-        summed = self.kind in COUNTS or self.name in SUMMED
+        summed = (self.kind in COUNTS and self.name not in SAME) or self.name in SUMMED
         for key, (value, exemplar) in other.samples.items():
             known = self.samples.get(key)
             if known is None:
@@ -90,7 +92,7 @@ def merge(pages: Sequence[str], ended: Sequence[str] = (), *, openmetrics: bool)
     merged: dict[str, Family] = {}
     for number, text in enumerate([*pages, *ended]):
         for name, family in read(text).items():
-            if number >= len(pages) and family.kind not in COUNTS:
+            if number >= len(pages) and (family.kind not in COUNTS or name in SAME):
                 continue
             if name in merged:
                 merged[name].add(family)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import os
 import secrets
 import signal
@@ -23,7 +24,7 @@ import aiohttp
 import structlog
 
 from lmetric._core import Board, LmetricError
-from lmetric.config import ConfigError, EngineConfig, ServerConfig
+from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.supervisor.merge import merge
@@ -38,6 +39,7 @@ METRICS_SECONDS = 5.0
 REPEAT_SECONDS = 30.0
 SHORT_LIFE_SECONDS = 10.0  # a worker that ends sooner is replaced after a pause
 MOST_PAUSE_SECONDS = 30.0
+CANARY = "/admin/canary/"
 MOST_CHANGES = 10_000  # changes of administrators that a new worker repeats
 
 
@@ -77,7 +79,8 @@ class Supervisor:
         bound: Bound,
         reread: Callable[[], ServerConfig] | None,
     ) -> None:
-        self.config = config
+        self._secret = secrets.token_bytes(32)
+        self.config = salted(config, self._secret)
         self._further = further
         self._bound = bound
         self._reread = reread
@@ -87,7 +90,6 @@ class Supervisor:
         self._memory = memory.make()
         self._board = memory.board(self._memory, Board.WRITERS - 1)
         self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
-        self._secret = secrets.token_bytes(32)
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
         self._watchers: set[asyncio.Task[None]] = set()
@@ -95,6 +97,7 @@ class Supervisor:
         self._ended_page = ""  # metrics of the workers that have ended
         self._failures = 0  # ends in a row of workers that lived a short time
         self._reloading = asyncio.Lock()
+        self._canaries = asyncio.Lock()  # a command reaches all workers, or none of a copy
         self._restarting = asyncio.Lock()
         self._ending = False
 
@@ -163,10 +166,21 @@ class Supervisor:
 
     async def _catch_up(self, worker: Process) -> None:
         """Makes the changes of administrators so far in a worker that does not listen yet."""
-        worker.ready = True
-        for change in list(self._changes.values()):
-            if (problem := await self._repeat(worker, change)) is not None:
-                log.warning("a new worker cannot repeat an administrator's change", reason=problem)
+        async with self._canaries:
+            worker.ready = True
+            copies = await self._copies()
+            await worker.channel.call("begin_copying", copies)
+            for change in list(self._changes.values()):
+                if (problem := await self._repeat(worker, change)) is not None:
+                    log.warning("a new worker cannot repeat an administrator's change", reason=problem)
+            await worker.channel.call("become", copies)
+
+    async def _copies(self) -> Any:
+        """Returns the canaries of a worker that serves."""
+        for other in [each for each in self.processes if each.started]:
+            with contextlib.suppress(ChannelClosedError, LmetricError):
+                return await other.channel.call("copies")
+        return {}
 
     async def _watch(self, worker: Process) -> None:
         """Waits for the end of a worker, and replaces it if nobody asked it to end."""
@@ -224,7 +238,9 @@ class Supervisor:
             case "reload":
                 return await self.reload()
             case "live":
-                return await self._show(*value)
+                return await self._pass_on(name, value[0], value)
+            case "canaries":
+                return await self._pass_on(name, *value)
             case "catch_up":
                 return await self._catch_up(self._process(value))
             case "ended":
@@ -253,13 +269,20 @@ class Supervisor:
         """Makes an administrator's change in all workers that have not made it."""
         mark, headers = dict(change.headers).get(MARK), dict(change.headers)
         headers[MARK] = self._secret.hex()
+        change = change._replace(headers=tuple(headers.items()))
+        if change.target.startswith(CANARY):  # a new worker copies the canaries of another one
+            async with self._canaries:
+                return await self._repeat_in_others(change, mark)
         key = change.method, change.target, change.body
         self._changes.pop(key, None)
-        self._changes[key] = change._replace(headers=tuple(headers.items()))
+        self._changes[key] = change
         if len(self._changes) > MOST_CHANGES:
             del self._changes[next(iter(self._changes))]
+        return await self._repeat_in_others(change, mark)
+
+    async def _repeat_in_others(self, change: AdminChange, mark: str | None) -> list[str]:
         others = [each for each in self.processes if each.ready and str(each.number) != mark]
-        failed = await asyncio.gather(*(self._repeat(each, self._changes[key]) for each in others))
+        failed = await asyncio.gather(*(self._repeat(each, change) for each in others))
         return [problem for problem in failed if problem is not None]
 
     async def find(self, asking: int, target: str, headers: tuple[tuple[str, str], ...]) -> bytes | None:
@@ -272,12 +295,12 @@ class Supervisor:
                     return page
         return None
 
-    async def _show(self, asking: int, update: Any) -> None:
-        """Shows what one worker's clients did on the live pages of the others."""
+    async def _pass_on(self, name: str, asking: int, value: Any) -> None:
+        """Calls all workers but the asking one."""
         others = [each for each in self.processes if each.ready and each.number != asking]
         for worker in others:
             with contextlib.suppress(ChannelClosedError):
-                await worker.channel.call("live", (asking, update))
+                await worker.channel.call(name, value)
 
     async def _repeat(self, worker: Process, change: AdminChange) -> str | None:
         try:
@@ -313,7 +336,7 @@ class Supervisor:
         if self._reread is None:
             raise ConfigError("there is no configuration file to read again")
         async with self._reloading:
-            config = await asyncio.to_thread(self._reread)
+            config = salted(await asyncio.to_thread(self._reread), self._secret)
             report: dict[str, Any] | None = None
             for worker in [each for each in self.processes if each.ready]:
                 try:
@@ -330,7 +353,10 @@ class Supervisor:
             return
         async with self._restarting:
             for worker in sorted(self.processes, key=lambda each: each.place):
-                if self._ending or worker.leaving:
+                # The worker may replace another, which has just ended.
+                while not worker.started and worker in self.processes:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                if self._ending or worker.leaving or worker not in self.processes:
                     continue
                 # Streams of the last restart may still run.
                 while len(self.processes) >= Board.WRITERS - 1 and not self._ending:  # noqa: ASYNC110
@@ -369,6 +395,22 @@ class Supervisor:
         self._bound.remove_file()
         self._folder.cleanup()
         os.close(self._memory)
+
+
+def salted(config: ServerConfig, secret: bytes) -> ServerConfig:
+    """Returns a configuration whose canaries put a session into the same arm in all workers."""
+
+    def drawn(canary: CanaryConfig | None) -> CanaryConfig | None:
+        if canary is None or canary.salt is not None:
+            return canary
+        salt = hmac.digest(secret, repr(canary).encode(), "sha256").hex()[:16]
+        return canary.model_copy(update={"salt": salt})
+
+    models = [
+        model if model.canary is None else model.model_copy(update={"canary": drawn(model.canary)})
+        for model in config.models
+    ]
+    return config.model_copy(update={"canary": drawn(config.canary), "models": models})
 
 
 async def supervise(

@@ -8,13 +8,14 @@ import hmac
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
 
-from lmetric._core import Board
+from lmetric._core import Board, LmetricError
 from lmetric.config import EngineConfig, ServerConfig
+from lmetric.server.fleet.canary import Canary, Copy, Update
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.worker import memory
@@ -27,8 +28,11 @@ MOST_NAMES = 4096  # models that the shared memory numbers
 # Time between two writes of the load that changes without a request, with and without running
 # requests. An idle process pays 0.2 ms of CPU time each time it wakes.
 PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.5
+TELL_SECONDS = 0.5  # time between two messages with results of canaries
 
 log = structlog.get_logger("lmetric.workers")
+
+T = TypeVar("T")
 
 
 class Live(Protocol):
@@ -88,7 +92,8 @@ class Worker:
         self._is_full = False
         self._live: Live | None = None
         self._sending: asyncio.Task[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._alarming: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._own: asyncio.Server | None = None
 
     def sockets(self, place: int) -> list[socket.socket]:
@@ -99,6 +104,8 @@ class Worker:
         """Exchanges a model's load with the other workers from now on."""
         model.router.join(self.board, model.name)
         model.set_label_key(hmac.digest(self.secret, model.name.encode(), "sha256")[:16])
+        model.trials.canary.share()
+        model.trials.canary.on_alarm = self._tell_alarm
         self._models.append(model)
 
     def number_model(self, name: str, made: int) -> int:
@@ -115,7 +122,8 @@ class Worker:
         more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         self._own = await loop.create_unix_server(protocol, self.path, **more)
         await self.channel.call("catch_up", self.number)
-        self._task = periodic("workers' load", self._pause, self._publish)
+        self._tasks.append(periodic("workers' load", self._pause, self._publish))
+        self._tasks.append(periodic("workers' canaries", TELL_SECONDS, self.tell))
 
     def _pause(self) -> float:
         is_idle = not any(model.router.in_flight() for model in self._models)
@@ -152,6 +160,44 @@ class Worker:
         if self._live is not None:
             self._live.receive(worker, update)
 
+    async def tell(self) -> None:
+        """Tells the other workers the results of this one's canaries since the last call."""
+        found = ((model.name, model.trials.canary.untold()) for model in self._models)
+        updates = {name: update for name, update in found if update is not None}
+        if updates:
+            with contextlib.suppress(ChannelClosedError):
+                await self.channel.call("canaries", (self.number, updates))
+
+    def _tell_alarm(self) -> None:
+        self._alarming = asyncio.create_task(self.tell(), name="canaries")
+
+    def hear(self, updates: Mapping[str, Update]) -> None:
+        """Adds the results of another worker's canaries."""
+        for canary, update in self._canaries(updates):
+            canary.hear(update)
+
+    async def copies(self) -> dict[str, Copy]:
+        """Returns the canaries for a worker that starts later."""
+        await self.tell()
+        found = ((model.name, model.trials.canary.copy()) for model in self._models)
+        return {name: copy for name, copy in found if copy is not None}
+
+    def begin_copying(self, copies: Mapping[str, Copy]) -> None:
+        """Ends the canaries of which other workers have copies, so that policies may change."""
+        for canary, copy in self._canaries(copies):
+            canary.give_way(copy)
+
+    def become(self, copies: Mapping[str, Copy]) -> None:
+        """Goes on with the canaries of another worker."""
+        for canary, copy in self._canaries(copies):
+            try:
+                canary.become(copy)
+            except LmetricError as error:
+                log.error("cannot go on with the canary of the other workers", reason=str(error))
+
+    def _canaries(self, named: Mapping[str, T]) -> Iterator[tuple[Canary, T]]:
+        return ((model.trials.canary, named[model.name]) for model in self._models if model.name in named)
+
     async def metrics(self, openmetrics: bool) -> str:
         """Returns the metrics of all workers."""
         text: str = await self.channel.call("metrics", openmetrics)
@@ -180,9 +226,10 @@ class Worker:
         """Stops the exchange."""
         if self._own is not None:
             self._own.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tell()
 
 
 def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -13,11 +13,12 @@ from lmetric.config import CanaryConfig, CanaryStart
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import ARRAY, OBJECT, OwnPage, Pages, answer, schema
 from lmetric.server.api.request import read_object
-from lmetric.server.fleet.canary import CanaryError
+from lmetric.server.fleet.canary import CanaryError, State
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages.call import Call, json
+from lmetric.server.http.pages.call import Call, dumps, json
+from lmetric.server.worker.worker import MARK
 
 PATH = "/admin/canary"
 BODY_BYTES = 1 << 16
@@ -73,12 +74,18 @@ async def _roll_back(call: Call) -> web.Response:
     return await _command(call, _end)
 
 
-async def _command(call: Call, carry_out: Callable[[Model, dict[str, Any]], None]) -> web.Response:
-    """Carries out a command on a model's canary. Answers with its state."""
+async def _command(call: Call, carry_out: Callable[[Model, dict[str, Any], bool], None]) -> web.Response:
+    """Carries out a command on a model's canary. Answers with its state.
+
+    Another worker that has carried it out may repeat it here.
+    """
     body = read_object(await call.body(BODY_BYTES) or b"{}")
     model = _model(call.front, body.get("model"))
+    worker = call.front.worker
+    repeated = worker is not None and worker.is_repeated(call.request.headers.get(MARK))
     try:
-        carry_out(model, body)
+        carry_out(model, body, repeated)
+        call.taken = dumps(body)
     except CanaryError as error:
         raise ApiError(409, str(error), code="canary_state") from None
     except LmetricError as error:
@@ -93,25 +100,36 @@ def _model(front: Frontend, model: object) -> Model:
     return front.fleet.find(model).model
 
 
-def _begin(model: Model, body: dict[str, Any]) -> None:
+def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
     try:
         given = CanaryStart.model_validate(body)
     except ValidationError as error:
         raise not_valid(error) from None
     config = CanaryConfig.model_validate(given.model_dump(exclude={"model"}))
+    canary = model.trials.canary
+    if repeated and canary.running and canary.run is not None and canary.run.salt == config.salt:
+        return
     check_policy(model.policies.settings, config.policy, config.knobs)
-    model.trials.canary.start(config)
+    canary.start(config)
+    if canary.run is not None:
+        body["salt"] = canary.run.salt  # a session has the same arm in all workers
 
 
-def _make_policy(model: Model, body: dict[str, Any]) -> None:
+def _make_policy(model: Model, body: dict[str, Any], repeated: bool) -> None:
     _check_fields(body)
-    model.trials.canary.check_results()
-    model.trials.canary.promote()
+    canary = model.trials.canary
+    if repeated and canary.state is State.PROMOTED:
+        return
+    if not repeated:
+        canary.check_results()
+    canary.promote()
 
 
-def _end(model: Model, body: dict[str, Any]) -> None:
+def _end(model: Model, body: dict[str, Any], repeated: bool) -> None:
     _check_fields(body)
-    model.trials.canary.roll_back()
+    canary = model.trials.canary
+    if not repeated or canary.state is not State.ROLLED_BACK:
+        canary.roll_back()
 
 
 def _check_fields(body: dict[str, Any]) -> None:
