@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections import Counter
@@ -50,6 +51,15 @@ class Client:
             body = await answer.read()
             return answer.status, orjson.loads(body) if body.startswith(b"{") else None
 
+    async def ask(self, body: Any, **headers: str) -> tuple[str, int]:
+        """Sends a request; returns its engine and the number of its decision."""
+        url = self.url + "/v1/completions"
+        async with self._session.post(url, json=body, headers={**self.headers, **headers}) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+            number = int(answer.headers["x-lmetric-decision"].split("-")[0])
+            return answer.headers["x-lmetric-instance"], number
+
     async def stream(self) -> aiohttp.ClientResponse:
         return await self._session.post(self.url + "/v1/completions", json=STREAM)
 
@@ -69,6 +79,7 @@ async def serving(
     *flags: str,
     engines: int = 1,
     base: tuple[str, ...] = FLAGS,
+    cache_blocks: int | None = None,
     **fake: Any,
 ) -> AsyncIterator[tuple[Process, Client, list[FakeEngine]]]:
     started: list[FakeEngine] = []
@@ -77,6 +88,9 @@ async def serving(
             started.append(FakeEngine(**fake))
             await started[-1].start()
         urls = [each for fake in started for each in ("--engine", fake.url)]
+        if cache_blocks is not None:
+            listed = ", ".join(f"{{url: {fake.url!r}, cache_blocks: {cache_blocks}}}" for fake in started)
+            urls = ["--set", f"engines=[{listed}]"]
         async with router(*urls, *base, *flags) as process:
             await process.listening(60)
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
@@ -298,6 +312,121 @@ async def test_a_session_keeps_its_arm_and_all_workers_have_one_canary(by: str) 
         assert again["canary"]["salt"] != found["canary"]["salt"]
 
 
+# Each engine's cache has room for one program.
+ADMIT = ("--set", "programs=admit")
+BLOCKS = 200
+FINAL = {"x-session-final": "true"}
+
+
+def turn(program: int, number: int = 0) -> dict[str, Any]:
+    """A turn of a program, longer than the last one."""
+    prompt = [1000 * program + i % 900 for i in range(2500 + 16 * number)]
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 3}
+
+
+async def programs_of(client: Client) -> dict[str, int]:
+    """Returns the number of programs by state. All workers must show the same."""
+    shown = [(await client.get("/debug/programs"))["tiny"]["states"] for _ in range(6)]
+    assert all(each == shown[0] for each in shown), shown
+    states: dict[str, int] = shown[0]
+    return states
+
+
+async def until_programs(client: Client, **states: int) -> None:
+    """Waits until all workers show these numbers of programs."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(AssertionError):
+                found = await programs_of(client)
+                if all(found[state] == count for state, count in states.items()):
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_programs_keep_their_home_also_after_a_worker_was_killed() -> None:
+    async with serving(*ADMIT, engines=3, cache_blocks=BLOCKS) as (process, client, engines):
+        homes = {}
+        for program in range(3):
+            homes[program], _ = await client.ask(turn(program))
+        assert sorted(homes.values()) == sorted(each.url.removeprefix("http://") for each in engines)
+        # While others wait for room, the policy does not place programs.
+        waiting = [asyncio.create_task(client.ask(turn(program))) for program in range(10, 18)]
+        await until_programs(client, held=8, gap=3)
+        for number in range(1, 4):
+            for program, home in homes.items():
+                assert (await client.ask(turn(program, number)))[0] == home
+        old = workers_of(process)
+        os.kill(old[0], signal.SIGKILL)
+        await until(lambda: len(workers_of(process)) == 2 and workers_of(process) != old)
+        for number in range(4, 8):
+            for program, home in homes.items():
+                assert (await client.ask(turn(program, number)))[0] == home
+        # The waiting requests of the killed worker count no more; the others run in turn.
+        await until(lambda: any(each.done() for each in waiting))
+        left = sum(not each.done() for each in waiting)
+        await until_programs(client, held=left, gap=3)
+        assert await client.metric("lmetric_programs_started_total") == 11
+        for program in homes:
+            await client.ask(turn(program, 8), **FINAL)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await until_programs(client, held=0, running=0)
+
+
+async def test_programs_are_held_over_all_workers_until_any_of_them_has_room() -> None:
+    gate = asyncio.Event()
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    async def one_at_a_time(fake: FakeEngine, _: Any, writer: asyncio.StreamWriter) -> bool:
+        running[fake.url] += 1
+        most[fake.url] = max(most[fake.url], running[fake.url])
+        await gate.wait()
+        running[fake.url] -= 1
+        writer.write(plain(200, {"id": "x", "choices": []}))
+        return True
+
+    async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS, behave=one_at_a_time) as (_, client, _):
+        tasks = [asyncio.create_task(client.ask(turn(program), **FINAL)) for program in range(10)]
+        await until_programs(client, running=2, held=8)
+        for path in ("/debug/live", "/debug/programs"):
+            assert (await client.get(path)) is not None
+        gate.set()
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*tasks)
+        assert {number >> 48 for _, number in answers} == {0, 1}
+        assert list(most.values()) == [1, 1], "programs of both workers had the same cache"
+        await until_programs(client, running=0, held=0)
+        assert await client.metric("lmetric_programs_started_total") == 10
+        assert await client.metric("lmetric_waiting_requests") == 0
+        assert await client.metric("lmetric_instance_in_flight") == 0
+
+
+async def test_a_rolling_restart_keeps_programs() -> None:
+    async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS) as (process, client, _):
+        homes = [(await client.ask(turn(program)))[0] for program in range(2)]
+        waiting = asyncio.create_task(client.ask(turn(5)))
+        await until_programs(client, held=1, gap=2)
+        old = workers_of(process)
+        process.process.send_signal(signal.SIGUSR2)
+        await until(lambda: len(set(workers_of(process)) - set(old)) == 2)
+        for program, home in enumerate(homes):
+            assert (await client.ask(turn(program, 1)))[0] == home
+            await client.ask(turn(program, 2), **FINAL)
+        await waiting  # on a worker that is leaving
+        await replaced(process, old)
+        await until_programs(client, held=0, running=0)
+
+
+async def test_programs_are_followed_by_default() -> None:
+    async with serving(engines=2, cache_blocks=BLOCKS) as (_, client, _):
+        for number in range(4):
+            await client.ask(turn(1, number))
+        found = (await client.get("/debug/programs"))["tiny"]
+        assert (found["new_programs"], found["continuations"], found["holds"]) == (1, 3, False)
+
+
 async def test_the_workers_of_a_killed_supervisor_finish_their_streams_and_end() -> None:
     gate = Gate()
     async with serving(behave=gate) as (process, client, _):
@@ -340,7 +469,6 @@ async def test_a_start_that_fails_ends_all_workers_with_the_reason(tmp_path: Pat
 @pytest.mark.parametrize(
     "more",
     [
-        {"programs": "admit"},
         {"rebalance": "star", "experimental": True, "migration_by": "fetch"},
         {"fleet_changes": "warm"},
         {"replicas": {"urls": ["http://127.0.0.1:1"]}},

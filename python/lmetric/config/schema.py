@@ -1470,7 +1470,6 @@ class ServerConfig(PoolSettings):
             return
         pools = [self.pool_settings(), *(self.pool_settings(model) for model in self.models)]
         alone = {
-            "programs": any(pool.programs is not None for pool in pools),
             "rebalance": any(pool.rebalance is not None for pool in pools),
             "fleet_changes": any(pool.fleet_changes is not None for pool in pools),
             "replicas.urls": bool(self.replicas.urls),
@@ -1594,6 +1593,4 @@ class ServerConfig(PoolSettings):
             for policy, knobs in POLICY_KNOBS.items():
                 if policy in own and knobs not in own:
                     values[knobs] = {}
-        if self.worker_count > 1 and isinstance(values["programs"], ProgramAuto):
-            values["programs"] = None  # the start says so
         return PoolSettings.model_construct(**values)

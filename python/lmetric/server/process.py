@@ -90,6 +90,7 @@ class WorkerProcess:
             start.further,
             worker=worker,
         )
+        worker.begin()
         await server.start()
         self._server = server
         gc.collect()

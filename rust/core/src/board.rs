@@ -5,6 +5,8 @@
 //! and the rows. A row has a sequence number, which is odd while the row is written. A reader that
 //! has followed the ring reads only the rows that have changed; otherwise it reads all of them.
 //! Values are absolute, so a missed change is never more than a late one.
+pub mod log;
+
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
 use parking_lot::Mutex;
@@ -36,8 +38,10 @@ const TENANT: usize = 2 + WRITERS;
 /// Start of the names, in words, and their number.
 const NAMES_AT: usize = TENANTS_AT + TENANTS * TENANT;
 const NAMES: usize = 4096;
+/// Start of the log of programs, in words.
+const LOG_AT: usize = NAMES_AT + NAMES;
 /// Size of the memory in bytes. Pages that nobody writes take none.
-pub const BYTES: usize = (NAMES_AT + NAMES) * size_of::<u64>();
+pub const BYTES: usize = (LOG_AT + log::WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
 const LAYOUT: u64 = 0x6c6d_6574_7269_6331;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
@@ -282,7 +286,7 @@ impl Board {
     /// Returns the number of a name, from 0 on; `None`: there are too many. `key`: a hash of it.
     pub fn number_of(&self, key: u64) -> Option<usize> {
         let key = key.max(1);
-        self.memory.words()[NAMES_AT..].iter().position(|word| {
+        self.memory.words()[NAMES_AT..LOG_AT].iter().position(|word| {
             let found = word.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
             found.map_or_else(|other| other == key, |_| true)
         })
@@ -391,6 +395,7 @@ fn clear(words: &[AtomicU64], writer: usize) {
             tenant[2 + writer].store(0, Ordering::Release);
         }
     }
+    log::clear(words, writer);
 }
 
 #[cfg(test)]
@@ -406,11 +411,11 @@ mod tests {
         }
     }
 
-    fn memory() -> Arc<Box<[AtomicU64]>> {
+    pub(super) fn memory() -> Arc<Box<[AtomicU64]>> {
         Arc::new((0..BYTES / size_of::<u64>()).map(|_| AtomicU64::new(0)).collect())
     }
 
-    fn board(memory: &Arc<Box<[AtomicU64]>>, writer: usize) -> Board {
+    pub(super) fn board(memory: &Arc<Box<[AtomicU64]>>, writer: usize) -> Board {
         Board::new(Box::new(Shared(memory.clone())), writer).expect("an area")
     }
 

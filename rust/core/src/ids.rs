@@ -1,11 +1,12 @@
 //! Basic types of the whole crate.
+use serde::{Deserialize, Serialize};
 use slotmap::{Key, new_key_type};
 
 /// An engine instance, as a dense slot number that indexes every indicator column.
 ///
 /// A slot is reused only after its instance is removed. Tickets also carry a generation, so a late
 /// event of a removed instance never reaches the in-flight ledger of its successor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct InstanceId(pub u32);
 
 impl InstanceId {

@@ -1,35 +1,19 @@
 //! Workers of one server count each other's requests at once, through memory that they share.
+#[path = "common/board.rs"]
+mod boards;
 #[path = "common/router.rs"]
 mod common;
 
+use boards::{board, memory};
 use common::{STEP, chain, request};
 use lmetric_core::Registry;
 use lmetric_core::admission::{HeldFor, LoadConfig, RefusedFor, TenantLimits, Verdict};
-use lmetric_core::board::{BYTES, Board, Memory};
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Router, RouterConfig, SharedRouter, TicketId};
 use proptest::prelude::*;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-
-struct Shared(Arc<Box<[AtomicU64]>>);
-
-impl Memory for Shared {
-    fn words(&self) -> &[AtomicU64] {
-        &self.0
-    }
-}
-
-fn memory() -> Arc<Box<[AtomicU64]>> {
-    Arc::new((0..BYTES / size_of::<u64>()).map(|_| AtomicU64::new(0)).collect())
-}
-
-fn board(memory: &Arc<Box<[AtomicU64]>>, writer: usize) -> Arc<Board> {
-    Arc::new(Board::new(Box::new(Shared(memory.clone())), writer).unwrap())
-}
 
 fn router(instances: &[&str]) -> Router {
     let config = RouterConfig { drain: false, step_time: Some(STEP), ..RouterConfig::default() };
@@ -63,7 +47,7 @@ fn a_worker_counts_a_request_of_another_worker_at_once() {
         // The workers' fleets have different orders.
         let names = if writer == 0 { ["x", "y"] } else { ["y", "x"] };
         let shared = SharedRouter::new(router(&names));
-        shared.lock().join(board(&memory, writer), 7);
+        shared.lock().join(board(&memory, writer), 7).unwrap();
         shared
     });
     let place = |router: &SharedRouter, seed| {
@@ -83,8 +67,8 @@ fn a_worker_counts_a_request_of_another_worker_at_once() {
 fn routers_of_different_models_do_not_count_each_other() {
     let memory = memory();
     let (mut a, mut b) = (router(&["x"]), router(&["x"]));
-    a.join(board(&memory, 0), 1);
-    b.join(board(&memory, 1), 2);
+    a.join(board(&memory, 0), 1).unwrap();
+    b.join(board(&memory, 1), 2).unwrap();
     a.route(&request(&chain(1, 10)), 0.0).unwrap();
     a.publish_changes();
     assert_eq!(value(&mut b, Indicator::Bs, "x"), 0.0);
@@ -94,8 +78,8 @@ fn routers_of_different_models_do_not_count_each_other() {
 fn load_on_an_instance_counts_when_the_instance_joins_later() {
     let memory = memory();
     let (mut a, mut b) = (router(&["x", "y"]), router(&["y"]));
-    a.join(board(&memory, 0), 1);
-    b.join(board(&memory, 1), 1);
+    a.join(board(&memory, 0), 1).unwrap();
+    b.join(board(&memory, 1), 1).unwrap();
     for seed in 0..4 {
         a.route(&request(&chain(seed, 10)), 0.0).unwrap();
         a.publish_changes();
@@ -116,7 +100,7 @@ fn the_load_of_a_worker_that_ended_counts_no_more() {
     let (mut a, mut b, mut c) = (router(&["x"]), router(&["x"]), router(&["x"]));
     let supervisor = board(&memory, 3);
     for (number, router) in [&mut a, &mut b, &mut c].into_iter().enumerate() {
-        router.join(board(&memory, number), 1);
+        router.join(board(&memory, number), 1).unwrap();
         router.route(&request(&chain(number as u64, 10)), 0.0).unwrap();
         router.publish_changes();
     }
@@ -156,7 +140,7 @@ proptest! {
         let mut workers: Vec<(Router, Vec<TicketId>)> = (0..3)
             .map(|number| {
                 let mut router = router(&names);
-                router.join(board(&memory, number), 1);
+                router.join(board(&memory, number), 1).unwrap();
                 (router, Vec::new())
             })
             .collect();
@@ -200,7 +184,7 @@ fn a_tenants_limits_count_the_requests_of_all_workers() {
     let mut workers: Vec<Router> = (0..2)
         .map(|number| {
             let mut router = router(&["x", "y"]);
-            router.join(board(&memory, number), 1);
+            router.join(board(&memory, number), 1).unwrap();
             let limits = TenantLimits {
                 max_concurrent: Some(2),
                 max_requests_per_second: Some(1.0),

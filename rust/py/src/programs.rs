@@ -59,8 +59,9 @@ impl Snapshot {
     /// Copies it from a router; `None` if programs are not followed.
     pub fn of(router: &Router) -> Option<Snapshot> {
         let programs = router.programs()?;
-        let ids = (0..).map(InstanceId);
-        let ledgers = ids.zip(programs.instances()).filter(|(id, _)| router.fleet().is_live(*id));
+        let ids = (0..router.fleet().slots()).map(|slot| InstanceId(slot as u32));
+        let live = ids.filter(|id| router.fleet().is_live(*id));
+        let ledgers = live.filter_map(|id| Some((id, router.program_ledger(id)?)));
         let tokens = |blocks: u32| f64::from(blocks) * programs.tokens_per_block().max(1.0);
         let gaps = programs.gaps();
         Some(Snapshot {

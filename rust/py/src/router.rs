@@ -911,15 +911,13 @@ impl Router {
         })
     }
 
-    /// Exchanges load with the routers of the same `model` in other worker processes. From now on,
-    /// decisions and the limits of tenants count the requests of all of them. Call it before the
-    /// first decision: the numbers of decisions begin anew.
+    /// Exchanges load with the routers of the same `model` in other worker processes, and follows
+    /// agent programs together with them. From now on, decisions and the limits of tenants count
+    /// the requests of all of them. Call it before the first decision: the numbers of decisions
+    /// begin anew. Raises `BadValueError` if the board has no room for a further model.
     fn join(&self, py: Python<'_>, board: &Board, model: &str) -> Result<()> {
         let (board, model) = (board.inner().clone(), xxhash_rust::xxh3::xxh3_64(model.as_bytes()));
-        self.with_core(py, |router| {
-            router.join(board, model);
-            Ok(())
-        })
+        self.with_core(py, |router| Ok(router.join(board, model)?))
     }
 
     /// Writes this router's load to the board as of now. Call it some times a second, because load
@@ -931,6 +929,13 @@ impl Router {
             let now = self.clock.now(now, router)?;
             Ok(router.publish_all(now))
         })
+    }
+
+    /// Whether this router has the agent programs of the other workers (`join`). Until then, its
+    /// requests belong to no program.
+    #[getter]
+    fn has_programs_of_workers(&self, py: Python<'_>) -> Result<bool> {
+        self.with_core(py, |router| Ok(router.has_programs_of_workers()))
     }
 
     /// Records consecutive blocks that an engine stored: one more physical copy of each block.

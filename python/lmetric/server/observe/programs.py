@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.programs import working_set_ratio
 
-# By metric: its meaning, and its name in `Router.programs`.
-_COUNTERS = {
+# By metric: its meaning, and its name in `Router.programs`. Workers count them together.
+PROGRAM_COUNTERS = {
     "lmetric_programs_started": ("Agent programs found by their first request", "new_programs"),
     "lmetric_program_forks": ("Agent programs that continue the context of another", "forks"),
     "lmetric_program_turns": ("Further requests of agent programs", "continuations"),
@@ -47,7 +47,7 @@ def program_metrics(fleet: Fleet) -> Iterator[Metric]:
     for model_name, told in followed:
         holds.add_metric((model_name,), told["holds"])
     yield holds
-    for name, (text, key) in _COUNTERS.items():
+    for name, (text, key) in PROGRAM_COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("model",))
         for model_name, told in followed:
             counter.add_metric((model_name,), told[key])

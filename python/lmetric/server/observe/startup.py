@@ -71,7 +71,7 @@ def startup_block(event: Mapping[str, Any]) -> str:
         rows.append(("page", event["page"]))
     rows.append(("engines", f"{usable}: {modes}" if modes else usable))
     if (workers := event["workers"]) > 1:
-        rows.append(("workers", f"{workers}, which do not follow agent programs (programs: none)"))
+        rows.append(("workers", str(workers)))
     for problem in event["warnings"]:
         names, count = problem["names"], problem["engines"]
         more = f" and {count - NAMED} more" if count > NAMED else ""

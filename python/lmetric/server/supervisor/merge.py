@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmetric.server.observe.programs import PROGRAM_COUNTERS
+
 # Gauges of what each worker has for itself; the page shows their sum. Other gauges describe the
 # fleet as every worker sees it: the page shows the values of the first worker that has them.
 SUMMED = frozenset(
@@ -24,7 +26,7 @@ SUMMED = frozenset(
     }
 )
 # Counts of what happens once in all workers together: the page shows those of the first worker.
-SAME = frozenset({"lmetric_canary_promotions", "lmetric_canary_rollbacks"})
+SAME = frozenset({"lmetric_canary_promotions", "lmetric_canary_rollbacks", *PROGRAM_COUNTERS})
 COUNTS = ("counter", "histogram", "summary")  # kinds that only grow, and always add up
 _EOF = "# EOF"
 _TOTAL = "_total"

@@ -8,6 +8,7 @@ import hmac
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -27,7 +28,8 @@ MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker
 MOST_NAMES = 4096  # models that the shared memory numbers
 # Time between two writes of the load that changes without a request, with and without running
 # requests. An idle process pays 0.2 ms of CPU time each time it wakes.
-PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.5
+PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.2
+PROGRAMS_SECONDS = 20.0  # for another worker to send its agent programs
 TELL_SECONDS = 0.5  # time between two messages with results of canaries
 
 log = structlog.get_logger("lmetric.workers")
@@ -113,17 +115,32 @@ class Worker:
         number = self.board.number_of(name)
         return number if number is not None else MOST_NAMES + made
 
+    def begin(self) -> None:
+        """Starts to write the load that changes without a request, and to answer other workers."""
+        self._tasks.append(periodic("workers' load", self._pause, self._publish))
+
     async def start(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Starts to write the load that changes without a request.
+        """Catches up with the other workers. Raises LmetricError.
 
         ``protocol``: of connections on the worker's own socket.
         """
         loop = asyncio.get_running_loop()
+        await self._get_programs()
         more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         self._own = await loop.create_unix_server(protocol, self.path, **more)
         await self.channel.call("catch_up", self.number)
-        self._tasks.append(periodic("workers' load", self._pause, self._publish))
         self._tasks.append(periodic("workers' canaries", TELL_SECONDS, self.tell))
+
+    async def _get_programs(self) -> None:
+        """Waits until this worker knows the agent programs of the others. Raises LmetricError."""
+        end = time.monotonic() + PROGRAMS_SECONDS
+        while not all(model.router.has_programs_of_workers for model in self._models):
+            if time.monotonic() > end:
+                raise LmetricError(
+                    f"no other worker has sent its agent programs within {PROGRAMS_SECONDS:.0f} s; "
+                    "end the workers that do not answer"
+                )
+            await asyncio.sleep(PUBLISH_SECONDS / 2)
 
     def _pause(self) -> float:
         is_idle = not any(model.router.in_flight() for model in self._models)

@@ -37,9 +37,12 @@ pub use verdict::{Asked, Counters, HeldFor, Level, LoadSnapshot, RefusedFor, Rel
 
 use crate::board::Board;
 use crate::error::CoreError;
+use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::priority::vtc::{self, VirtualTokens};
-use crate::program::{self, Finish, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work};
+use crate::program::{
+    self, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
+};
 use hashbrown::HashMap;
 use limits::{Limits, Shared};
 use queue::{Line, Place, Queue};
@@ -116,7 +119,7 @@ pub struct Admission {
     arrivals: SlotMap<ArrivalId, Arrival>,
     /// Requests that their programs hold.
     by_turn: HashMap<TurnId, ArrivalId>,
-    programs: Option<Programs>,
+    programs: Option<Followed>,
     load: Option<Load>,
     released: Released,
     /// The limits' use by all workers of this server, if there are several.
@@ -132,25 +135,50 @@ impl Admission {
     /// Returns whether requests must arrive before they are placed.
     pub fn admits(&self) -> bool {
         self.load.is_some()
-            || self.programs.as_ref().is_some_and(|programs| programs.config().mode != ProgramMode::Observe)
+            || self.programs().is_some_and(|programs| programs.config().mode != ProgramMode::Observe)
     }
 
-    /// Counts the requests of other workers in the limits of tenants from now on. `model`: a number
-    /// that the routers of the same model share.
-    pub fn share(&mut self, board: Arc<Board>, model: u64) {
+    /// Counts the requests of other workers in the limits of tenants, and follows programs together
+    /// with them, from now on. `model`: a number that the routers of the same model share.
+    ///
+    /// # Errors
+    /// `BadValue` if the board has no room for a further model.
+    pub fn share(&mut self, board: Arc<Board>, model: u64, fleet: &Fleet) -> Result<(), CoreError> {
+        if let Some(programs) = &mut self.programs {
+            programs.join(board.clone(), model, fleet)?;
+        }
         self.shared = Some(Shared { board, model });
         if let Some(load) = &mut self.load {
             load.limits = Limits::new(self.shared.clone());
+        }
+        Ok(())
+    }
+
+    /// Follows what other workers' requests did to programs.
+    #[inline]
+    pub fn follow(&mut self, now: Seconds) {
+        if let Some(programs) = &mut self.programs {
+            programs.follow(now);
         }
     }
 
     /// Returns the agent programs, if they are followed.
     pub fn programs(&self) -> Option<&Programs> {
+        self.programs.as_ref().map(Followed::programs)
+    }
+
+    /// Returns the agent programs, for changes by peer routers.
+    pub fn programs_mut(&mut self) -> Option<&mut Programs> {
+        self.programs.as_mut().map(Followed::programs_mut)
+    }
+
+    /// Returns the agent programs with what other workers know of them.
+    pub fn followed(&self) -> Option<&Followed> {
         self.programs.as_ref()
     }
 
-    /// Returns the agent programs, for changes.
-    pub fn programs_mut(&mut self) -> Option<&mut Programs> {
+    /// Returns the same for changes.
+    pub fn followed_mut(&mut self) -> Option<&mut Followed> {
         self.programs.as_mut()
     }
 
@@ -163,11 +191,18 @@ impl Admission {
     /// programs stay on. Without programs, the requests that they held wait only for room.
     ///
     /// # Errors
-    /// `BadValue` for a setting out of its range.
+    /// `BadValue` for a setting out of its range, or if the router shares programs with others.
     pub fn set_programs(&mut self, config: Option<ProgramConfig>, now: Seconds) -> Result<(), CoreError> {
+        if self.shared.is_some() {
+            return Err(CoreError::BadValue {
+                what: "programs".into(),
+                got: "a change after join()".into(),
+                expected: "a change before, because all workers must have the same".into(),
+            });
+        }
         match (&mut self.programs, config) {
-            (Some(programs), Some(config)) => programs.set_config(config)?,
-            (programs, config) => *programs = config.map(Programs::new).transpose()?,
+            (Some(programs), Some(config)) => programs.programs_mut().set_config(config)?,
+            (programs, config) => *programs = config.map(Followed::new).transpose()?,
         }
         if self.programs.is_none() {
             self.arrivals.values_mut().for_each(|arrival| (arrival.turn, arrival.home) = (None, None));
@@ -212,12 +247,19 @@ impl Admission {
         Ok(())
     }
 
+    /// Follows a change of the fleet.
+    pub fn member(&mut self, member: Member, fleet: &Fleet) {
+        if let Some(programs) = &mut self.programs {
+            programs.member(member, fleet);
+        }
+        if let Member::Removed(id) = member {
+            self.instance_removed(id);
+        }
+    }
+
     /// Forgets an instance that was removed: its slot may get another one. Requests of its programs
     /// go where the policy sends them.
-    pub fn instance_removed(&mut self, id: InstanceId) {
-        if let Some(programs) = &mut self.programs {
-            programs.instance_removed(id);
-        }
+    fn instance_removed(&mut self, id: InstanceId) {
         for arrival in self.arrivals.values_mut() {
             arrival.home = arrival.home.filter(|home| *home != id);
             arrival.slot = arrival.slot.filter(|slot| *slot != id.index());
@@ -253,10 +295,7 @@ impl Admission {
             return (None, load.refuse(RefusedFor::Rate, seconds));
         }
         let (turn, verdict) = match &mut self.programs {
-            Some(programs) => {
-                let (turn, verdict) = programs.arrive(turn, now);
-                (Some(turn), verdict)
-            }
+            Some(programs) => programs.arrive(turn, now),
             None => (None, program::Verdict::Free),
         };
         let home = match verdict {
@@ -378,16 +417,24 @@ impl Admission {
         let mut ready = Vec::new();
         if let Some(programs) = &mut self.programs {
             programs.tick(now);
-            for released in programs.released() {
-                let Some(id) = self.by_turn.remove(&released.turn) else { continue };
+            for turn in programs.released() {
+                let Some(id) = self.by_turn.remove(&turn) else { continue };
                 // None if the instance was removed since.
-                self.arrivals[id].home = programs.assigned(released.turn);
+                self.arrivals[id].home = programs.assigned(turn);
                 ready.push(id);
             }
             for (turn, seconds) in programs.refused() {
                 let Some(id) = self.by_turn.remove(&turn) else { continue };
                 self.released.refused.push((id, RefusedFor::Programs, seconds));
                 self.arrivals.remove(id);
+            }
+            if programs.take_copied() {
+                let gone: Vec<TurnId> =
+                    self.by_turn.keys().filter(|turn| !programs.knows(**turn)).copied().collect();
+                for id in gone.iter().filter_map(|turn| self.by_turn.remove(turn)) {
+                    self.released.refused.push((id, RefusedFor::Programs, 1.0));
+                    self.arrivals.remove(id);
+                }
             }
         }
         ready.into_iter().for_each(|id| self.wait_for_room(id, now));
@@ -534,7 +581,7 @@ impl Admission {
     /// Returns the prefill work that computed contexts again, per work that was new; 0 without
     /// programs.
     pub fn recompute_ratio(&self) -> f64 {
-        self.programs.as_ref().map_or(0.0, Programs::recompute_ratio)
+        self.programs().map_or(0.0, Programs::recompute_ratio)
     }
 
     /// Records that a request was placed on an instance, first or again.

@@ -299,7 +299,7 @@ fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
     let (second, verdict) = admission.arrive(&turn, asked(1), &mut room(1.0), 0.0);
     assert!(matches!(verdict, Verdict::Held { by: HeldFor::Room, .. }), "{verdict:?}");
     assert_eq!(admission.home(second.unwrap()), Some(InstanceId(0)));
-    admission.instance_removed(InstanceId(0));
+    admission.member(Member::Removed(InstanceId(0)), &Fleet::default());
     assert_eq!(admission.home(second.unwrap()), None);
 }
 

@@ -1,8 +1,9 @@
 //! A sum with exponential decay.
 use crate::ids::Seconds;
+use serde::{Deserialize, Serialize};
 
 /// A sum with exponential decay. All calls must use the same time constant.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Decayed {
     value: f64,
     at: Seconds,

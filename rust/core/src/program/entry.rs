@@ -4,10 +4,11 @@ use super::ledger::Charge;
 use super::sets::Filed;
 use super::types::{Home, ProgramId, Root, State, TurnId};
 use crate::ids::Seconds;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
 /// A program.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Program {
     /// Hash of its tenant, and the tenant's weight.
     pub tenant: u64,

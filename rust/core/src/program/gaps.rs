@@ -4,6 +4,7 @@
 //! the gaps on a logarithmic scale and the share of gaps without a return. Counts are halved once
 //! an hour, so old traffic is forgotten.
 use crate::ids::Seconds;
+use serde::{Deserialize, Serialize};
 
 /// Number of bins, lower edge of the first bin and number of bins per factor of ten: 10 ms to
 /// 10^6 s.
@@ -20,7 +21,7 @@ const PRIOR_MEDIAN: Seconds = 2.0;
 const PRIOR_SIGMA: f64 = 1.5;
 
 /// Why an engine ended an answer, as far as gaps are concerned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Finish {
     /// Not reported, or another reason such as `length`.
     #[default]
@@ -52,7 +53,7 @@ impl Finish {
 }
 
 /// A class of gaps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct GapClass {
     /// Whether the program has a long context (at least 8,192 tokens).
     pub long: bool,
@@ -69,21 +70,38 @@ impl GapClass {
 }
 
 /// Statistics of one class.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Class {
     /// Gaps by length.
+    #[serde(with = "long_array")]
     bins: [f64; BINS],
     /// Share of all gaps that are longer than each bin's lower edge; derived from `bins`.
+    #[serde(with = "long_array")]
     survival: [f64; BINS + 1],
     returned: f64,
     ended: f64,
 }
 
 /// Gap statistics of all classes.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Gaps {
     classes: [Class; GapClass::ALL],
     decayed: Seconds,
+}
+
+/// Serde has no arrays of more than 32 numbers.
+mod long_array {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(numbers: &[f64], to: S) -> Result<S::Ok, S::Error> {
+        numbers.serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>, const N: usize>(from: D) -> Result<[f64; N], D::Error> {
+        let numbers: Vec<f64> = Vec::deserialize(from)?;
+        numbers.try_into().map_err(|other: Vec<f64>| D::Error::invalid_length(other.len(), &"another number"))
+    }
 }
 
 fn edge(bin: usize) -> Seconds {

@@ -1,10 +1,11 @@
 //! Expected tokens in the caches, by instance: programs, their shared roots, and other requests.
 use super::types::{PeerPrograms, Root};
 use crate::ids::Seconds;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Tokens that count on one instance because of one program.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Charge {
     /// Expected tokens behind the root.
     pub own: f64,
@@ -18,7 +19,7 @@ pub struct Charge {
 const BUCKETS: usize = 16;
 
 /// Tokens of the last seconds, in buckets of equal length.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Recent {
     buckets: [f64; BUCKETS],
     newest: u64,
@@ -51,7 +52,7 @@ impl Recent {
 }
 
 /// A root on one instance: the number of its programs, and the sum of their probabilities.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct SharedRoot {
     pub programs: u32,
     pub tokens: f64,
@@ -73,7 +74,7 @@ impl SharedRoot {
 }
 
 /// One instance.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct InstanceLedger {
     /// Tokens that the instance's cache can hold, all tiers included; `None`: unknown, no limit.
     pub capacity_tokens: Option<f64>,

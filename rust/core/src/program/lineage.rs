@@ -9,6 +9,7 @@
 //! of programs.
 use super::types::ProgramId;
 use hashbrown::HashMap;
+use serde::{Deserialize, Serialize};
 use slotmap::{SecondaryMap, SlotMap, new_key_type};
 
 /// Checkpoints are this many blocks apart up to `DENSE`, then grow by this ratio.
@@ -28,7 +29,8 @@ fn next_checkpoint(blocks: u32) -> u32 {
 }
 
 /// A known end of a prompt: the position behind its last block, and that block's hash.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(u32, u64)", into = "(u32, u64)")] // each program has many
 pub struct Mark {
     /// Blocks before the mark.
     pub blocks: u32,
@@ -36,8 +38,20 @@ pub struct Mark {
     pub hash: u64,
 }
 
+impl From<(u32, u64)> for Mark {
+    fn from((blocks, hash): (u32, u64)) -> Mark {
+        Mark { blocks, hash }
+    }
+}
+
+impl From<Mark> for (u32, u64) {
+    fn from(mark: Mark) -> (u32, u64) {
+        (mark.blocks, mark.hash)
+    }
+}
+
 /// Registered hashes of one program.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Path {
     /// The segment at whose end its latest prompt's last checkpoint is.
     end: Option<SegmentId>,
@@ -50,7 +64,7 @@ new_key_type! {
 }
 
 /// Checkpoints that follow each other and that the same programs registered.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Segment {
     /// Hashes at the checkpoints.
     hashes: Vec<u64>,
@@ -82,7 +96,7 @@ pub struct Known {
 
 /// Registered hashes of all programs: a tree of segments. A program whose prompt no other program
 /// shares costs one entry of the map.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Lineage {
     paths: SecondaryMap<ProgramId, Path>,
     segments: SlotMap<SegmentId, Segment>,

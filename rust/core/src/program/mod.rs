@@ -12,13 +12,16 @@
 //! has a ledger of expected tokens ([`ledger`]). The state machine of programs and turns is in
 //! [`programs`], the choice of programs to pause and to admit in [`admission`]. `waste` measures
 //! whether holding pays. [`Programs`] alone composes: it owns the other parts, which do not know
-//! it. `admission`, `filing` and [`peers`] add its methods.
+//! it. `admission`, `filing`, `copies` and [`peers`] add its methods. [`followed`] shares it
+//! between the workers of a server.
 //!
 //! A turn is one request of a program, from its arrival to its end.
 pub mod admission;
 pub mod capacity;
+mod copies;
 mod entry;
 mod filing;
+pub mod followed;
 pub mod gaps;
 pub mod ledger;
 pub mod lineage;
@@ -36,6 +39,7 @@ mod types;
 mod waste;
 
 pub use entry::Program;
+pub use followed::Followed;
 pub use gaps::{Finish, GapClass, Gaps};
 pub use programs::Programs;
 pub use rules::{ProgramRules, Terms};

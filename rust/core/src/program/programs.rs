@@ -12,7 +12,8 @@ use super::waste::Waste;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
-use slotmap::SlotMap;
+use serde::{Deserialize, Serialize};
+use slotmap::{SecondaryMap, SlotMap};
 use std::collections::BTreeSet;
 use std::ops::Bound;
 
@@ -32,8 +33,11 @@ const KEEP_SECONDS: Seconds = 3600.0;
 /// Contexts from this length on are long (a class of gaps).
 const LONG_TOKENS: f64 = 8192.0;
 
+/// Keys in use, apart from their values: a copy of them makes the same next keys.
+pub(super) type Ids<K> = SlotMap<K, bool>;
+
 /// A request.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Turn {
     /// Its program; `None`: outside programs.
     pub program: Option<ProgramId>,
@@ -50,10 +54,12 @@ pub(super) struct Turn {
     pub last: bool,
     /// Leading prompt tokens that some program had before.
     pub known_tokens: f64,
+    /// The worker that has the request.
+    pub worker: u8,
 }
 
 /// Numbers since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Counters {
     /// Programs found by their first request, and those that continue the context of another.
     pub new_programs: u64,
@@ -80,13 +86,17 @@ pub struct Counters {
 }
 
 /// All programs of a pool.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Programs {
+    #[serde(skip)]
     pub(super) config: ProgramConfig,
     /// Constants of the rules in `config`.
+    #[serde(skip)]
     pub(super) terms: Terms,
-    pub(super) programs: SlotMap<ProgramId, Program>,
-    pub(super) turns: SlotMap<TurnId, Turn>,
+    pub(super) ids: Ids<ProgramId>,
+    pub(super) programs: SecondaryMap<ProgramId, Program>,
+    pub(super) turn_ids: Ids<TurnId>,
+    pub(super) turns: SecondaryMap<TurnId, Turn>,
     lineage: Lineage,
     sessions: HashMap<u64, ProgramId>,
     pub(super) gaps: Gaps,
@@ -107,8 +117,9 @@ pub struct Programs {
     counted: Option<ProgramId>,
     /// Programs that loops went through.
     #[cfg(test)]
+    #[serde(skip)]
     pub walked: usize,
-    births: u64,
+    pub(super) births: u64,
     /// Tokens per block of the latest prompts.
     tokens_per_block: f64,
 }
@@ -131,8 +142,10 @@ impl Programs {
         Ok(Programs {
             terms: config.terms(),
             config,
-            programs: SlotMap::with_key(),
-            turns: SlotMap::with_key(),
+            ids: SlotMap::with_key(),
+            programs: SecondaryMap::new(),
+            turn_ids: SlotMap::with_key(),
+            turns: SecondaryMap::new(),
             lineage: Lineage::default(),
             sessions: HashMap::new(),
             gaps: Gaps::default(),
@@ -276,6 +289,7 @@ impl Programs {
             assigned: None,
             last: arrival.last,
             known_tokens: known.mark.map_or(0.0, |(mark, _)| tokens(mark)).max(shared_tokens),
+            worker: arrival.worker,
         };
         let identity = self.identify(arrival, known, shared_tokens);
         let program = match identity {
@@ -290,7 +304,7 @@ impl Programs {
                     if id.is_none() {
                         self.counters.untracked += 1;
                         if self.holds() {
-                            let turn = self.turns.insert(turn);
+                            let turn = self.add_turn(turn);
                             return (
                                 turn,
                                 self.refuse(turn, self.expected_seconds(arrival.tenant, now), now),
@@ -306,9 +320,9 @@ impl Programs {
         let Some(id) = program else {
             self.counters.chats += 1;
             let tokens = (turn.tokens - shared_tokens).max(0.0);
-            return (self.turns.insert(Turn { tokens, ..turn }), Verdict::Free);
+            return (self.add_turn(Turn { tokens, ..turn }), Verdict::Free);
         };
-        let turn = self.turns.insert(Turn { program: Some(id), ..turn });
+        let turn = self.add_turn(Turn { program: Some(id), ..turn });
         let program = &mut self.programs[id];
         program.turns += 1;
         let tokens = match program.state {
@@ -326,6 +340,12 @@ impl Programs {
             turn.held = true;
         }
         (turn, verdict)
+    }
+
+    fn add_turn(&mut self, turn: Turn) -> TurnId {
+        let id = self.turn_ids.insert(true);
+        self.turns.insert(id, turn);
+        id
     }
 
     /// Finds the program of a request.
@@ -404,7 +424,8 @@ impl Programs {
             None => self.counters.new_programs += 1,
         }
         let home = parent.and_then(|id| self.programs.get(id)).and_then(|parent| parent.home);
-        let id = self.programs.insert(Program {
+        let id = self.ids.insert(true);
+        let program = Program {
             tenant: arrival.tenant,
             weight: arrival.weight.max(1e-3),
             session: arrival.session,
@@ -429,7 +450,8 @@ impl Programs {
             charge: None,
             share: None,
             filed: None,
-        });
+        };
+        self.programs.insert(id, program);
         self.sets.tokens += f64::from(arrival.prompt_tokens);
         self.set_state(id, State::Held);
         self.join_parent(id); // its parent waits for it
@@ -441,9 +463,10 @@ impl Programs {
     }
 
     /// Drops a program.
-    fn remove(&mut self, id: ProgramId) {
+    pub(super) fn remove(&mut self, id: ProgramId) {
         self.uncharge(id);
         let Some(program) = self.programs.remove(id) else { return };
+        self.ids.remove(id);
         self.unfile(id, &program);
         if let (Some(parent), Some(tokens)) = (program.parent, program.as_child) {
             self.gone_forks.push((parent, (tokens, id)));
@@ -592,6 +615,7 @@ impl Programs {
     /// Records the end of a request. `output_tokens`: tokens of its answer.
     pub fn ended(&mut self, turn: TurnId, output_tokens: u32, finish: Finish, now: Seconds) {
         let Some(at) = self.turns.remove(turn) else { return };
+        self.turn_ids.remove(turn);
         let output_tokens = f64::from(output_tokens);
         let Some(id) = at.program else {
             if let Some(slot) = at.slot.filter(|_| at.running).and_then(|slot| self.instance_of(slot)) {

@@ -5,7 +5,8 @@ use super::types::{ProgramId, Released, TurnId};
 use crate::estimate::decayed::Decayed;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
-use std::collections::BTreeSet;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
 const FLOW_SECONDS: Seconds = 300.0;
@@ -15,19 +16,22 @@ const MIN_FLOW_SECONDS: Seconds = 60.0;
 pub(super) type Place = (u64, u64, ProgramId);
 
 /// The held programs of a tenant, and the tokens that they need.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Waiting {
     pub places: BTreeSet<Place>,
     pub tokens: f64,
 }
 
 /// The held programs, and requests admitted but not yet taken by the caller.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Queue {
-    pub tenants: HashMap<u64, Waiting>,
+    /// In an order that all workers share, because the order of a sum changes its rounding.
+    pub tenants: BTreeMap<u64, Waiting>,
     /// Tenant, place and needed tokens of each held program.
     pub places: HashMap<ProgramId, (u64, Place, f64)>,
+    #[serde(skip)]
     pub released: Vec<Released>,
+    #[serde(skip)]
     pub refused: Vec<(TurnId, Seconds)>,
     /// A held program, and the instance that gets no other program until it is admitted.
     pub kept: Option<(ProgramId, InstanceId)>,

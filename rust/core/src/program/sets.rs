@@ -2,13 +2,14 @@
 use super::types::{ProgramId, State};
 use crate::ids::Seconds;
 use hashbrown::HashMap;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
 /// Programs between two turns, by the start of their gap.
 pub(super) type ByGap = BTreeSet<(u64, ProgramId)>;
 
 /// Place of a program in the indexes.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Filed {
     pub state: State,
     /// While it is between two turns: its set, and the bits of the start of its gap.
@@ -16,7 +17,7 @@ pub(super) struct Filed {
 }
 
 /// Tokens that count for a tenant's programs with a place.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Share {
     /// Tokens, each shared prefix left out.
     pub tokens: f64,
@@ -26,7 +27,7 @@ pub(super) struct Share {
 }
 
 /// The indexes.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Sets {
     /// Number of programs in each state, in the order of [`State::NAMES`].
     pub counts: [usize; 4],

@@ -1,5 +1,6 @@
 //! The words of programs: ids, requests and verdicts, states, and what peer routers publish.
 use crate::ids::{InstanceId, Seconds};
+use serde::{Deserialize, Serialize};
 use slotmap::{Key, new_key_type};
 
 /// Horizon of the return probability by which programs are paused.
@@ -43,6 +44,8 @@ pub struct Arrival<'a> {
     pub weight: f64,
     /// Whether the client says that this is the last turn of its program.
     pub last: bool,
+    /// Number of the worker that has the request, if the server has several.
+    pub worker: u8,
 }
 
 /// Decision on an arriving request.
@@ -84,7 +87,7 @@ pub struct ProgramNote {
 }
 
 /// State of a program. Its turns are `running` or `held`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum State {
     /// A turn is running; the program counts on its home.
     Running,
@@ -113,7 +116,7 @@ impl State {
 }
 
 /// An instance, until it is removed: its slot may then get another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Home {
     /// The instance.
     pub instance: InstanceId,
@@ -145,7 +148,7 @@ pub struct Work {
 }
 
 /// A prefix that several programs share: the hash of its last block, and its tokens.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Root {
     /// Hash of the last shared block.
     pub hash: u64,
@@ -158,7 +161,7 @@ pub struct Root {
 pub const MAX_ROOTS: usize = 16;
 
 /// A root that a router's programs need on an instance.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PeerRoot {
     /// The root.
     pub root: Root,
@@ -167,7 +170,7 @@ pub struct PeerRoot {
 }
 
 /// Needs of the programs and requests of one router on an instance, or of several together.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeerPrograms {
     /// Expected tokens without roots.
     pub tokens: f64,

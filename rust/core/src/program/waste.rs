@@ -5,6 +5,7 @@
 //! request waits for nothing: chats on small caches are of this kind.
 use crate::estimate::decayed::Decayed;
 use crate::ids::Seconds;
+use serde::{Deserialize, Serialize};
 
 /// Time constant of the measurement, seconds.
 const WINDOW_SECONDS: Seconds = 60.0;
@@ -19,7 +20,7 @@ const SHARE_OF_WORK: f64 = 0.5;
 const MAX_RATIO: f64 = 20.0;
 
 /// Seconds of prefill of the last minute, decayed.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Waste {
     /// All prefill work.
     all: Decayed,

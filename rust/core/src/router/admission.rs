@@ -5,6 +5,7 @@ use super::router::Router;
 use crate::admission::{Admission, LoadConfig, LoadSnapshot, Released, Verdict};
 use crate::error::CoreError;
 use crate::ids::{ArrivalId, InstanceId, Seconds};
+use crate::program::ledger::InstanceLedger;
 use crate::program::{ProgramConfig, Programs};
 use crate::request::Request;
 
@@ -53,6 +54,11 @@ impl Router {
     /// [`Router::release_held`].
     pub fn waiting(&self) -> usize {
         self.listeners.admission.waiting()
+    }
+
+    /// Returns what programs need in an instance's cache, if programs are followed.
+    pub fn program_ledger(&self, id: InstanceId) -> Option<&InstanceLedger> {
+        self.listeners.admission.followed()?.ledger(id)
     }
 
     /// Returns the measured size of an instance's cache in blocks if it differs from

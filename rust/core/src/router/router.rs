@@ -17,6 +17,7 @@ use crate::fleet::{Fleet, Member, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
 use crate::policy::{Fallbacks, Policy};
+use crate::program::Followed;
 use crate::record::DecisionRecord;
 use crate::request::Request;
 use std::sync::Arc;
@@ -113,6 +114,7 @@ impl Router {
         self.state.member(member);
         self.context.member(member, self.state.fleet.slots());
         self.listeners.member(member);
+        self.listeners.admission.member(member, &self.state.fleet);
         if let Some(workers) = &mut self.workers {
             workers.member(member, &self.state.fleet);
         }
@@ -121,12 +123,22 @@ impl Router {
     /// Exchanges load with the other workers of this server from now on. `model`: a number that the
     /// routers of the same model share. The router must not have decided yet: its decisions are
     /// numbered anew, so that no two workers use the same number.
-    pub fn join(&mut self, board: Arc<Board>, model: u64) {
+    ///
+    /// # Errors
+    /// `BadValue` if the board has no room for a further model.
+    pub fn join(&mut self, board: Arc<Board>, model: u64) -> Result<(), CoreError> {
         self.state.ledger.changes.start();
         // A decision's number names it in all workers.
         self.requests.records.begin_at(((board.writer() as u64) << WORKER_BITS) + 1);
-        self.listeners.admission.share(board.clone(), model);
+        self.listeners.admission.share(board.clone(), model, &self.state.fleet)?;
         self.workers = Some(Box::new(Workers::new(board, model, &self.state.fleet)));
+        Ok(())
+    }
+
+    /// Returns whether this router has the agent programs of the other workers. Until then, its
+    /// requests belong to no program.
+    pub fn has_programs_of_workers(&self) -> bool {
+        self.listeners.admission.followed().is_none_or(Followed::is_present)
     }
 
     /// Publishes the load that has changed to the other workers of this server.
@@ -141,6 +153,7 @@ impl Router {
     /// for some of it.
     pub fn publish_all(&mut self, now: Seconds) -> bool {
         let now = self.clock(now);
+        self.listeners.admission.follow(now);
         self.workers.as_mut().is_none_or(|workers| {
             workers.publish_all(&self.state.ledger, &self.state.fleet, now);
             !workers.is_full()
@@ -152,6 +165,7 @@ impl Router {
     pub(super) fn read_workers(&mut self, now: Seconds) {
         if let Some(workers) = &mut self.workers {
             workers.read(&mut self.listeners.replicas, &mut self.state.ledger, now);
+            self.listeners.admission.follow(now);
         }
     }
 

@@ -3,11 +3,10 @@
 use super::listener::{Before, Ended, Listener, Placement};
 use crate::admission::{Admission, Asked, Released, Room, Verdict};
 use crate::error::CoreError;
-use crate::fleet::Member;
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
-use crate::program::{Arrival, Programs, Work};
+use crate::program::{Arrival, Followed, Work};
 use crate::record::DecisionRecord;
 use crate::request::Request;
 use crate::router::caches::Caches;
@@ -48,12 +47,6 @@ impl Listener for Admission {
             Admission::ended(self, id, ended.made, ended.usage.finish, ended.now);
         }
     }
-
-    fn member(&mut self, member: Member) {
-        if let Member::Removed(id) = member {
-            self.instance_removed(id);
-        }
-    }
 }
 
 /// Records an arriving request (`Router::arrive`).
@@ -68,9 +61,9 @@ pub fn arrive(
     request.check()?;
     let Before { state, context, calls, now } = before;
     let now = *now;
-    if let Some(programs) = admission.programs_mut() {
+    if let Some(programs) = admission.followed_mut() {
         // Before the first request, the tokens of a block are unknown.
-        if programs.instances().len() < state.fleet.slots() || programs.tokens_per_block() <= 0.0 {
+        if programs.lacks_instances(state.fleet.slots()) || programs.programs().tokens_per_block() <= 0.0 {
             update_capacities(programs, state, request.tokens_per_block, now);
         }
     }
@@ -104,6 +97,7 @@ pub fn arrive(
         tenant: request.tenant.id,
         weight: request.tenant.weight,
         last: request.session_final,
+        worker: 0,
     };
     let (id, verdict) = admission.arrive(&turn, asked, &mut room, now);
     let matched = id.filter(|_| admission.load_config().is_some());
@@ -170,8 +164,8 @@ fn with_arrival<'r>(
 
 /// Lets requests run whose wait has ended (`Router::release_held`).
 pub fn release(admission: &mut Admission, state: &mut State, now: Seconds) -> Released {
-    if let Some(programs) = admission.programs_mut() {
-        update_capacities(programs, state, programs.tokens_per_block(), now);
+    if let Some(programs) = admission.followed_mut() {
+        update_capacities(programs, state, programs.programs().tokens_per_block(), now);
     }
     let mut room = match admission.load_config() {
         Some(_) => room(admission, state, now),
@@ -237,7 +231,7 @@ fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
 }
 
 /// Passes the capacities of all instances to the programs.
-fn update_capacities(programs: &mut Programs, state: &State, tokens_per_block: f64, now: Seconds) {
+fn update_capacities(programs: &mut Followed, state: &State, tokens_per_block: f64, now: Seconds) {
     let mut caches = state.caches.write();
     for slot in 0..state.fleet.slots() {
         let id = InstanceId(slot as u32);
@@ -245,7 +239,7 @@ fn update_capacities(programs: &mut Programs, state: &State, tokens_per_block: f
         let capacity =
             cached_blocks_at_most(&caches, state, id).map(|blocks| blocks * tokens_per_block.max(1.0));
         let available = state.fleet.eligible()[slot];
-        programs.set_instance(id, capacity, available);
+        programs.set_instance(id, capacity, available, now);
     }
 }
 

@@ -1,0 +1,330 @@
+//! Workers of one server follow agent programs together: each has the same programs at each step.
+#[path = "common/board.rs"]
+mod boards;
+#[path = "common/router.rs"]
+mod common;
+
+use boards::{board, memory};
+use common::{STEP, chain, request};
+use lmetric_core::Registry;
+use lmetric_core::admission::{HeldFor, Verdict};
+use lmetric_core::board::log::MOST_WORDS;
+use lmetric_core::fleet::Role;
+use lmetric_core::ids::ArrivalId;
+use lmetric_core::plan::{Event, Usage};
+use lmetric_core::program::programs::Counters;
+use lmetric_core::program::{ProgramConfig, ProgramMode, State};
+use lmetric_core::request::Request;
+use lmetric_core::router::{Router, RouterConfig, TicketId};
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+/// Blocks that an instance's cache holds.
+const CACHE: u32 = 64;
+const NAMES: [&str; 2] = ["x", "y"];
+const SUPERVISOR: usize = 9;
+
+type Words = Arc<Box<[AtomicU64]>>;
+
+/// A worker: its router, and its requests.
+struct Worker {
+    router: Router,
+    number: usize,
+    /// With the name of the first instance.
+    running: Vec<(u64, TicketId, String)>,
+    held: Vec<(u64, usize, ArrivalId)>,
+}
+
+impl Worker {
+    fn new(memory: &Words, number: usize) -> Worker {
+        let programs = ProgramConfig { mode: ProgramMode::Admit, min_tokens: 16, ..ProgramConfig::default() };
+        let config = RouterConfig {
+            drain: false,
+            step_time: Some(STEP),
+            programs: Some(programs),
+            ..RouterConfig::default()
+        };
+        let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+        // The workers' fleets have different orders.
+        let mut names = NAMES;
+        names.rotate_left(number % 2);
+        for name in names {
+            router.add_instance(name, Role::Both, Some(CACHE)).unwrap();
+        }
+        router.join(board(memory, number), 1).unwrap();
+        Worker { router, number, running: Vec::new(), held: Vec::new() }
+    }
+
+    /// Sends a request of a program.
+    fn send(&mut self, program: u64, blocks: usize, now: f64) -> Option<Verdict> {
+        let chain = chain(1000 * program, blocks);
+        let asked = request(&chain);
+        let (arrival, verdict) = self.router.arrive(&asked, now).unwrap().unwrap();
+        match verdict {
+            Verdict::Held { .. } => self.held.push((program, blocks, arrival.unwrap())),
+            Verdict::Refused { .. } => {}
+            Verdict::Free | Verdict::Run(_) => self.place(program, blocks, arrival, now),
+        }
+        Some(verdict)
+    }
+
+    fn place(&mut self, program: u64, blocks: usize, arrival: Option<ArrivalId>, now: f64) {
+        let chain = chain(1000 * program, blocks);
+        let made = self.router.route(&Request { arrival, ..request(&chain) }, now).unwrap();
+        let name = self.router.fleet().name(made.segment.instance).to_string();
+        self.running.push((program, made.ticket, name));
+    }
+
+    /// Lets the held requests run that may run now.
+    fn release(&mut self, now: f64) {
+        let released = self.router.release_held(now);
+        let gone = released.refused.iter().map(|(id, ..)| (id, false));
+        for (id, runs) in released.ready.iter().map(|(id, _)| (id, true)).chain(gone) {
+            let place = self.held.iter().position(|(.., held)| held == id).expect("a held request");
+            let (program, blocks, arrival) = self.held.swap_remove(place);
+            if runs {
+                self.place(program, blocks, Some(arrival), now);
+            }
+        }
+    }
+
+    fn end(&mut self, at: usize, now: f64) {
+        let (_, ticket, _) = self.running.swap_remove(at);
+        let usage = Usage { output_tokens: Some(15), ..Usage::default() };
+        self.router.advance(ticket, Event::Finished(usage), now).unwrap();
+    }
+
+    /// Returns the instance of a program's running request.
+    fn home(&self, program: u64) -> Option<String> {
+        self.running.iter().find(|(of, ..)| *of == program).map(|(.., name)| name.clone())
+    }
+}
+
+/// A worker's view of programs: counters, states, all programs, and the instances' ledgers.
+type Seen = (Counters, [usize; 4], Vec<String>, Vec<(u64, u32, Option<f64>, bool)>);
+
+fn seen(router: &mut Router, now: f64) -> Seen {
+    router.publish_all(now);
+    let programs = router.programs().unwrap();
+    let all = programs.iter().map(|(id, each)| {
+        let (home, tokens) = (each.home, each.tokens);
+        format!("{id:?} {home:?} {tokens} {:?} {} {}", each.state, each.since, each.order)
+    });
+    let ledgers = NAMES.map(|name| {
+        let id = router.fleet().find(name).unwrap();
+        let ledger = router.program_ledger(id).cloned().unwrap_or_default();
+        (ledger.expected_tokens().to_bits(), ledger.programs, ledger.capacity_tokens, ledger.available)
+    });
+    (programs.counters(), programs.states(), all.collect(), ledgers.to_vec())
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// A turn of a program, with more blocks.
+    Send(u64, usize),
+    End(usize),
+    Leave(usize),
+    Release,
+    Wait,
+    /// The worker is killed, and another one takes its number.
+    Kill,
+    /// The first instance takes no new requests, or takes them again.
+    Drain(bool),
+}
+
+fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
+    let step = prop_oneof![
+        8 => (0..12_u64, 0..12_usize).prop_map(|(program, more)| Step::Send(program, more)),
+        6 => (0..8_usize).prop_map(Step::End),
+        1 => (0..8_usize).prop_map(Step::Leave),
+        3 => Just(Step::Release),
+        2 => Just(Step::Wait),
+        1 => Just(Step::Kill),
+        1 => any::<bool>().prop_map(Step::Drain),
+    ];
+    prop::collection::vec((0..3_usize, step), 1..150)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// At each step, all workers know the same programs, also those that started later.
+    #[test]
+    fn all_workers_have_the_same_programs(steps in steps()) {
+        let memory = memory();
+        let supervisor = board(&memory, SUPERVISOR);
+        let mut workers: Vec<Worker> = (0..3).map(|number| Worker::new(&memory, number)).collect();
+        let mut sizes = [8_usize; 12];
+        let mut now = 0.0;
+        for (worker, step) in steps {
+            now += 0.01;
+            let of = &mut workers[worker];
+            match step {
+                Step::Send(program, more) => {
+                    let size = &mut sizes[program as usize];
+                    *size = if *size > 50 { 8 } else { *size + more };
+                    of.send(program, *size, now);
+                }
+                Step::End(at) if at < of.running.len() => of.end(at, now),
+                Step::Leave(at) if at < of.held.len() => {
+                    let (.., arrival) = of.held.swap_remove(at);
+                    of.router.drop_arrival(arrival, now);
+                }
+                Step::Release => of.release(now),
+                Step::Wait => now += 20.0,
+                Step::Kill => {
+                    let number = of.number;
+                    let old = std::mem::replace(of, Worker::new(&memory, 8));
+                    std::mem::forget(old.router);
+                    supervisor.clear(number).unwrap();
+                    *of = Worker::new(&memory, number);
+                }
+                Step::Drain(drain) => {
+                    for each in &mut workers {
+                        let id = each.router.fleet().find(NAMES[0]).unwrap();
+                        each.router.fleet_mut().set_draining(id, drain).unwrap();
+                    }
+                }
+                _ => {}
+            }
+            // A worker that has just started asks another one, which answers when it reads the log.
+            for _ in 0..2 {
+                workers.iter_mut().for_each(|each| _ = each.router.publish_all(now));
+            }
+            let all: Vec<Seen> = workers.iter_mut().map(|each| seen(&mut each.router, now)).collect();
+            prop_assert!(workers.iter().all(|each| each.router.has_programs_of_workers()));
+            prop_assert_eq!(&all[0], &all[1]);
+            prop_assert_eq!(&all[0], &all[2]);
+        }
+        // All end: nothing counts as running or held.
+        for _ in 0..20_000 {
+            now += 0.3;
+            for each in &mut workers {
+                while !each.running.is_empty() {
+                    each.end(0, now);
+                }
+                each.release(now);
+            }
+            if workers.iter().all(|each| each.running.is_empty() && each.held.is_empty()) {
+                break;
+            }
+        }
+        for each in &mut workers {
+            prop_assert!(each.held.is_empty());
+            let states = seen(&mut each.router, now).1;
+            prop_assert_eq!((states[State::Running as usize], states[State::Held as usize]), (0, 0));
+            prop_assert_eq!(each.router.waiting(), 0);
+        }
+    }
+}
+
+fn workers() -> (Words, Worker, Worker) {
+    let memory = memory();
+    let (one, two) = (Worker::new(&memory, 0), Worker::new(&memory, 1));
+    (memory, one, two)
+}
+
+fn read(workers: [&mut Worker; 2], now: f64) {
+    for _ in 0..2 {
+        _ = (workers[0].router.publish_all(now), workers[1].router.publish_all(now));
+    }
+}
+
+#[test]
+fn a_program_returns_home_on_whichever_worker_its_next_turn_arrives() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    // Two programs fill half of each cache; a third is held for its tokens on any worker.
+    one.send(1, 30, 0.0);
+    two.send(2, 30, 0.1);
+    let homes = [one.home(1).unwrap(), two.home(2).unwrap()];
+    assert_ne!(homes[0], homes[1]);
+    for worker in [&mut one, &mut two] {
+        let verdict = worker.send(3 + worker.number as u64, 40, 0.2).unwrap();
+        assert!(matches!(verdict, Verdict::Held { by: HeldFor::Program(_), .. }), "{verdict:?}");
+    }
+    one.end(0, 1.0);
+    two.end(0, 1.0);
+    assert_eq!(two.send(1, 34, 2.0), Some(Verdict::Run(two.router.fleet().find(&homes[0]).unwrap())));
+    assert_eq!(one.send(2, 34, 2.0), Some(Verdict::Run(one.router.fleet().find(&homes[1]).unwrap())));
+    two.end(0, 3.0);
+    one.end(0, 3.0);
+    // The worker of the last turn is killed; the next one goes home all the same.
+    std::mem::forget(two.router);
+    board(&memory, SUPERVISOR).clear(1).unwrap();
+    let mut two = Worker::new(&memory, 1);
+    assert!(!two.router.has_programs_of_workers());
+    assert_eq!(two.send(9, 30, 3.5), Some(Verdict::Free), "its requests belong to no program yet");
+    two.end(0, 3.6);
+    read([&mut two, &mut one], 4.0);
+    two.router.publish_all(4.0);
+    assert!(two.router.has_programs_of_workers());
+    assert_eq!(two.send(1, 38, 5.0), Some(Verdict::Run(two.router.fleet().find(&homes[0]).unwrap())));
+}
+
+#[test]
+fn a_hold_ends_whichever_worker_has_the_request_that_ends() {
+    let (_, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    for program in 0..2 {
+        one.send(program, 50, 0.0);
+    }
+    let verdict = two.send(7, 50, 0.1).unwrap();
+    assert!(matches!(verdict, Verdict::Held { .. }), "{verdict:?}");
+    two.release(1.0);
+    assert_eq!(two.held.len(), 1);
+    one.end(0, 2.0);
+    // Its program rests, and its place is free once it no longer is expected to return.
+    one.release(400.0);
+    two.release(400.0);
+    assert_eq!((two.held.len(), two.running.len()), (0, 1));
+}
+
+#[test]
+fn a_worker_that_has_missed_events_gets_a_copy_and_keeps_its_held_request() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    for program in 0..2 {
+        one.send(program, 50, 0.0);
+    }
+    assert!(matches!(two.send(7, 50, 0.1), Some(Verdict::Held { .. })));
+    assert!(matches!(two.send(8, 50, 0.1), Some(Verdict::Held { .. })));
+    // Events of another model fill the ring; meanwhile, a place is free for one of both.
+    let other = board(&memory, 3);
+    (0..5).for_each(|_| _ = other.append(99, 7, 0.0, &[&vec![0; MOST_WORDS]]));
+    one.end(0, 1.0);
+    one.release(400.0);
+    two.release(400.1);
+    assert!(!two.router.has_programs_of_workers());
+    assert_eq!((two.held.len(), two.send(9, 50, 400.1)), (2, Some(Verdict::Free)));
+    one.router.publish_all(400.2);
+    two.release(400.3);
+    assert_eq!((two.held.len(), two.running.len()), (1, 2));
+    assert_eq!(seen(&mut one.router, 400.4), seen(&mut two.router, 400.4));
+    // Without another worker, it begins anew: nothing counts that it does not know.
+    (0..5).for_each(|_| _ = other.append(99, 7, 0.0, &[&vec![0; MOST_WORDS]]));
+    drop(one.router);
+    let released = two.router.release_held(401.0);
+    assert_eq!((released.ready.len(), released.refused.len()), (0, 1));
+    assert!(two.router.has_programs_of_workers());
+    (0..2).for_each(|_| two.end(0, 402.0));
+    assert_eq!(two.router.programs().unwrap().states(), [0; 4]);
+}
+
+#[test]
+fn workers_under_other_settings_do_not_share_programs() {
+    let memory = memory();
+    let mut one = Worker::new(&memory, 0);
+    let config = RouterConfig { programs: Some(ProgramConfig::default()), ..RouterConfig::default() };
+    let mut two = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+    two.add_instance("x", Role::Both, Some(CACHE)).unwrap();
+    two.join(board(&memory, 1), 1).unwrap();
+    one.send(1, 30, 0.0);
+    two.publish_all(0.1);
+    assert!(two.has_programs_of_workers());
+    assert_eq!(two.programs().unwrap().iter().count(), 0);
+    assert_eq!(one.router.programs().unwrap().iter().count(), 1);
+    let refused = two.set_programs(None).unwrap_err().to_string();
+    assert!(refused.contains("a change after join()"), "{refused}");
+}
