@@ -312,9 +312,9 @@ async def test_a_session_keeps_its_arm_and_all_workers_have_one_canary(by: str) 
         assert again["canary"]["salt"] != found["canary"]["salt"]
 
 
-# Each engine's cache has room for one program.
-ADMIT = ("--set", "programs=admit")
-BLOCKS = 200
+# Each engine's cache has room for one program, and for no second one until the first is forgotten.
+ADMIT = ("--set", "programs=admit", "--policy", "least_requests")
+BLOCKS = 186
 FINAL = {"x-session-final": "true"}
 
 
@@ -343,11 +343,32 @@ async def until_programs(client: Client, **states: int) -> None:
             await asyncio.sleep(0.05)
 
 
+class Barrier:
+    """An engine's behavior: the first requests wait until there are enough of them."""
+
+    def __init__(self, requests: int) -> None:
+        self.left = requests
+        self.open = asyncio.Event()
+
+    async def __call__(self, _: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        self.left -= 1
+        if self.left <= 0:
+            self.open.set()
+        await self.open.wait()
+        writer.write(plain(200, {"id": "x", "choices": []}))
+        return True
+
+
+async def begin_programs(client: Client, programs: range) -> dict[int, str]:
+    """Sends the first turns of programs at once, so that each goes to another engine."""
+    answers = await asyncio.gather(*(client.ask(turn(program)) for program in programs))
+    return {program: engine for program, (engine, _) in zip(programs, answers, strict=True)}
+
+
 async def test_programs_keep_their_home_also_after_a_worker_was_killed() -> None:
-    async with serving(*ADMIT, engines=3, cache_blocks=BLOCKS) as (process, client, engines):
-        homes = {}
-        for program in range(3):
-            homes[program], _ = await client.ask(turn(program))
+    behave = Barrier(3)
+    async with serving(*ADMIT, engines=3, cache_blocks=BLOCKS, behave=behave) as (process, client, engines):
+        homes = await begin_programs(client, range(3))
         assert sorted(homes.values()) == sorted(each.url.removeprefix("http://") for each in engines)
         # While others wait for room, the policy does not place programs.
         waiting = [asyncio.create_task(client.ask(turn(program))) for program in range(10, 18)]
@@ -404,15 +425,16 @@ async def test_programs_are_held_over_all_workers_until_any_of_them_has_room() -
 
 
 async def test_a_rolling_restart_keeps_programs() -> None:
-    async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS) as (process, client, _):
-        homes = [(await client.ask(turn(program)))[0] for program in range(2)]
+    async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS, behave=Barrier(2)) as (process, client, _):
+        homes = await begin_programs(client, range(2))
         waiting = asyncio.create_task(client.ask(turn(5)))
         await until_programs(client, held=1, gap=2)
         old = workers_of(process)
         process.process.send_signal(signal.SIGUSR2)
         await until(lambda: len(set(workers_of(process)) - set(old)) == 2)
-        for program, home in enumerate(homes):
+        for program, home in homes.items():
             assert (await client.ask(turn(program, 1)))[0] == home
+        for program in homes:
             await client.ask(turn(program, 2), **FINAL)
         await waiting  # on a worker that is leaving
         await replaced(process, old)
@@ -423,8 +445,9 @@ async def test_programs_are_followed_by_default() -> None:
     async with serving(engines=2, cache_blocks=BLOCKS) as (_, client, _):
         for number in range(4):
             await client.ask(turn(1, number))
-        found = (await client.get("/debug/programs"))["tiny"]
-        assert (found["new_programs"], found["continuations"], found["holds"]) == (1, 3, False)
+        await client.until_metric("lmetric_program_turns_total", 3)
+        assert await client.metric("lmetric_programs_started_total") == 1
+        assert not (await client.get("/debug/programs"))["tiny"]["holds"]
 
 
 async def test_the_workers_of_a_killed_supervisor_finish_their_streams_and_end() -> None:

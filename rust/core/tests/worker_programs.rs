@@ -38,7 +38,12 @@ struct Worker {
 
 impl Worker {
     fn new(memory: &Words, number: usize) -> Worker {
-        let programs = ProgramConfig { mode: ProgramMode::Admit, min_tokens: 16, ..ProgramConfig::default() };
+        let programs = ProgramConfig {
+            mode: ProgramMode::Admit,
+            min_tokens: 16,
+            forget_seconds: 30.0,
+            ..ProgramConfig::default()
+        };
         let config = RouterConfig {
             drain: false,
             step_time: Some(STEP),
@@ -292,23 +297,26 @@ fn a_worker_that_has_missed_events_gets_a_copy_and_keeps_its_held_request() {
     assert!(matches!(two.send(8, 50, 0.1), Some(Verdict::Held { .. })));
     // Events of another model fill the ring; meanwhile, a place is free for one of both.
     let other = board(&memory, 3);
-    (0..5).for_each(|_| _ = other.append(99, 7, 0.0, &[&vec![0; MOST_WORDS]]));
+    for _ in 0..5 {
+        other.append(99, 7, 0.0, &[&vec![0; MOST_WORDS]]);
+        one.router.publish_all(0.2);
+    }
     one.end(0, 1.0);
-    one.release(400.0);
-    two.release(400.1);
+    one.release(40.0);
+    two.release(40.1);
     assert!(!two.router.has_programs_of_workers());
-    assert_eq!((two.held.len(), two.send(9, 50, 400.1)), (2, Some(Verdict::Free)));
-    one.router.publish_all(400.2);
-    two.release(400.3);
+    assert_eq!((two.held.len(), two.send(9, 50, 40.1)), (2, Some(Verdict::Free)));
+    one.router.publish_all(40.2);
+    two.release(40.3);
     assert_eq!((two.held.len(), two.running.len()), (1, 2));
-    assert_eq!(seen(&mut one.router, 400.4), seen(&mut two.router, 400.4));
+    assert_eq!(seen(&mut one.router, 40.4), seen(&mut two.router, 40.4));
     // Without another worker, it begins anew: nothing counts that it does not know.
     (0..5).for_each(|_| _ = other.append(99, 7, 0.0, &[&vec![0; MOST_WORDS]]));
     drop(one.router);
-    let released = two.router.release_held(401.0);
+    let released = two.router.release_held(41.0);
     assert_eq!((released.ready.len(), released.refused.len()), (0, 1));
     assert!(two.router.has_programs_of_workers());
-    (0..2).for_each(|_| two.end(0, 402.0));
+    (0..2).for_each(|_| two.end(0, 42.0));
     assert_eq!(two.router.programs().unwrap().states(), [0; 4]);
 }
 
