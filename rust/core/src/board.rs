@@ -43,7 +43,7 @@ const LOG_AT: usize = NAMES_AT + NAMES;
 /// Size of the memory in bytes. Pages that nobody writes take none.
 pub const BYTES: usize = (LOG_AT + log::WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
-const LAYOUT: u64 = 0x6c6d_6574_7269_6331;
+const LAYOUT: u64 = 0x6c6d_6574_7269_6332;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
 /// afterwards.
 const TRIES: u32 = 64;

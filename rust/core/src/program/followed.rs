@@ -45,7 +45,7 @@ const ARRIVAL_WORDS: usize = 5;
 /// Words before the bytes of a copy.
 const COPY_WORDS: usize = 3;
 /// Most programs that a worker which starts later gets; those with the longest gaps end.
-const MOST_COPIED: usize = 16_384;
+const MOST_COPIED: usize = 4096;
 /// Time after which a worker asks another one for a copy.
 const ASK_SECONDS: Seconds = 1.0;
 /// Time between two ticks of all workers together, without and with held programs.
