@@ -14,6 +14,18 @@ from lmetric.server.observe.live import REFUSED
 Level = Literal["bad", "warn", "note"]
 NAMES = 3  # most engines named in a problem
 PROBLEMS = 8  # most problems shown, the worst first
+# By code of an error: what an operator can do about it, if it is always the same.
+FIXES = {
+    "deadline": "add engines, or raise admission.ttft_seconds",
+    "queue_full": "add engines, or raise admission.max_waiting",
+    "rate_limit": "raise the tenant's max_requests_per_second, if the fleet has room",
+    "caches_full": "add engines: the running agent programs fill the KV caches",
+    "too_many": "raise limits.max_concurrent_requests, or start another router",
+    "too_many_bytes": "raise limits.max_body_bytes_total, or start another router",
+    "too_many_connections": "raise limits.max_connections, or start another router",
+    "timeout": "add engines, or raise timeouts.request",
+    "no_engine": "start the engines that are down",
+}
 _ORDER: tuple[Level, ...] = ("bad", "warn", "note")
 # By state of an engine that gets no requests.
 LEVELS: dict[str, Level] = {"down": "bad", "ejected": "bad", "full": "warn"}
@@ -97,7 +109,7 @@ def of_requests(failures: Iterable[Counter[tuple[int, str | None]]], minutes: in
                 "what": f"{count} request{'s' * (count != 1)} {verb} in the last {minutes} minutes",
                 "since": None,
                 "reason": f"{status} {code}: {meaning}" if code else f"{status}: {meaning}",
-                "fix": None,
+                "fix": FIXES.get(code or ""),
                 "count": count,
             }
         )
