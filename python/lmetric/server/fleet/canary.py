@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from enum import StrEnum
 from typing import Any
 
@@ -427,7 +428,7 @@ class Canary:
             state=self.state,
             reason=self.reason,
             config=run.config.model_copy(update={"salt": run.salt}),
-            comparison=run.comparison,
+            comparison=deepcopy(run.comparison),
             started=run.started,
             counts_from=run.counts_from,
             keys=dict(run.keys),

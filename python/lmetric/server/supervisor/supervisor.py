@@ -30,7 +30,7 @@ from lmetric.server.observe.startup import LISTENING
 from lmetric.server.supervisor.merge import merge
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
-from lmetric.server.worker.worker import MARK, AdminChange, Start, socket_path
+from lmetric.server.worker.worker import MARK, AdminChange, Copies, Start, socket_path
 
 log = structlog.get_logger("lmetric.workers")
 
@@ -175,12 +175,13 @@ class Supervisor:
                     log.warning("a new worker cannot repeat an administrator's change", reason=problem)
             await worker.channel.call("become", copies)
 
-    async def _copies(self) -> Any:
+    async def _copies(self) -> Copies:
         """Returns the canaries of a worker that serves."""
         for other in [each for each in self.processes if each.started]:
             with contextlib.suppress(ChannelClosedError, LmetricError):
-                return await other.channel.call("copies")
-        return {}
+                copies: Copies = await other.channel.call("copies")
+                return copies
+        return Copies({}, {})
 
     async def _watch(self, worker: Process) -> None:
         """Waits for the end of a worker, and replaces it if nobody asked it to end."""

@@ -79,6 +79,26 @@ class AdminChange(NamedTuple):
     body: bytes
 
 
+class Told(NamedTuple):
+    """Results of one worker's canaries, by model.
+
+    Attributes:
+        worker: ID of its process.
+        number: of the worker's messages, from 1 on.
+    """
+
+    worker: int
+    number: int
+    updates: Mapping[str, Update]
+
+
+class Copies(NamedTuple):
+    """The canaries of a worker, by model, and the last messages of all workers in them."""
+
+    heard: Mapping[int, int]
+    canaries: Mapping[str, Copy]
+
+
 class Worker:
     """This process as one of several workers."""
 
@@ -95,6 +115,10 @@ class Worker:
         self._live: Live | None = None
         self._sending: asyncio.Task[None] | None = None
         self._alarming: asyncio.Task[None] | None = None
+        self._telling = asyncio.Lock()
+        self._told = 0  # messages with results of this worker's canaries
+        self._heard: dict[int, int] = {}  # by worker: the number of its last message
+        self._early: list[Told] | None = []  # messages before the copies of the canaries
         self._tasks: list[asyncio.Task[None]] = []
         self._own: asyncio.Server | None = None
 
@@ -179,38 +203,59 @@ class Worker:
 
     async def tell(self) -> None:
         """Tells the other workers the results of this one's canaries since the last call."""
+        async with self._telling:
+            await self._tell(self._untold())
+
+    def _untold(self) -> dict[str, Update]:
         found = ((model.name, model.trials.canary.untold()) for model in self._models)
         updates = {name: update for name, update in found if update is not None}
+        self._told += bool(updates)
+        return updates
+
+    async def _tell(self, updates: dict[str, Update]) -> None:
         if updates:
+            told = Told(os.getpid(), self._told, updates)
             with contextlib.suppress(ChannelClosedError):
-                await self.channel.call("canaries", (self.number, updates))
+                await self.channel.call("canaries", (self.number, told))
 
     def _tell_alarm(self) -> None:
         self._alarming = asyncio.create_task(self.tell(), name="canaries")
 
-    def hear(self, updates: Mapping[str, Update]) -> None:
-        """Adds the results of another worker's canaries."""
-        for canary, update in self._canaries(updates):
-            canary.hear(update)
+    def hear(self, told: Told) -> None:
+        """Adds the results of another worker's canaries, once."""
+        if self._early is not None:
+            self._early.append(told)
+        elif told.number > self._heard.get(told.worker, 0):
+            self._heard[told.worker] = told.number
+            for canary, update in self._canaries(told.updates):
+                canary.hear(update)
 
-    async def copies(self) -> dict[str, Copy]:
+    async def copies(self) -> Copies:
         """Returns the canaries for a worker that starts later."""
-        await self.tell()
-        found = ((model.name, model.trials.canary.copy()) for model in self._models)
-        return {name: copy for name, copy in found if copy is not None}
+        async with self._telling:
+            updates = self._untold()
+            found = ((model.name, model.trials.canary.copy()) for model in self._models)
+            canaries = {name: copy for name, copy in found if copy is not None}
+            copies = Copies({**self._heard, os.getpid(): self._told}, canaries)
+            await self._tell(updates)
+        return copies
 
-    def begin_copying(self, copies: Mapping[str, Copy]) -> None:
+    def begin_copying(self, copies: Copies) -> None:
         """Ends the canaries of which other workers have copies, so that policies may change."""
-        for canary, copy in self._canaries(copies):
+        for canary, copy in self._canaries(copies.canaries):
             canary.give_way(copy)
 
-    def become(self, copies: Mapping[str, Copy]) -> None:
+    def become(self, copies: Copies) -> None:
         """Goes on with the canaries of another worker."""
-        for canary, copy in self._canaries(copies):
+        for canary, copy in self._canaries(copies.canaries):
             try:
                 canary.become(copy)
             except LmetricError as error:
                 log.error("cannot go on with the canary of the other workers", reason=str(error))
+        self._heard = dict(copies.heard)
+        early, self._early = self._early or [], None
+        for told in early:
+            self.hear(told)
 
     def _canaries(self, named: Mapping[str, T]) -> Iterator[tuple[Canary, T]]:
         return ((model.trials.canary, named[model.name]) for model in self._models if model.name in named)
