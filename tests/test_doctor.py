@@ -49,6 +49,12 @@ def cases(other: Path, busy: str) -> dict[str, Case]:
         "events unwanted": Case(EVENTS_RED, "off in the configuration", settings={"kv_events": "off"}),
         "other topic": Case(EVENTS_RED, "topic '', not 'other'", settings={"kv_events": {"topic": "other"}}),
         "other port": Case(EVENTS_RED, "no connection to", settings={"kv_events": {"endpoint": busy}}),
+        "no events at the configured port": Case(
+            EVENTS_RED,
+            f"--kv-events-endpoint 'tcp://*:{busy.rpartition(':')[2]}'",
+            {"kv_events": False},
+            {"kv_events": {"endpoint": busy}},
+        ),
         "connects": Case(EVENTS_RED, busy, {"kv_events_endpoint": busy}),
         "block size": Case(["block_hashes"], "16 tokens", settings={"block_size": 32}),
         "untold": Case(["cached_tokens"], "--no-cached-tokens", {"cached_tokens": False}),
@@ -261,6 +267,16 @@ def test_the_command(dead: str, tmp_path: Path) -> None:
     assert "first" in named.stdout
 
 
+async def test_an_engine_that_hangs_is_not_one_that_does_not_run(dead: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # the system accepts, and nobody answers
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        hangs, gone = await examine([Target(EngineConfig(url=each)) for each in (url, dead)])
+    verdict = hangs.verdicts["reachable"]
+    assert verdict.seen == "GET /health: no answer within 5 s, but it accepts connections: it hangs"
+    assert verdict.remedy == "restart the engine, after a look at its log"
+    assert gone.verdicts["reachable"].remedy == f"start the engine, or correct the URL {dead}"
+
+
 @pytest.mark.parametrize("columns", [None, "80", "60", "200"])
 def test_the_table_fits_the_width_that_there_is(dead: str, columns: str | None) -> None:
     """UX C2: at 80 columns, headings had one letter a line and addresses were broken. Piped, the
@@ -284,16 +300,21 @@ async def test_the_exit_code_is_explained(dead: str) -> None:
     """UX C10: `doctor` exited with 1, with all checks green, without naming `exact` as required."""
 
     first: list[str] = []
+    whole: list[str] = []
 
     def shown(*arguments: str) -> tuple[int, str]:
         done = CliRunner().invoke(build(["doctor"]), ["doctor", *arguments], env={"COLUMNS": "200"})
         first[:] = done.stdout.splitlines()[:4]
+        whole[:] = [done.stdout]
         return done.exit_code, done.stderr
 
     host = dead.removeprefix("http://")
     options = [EngineOptions(clock_speed=20, kv_events=False)] * 2
     async with EmbeddedEngines(options=options) as engines:
+        await asyncio.to_thread(shown, engines.urls[0], "--verbose")
+        assert "--kv-connector" in whole[0]
         code, said = await asyncio.to_thread(shown, *engines.urls, dead)
+        assert "--kv-connector" not in whole[0]  # no engine has a role, so nobody asked for one
         names = ", ".join(url.removeprefix("http://") for url in engines.urls)
         assert code == 1
         # The report leads with what works now.

@@ -13,8 +13,9 @@ from lmetric.config import KvEvents
 from lmetric.engines.adapter import Capabilities, EventSource
 from lmetric.engines.endpoints import EndpointError
 from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.engines.identify import ADAPTERS
 from lmetric.server.fleet.kv_backfill import MAX_BODY_BYTES, REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
-from lmetric.server.fleet.kv_mode import ModelFacts, Subscription, choose
+from lmetric.server.fleet.kv_mode import ModelFacts, Subscription, choose, flags_for
 
 TOLD = Capabilities(
     "vllm",
@@ -27,6 +28,25 @@ TOLD = Capabilities(
 )
 POOL = ModelFacts(16, "e0", knows_tokens=True)
 HOST = "10.0.0.4"
+
+
+@pytest.mark.parametrize(
+    ("given", "events", "replay"),
+    [
+        ({}, "tcp://*:5557", "tcp://*:5558"),
+        ({"endpoint": "tcp://*:5559"}, "tcp://*:5559", "tcp://*:5560"),
+        ({"endpoint": "tcp://10.0.0.4:5558"}, "tcp://*:5558", "tcp://*:5559"),
+        ({"endpoint": "tcp://a:1", "replay_endpoint": "tcp://[::1]:5557"}, "tcp://*:1", "tcp://*:5557"),
+        ({"replay_endpoint": "tcp://*:7"}, "tcp://*:5557", "tcp://*:7"),
+        # The router listens there. The flag is for an engine that listens.
+        ({"endpoint": "tcp://*:9", "bind": True}, "tcp://*:5557", "tcp://*:5558"),
+    ],
+)
+def test_flags_name_the_configured_ports(given: dict[str, Any], events: str, replay: str) -> None:
+    for adapter in ADAPTERS:
+        flag = flags_for(adapter.flags, KvEvents(**given))["kv_events"]
+        assert f'"endpoint": "{events}", "replay_endpoint": "{replay}"' in flag
+        assert flags_for(adapter.flags, "auto") == adapter.flags
 
 
 def test_exact_where_all_fits() -> None:

@@ -144,8 +144,14 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
             rows.add_row(name, *cells)
         rows.add_row("good for", *(examination.level or "nothing" for examination in group))
         console.print(rows)
+    # Engines that hand nothing over need no connector, so its absence is no finding there.
+    plain = all(each.role == "both" and not each.has_connector for each in found)
     for examination in found:
-        shown = [v for v in examination.verdicts.values() if verbose or v.outcome != "pass"]
+        shown = [
+            v
+            for v in examination.verdicts.values()
+            if verbose or not (v.outcome == "pass" or (plain and v.check == "handover"))
+        ]
         if shown:
             console.print(Text(examination.engine, style="bold"))
         for verdict in shown:

@@ -106,13 +106,11 @@ class Ears:
     def listen(self, subject: Subject) -> Ear | None:
         """Subscribes to an engine; None, with a verdict, if the engine has no events."""
         capabilities, settings = subject.capabilities, subject.target.settings
-        own = subject.target.engine.kv_events
-        setting = settings.kv_events if own is None else own
+        setting = subject.events_setting
         host = urlsplit(subject.client.url).hostname or "127.0.0.1"  # a unix socket
         # Block size and tokenizer have separate verdicts.
         pool = ModelFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
-        flags = subject.adapter.flags if subject.adapter else {}
-        mode, subscriptions = choose(capabilities, host, setting, pool, flags=flags)
+        mode, subscriptions = choose(capabilities, host, setting, pool, flags=subject.flags)
         if not subscriptions:
             told = capabilities.event_sources or (isinstance(setting, KvEvents) and setting.endpoint)
             say = subject.failed if told and setting != "off" else subject.not_offered

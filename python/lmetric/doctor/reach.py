@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from urllib.parse import urlsplit
 
+from lmetric.config import unix_path
 from lmetric.doctor.clock import judge_date
 from lmetric.doctor.subject import Subject
-from lmetric.engines.http import Unanswered
+from lmetric.engines.http import TimedOut, Unanswered
 from lmetric.engines.identify import identify
 
 PROMPT = "Say something."
@@ -18,7 +22,13 @@ async def check_reachable(subject: Subject) -> None:
     try:
         answer = await subject.client.get("/health", seconds=5)
     except Unanswered as error:
-        subject.failed("reachable", str(error), f"start the engine, or correct the URL {subject.client.url}")
+        url, cause = subject.client.url, str(error)
+        if isinstance(error, TimedOut) and await _accepts(url):
+            cause += ", but it accepts connections: it hangs"
+            remedy = "restart the engine, after a look at its log"
+        else:
+            remedy = f"start the engine, or correct the URL {url}"
+        subject.failed("reachable", cause, remedy)
         return
     after = time.time()
     if answer.status >= 400:
@@ -31,6 +41,26 @@ async def check_reachable(subject: Subject) -> None:
         return
     subject.passed("reachable", f"GET /health {answer.status} in {(after - before) * 1e3:.0f} ms")
     judge_date(subject, answer.headers.get("Date"), before, after)
+
+
+async def _accepts(url: str) -> bool:
+    """Whether the engine's socket accepts a connection."""
+    path, parts = unix_path(url), urlsplit(url)
+    try:
+        async with asyncio.timeout(3):
+            _, writer = await (
+                asyncio.open_unix_connection(path)
+                if path is not None
+                else asyncio.open_connection(
+                    parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+                )
+            )
+    except (TimeoutError, OSError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
 
 
 async def check_model(subject: Subject) -> None:

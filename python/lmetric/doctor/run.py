@@ -31,6 +31,8 @@ class Examination:
     url: str
     model: str | None
     role: str
+    has_connector: bool
+    """Whether the engine reports a KV connector."""
     verdicts: dict[str, Verdict]
     """Verdicts by check, in the order of `CHECKS`. Checks that could not run have none."""
 
@@ -71,6 +73,7 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
             subject.client.url,
             subject.model or None,
             subject.role,
+            subject.capabilities.handover is not None,
             {name: subject.verdicts[name] for name in CHECKS if name in subject.verdicts},
         )
         for subject in subjects

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lmetric.config import EngineConfig, PoolSettings
+from lmetric.config import EngineConfig, KvEventsSetting, PoolSettings
 from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
 from lmetric.engines.handover import CONNECTORS
+from lmetric.server.fleet.kv_mode import flags_for
 from lmetric.tokens import PromptTokenizer
 
 
@@ -77,4 +79,15 @@ class Subject:
 
     def flag(self, feature: str) -> str | None:
         """The flag of this kind of engine for a feature."""
-        return self.adapter.flags.get(feature) if self.adapter else None
+        return self.flags.get(feature)
+
+    @property
+    def flags(self) -> Mapping[str, str]:
+        """The flags of this kind of engine by feature, with the configured endpoints."""
+        return flags_for(self.adapter.flags, self.events_setting) if self.adapter else {}
+
+    @property
+    def events_setting(self) -> KvEventsSetting:
+        """The setting of its KV events: its own, or else its model's."""
+        own = self.target.engine.kv_events
+        return self.target.settings.kv_events if own is None else own

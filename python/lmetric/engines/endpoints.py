@@ -7,6 +7,9 @@ import re
 import socket
 from pathlib import Path
 
+# The endpoints that the flags of the adapters name.
+DEFAULT_EVENTS = "tcp://*:5557"
+DEFAULT_REPLAY = "tcp://*:5558"
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 _USE_TCP = "set a tcp endpoint on the engine, such as tcp://*:5557"
 
@@ -46,6 +49,12 @@ def reachable(endpoint: str, host: str) -> str:
             f"set the endpoint tcp://*:{port} on the engine",
         )
     return f"tcp://{name}:{port}"
+
+
+def listening(endpoint: str) -> str:
+    """The endpoint that an engine listens at, for an endpoint to connect to."""
+    scheme, _, rest = endpoint.partition("://")
+    return f"tcp://*:{rest.rpartition(':')[2]}" if scheme == "tcp" else endpoint
 
 
 def at_rank(endpoint: str, rank: int) -> str:

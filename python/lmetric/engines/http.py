@@ -20,6 +20,10 @@ class Unanswered(Exception):
     """There is no answer; the message has the reason."""
 
 
+class TimedOut(Unanswered):
+    """There is no answer within the time limit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer of an engine."""
@@ -100,7 +104,7 @@ class EngineClient:
             ) as response:
                 return Answer(response.status, dict(response.headers), await response.read())
         except TimeoutError:
-            raise Unanswered(f"{method} {path}: no answer within {seconds:g} s") from None
+            raise TimedOut(f"{method} {path}: no answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
             raise Unanswered(f"no connection: {reason_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from lmetric.engines.adapter import Adapter, Ask, Capabilities, Load, Pages
+from lmetric.engines.endpoints import DEFAULT_EVENTS, DEFAULT_REPLAY
 from lmetric.engines.sglang import Sglang
 from lmetric.engines.vllm import Vllm
 
@@ -17,7 +18,7 @@ _EMULATED = "+lmetric."
 _EMULATED_FLAGS: Mapping[str, str] = {
     "load": "leave out --no-metrics",
     "cached_tokens": "leave out --no-cached-tokens",
-    "kv_events": "--kv-events-endpoint 'tcp://*:5557' --kv-events-replay-endpoint 'tcp://*:5558'",
+    "kv_events": f"--kv-events-endpoint '{DEFAULT_EVENTS}' --kv-events-replay-endpoint '{DEFAULT_REPLAY}'",
     "priority": "--order priority",
 }
 _EMULATED_HANDOVER = {"vllm": "--kv-connector nixl", "sglang": "--role prefill (or decode)"}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 from lmetric._core import EventFeed
-from lmetric.config import KvEvents
+from lmetric.config import KvEvents, KvEventsSetting
 from lmetric.engines.adapter import Capabilities, EventSource
-from lmetric.engines.endpoints import EndpointError, at_rank, reachable
+from lmetric.engines.endpoints import (
+    DEFAULT_EVENTS,
+    DEFAULT_REPLAY,
+    EndpointError,
+    at_rank,
+    listening,
+    reachable,
+)
 
 MODES = ("exact", "approximate", "load_only")
 
@@ -101,6 +109,7 @@ def choose(
     ``flags``: the flags of this kind of engine by feature (`Adapter.flags`), for the fix.
     ``admit``: returns the endpoint to connect to for an endpoint, or raises EndpointError.
     """
+    flags = flags_for(flags, setting)
     if capabilities.prefix_caching is False:
         return Mode("load_only", "its prefix cache is off", fix=flag_fix(flags, "prefix_cache")), ()
     if setting == "off":
@@ -143,6 +152,25 @@ def endpoints(capabilities: Capabilities, setting: KvEvents | Literal["auto", "o
         yield from () if source.replay_endpoint is None else (source.replay_endpoint,)
     yield from () if given.replay_endpoint is None else (given.replay_endpoint,)
     yield from capabilities.load_feeds
+
+
+def flags_for(flags: Mapping[str, str], setting: KvEventsSetting) -> Mapping[str, str]:
+    """Returns the flags of an engine, with the endpoints that the configuration has for its events.
+
+    Without a `replay_endpoint` in the configuration, the flag names the port after that of the
+    events, so that engines on one host do not share one.
+    """
+    if "kv_events" not in flags or not isinstance(setting, KvEvents):
+        return flags
+    endpoints = {}
+    if setting.endpoint is not None and not setting.bind:
+        endpoints[DEFAULT_EVENTS] = listening(setting.endpoint)
+        endpoints[DEFAULT_REPLAY] = at_rank(endpoints[DEFAULT_EVENTS], 1)
+    if setting.replay_endpoint is not None:
+        endpoints[DEFAULT_REPLAY] = listening(setting.replay_endpoint)
+    pattern = "|".join(map(re.escape, (DEFAULT_EVENTS, DEFAULT_REPLAY)))
+    flag = re.sub(pattern, lambda found: endpoints.get(found[0], found[0]), flags["kv_events"])
+    return {**flags, "kv_events": flag}
 
 
 def flag_fix(flags: Mapping[str, str], feature: str) -> str | None:

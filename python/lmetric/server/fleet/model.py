@@ -36,7 +36,7 @@ from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
-from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix
+from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix, flags_for
 from lmetric.server.fleet.names import ModelNames
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
@@ -357,7 +357,8 @@ class Model:
         if engine.identified and rank is not None and capabilities.data_parallel_rank != rank:
             engine.unfit = f"it did not confirm data_parallel_rank {rank}"
             if capabilities.no_events is not None:
-                fix = capabilities.events_fix or flag_fix(engine.adapter.flags, "kv_events")
+                flags = flags_for(engine.adapter.flags, engine.config.kv_events or self.settings.kv_events)
+                fix = capabilities.events_fix or flag_fix(flags, "kv_events")
                 engine.unfit = f"{capabilities.no_events}; {fix}" if fix else capabilities.no_events
         elif role != "both" and engine.identified:
             reported = engine.capabilities.role
