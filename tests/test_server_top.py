@@ -16,9 +16,12 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from lmetric._core import LmetricError
+from lmetric.canary.client import send
 from lmetric.top import RouterUnavailableError, engines, ordered, read_decision, read_once, watch
 from lmetric.top_screen import screen, why
 from server_world import world
+from tls_world import Authority, needs_openssl
 from waiting import PATIENCE_SECONDS
 
 
@@ -259,6 +262,24 @@ async def test_another_server_is_not_a_router() -> None:
                 await read_once(f"http://127.0.0.1:{runner.addresses[0][1]}")
         finally:
             await runner.cleanup()
+
+
+@needs_openssl
+async def test_a_router_with_tls_says_what_the_client_lacks(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with world(1) as plain, world(1, tls=authority.issue("router").files) as secure:
+        http, https = (f"{scheme}://127.0.0.1:{secure.server.port}" for scheme in ("http", "https"))
+        other = plain.url.replace("http:", "https:")
+        for url, hint in (
+            (http, f"if it has TLS, use {https}"),
+            (https, "if a private CA signed its certificate, set SSL_CERT_FILE to the file of the CA"),
+            (other, f"if it has no TLS, use {plain.url}"),
+        ):
+            for asks in (read_once(url), send(url, None, "status")):
+                with pytest.raises(LmetricError, match=rf"^{url}: no answer .*; {hint}$"):
+                    await asks
+        code, _, said = await top(https, "--once", SSL_CERT_FILE=str(authority.file))
+        assert (code, said) == (0, "")
 
 
 def test_engines_that_are_not_usable_come_first() -> None:

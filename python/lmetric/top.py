@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from lmetric._core import LmetricError
-from lmetric.connection_errors import reason_of
+from lmetric.connection_errors import no_router
 
 PATH = "/debug/live"
 SILENT_SECONDS = 10.0  # without an update, the connection counts as lost
@@ -35,8 +35,7 @@ def _session(token: str | None) -> aiohttp.ClientSession:
 
 
 def _unreachable(url: str, error: Exception) -> RouterUnavailableError:
-    why = reason_of(error) or f"no data for {SILENT_SECONDS:g} s"
-    return RouterUnavailableError(f"{url}: no answer from a router ({why}); check its URL, and that it runs")
+    return RouterUnavailableError(no_router(url, error, f"no data for {SILENT_SECONDS:g} s"))
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.canary.comparison import ARMS
-from lmetric.connection_errors import reason_of
+from lmetric.connection_errors import no_router
 
 PATH = "/admin/canary"
 TIMEOUT_SECONDS = 10.0
@@ -56,9 +56,8 @@ async def send(url: str, token: str | None, command: str, body: Mapping[str, Any
         ):
             status, content = answer.status, await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        why = reason_of(error) or f"no answer within {TIMEOUT_SECONDS:g} s"
         raise CanaryUnavailableError(
-            f"{url}: no answer from a router ({why}); check its URL, and that it runs"
+            no_router(url, error, f"no answer within {TIMEOUT_SECONDS:g} s")
         ) from None
     try:
         found = orjson.loads(content)
