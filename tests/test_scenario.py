@@ -93,6 +93,10 @@ def test_an_unknown_field_has_its_nearest_name() -> None:
             TypeError, match=r"unexpected keyword argument 'router'; did you mean 'routers'\?"
         ):
             cast(Any, call)(router=2)
+    with pytest.raises(
+        TypeError, match=r"compare\(\) .* 'seeds'; a run has one seed: \[compare\(..., seed=each"
+    ):
+        lm.compare(["vllm"], seeds=3)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$"):
         Scenario(zzz=1)
 

@@ -54,6 +54,11 @@ def is_reference(text: str) -> bool:
     return ":" in text and bool(_FILE.fullmatch(text.strip()) or _MODULE.fullmatch(text.strip()))
 
 
+def lacks_name(text: str) -> bool:
+    """Whether a text is a Python file without the name of an object in it."""
+    return bool(re.fullmatch(r"[\w./~-]+\.py:?", text.strip()))
+
+
 def file_of(text: str) -> Path | None:
     """The file with the object of a reference or entry point; None for other texts."""
     text = text.strip()

@@ -305,6 +305,8 @@ def referenced(text: str) -> Policy | PolicyFunction | str | None:
     Raises:
         BadValueError: the object cannot be loaded, or is not a policy.
     """
+    if plugins.lacks_name(text):
+        raise _core.BadValueError(f"policy {text!r}: a file needs a name: {text.strip().rstrip(':')}:NAME")
     if plugins.is_reference(text):
         found = plugins.load_object(text)
     else:

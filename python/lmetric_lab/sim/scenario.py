@@ -445,6 +445,11 @@ def check_names(names: Mapping[str, Any] | Sequence[str], function: str) -> None
         if name not in Scenario.model_fields:
             near = difflib.get_close_matches(name, Scenario.model_fields, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name == "seeds":
+                hint = (
+                    f"; a run has one seed: [{function}(..., seed=each) for each in range(3)], or "
+                    "lmetric-router simulate --seeds 3"
+                )
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
