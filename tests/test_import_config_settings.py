@@ -223,6 +223,24 @@ def test_no_directive_of_several_blocks_disappears(tmp_path: Path) -> None:
     }
 
 
+MAPS = """events { worker_connections 1024; }
+http {
+    map $http_upgrade $connection_upgrade { default upgrade; '' close; ~*listen 9000; }
+    types { text/html html; }
+    upstream engines { server 10.0.0.1:8000; }
+    server { listen 8000; location / { proxy_pass http://engines; } }
+}
+"""
+
+
+def test_lines_of_a_map_are_no_directives(tmp_path: Path) -> None:
+    (file := tmp_path / "nginx" / "nginx.conf").parent.mkdir()
+    file.write_text(MAPS)
+    remarks = dict(iter(import_config(file).remarks))
+    assert set(remarks) == {"worker_connections 1024", "map, types"}
+    assert "limits.max_connections" in remarks["worker_connections 1024"]
+
+
 @pytest.mark.parametrize(
     ("listen", "settings"),
     [

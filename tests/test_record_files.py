@@ -166,7 +166,9 @@ async def test_an_unwritable_folder_costs_records_and_no_request(
         assert recorder is not None
         await until(lambda: recorder.writer.outcomes["disk"] == 3)
         assert b'lmetric_records_total{outcome="disk"} 3.0' in (await it.get("/metrics"))[1]
-    assert (caplog.text + "".join(capsys.readouterr())).count("records cannot be written; traffic continues") == 1
+    assert (caplog.text + "".join(capsys.readouterr())).count(
+        "records cannot be written; traffic continues"
+    ) == 1
 
 
 def limit_files() -> None:

@@ -17,7 +17,15 @@ _NOT_NEEDED = "not needed: one process answers for every host name"
 _REPEATED = "another block has this setting, too; the first one counts"
 _PROXY = "the router sets its own headers and buffers"
 _BLOCKS = {"events", "http", "server", "location", "upstream", "proxy_pass"}
-_OWN = {"server_name", "zone", "worker_processes", "worker_connections", "worker_rlimit_nofile"}
+_OWN = {
+    "server_name": _NOT_NEEDED,
+    "zone": "not needed: the router keeps the state of the engines by itself",
+    "worker_processes": "not needed: one process serves all requests; `workers` adds others",
+    "worker_connections": "not needed: `limits.max_connections` limits the connections of clients",
+    "worker_rlimit_nofile": "not needed: the router raises its limit of open files by itself",
+}
+# Blocks with data instead of directives: their lines belong to the block.
+_DATA = {"map", "geo", "split_clients", "types", "charset_map", "match"}
 
 
 def translate(draft: Draft, file: Path, text: str) -> None:
@@ -61,6 +69,8 @@ def _parse(file: Path) -> _Block:
 def _walk(block: _Block, *, into_upstreams: bool = True) -> Iterator[dict[str, Any]]:
     for each in block:
         yield each
+        if each["directive"] in _DATA:
+            continue
         if into_upstreams or each["directive"] != "upstream":
             yield from _walk(each.get("block") or [], into_upstreams=into_upstreams)
 
@@ -83,7 +93,7 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
                 " ".join([what, *args]), "the router keeps connections by itself: `limits.idle_seconds`"
             )
         elif what in _OWN:
-            draft.remark(" ".join([what, *args]), _NOT_NEEDED)
+            draft.remark(" ".join([what, *args]), _OWN[what])
         elif what not in _BLOCKS:
             draft.remark(" ".join([what, *args]), "no equivalent known")
     draft.set("policy", policy, note)
@@ -139,7 +149,7 @@ def _directives(draft: Draft, directives: _Block) -> None:
         if what in _BLOCKS:
             continue
         if what in _OWN:
-            draft.remark(" ".join([what, *args]), _NOT_NEEDED)
+            draft.remark(" ".join([what, *args]), _OWN[what])
         elif what in _SETTINGS and args[0] != "0" and what not in seen:
             _SETTINGS[what](draft, what, args)
         elif what in _SETTINGS and args != seen.get(what):
