@@ -67,6 +67,13 @@ WITHOUT_EFFECT = {
         "litellm_settings.request_timeout",
         "router_settings.routing_strategy",
     },
+    # One port, and defaults of Kubernetes.
+    "kubernetes_service.yaml": {
+        "spec.type",
+        "spec.sessionAffinity",
+        "spec.ports.0.name",
+        "spec.ports.0.protocol",
+    },
     "litellm_vllm.yaml": {"model_list.1.litellm_params.api_key"},
     "llmd_precise.yaml": {"schedulingProfiles.0.name"},  # the only profile
     "llmd_prefix.yaml": {"schedulingProfiles.0.name"},
