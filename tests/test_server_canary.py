@@ -412,33 +412,33 @@ def test_workers_add_up_their_results_and_an_alarm_of_one_ends_all(
     config = CanaryConfig.model_validate(QUICK)
     for canary in (one, two):
         canary.start(config, 0.0)
-        assert canary.untold() is None
+        assert canary.unsent() is None
     for canary, count in ((one, 3), (two, 4)):
         request = CanaryRequest(canary.run, True, 5)
         for _ in range(count):
             canary.ended(request, 1.0, Outcome(False, 2.0))
-    first, second = one.untold(), two.untold()
+    first, second = one.unsent(), two.unsent()
     assert first is not None
     assert second is not None
-    one.hear(second)
-    two.hear(first)
-    assert one.untold() is None, "a worker tells only its own results"
+    one.receive_results(second)
+    two.receive_results(first)
+    assert one.unsent() is None, "a worker sends only its own results"
     for canary in (one, two):
         assert canary.run is not None
         assert canary.run.comparison.requests == [0, 7]
     monkeypatch.setattr(Run, "alarm", lambda _: ("errors", "it fails"))
-    told: list[int] = []
-    two.on_alarm = lambda: told.append(1)
+    results: list[int] = []
+    two.on_alarm = lambda: results.append(1)
     two.look(10.0)
-    alarm = two.untold()
+    alarm = two.unsent()
     assert alarm is not None
-    one.hear(alarm)
-    two.hear(alarm)
-    assert told == [1]
+    one.receive_results(alarm)
+    two.receive_results(alarm)
+    assert results == [1]
     for canary in (one, two):
         assert (canary.state, canary.reason, canary.rollbacks["errors"]) == (State.ROLLED_BACK, "it fails", 1)
     one.start(CanaryConfig.model_validate({**QUICK, "salt": "t"}), 0.0)
-    one.hear(first)
+    one.receive_results(first)
     assert one.run is not None
     assert one.run.comparison.requests == [0, 0], "results of another canary"
 

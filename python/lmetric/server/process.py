@@ -101,7 +101,7 @@ class WorkerProcess:
         assert self._worker is not None
         match name:
             case "canaries":
-                return self._worker.hear(value)
+                return self._worker.receive_results(value)
             case "copies":
                 return await self._worker.copies()
             case "begin_copying":

@@ -246,7 +246,7 @@ class Canary:
         self.promotions = 0
         self._configured: CanaryConfig | None = None
         # With several workers: what the others do not know yet. None: there are no others.
-        self._untold: Update | None = None
+        self._unsent: Update | None = None
         self._shares = False
         # Called if the automatic rollback has ended the canary.
         self.on_alarm: Callable[[], object] = lambda: None
@@ -278,7 +278,7 @@ class Canary:
         policies.also_reads(built)
         self.run = Run(config, time.monotonic() if now is None else now)
         self._look_at, self.reason = self.run.counts_from, ""
-        self._untold = self._nothing()
+        self._unsent = self._nothing()
         self._before = self._promoted = None
         self.state = after
         log.info(
@@ -371,8 +371,8 @@ class Canary:
         run = self.run
         if request.run is run and self.running and began >= run.counts_from:
             run.comparison.add(request.canary, request.bucket, outcome)
-            if self._untold is not None:
-                self._untold.results.append((request.canary, request.bucket, outcome))
+            if self._unsent is not None:
+                self._unsent.results.append((request.canary, request.bucket, outcome))
 
     def look(self, now: float) -> None:
         """Rolls back a canary that is surely worse. Called about twice a second."""
@@ -382,8 +382,8 @@ class Canary:
         self._look_at = now + CHECK_SECONDS
         if (alarm := run.alarm()) is not None:
             self.roll_back(*alarm)
-            if self._untold is not None:
-                self._untold.alarm = alarm
+            if self._unsent is not None:
+                self._unsent.alarm = alarm
             self.on_alarm()
 
     # -- several workers
@@ -391,24 +391,24 @@ class Canary:
     def share(self) -> None:
         """Keeps the results of this worker for the others from now on."""
         self._shares = True
-        self._untold = self._nothing()
+        self._unsent = self._nothing()
 
     def _nothing(self) -> Update | None:
         return Update(self.run.salt, [], {}) if self._shares and self.run is not None else None
 
-    def untold(self) -> Update | None:
+    def unsent(self) -> Update | None:
         """Takes what the other workers do not know yet; None: nothing."""
-        update, run = self._untold, self.run
+        update, run = self._unsent, self.run
         if update is None or run is None:
             return None
         update.keys, run.own_keys = dict(run.own_keys), Counter()
         if not update.results and not update.keys and update.alarm is None:
             return None
-        self._untold = self._nothing()
+        self._unsent = self._nothing()
         return update
 
-    def hear(self, update: Update) -> None:
-        """Adds what another worker's requests told. Raises LmetricError."""
+    def receive_results(self, update: Update) -> None:
+        """Adds the results of another worker's requests. Raises LmetricError."""
         run = self.run
         if run is None or run.salt != update.salt or not self.running:
             return
@@ -461,7 +461,7 @@ class Canary:
         self.rollbacks.update({cause: n - self.rollbacks[cause] for cause, n in copy.rollbacks.items()})
         self.promotions = copy.promotions
         self._look_at = run.counts_from
-        self._untold = self._nothing()
+        self._unsent = self._nothing()
 
     def shown(self, now: float | None = None) -> dict[str, Any]:
         """Returns its state for people."""

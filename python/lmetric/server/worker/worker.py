@@ -30,7 +30,7 @@ MOST_NAMES = 4096  # models that the shared memory numbers
 # requests. An idle process pays 0.2 ms of CPU time each time it wakes.
 PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.2
 PROGRAMS_SECONDS = 20.0  # for another worker to send its agent programs
-TELL_SECONDS = 0.5  # time between two messages with results of canaries
+RESULTS_SECONDS = 0.5  # time between two messages with results of canaries
 
 log = structlog.get_logger("lmetric.workers")
 
@@ -79,7 +79,7 @@ class AdminChange(NamedTuple):
     body: bytes
 
 
-class Told(NamedTuple):
+class Results(NamedTuple):
     """Results of one worker's canaries, by model.
 
     Attributes:
@@ -95,7 +95,7 @@ class Told(NamedTuple):
 class Copies(NamedTuple):
     """The canaries of a worker, by model, and the last messages of all workers in them."""
 
-    heard: Mapping[int, int]
+    received: Mapping[int, int]
     canaries: Mapping[str, Copy]
 
 
@@ -115,10 +115,10 @@ class Worker:
         self._live: Live | None = None
         self._sending: asyncio.Task[None] | None = None
         self._alarming: asyncio.Task[None] | None = None
-        self._telling = asyncio.Lock()
-        self._told = 0  # messages with results of this worker's canaries
-        self._heard: dict[int, int] = {}  # by worker: the number of its last message
-        self._early: list[Told] | None = []  # messages before the copies of the canaries
+        self._sending_results = asyncio.Lock()
+        self._sent = 0  # messages with results of this worker's canaries
+        self._received: dict[int, int] = {}  # by worker: the number of its last message
+        self._early: list[Results] | None = []  # messages before the copies of the canaries
         self._tasks: list[asyncio.Task[None]] = []
         self._own: asyncio.Server | None = None
 
@@ -131,7 +131,7 @@ class Worker:
         model.router.join(self.board, model.name)
         model.set_label_key(hmac.digest(self.secret, model.name.encode(), "sha256")[:16])
         model.trials.canary.share()
-        model.trials.canary.on_alarm = self._tell_alarm
+        model.trials.canary.on_alarm = self._send_alarm
         self._models.append(model)
 
     def number_model(self, name: str, made: int) -> int:
@@ -153,7 +153,7 @@ class Worker:
         more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         self._own = await loop.create_unix_server(protocol, self.path, **more)
         await self.channel.call("catch_up", self.number)
-        self._tasks.append(periodic("workers' canaries", TELL_SECONDS, self.tell))
+        self._tasks.append(periodic("workers' canaries", RESULTS_SECONDS, self.send_results))
 
     async def _get_programs(self) -> None:
         """Waits until this worker knows the agent programs of the others. Raises LmetricError."""
@@ -201,43 +201,43 @@ class Worker:
         if self._live is not None:
             self._live.receive(worker, update)
 
-    async def tell(self) -> None:
+    async def send_results(self) -> None:
         """Tells the other workers the results of this one's canaries since the last call."""
-        async with self._telling:
-            await self._tell(self._untold())
+        async with self._sending_results:
+            await self._send_updates(self._unsent())
 
-    def _untold(self) -> dict[str, Update]:
-        found = ((model.name, model.trials.canary.untold()) for model in self._models)
+    def _unsent(self) -> dict[str, Update]:
+        found = ((model.name, model.trials.canary.unsent()) for model in self._models)
         updates = {name: update for name, update in found if update is not None}
-        self._told += bool(updates)
+        self._sent += bool(updates)
         return updates
 
-    async def _tell(self, updates: dict[str, Update]) -> None:
+    async def _send_updates(self, updates: dict[str, Update]) -> None:
         if updates:
-            told = Told(os.getpid(), self._told, updates)
+            results = Results(os.getpid(), self._sent, updates)
             with contextlib.suppress(ChannelClosedError):
-                await self.channel.call("canaries", (self.number, told))
+                await self.channel.call("canaries", (self.number, results))
 
-    def _tell_alarm(self) -> None:
-        self._alarming = asyncio.create_task(self.tell(), name="canaries")
+    def _send_alarm(self) -> None:
+        self._alarming = asyncio.create_task(self.send_results(), name="canaries")
 
-    def hear(self, told: Told) -> None:
+    def receive_results(self, results: Results) -> None:
         """Adds the results of another worker's canaries, once."""
         if self._early is not None:
-            self._early.append(told)
-        elif told.number > self._heard.get(told.worker, 0):
-            self._heard[told.worker] = told.number
-            for canary, update in self._canaries(told.updates):
-                canary.hear(update)
+            self._early.append(results)
+        elif results.number > self._received.get(results.worker, 0):
+            self._received[results.worker] = results.number
+            for canary, update in self._canaries(results.updates):
+                canary.receive_results(update)
 
     async def copies(self) -> Copies:
         """Returns the canaries for a worker that starts later."""
-        async with self._telling:
-            updates = self._untold()
+        async with self._sending_results:
+            updates = self._unsent()
             found = ((model.name, model.trials.canary.copy()) for model in self._models)
             canaries = {name: copy for name, copy in found if copy is not None}
-            copies = Copies({**self._heard, os.getpid(): self._told}, canaries)
-            await self._tell(updates)
+            copies = Copies({**self._received, os.getpid(): self._sent}, canaries)
+            await self._send_updates(updates)
         return copies
 
     def begin_copying(self, copies: Copies) -> None:
@@ -252,10 +252,10 @@ class Worker:
                 canary.become(copy)
             except LmetricError as error:
                 log.error("cannot go on with the canary of the other workers", reason=str(error))
-        self._heard = dict(copies.heard)
+        self._received = dict(copies.received)
         early, self._early = self._early or [], None
-        for told in early:
-            self.hear(told)
+        for results in early:
+            self.receive_results(results)
 
     def _canaries(self, named: Mapping[str, T]) -> Iterator[tuple[Canary, T]]:
         return ((model.trials.canary, named[model.name]) for model in self._models if model.name in named)
@@ -291,7 +291,7 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.tell()
+        await self.send_results()
 
 
 def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
