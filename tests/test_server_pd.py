@@ -276,7 +276,11 @@ async def test_an_engine_without_a_connector_is_found_at_the_start() -> None:
             status, headers, _ = await w.post()
             assert (status, headers["x-lmetric-prefill"]) == (200, "p0")
         shown = await (await w.client.get(f"{w.url}/debug/engines")).json()
-        assert [each["role"] for each in shown] == ["prefill", "prefill", "decode"]
+        assert {each["name"]: each["role"] for each in shown} == {
+            "b0": "prefill",
+            "p0": "prefill",
+            "d0": "decode",
+        }
         assert "role prefill" in shown[0]["unfit"]
 
 
