@@ -72,10 +72,15 @@ class WorkerProcess:
                 self._server.is_replaced = True
                 return self._end_soon()
             case "live":
-                assert self._worker is not None
-                return self._worker.receive(*value)
-            case "canaries" | "copies" | "begin_copying" | "become":
-                return await self._trials(name, value)
+                return self.worker.receive(*value)
+            case "canaries":
+                return self.worker.receive_results(value)
+            case "copies":
+                return await self.worker.copies()
+            case "begin_copying":
+                return self.worker.begin_copying(value)
+            case "become":
+                return self.worker.become(value)
             case "adopt" | "release":
                 return await self._accept_for(name, value)
         raise LmetricError(f"unknown call {name!r} of the supervisor")
@@ -97,22 +102,16 @@ class WorkerProcess:
         gc.freeze()
         return server.report
 
-    async def _trials(self, name: str, value: Any) -> Any:
+    @property
+    def worker(self) -> Worker:
+        """The worker, once it was started."""
         assert self._worker is not None
-        match name:
-            case "canaries":
-                return self._worker.receive_results(value)
-            case "copies":
-                return await self._worker.copies()
-            case "begin_copying":
-                return self._worker.begin_copying(value)
-        return self._worker.become(value)
+        return self._worker
 
     async def _accept_for(self, name: str, place: int) -> None:
         assert self._server is not None
-        assert self._worker is not None
         if name == "adopt":
-            await self._server.listeners.adopt(place, self._worker.sockets(place))
+            await self._server.listeners.adopt(place, self.worker.sockets(place))
         else:
             self._server.listeners.release(place)
 

@@ -35,7 +35,7 @@ class OwnProblems:
         """Yields the present problems."""
         now = time.time()
         for certificate in self.certificates():
-            yield from _of_certificate(certificate, now)
+            yield from _of_certificate(certificate)
         yield from self._of_replicas()
         for row in self.discovery.state():
             if row["problem"] is not None:
@@ -63,12 +63,12 @@ class OwnProblems:
                 yield Problem("replica", cause, reason, fix, since=address.lost_at)
 
 
-def _of_certificate(context: TlsContext, now: float) -> Iterator[Problem]:
+def _of_certificate(context: TlsContext) -> Iterator[Problem]:
     fix = "renew the files; the router reads them again by itself"
     if context.refused is not None:
         cause = "changed TLS files cannot be used; the old ones stay in use"
         yield Problem("certificate", cause, context.refused, fix)
-    days = (context.expires_at - now) / 86_400
+    days = context.days_left()
     if days < WARN_DAYS:
         cause = "a TLS certificate has expired" if days <= 0 else "a TLS certificate expires soon"
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(context.expires_at))

@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -294,6 +295,15 @@ class Fleet:
         for model in self.models:
             yield from model.engines.values()
         yield from self.unplaced.values()
+
+    def engines_by_name(self) -> list[Engine]:
+        """Returns all engines in the order of their names, engine-10 behind engine-2."""
+
+        def parts(engine: Engine) -> list[tuple[int, str]]:
+            found = re.split(r"(\d+)", engine.name)
+            return [(int(part), "") if part.isdecimal() else (0, part) for part in found]
+
+        return sorted(self.engines(), key=parts)
 
     @property
     def size(self) -> int:

@@ -8,7 +8,6 @@ other hosts and run no script. They contain only what the request's credentials 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
@@ -20,7 +19,6 @@ from aiohttp import web
 from lmetric._core import __version__
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import OwnPage
-from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
@@ -100,14 +98,9 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
                 "reason": engine.mode.reason if engine.identified else None,
                 "running": engine.running,
             }
-            for engine in sorted(front.fleet.engines(), key=_by_name)
+            for engine in front.fleet.engines_by_name()
         ]
     return await asyncio.to_thread(_page, request, shown, _home)
-
-
-def _by_name(engine: Engine) -> list[tuple[int, str]]:
-    """A sort key that puts engine-10 behind engine-2."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", engine.name)]
 
 
 def debug_index(request: web.BaseRequest, links: Mapping[str, str]) -> web.Response:

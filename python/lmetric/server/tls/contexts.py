@@ -84,9 +84,13 @@ class TlsContext:
                 log.info("TLS files read again", section=self.name, certificate=self.certificate)
         self._warn()
 
+    def days_left(self) -> float:
+        """Returns the days until its certificate expires; infinite without a certificate."""
+        return (self.expires_at - time.time()) / _DAY_SECONDS
+
     def _warn(self) -> None:
         now = time.monotonic()  # the wall clock may be set back
-        days = (self.expires_at - time.time()) / _DAY_SECONDS
+        days = self.days_left()
         if days >= WARN_DAYS or now - self._warned_at < _DAY_SECONDS:
             return
         self._warned_at = now

@@ -202,7 +202,7 @@ class Worker:
             self._live.receive(worker, update)
 
     async def send_results(self) -> None:
-        """Tells the other workers the results of this one's canaries since the last call."""
+        """Sends the other workers the results of this one's canaries since the last call."""
         async with self._sending_results:
             await self._send_updates(self._unsent())
 

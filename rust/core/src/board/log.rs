@@ -31,9 +31,9 @@ const RESERVED: usize = 2;
 /// A record without its words.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Record {
-    /// Where it begins, and where the next one does.
+    /// Its position.
     pub at: u64,
-    /// The start of the next record.
+    /// The position of the next record.
     pub next: u64,
     /// The event; readers decide what it means.
     pub kind: u8,

@@ -7,8 +7,8 @@
 //!
 //! A worker that starts later, or has missed events, asks in the log for a copy. Another worker
 //! answers with its programs as of this place, and the asking one applies what follows. Until then,
-//! its requests belong to no program. The worker with the lowest number tells the others the
-//! instances' capacities, and is right if two copies differ: the other worker asks for a copy.
+//! its requests belong to no program. The worker with the lowest number publishes the instances'
+//! capacities, and is right if two copies differ: the other worker asks for a copy.
 //!
 //! Instances have other slots in each worker, so events name them by a hash, and the copies number
 //! them in the order of the log.
@@ -169,11 +169,6 @@ impl Followed {
         shared.begin(&mut self.programs);
         self.shared = Some(shared);
         Ok(())
-    }
-
-    /// Returns whether other workers follow the same programs.
-    pub fn is_shared(&self) -> bool {
-        self.shared.is_some()
     }
 
     /// Returns whether the programs are those of all workers.
@@ -392,7 +387,7 @@ impl Shared {
         self.board.append(self.group, kind, now, parts)
     }
 
-    /// Tells the other workers which instances are gone.
+    /// Publishes which instances are gone.
     fn forget_instances(&self, now: Seconds) {
         let gone = self.common.keys.iter().filter(|key| **key != 0 && !self.slots.contains_key(*key));
         gone.for_each(|key| _ = self.write(INSTANCE_GONE, now, &[&[*key]]));

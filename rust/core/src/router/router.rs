@@ -113,8 +113,7 @@ impl Router {
         self.calls += 1;
         self.state.member(member);
         self.context.member(member, self.state.fleet.slots());
-        self.listeners.member(member);
-        self.listeners.admission.member(member, &self.state.fleet);
+        self.listeners.member(member, &self.state.fleet);
         if let Some(workers) = &mut self.workers {
             workers.member(member, &self.state.fleet);
         }

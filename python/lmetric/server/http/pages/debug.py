@@ -73,8 +73,7 @@ async def _index(call: Call) -> web.Response:
 )
 async def _engines(call: Call) -> web.Response:
     fleet = call.front.fleet
-    by_name = sorted(fleet.engines(), key=lambda engine: engine.name)
-    return await large_json(await engines.shown(fleet, by_name))
+    return await large_json(await engines.shown(fleet, fleet.engines_by_name()))
 
 
 @_page("/debug/indicators", "the values that policies read, by engine").on(

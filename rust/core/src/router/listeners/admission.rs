@@ -3,6 +3,7 @@
 use super::listener::{Before, Ended, Listener, Placement};
 use crate::admission::{Admission, Asked, Released, Room, Verdict};
 use crate::error::CoreError;
+use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
@@ -46,6 +47,10 @@ impl Listener for Admission {
         if let Some(id) = ended.ticket.arrival {
             Admission::ended(self, id, ended.made, ended.usage.finish, ended.now);
         }
+    }
+
+    fn member(&mut self, member: Member, fleet: &Fleet) {
+        Admission::member(self, member, fleet);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The hot-spot guard as a listener ([`crate::guard`]): it counts the prefixes of placed requests.
 use super::listener::{Listener, Placement};
-use crate::fleet::Member;
+use crate::fleet::{Fleet, Member};
 use crate::guard::{Guard, GuardConfig, GuardEvent};
 use crate::ids::Seconds;
 use crate::record::DecisionRecord;
@@ -18,7 +18,7 @@ impl Listener for Guard {
         }
     }
 
-    fn member(&mut self, member: Member) {
+    fn member(&mut self, member: Member, _: &Fleet) {
         if let Member::Removed(id) = member {
             self.instance_removed(id);
         }

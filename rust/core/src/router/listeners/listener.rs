@@ -1,5 +1,5 @@
 //! The trait of listeners, and the events that it receives.
-use crate::fleet::Member;
+use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::plan::Usage;
 use crate::record::DecisionRecord;
@@ -56,5 +56,5 @@ pub trait Listener {
     fn ended(&mut self, ended: &Ended<'_>) {}
 
     /// An instance was added or removed.
-    fn member(&mut self, member: Member) {}
+    fn member(&mut self, member: Member, fleet: &Fleet) {}
 }

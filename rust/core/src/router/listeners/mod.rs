@@ -19,7 +19,7 @@ use super::settings::RouterConfig;
 use super::tickets::{Kept, TicketState};
 use crate::admission::Admission;
 use crate::error::CoreError;
-use crate::fleet::Member;
+use crate::fleet::{Fleet, Member};
 use crate::guard::Guard;
 use crate::ids::Seconds;
 use crate::record::DecisionRecord;
@@ -140,7 +140,7 @@ impl Listener for Listeners {
         self.each(|listener| listener.ended(ended));
     }
 
-    fn member(&mut self, member: Member) {
-        self.each(|listener| listener.member(member));
+    fn member(&mut self, member: Member, fleet: &Fleet) {
+        self.each(|listener| listener.member(member, fleet));
     }
 }

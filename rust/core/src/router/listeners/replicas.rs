@@ -207,7 +207,7 @@ impl Replicas {
 }
 
 impl Listener for Replicas {
-    fn member(&mut self, member: Member) {
+    fn member(&mut self, member: Member, _: &Fleet) {
         if let Member::Removed(id) = member {
             self.clear(id.index());
         }
