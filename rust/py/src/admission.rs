@@ -47,11 +47,18 @@ pub struct Arrival {
     /// None if the request was refused.
     waiting: Option<Waiting>,
     verdict: Verdict,
+    /// Whether its prompt was matched on arrival.
+    is_matched: bool,
 }
 
 impl Arrival {
-    pub fn new(waiting: Option<Waiting>, verdict: Verdict) -> Arrival {
-        Arrival { waiting, verdict }
+    pub fn new(waiting: Option<Waiting>, verdict: Verdict, is_matched: bool) -> Arrival {
+        Arrival { waiting, verdict, is_matched }
+    }
+
+    /// Returns whether the request's prompt was matched on arrival.
+    pub fn is_matched(&self) -> bool {
+        self.is_matched
     }
 
     /// Takes the arrival for a decision.

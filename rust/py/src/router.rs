@@ -30,7 +30,7 @@ use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
-    IndexFeed, NamedMove, PrefixMatch, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
+    IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;
@@ -608,14 +608,7 @@ impl Router {
         let given = request::given(request, "Router.route")?;
         let arrival = arrival.as_ref().map(|arrival| arrival.get());
         let asked = Asked::new(py, &self.feed.keys(), given.get(), arrival, canary, shadow)?;
-        let placed = self.with_chain(|chain| {
-            asked.prompt.hash(py, chain);
-            self.decide(py, chain.len(), |router| {
-                let now = self.clock.now(now, router)?;
-                Ok(self.place(router, &asked, chain, &mut PrefixMatch::default(), now)?)
-            })
-        })?;
-        Ok(self.to_python(placed))
+        Ok(self.to_python(self.route_one(py, &asked, now)?))
     }
 
     /// Chooses instances for many requests, in order: the same results as of one `route` each.
@@ -674,10 +667,13 @@ impl Router {
         let arrived = self.with_request(py, given.get(), |request| {
             self.decide(py, request.chain.len(), |router| {
                 let now = self.clock.now(now, router)?;
-                Ok(router.arrive(&request, now)?)
+                let arrived = router.arrive(&request, now)?;
+                Ok(arrived.map(|arrived| (arrived, router.matches_arrivals())))
             })
         })?;
-        Ok(arrived.map(|(id, verdict)| Arrival::new(id.map(|id| self.shared.arrival(id)), verdict)))
+        Ok(arrived.map(|((id, verdict), is_matched)| {
+            Arrival::new(id.map(|id| self.shared.arrival(id)), verdict, is_matched)
+        }))
     }
 
     /// Runs the periodic work on arrivals: call it about twice a second, after the end of each

@@ -32,6 +32,11 @@ impl Router {
         arrivals::arrive(&mut listeners.admission, &mut before, request).map(Some)
     }
 
+    /// Returns whether [`Router::arrive`] matches prompts, so that the decision need not do it.
+    pub fn matches_arrivals(&self) -> bool {
+        self.listeners.admission.load_config().is_some()
+    }
+
     /// Ends an arrival that was not routed, for example because its client left.
     pub fn drop_arrival(&mut self, id: ArrivalId, now: Seconds) {
         let now = self.clock(now);

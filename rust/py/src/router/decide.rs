@@ -14,6 +14,7 @@ use lmetric_core::router::{
     Decision as CoreDecision, PrefixMatch, Router as CoreRouter, Ticket as CoreTicket,
 };
 use pyo3::prelude::*;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -36,6 +37,11 @@ const HOLD: Duration = Duration::from_micros(100);
 const PIECE: usize = 32;
 /// Buffers that are kept for later requests.
 const CHAINS_KEPT: usize = 16;
+
+thread_local! {
+    /// Buffer for the prefixes of a single request.
+    static FOUND: Cell<PrefixMatch> = Cell::default();
+}
 
 /// A request to place.
 pub struct Asked<'a> {
@@ -172,9 +178,37 @@ impl Router {
         kept.extend(chains.into_iter().take(room));
     }
 
+    /// Places a request. Hashes and matches its prompt before it takes the router.
+    pub fn route_one(&self, py: Python<'_>, asked: &Asked<'_>, now: Option<f64>) -> Result<Placed> {
+        self.with_chain(|chain| {
+            asked.prompt.hash(py, chain);
+            // A policy function that routes within this call gets a new buffer.
+            let mut found = FOUND.take();
+            if self.is_long(chain.len()) {
+                py.detach(|| self.find_prefixes(asked, chain, &mut found));
+            } else {
+                self.find_prefixes(asked, chain, &mut found);
+            }
+            let placed = self.decide(py, chain.len(), |router| {
+                let now = self.clock.now(now, router)?;
+                Ok(self.place(router, asked, chain, &mut found, now)?)
+            });
+            FOUND.set(found);
+            placed
+        })
+    }
+
+    /// Finds the prefixes of a prompt before its decision, unless they were found when the request
+    /// arrived.
+    fn find_prefixes(&self, asked: &Asked<'_>, chain: &[u64], found: &mut PrefixMatch) {
+        if !asked.arrival.is_some_and(Arrival::is_matched) {
+            self.shared.caches().match_prefix(&CoreRequest { chain, ..asked.request }, found);
+        }
+    }
+
     /// Places a request whose prompt has the chain `chain`. `chain` gets another buffer. `found`:
     /// the match of its prompt, if there is one.
-    pub fn place(
+    fn place(
         &self,
         router: &mut CoreRouter,
         asked: &Asked<'_>,
@@ -255,11 +289,10 @@ impl Router {
                         asked.prompt.hash_detached(chain);
                     }
                 }
-                // An arrival has been matched when it came.
-                let pieces = batch[from..hashed].iter().zip(&chains[from..hashed]).zip(&mut found);
-                for ((asked, chain), found) in pieces.filter(|((asked, _), _)| asked.arrival.is_none()) {
-                    let request = CoreRequest { chain, ..asked.request };
-                    self.shared.caches().match_prefix(&request, found);
+                for ((asked, chain), found) in
+                    batch[from..hashed].iter().zip(&chains[from..hashed]).zip(&mut found)
+                {
+                    self.find_prefixes(asked, chain, found);
                 }
                 matched = from;
             }

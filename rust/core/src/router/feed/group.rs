@@ -8,6 +8,7 @@ use crate::kv::index::Copies;
 use crate::kv::names::Cache;
 use crate::kv::tier::Tier;
 use crate::router::caches::Caches;
+use parking_lot::MutexGuard;
 
 /// Returns the name of a cache's block in the index that holds it.
 pub(super) fn block_in(cache: Cache, hash: u64) -> u64 {
@@ -40,10 +41,9 @@ impl KvFeed {
             Ok(false) => return Applied { unplaced: blocks, ..Applied::default() },
             Err(why) => return refused(why, blocks),
         }
-        let state = &mut *self.state.lock();
         let cache = Cache { rank: source.rank, tier, group: Some(group.id) };
-        let mut chain = std::mem::take(&mut state.chain);
-        self.positions(state, source, group, stored, &mut chain);
+        let (mut state, chain) = self.positions(source, group, stored);
+        let state = &mut *state;
         let mut applied = Applied::default();
         for (at, engine) in stored.engine_hashes.iter().enumerate() {
             let known = state.names.find_on_rank(source.instance, source.rank, *engine);
@@ -125,35 +125,35 @@ impl KvFeed {
         }
     }
 
-    /// Writes the positions of the blocks to `chain`, if the event has the tokens of all of them.
-    /// Events of sparse groups leave out blocks, so their tokens cannot be assigned.
+    /// Returns the feed's lock, and the positions of the blocks if the event has the tokens of all of
+    /// them. Events of sparse groups leave out blocks, so their tokens cannot be assigned.
     fn positions(
         &self,
-        state: &State,
         source: Source,
         group: Group,
         stored: &Stored<'_>,
-        chain: &mut Vec<u64>,
-    ) {
-        chain.clear();
-        let (keys, every) = (self.keys(), group.every as usize);
+    ) -> (MutexGuard<'_, State>, Vec<u64>) {
+        let every = group.every as usize;
         let narrowed = every > 1 && stored.narrowing.iter().any(|part| *part != 0);
-        let tokens = stored.engine_hashes.len() * keys.block_size * every;
-        if narrowed || tokens == 0 || stored.token_ids.len() != tokens {
-            return;
-        }
-        let before = |engine| state.names.find_on_rank(source.instance, source.rank, engine);
-        let last = match stored.parent.map(before) {
-            Some(None) => return,
-            Some(last) => last,
-            None => None,
+        let begin = |state: &mut State| {
+            let tokens = stored.engine_hashes.len() * self.keys().block_size * every;
+            if narrowed || tokens == 0 || stored.token_ids.len() != tokens {
+                return Err(());
+            }
+            let before = |engine| state.names.find_on_rank(source.instance, source.rank, engine);
+            stored.parent.map(|parent| before(parent).ok_or(())).transpose()
         };
-        stored.hash(keys.block_size, last, chain);
-        let mut at = 0;
-        chain.retain(|_| {
-            at += 1;
-            at % every == 0
-        });
+        match self.hashed(source, stored, begin) {
+            Ok((state, mut chain, _)) => {
+                let mut at = 0;
+                chain.retain(|_| {
+                    at += 1;
+                    at % every == 0
+                });
+                (state, chain)
+            }
+            Err(()) => (self.state.lock(), Vec::new()),
+        }
     }
 
     /// Adds a copy of a block to a group; returns false if there is no room.

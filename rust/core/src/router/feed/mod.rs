@@ -1,9 +1,9 @@
 //! KV events: applies the engines' block events to the index, in parallel to decisions.
 //!
 //! A feeder (a subscriber's thread, an embedding program) calls the methods of [`KvFeed`]. The feed
-//! hashes blocks and stores their engine names under its own lock. It takes the caches only for
-//! index changes of 16 blocks each, so that decisions wait no longer, even for large events. It
-//! takes the router only where it needs the names of instances.
+//! hashes blocks without a lock, and stores their engine names under its own. It takes the caches
+//! only for index changes of 16 blocks each, so that decisions wait no longer, even for large
+//! events. It takes the router only where it needs the names of instances.
 mod event;
 mod group;
 mod place;
@@ -24,7 +24,7 @@ use crate::kv::names::{Cache, Names};
 use crate::kv::tier::Tier;
 use event::Refused;
 use group::block_in;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use place::PIECE;
 use state::State;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -196,23 +196,24 @@ impl KvFeed {
         {
             return applied;
         }
-        let state = &mut *self.state.lock();
-        if tier != Tier::Gpu {
-            let known = |engine: &u64| state.names.find_in_any(source.instance, cache, *engine).is_some();
-            if stored.token_ids.is_empty() || stored.engine_hashes.iter().all(known) {
-                return self.place_named(state, source, cache, stored.engine_hashes);
+        let begin = |state: &mut State| {
+            if tier != Tier::Gpu {
+                let known = |engine: &u64| state.names.find_in_any(source.instance, cache, *engine).is_some();
+                if stored.token_ids.is_empty() || stored.engine_hashes.iter().all(known) {
+                    return Err(self.place_named(state, source, cache, stored.engine_hashes));
+                }
             }
-        }
-        let mut last = None;
-        if let Some(parent) = stored.parent {
-            last = state.names.find_in_any(source.instance, cache, parent);
-            if last.is_none_or(|last| tier != Tier::Gpu && !self.knows(source.instance, tier, last)) {
-                return Applied { unknown_parent: all, ..applied };
+            let Some(parent) = stored.parent else { return Ok(None) };
+            match state.names.find_in_any(source.instance, cache, parent) {
+                Some(last) if tier == Tier::Gpu || self.knows(source.instance, tier, last) => Ok(Some(last)),
+                _ => Err(Applied { unknown_parent: all, ..Applied::default() }),
             }
-        }
-        let mut chain = std::mem::take(&mut state.chain);
-        chain.clear();
-        stored.hash(self.keys().block_size, last, &mut chain);
+        };
+        let (mut state, mut chain, mut last) = match self.hashed(source, stored, begin) {
+            Ok(hashed) => hashed,
+            Err(applied) => return applied,
+        };
+        let state = &mut *state;
         chain.truncate(all);
         for (engines, chain) in stored.engine_hashes.chunks(PIECE).zip(chain.chunks(PIECE)) {
             match self.place(state, source, cache, last, engines, chain, stored.means) {
@@ -232,6 +233,29 @@ impl KvFeed {
         state.chain = chain;
         applied.unplaced = all - applied.done - applied.gone - applied.not_exact;
         applied
+    }
+
+    /// Hashes stored blocks without the feed's lock. Returns the lock, the hashes, and that of the
+    /// block before them, which `begin` finds. Begins again if the instance's data is dropped
+    /// meanwhile.
+    fn hashed<E>(
+        &self,
+        source: Source,
+        stored: &Stored<'_>,
+        begin: impl Fn(&mut State) -> Result<Option<u64>, E>,
+    ) -> Result<(MutexGuard<'_, State>, Vec<u64>, Option<u64>), E> {
+        loop {
+            let (last, epoch, mut chain) = {
+                let state = &mut *self.state.lock();
+                (begin(state)?, state.epoch_of(source.instance), std::mem::take(&mut state.chain))
+            };
+            chain.clear();
+            stored.hash(self.keys().block_size, last, &mut chain);
+            let state = self.state.lock();
+            if state.epoch_of(source.instance) == epoch {
+                return Ok((state, chain, last));
+            }
+        }
     }
 
     /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the
