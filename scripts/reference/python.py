@@ -76,6 +76,7 @@ A prompt is one of: `token_ids` (any sequence or array of integers), `text` (cou
 GROUPS = {
     "Route": ("Router", "Request", "Decision", "Ticket", "Arrival"),
     "Serve": ("Relay", "EngineTarget", "EventFeed", "Board"),
+    "Schedule engines": ("StepTable", "EngineBoost"),
     "Policies": (
         "Policy",
         "PolicyFunction",

@@ -22,6 +22,7 @@ mod request;
 mod router;
 mod settings;
 mod split;
+mod steps;
 mod ticket;
 mod tokens;
 mod warm;
@@ -42,6 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     api::register(module)?;
     records::register(module)?;
     tokens::register(module)?;
+    steps::register(module)?;
     warm::register(module)?;
     lab::register(module)
 }

@@ -593,10 +593,9 @@ impl Engine {
         let computed: u32 = self.chunks.iter().map(|chunk| chunk.tokens).sum();
         let decoded = self.decoding.len() as u64 * u64::from(step.steps);
         self.learned.steps(step.end - step.start, decoded + u64::from(computed));
-        let before = self.learned.seen();
         self.finish_decodes(&step);
         self.finish_prefills();
-        if self.learned.look(before) {
+        if self.learned.look() {
             self.rank_waiting();
         }
         &self.events

@@ -17,11 +17,14 @@
 //! - [`memguard`]: priorities that change only when the work doubles, so that memory is not moved
 //!   repeatedly (section 3.3).
 //! - [`gamma`]: the tail's rate, learned from requests as they end (section 3.4).
+//! - [`engine`]: what an engine's scheduler keeps of all these.
 //! - [`vtc`]: fairness between tenants.
+pub mod engine;
 pub mod gamma;
 pub mod memguard;
 pub mod vtc;
 
+pub use engine::EngineBoost;
 pub use gamma::{Adaptive, TailRate};
 pub use memguard::MemGuard;
 

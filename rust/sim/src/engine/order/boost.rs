@@ -129,8 +129,8 @@ impl LocalOrder for Boost {
         seconds_to_rank(self.settings.boosted_arrival(
             job.arrival_seconds,
             &work,
-            learned.gamma,
-            learned.token_seconds,
+            learned.gamma(),
+            learned.token_seconds(),
         ))
     }
 
@@ -173,7 +173,7 @@ impl Preemption for Boost {
         if ahead <= 0.0 {
             return u32::MAX;
         }
-        let until = boost_seconds(ahead, running.learned.gamma) / running.learned.token_seconds;
+        let until = boost_seconds(ahead, running.learned.gamma()) / running.learned.token_seconds();
         (until as u32).saturating_sub(tokens.saturating_add(1)).max(1)
     }
 }
