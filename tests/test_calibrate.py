@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import yaml
 
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile, load_profile, shipped_profiles
 from lmetric_lab.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
+from lmetric_lab.calibrate.budget import CONTEXT_TOKENS, budgets
 from lmetric_lab.calibrate.fit import (
     CONSTANTS,
     Observation,
@@ -162,6 +163,31 @@ def test_the_times_between_tokens_show_the_pieces_of_a_prompt() -> None:
     assert "from below" in how
 
 
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_a_budget_keeps_its_time_and_a_larger_one_does_not(name: str) -> None:
+    profile = load_profile(name)
+    if profile.decode_throughput is not None:
+        pytest.skip("its decodes have a curve of their own")
+
+    def seconds(decodes: int, tokens: float) -> float:
+        context = decodes * CONTEXT_TOKENS
+        work = (1, decodes, context, tokens, tokens * tokens / 2)
+        return float(sum(getattr(profile, c) * x for c, x in zip(CONSTANTS, work, strict=True)))
+
+    found = list(budgets(profile, 0.08))
+    assert found[-1].decodes == profile.max_sequences
+    for budget in found:
+        if budget.batch_tokens is None:
+            continue
+        prefill = budget.batch_tokens - budget.decodes
+        assert seconds(budget.decodes, prefill) <= 0.08 * 1.001
+        assert (
+            budget.batch_tokens == profile.max_batch_tokens
+            or seconds(budget.decodes, 1.05 * prefill + 1) > 0.08
+        )
+        assert budget.prompt_tokens_per_second <= budget.full_prompt_tokens_per_second * 1.0001
+
+
 # -- against an engine
 
 
@@ -280,11 +306,12 @@ async def test_the_command_writes_a_profile_that_loads(tmp_path: Path) -> None:
     async with EmbeddedEngines(1, EngineOptions(profile="llama-3.1-8b-a100", clock_speed=8)) as engines:
         done = await command(
             engines.urls[0], "--clock-speed", "8", "--tokens-budget", "20000", "--max-batch", "8",
-            "--max-sequences", "64", "--out", str(out), "--json",
+            "--max-sequences", "64", "--out", str(out), "--token-slo-ms", "60", "--json",
         )  # fmt: skip
     code, stdout, stderr = done
     assert code == 0, stderr
     data = json.loads(stdout)
+    assert [budget["decodes"] for budget in data["budgets"]] == [16, 32, 64]
     assert data["profile"] == yaml.safe_load(out.read_text())
     assert "at most" in stderr.splitlines()[0]
     assert data["tokens_used"] <= 20_000

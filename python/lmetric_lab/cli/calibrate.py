@@ -42,6 +42,14 @@ def command(
         Path | None,
         typer.Option(help="File for the profile.", show_default="print it", rich_help_panel=BASIC),
     ] = None,
+    token_slo_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Also recommend --max-num-batched-tokens for this time between tokens, in milliseconds.",
+            show_default="none",
+            rich_help_panel=BASIC,
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -119,8 +127,9 @@ def command(
     from lmetric.profiles.roofline import as_yaml
     from lmetric_lab.calibrate import Calibrator
 
-    for name, value in (("--clock-speed", clock_speed), ("--timeout", timeout)):
-        if not value > 0:
+    positive = (("--clock-speed", clock_speed), ("--timeout", timeout), ("--token-slo-ms", token_slo_ms))
+    for name, value in positive:
+        if value is not None and not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
     check_file("--out", out)
     _need_scipy()
@@ -145,9 +154,11 @@ def command(
     made = _run(calibrator)
     text = as_yaml(made.profile)
     if as_json:
-        print_json(_as_data(made))
+        print_json(_as_data(made, token_slo_ms))
     else:
         _print(made)
+        if token_slo_ms is not None:
+            _print_budgets(made, token_slo_ms)
         if out is None:
             print(text, end="")
     if out is not None:
@@ -193,8 +204,11 @@ def _run(calibrator: Calibrator) -> Calibration:
     return uvloop.run(run())
 
 
-def _as_data(made: Calibration) -> dict[str, Any]:
-    return {
+def _as_data(made: Calibration, token_slo_ms: float | None) -> dict[str, Any]:
+    from lmetric_lab.calibrate.budget import budgets
+
+    advice = {} if token_slo_ms is None else {"budgets": list(budgets(made.profile, token_slo_ms / 1e3))}
+    return advice | {
         "profile": made.profile.model_dump(exclude_none=True),
         "standard_errors": made.fit.standard_errors,
         "request_seconds": made.fit.request_seconds,
@@ -256,3 +270,31 @@ def _print(made: Calibration) -> None:
     )
     for text in (*fit.unidentified, *made.assumed, *(f"no result from {text}" for text in made.dropped)):
         note(f"note: {text}")
+
+
+def _print_budgets(made: Calibration, token_slo_ms: float) -> None:
+    from lmetric.cli.show import note, print_table
+    from lmetric_lab.calibrate.budget import CONTEXT_TOKENS, budgets
+
+    rows, present = [], made.profile.max_batch_tokens
+    for budget in budgets(made.profile, token_slo_ms / 1e3):
+        full, rate = budget.full_prompt_tokens_per_second, budget.prompt_tokens_per_second
+        rows.append(
+            [
+                str(budget.decodes),
+                "none" if budget.batch_tokens is None else str(budget.batch_tokens),
+                f"{budget.step_seconds * 1e3:.1f}",
+                f"{budget.full_step_seconds * 1e3:.1f}",
+                "" if budget.batch_tokens is None else f"{rate / full - 1:+.0%}",
+            ]
+        )
+    print_table(
+        ["decodes", "--max-num-batched-tokens", "step, ms", f"step with {present}, ms", "prompt tokens/s"],
+        rows,
+        title=f"Budgets for {token_slo_ms:g} ms between tokens, beside decodes of {CONTEXT_TOKENS} tokens",
+    )
+    if any(budget.batch_tokens is None for budget in budgets(made.profile, token_slo_ms / 1e3)):
+        note(
+            "none: the decodes alone take longer, or the budget would be below the engine's sequences; lower "
+            "--max-num-seqs, or let the engine's scheduler choose: docs/how-to/engine_schedulers.md"
+        )
