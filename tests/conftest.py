@@ -21,6 +21,7 @@ IN_ROUTER = Path(__file__).parent / "in_router"
 sys.path.append(str(IN_ROUTER))
 # Of the benchmarks, tests import `train_lengths`.
 sys.path.append(str(IN_ROUTER.parents[1] / "bench"))
+sys.path.append(str(IN_ROUTER.parents[1] / "integrations" / "vllm"))
 from turn_guard import watch_servers  # noqa: E402
 
 # Draws the same examples each time; `--hypothesis-profile default` draws new ones.

@@ -1,4 +1,4 @@
-//! What an engine's scheduler computes: `StepTable`, recorded step times; `EngineBoost`, boosted
+//! For the scheduler of an engine: `StepTable`, recorded step times, and `EngineBoost`, boosted
 //! arrivals.
 use crate::errors::Result;
 use crate::router::step_time_of;
@@ -130,8 +130,7 @@ impl EngineBoost {
         self.boost.lock().token_seconds()
     }
 
-    /// Seconds of boosted arrival by which a waiting request must be ahead of a running one that
-    /// goes back for it.
+    /// Lead in boosted arrival, in seconds, with which a waiting request replaces a running request.
     #[getter]
     fn hysteresis_seconds(&self) -> f64 {
         self.boost.lock().hysteresis()

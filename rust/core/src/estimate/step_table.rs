@@ -199,7 +199,7 @@ impl StepTable {
     }
 
     /// Returns the correction of a cell and its weight. Without steps, it is that of the nearest
-    /// steps with about as many prefill tokens, whatever they decoded.
+    /// steps with about as many prefill tokens, with any decodes.
     fn correction(&self, model: &StepTime, key: Key) -> (f64, f64) {
         let guess = self.column(usize::from(key.2)).map_or(1.0, |column| column.correction(model, 1.0));
         match self.cells.get(&key) {

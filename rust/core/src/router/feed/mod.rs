@@ -24,7 +24,7 @@ use crate::kv::names::{Cache, Names};
 use crate::kv::tier::Tier;
 use event::Refused;
 use group::block_in;
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Mutex, RwLock};
 use place::PIECE;
 use state::State;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -233,29 +233,6 @@ impl KvFeed {
         state.chain = chain;
         applied.unplaced = all - applied.done - applied.gone - applied.not_exact;
         applied
-    }
-
-    /// Hashes stored blocks without the feed's lock. Returns the lock, the hashes, and that of the
-    /// block before them, which `begin` finds. Begins again if the instance's data is dropped
-    /// meanwhile.
-    fn hashed<E>(
-        &self,
-        source: Source,
-        stored: &Stored<'_>,
-        begin: impl Fn(&mut State) -> Result<Option<u64>, E>,
-    ) -> Result<(MutexGuard<'_, State>, Vec<u64>, Option<u64>), E> {
-        loop {
-            let (last, epoch, mut chain) = {
-                let state = &mut *self.state.lock();
-                (begin(state)?, state.epoch_of(source.instance), std::mem::take(&mut state.chain))
-            };
-            chain.clear();
-            stored.hash(self.keys().block_size, last, &mut chain);
-            let state = self.state.lock();
-            if state.epoch_of(source.instance) == epoch {
-                return Ok((state, chain, last));
-            }
-        }
     }
 
     /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the

@@ -1,10 +1,11 @@
 //! The feed and the data received by events.
+use super::event::{Source, Stored};
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 use crate::kv::names::Names;
 use crate::router::caches::SharedCaches;
 use crate::router::shared::SharedRouter;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Applies KV events to a router's index.
@@ -42,5 +43,30 @@ impl State {
             self.epochs.resize(instance.index() + 1, 0);
         }
         self.epochs[instance.index()] = epoch.fetch_add(1, Ordering::AcqRel) + 1;
+    }
+}
+
+impl KvFeed {
+    /// Hashes stored blocks without the feed's lock. Returns the lock, the hashes, and that of the
+    /// block before them, which `begin` finds. Begins again if the instance's data is dropped
+    /// meanwhile.
+    pub(super) fn hashed<E>(
+        &self,
+        source: Source,
+        stored: &Stored<'_>,
+        begin: impl Fn(&mut State) -> Result<Option<u64>, E>,
+    ) -> Result<(MutexGuard<'_, State>, Vec<u64>, Option<u64>), E> {
+        loop {
+            let (last, epoch, mut chain) = {
+                let state = &mut *self.state.lock();
+                (begin(state)?, state.epoch_of(source.instance), std::mem::take(&mut state.chain))
+            };
+            chain.clear();
+            stored.hash(self.keys().block_size, last, &mut chain);
+            let state = self.state.lock();
+            if state.epoch_of(source.instance) == epoch {
+                return Ok((state, chain, last));
+            }
+        }
     }
 }

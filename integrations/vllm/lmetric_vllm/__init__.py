@@ -1,0 +1,25 @@
+"""Schedulers for vLLM engines, from the papers behind lmetric-router.
+
+    vllm serve MODEL --scheduler-cls lmetric_vllm.SloScheduler \\
+        --additional-config '{"lmetric": {"token_slo_ms": 50, "profile": "profile.yaml"}}'
+
+Each subclasses vLLM's own scheduler and changes as little of it as possible. The core computes
+step times, boosts and gamma.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmetric_vllm.boost import UniBoostScheduler
+    from lmetric_vllm.slo import SloScheduler
+
+__all__ = ["SloScheduler", "UniBoostScheduler"]
+
+_HOMES = {"SloScheduler": "lmetric_vllm.slo", "UniBoostScheduler": "lmetric_vllm.boost"}
+
+
+def __getattr__(name: str) -> Any:  # vLLM is imported with the first scheduler
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lmetric_vllm' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,0 +1,82 @@
+"""Settings of the schedulers: the key `lmetric` of `--additional-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmetric.validation import expected
+
+KEY = "lmetric"
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or out of its range. The message has the name and what was expected."""
+
+
+class SloSettings(BaseModel):
+    """Settings of `SloScheduler`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    token_slo_ms: float = Field(
+        gt=0, le=60_000, description="Longest time between two tokens of an answer, in milliseconds."
+    )
+    profile: str | None = Field(
+        default=None,
+        description="The engine's step times: a file of `lmetric-router calibrate`, or a profile's name. "
+        "Default: learned from the first steps, which are then as long as vLLM's own.",
+    )
+
+
+class BoostSettings(BaseModel):
+    """Settings of `UniBoostScheduler`; all have defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    gamma: float | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Decay of the boost, 1/s, until it is learned from latencies.",
+    )
+    adaptive: bool | None = Field(default=None, description="Whether gamma is learned.")
+    bin_tokens: int | None = Field(
+        default=None, ge=1, description="First bin of work: ranks change when the work doubles from there."
+    )
+    hysteresis_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="Lead in boosted arrival with which a waiting request replaces a running request.",
+    )
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def read_settings(kind: type[Settings], additional: Mapping[str, Any] | None) -> Settings:
+    """The scheduler's settings in `--additional-config`.
+
+    Raises:
+        SettingsError: a missing, unknown or impossible setting.
+    """
+    try:
+        return kind.model_validate((additional or {}).get(KEY, {}))
+    except ValidationError as error:
+        names = ", ".join(kind.model_fields)
+        example = '{"' + KEY + '": {"' + next(iter(kind.model_fields)) + '": ...}}'
+        problems = "; ".join(
+            f"{'.'.join(map(str, (KEY, *problem['loc'])))}: {_expected(problem)}, got {problem['input']!r}"
+            for problem in error.errors()
+        )
+        raise SettingsError(
+            f"--additional-config: {problems}; the settings are: {names}, as in "
+            f"--additional-config '{example}'"
+        ) from error
+
+
+def _expected(problem: Any) -> str:
+    return "unknown setting" if problem["type"] == "extra_forbidden" else expected(problem)

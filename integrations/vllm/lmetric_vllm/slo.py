@@ -1,0 +1,134 @@
+"""`SloScheduler`: steps within a time between tokens (Libra, section 4.2, Algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from lmetric import StepTable
+from lmetric.profiles import load_profile
+from lmetric_vllm.measured import MeasuredScheduler
+from lmetric_vllm.settings import SloSettings, read_settings
+from lmetric_vllm.steps import Step
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmetric")
+
+# Prompt tokens of each step, if a prompt has as many left: else prompts would wait for ever where
+# the decodes alone take longer than their time. A block, one to three milliseconds of a usual
+# engine.
+MIN_PREFILL_TOKENS = 16
+# The name of a request's own time between tokens, in `vllm_xargs`.
+TOKEN_SLO = "token_slo_ms"
+
+
+class SloScheduler(MeasuredScheduler):
+    """vLLM's scheduler with a budget of prompt tokens that keeps each step within a time.
+
+    Beside decodes, a step takes as many prompt tokens as the table of recorded step times allows.
+    Without decodes, it takes vLLM's own budget. The shortest time of the requests that decode
+    counts: that of `vllm_xargs: {"token_slo_ms": 20}`, else the engine's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = read_settings(SloSettings, self.vllm_config.additional_config)
+        profile = self.settings.profile
+        self.table = StepTable(load_profile(profile).constants() if profile is not None else None)
+        self._budget = self.max_num_scheduled_tokens
+        self._own_slo: dict[str, float] = {}  # seconds, by request
+        logger.info("SloScheduler: at most %g ms between tokens", self.settings.token_slo_ms)
+
+    def add_request(self, request: Request) -> None:
+        own = own_slo(request)
+        if own is not None:
+            self._own_slo[request.request_id] = own
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.max_num_scheduled_tokens = self._allowed()
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = self._budget
+
+    def measured(self, step: Step, seconds: float) -> None:
+        self.table.record(
+            seconds,
+            decodes=step.decodes,
+            context_tokens=step.context_tokens,
+            prefill_tokens=step.prefill_tokens,
+            prefill_pairs=step.prefill_pairs,
+        )
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._own_slo.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _allowed(self) -> int:
+        """Most tokens of the next step."""
+        decodes = context = 0
+        before: int | None = None  # computed tokens of the first prompt that goes on
+        is_mixed = False
+        for request in self.running:
+            if request.is_prefill_chunk:
+                before = request.num_computed_tokens if before is None else before
+            else:
+                decodes += 1
+                context += request.num_computed_tokens
+                is_mixed = before is not None
+        if decodes == 0:
+            return self._budget
+        if is_mixed:
+            # Decodes first: the budget is theirs before it is the prompts'.
+            self.running.sort(key=_prefills)
+        allowed = self.table.prefill_within(
+            self._seconds(),
+            decodes=decodes,
+            context_tokens=context,
+            before=before or 0,
+            most=max(0, self._budget - decodes),
+        )
+        if allowed is None:  # nothing is known yet: vLLM's own budget
+            return self._budget
+        return min(self._budget, decodes + max(allowed, MIN_PREFILL_TOKENS))
+
+    def _seconds(self) -> float:
+        seconds = self.settings.token_slo_ms / 1e3
+        if self._own_slo:
+            own = self._own_slo
+            decoding = (own.get(each.request_id) for each in self.running if not each.is_prefill_chunk)
+            seconds = min((slo if slo is not None else seconds for slo in decoding), default=seconds)
+        return seconds
+
+
+def _prefills(request: Request) -> bool:
+    return bool(request.is_prefill_chunk)
+
+
+def own_slo(request: Request) -> float | None:
+    """The request's own time between tokens, in seconds; None if it has none, or an impossible one.
+
+    An engine cannot refuse a request here, so an impossible one is named in the log.
+    """
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    given = (extra or {}).get(TOKEN_SLO)
+    if given is None:
+        return None
+    try:
+        millis = float(given)
+    except (TypeError, ValueError):
+        millis = 0.0
+    if not 0 < millis <= 60_000:
+        logger.warning(
+            "request %s: vllm_xargs.%s is %r, not a number above 0 up to 60000; the engine's time counts",
+            request.request_id,
+            TOKEN_SLO,
+            given,
+        )
+        return None
+    return millis / 1e3

@@ -1,0 +1,65 @@
+"""The work and the measured time of an engine's steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+# Steps whose output never came, as after an error, are forgotten.
+MOST_PENDING = 64
+
+
+@dataclass(slots=True)
+class Step:
+    """The work of one step."""
+
+    decodes: int  # sequences that decode a token each
+    context_tokens: int  # of these sequences together
+    prefill_tokens: int
+    prefill_pairs: float  # attention pairs of these tokens
+
+
+def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
+    """The work of a scheduled step. The requests count its tokens as computed already."""
+    decodes = context = prefill = 0
+    pairs = 0.0
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        computed = requests[request_id].num_computed_tokens
+        if tokens == 1:
+            decodes += 1
+            context += computed
+        else:
+            prefill += tokens
+            pairs += tokens * (computed - 0.5 * tokens)  # g tokens behind n: g (n + g / 2)
+    return Step(decodes, context, prefill, pairs)
+
+
+class StepClock:
+    """Measures steps: from the end of the step before, or the step's own scheduling if that is
+    later, until its output."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, tuple[SchedulerOutput, Step, float]] = {}
+        self._ended = 0.0
+
+    def scheduled(self, output: SchedulerOutput, step: Step) -> None:
+        """Notes that the engine begins a step."""
+        if len(self._pending) >= MOST_PENDING:
+            self._pending.clear()
+        self._pending[id(output)] = output, step, time.monotonic()
+
+    def ended(self, output: SchedulerOutput) -> tuple[Step, float] | None:
+        """The step whose output came, and its seconds; None for a step without work."""
+        now = time.monotonic()
+        begun, self._ended = self._ended, now
+        pending = self._pending.pop(id(output), None)
+        if pending is None:
+            return None
+        _, step, scheduled = pending
+        return step, now - max(scheduled, begun)
