@@ -19,7 +19,7 @@ from lmetric._core import __version__
 from lmetric.server import app
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
-from lmetric.server.observe.live import EndedRequest, point, quantile
+from lmetric.server.observe.live import EndedRequest, LiveUpdate, point, quantile
 from lmetric.server.observe.problems import EngineState, of_engines
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import PATIENCE_SECONDS, until
@@ -89,6 +89,9 @@ async def test_an_administrator_sees_engines_rates_and_requests() -> None:
         assert [each["status"] for each in shown["requests"]] == [200, 200]
         assert shown["requests"][0]["ttft_seconds"] > 0
         assert shown["requests"][1]["ttft_seconds"] is None  # not a stream
+        assert shown["requests"][1]["seconds"] > 0
+        whole = sorted(each["seconds"] for each in shown["requests"])
+        assert (shown["now"]["e2e_p50"], shown["now"]["e2e_p95"]) == (whole[1], whole[1])
         assert shown["now"]["requests_per_second"] > 0
         assert shown["now"]["hit_rate"] == pytest.approx(4 / 20)
         assert shown["summary"]["usable"] == 2
@@ -425,10 +428,11 @@ def test_points_count_what_engines_reported() -> None:
     requests = [
         ended(1, first_token_at=8.5, prompt_tokens=100, cached_tokens=25, output_tokens=4),
         ended(2, first_token_at=9.0, prompt_tokens=100, output_tokens=11),  # the hit is not known
-        ended(3, status=503),
-        ended(4, status=400),
+        ended(3, status=503, started=9.99),
+        ended(4, status=400, started=9.99),
+        ended(5, started=4.0, output_tokens=0),  # not a stream
     ]
-    got = point(requests, 2.0, 7, 1000.0, more=6)
+    got = point(requests, 2.0, 7, 1000.0, more=5)
     assert got.requests_per_second == 5.0
     assert got.errors_per_second == 0.5
     assert got.prompt_tokens_per_second == 100.0
@@ -436,8 +440,28 @@ def test_points_count_what_engines_reported() -> None:
     assert got.hit_rate == 0.25
     assert (got.ttft_p50, got.ttft_p95) == (1.0, 1.0)
     assert (got.tpot_p50, got.tpot_p95) == (0.5, 0.5)
+    assert (got.e2e_p50, got.e2e_p95) == (2.0, 6.0)  # errors do not count
     assert got.in_flight == 7
     assert point([], 1.0, 0, 0.0).hit_rate is None
+    assert point([ended(1, status=429)], 1.0, 0, 0.0).e2e_p50 is None
+
+
+async def test_the_times_of_all_workers_are_one_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "POINT_SECONDS", 60)
+    async with world(1) as it:
+        shown = it.server.front.live
+        assert shown is not None
+        shown.send = lambda _: None  # to another worker
+        await it.post()
+        slow = ended(1, started=0.0, ended=40.0)
+        shown.receive(1, LiveUpdate([slow], 0, 0, [], {}))
+        shown.tick(shown.began + 10)
+        own = next(each for each in shown.requests if each is not slow)
+        assert own.first_token_at is None
+        assert shown.points[-1].e2e_p95 == 40.0
+        shown.receive(1, LiveUpdate([slow] * 2, 0, 0, [], {}))
+        shown.tick(shown.began + 20)
+        assert shown.points[-1].e2e_p50 == 40.0
 
 
 def test_quantiles_are_values_that_were_seen() -> None:

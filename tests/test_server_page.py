@@ -80,7 +80,7 @@ async def test_why_a_request_went_to_its_engine() -> None:
             await shown(page, "document.querySelectorAll('#list tbody a').length > 3")
             assert "4 of 4 usable" in await page.inner_text("#counts")
             assert await page.locator("#rows .row:visible").count() == 4
-            assert await page.locator("#charts canvas").count() == 6
+            assert await page.locator("#charts canvas").count() == 7
             assert await page.inner_text("#now dd:first-of-type") != "–"
             # By keyboard: a request, its reasons, and back.
             await page.focus("#list tbody a")
@@ -151,6 +151,27 @@ async def test_the_page_opens_with_what_is_wrong(width: int) -> None:
             assert (await page.inner_text("#list tbody tr td:last-child")) == "503 no_engine"
             await page.click("#help-link")
             assert await page.evaluate("location.hash") == "#help"
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_requests_that_do_not_stream_have_their_end_to_end_time(width: int) -> None:
+    async with browser() as chromium, world(1) as it:
+        assert (await it.post())[0] == 200
+        async with open_page(chromium, it.url, viewport={"width": width, "height": 844}) as page:
+            await shown(page, "document.querySelectorAll('#list tbody tr').length === 1")
+            cells = dict(
+                zip(
+                    await page.locator("#now dt").all_inner_texts(),
+                    await page.locator("#now dd span").all_inner_texts(),
+                    strict=True,
+                )
+            )
+            assert cells["TTFT p50"] == cells["TPOT p50"] == "–"
+            assert cells["End to end p50"].endswith("s")
+            status = await page.inner_text("#list tbody tr td:last-child")
+            assert re.fullmatch(r"200 in [\d.]+ (µs|ms|s)", status)
+            assert "End-to-end time" in await page.inner_text("#charts")
+            await fits(page)
 
 
 async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_path: Path) -> None:

@@ -153,6 +153,29 @@ async def test_rates_of_the_last_minutes() -> None:
     assert lines["hit rate"].split()[-3:-1] == ["50%", "62%"]  # (240 x 10 + 60 x 60) / (240 x 10 + 60 x 120)
 
 
+async def test_requests_that_do_not_stream_have_their_end_to_end_time() -> None:
+    async with world(1) as it:
+        assert (await it.post())[0] == 200
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (state := await read_once(it.url))["requests"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    (request,) = state["requests"]
+    request["seconds"] = 1.5
+    state["now"] |= {"e2e_p50": 1.5, "e2e_p95": 2.5}
+    for width in (80, 110):
+        lines = text(screen(state, width=width), width=width).splitlines()
+        assert "1.5 s, 2.5 s" in next(line for line in lines if line.startswith("E2E p50, p95"))
+        assert "–, –" in next(line for line in lines if line.startswith("TTFT p50, p95"))
+        row = next(line for line in lines if line.startswith(request["id"]))
+        assert row.rstrip().endswith("200 in 1.5 s")
+    # A stream has its TTFT instead, and an error its code.
+    refused = {"status": 429, "code": "deadline"}
+    for change, end in (({"ttft_seconds": 0.1}, "200"), (refused, "429 deadline")):
+        changed = {**state, "requests": [{**request, **change}]}
+        row = next(line for line in text(screen(changed)).splitlines() if line.startswith(request["id"]))
+        assert row.rstrip().endswith(f"  {end}")
+
+
 async def test_the_screen_fits_the_terminal() -> None:
     async with world(40) as it:
         for _ in range(30):

@@ -151,6 +151,26 @@ async def test_workers_divide_the_connections_and_count_each_others_requests() -
         assert await client.metric("lmetric_instance_bs") == 0
 
 
+async def test_the_live_pages_of_all_workers_show_end_to_end_times_of_all_requests() -> None:
+    async def answer(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(200, {"id": "x", "choices": []}))
+        return True
+
+    async with serving(behave=answer) as (_, client, _):
+        numbers = [(await client.ask({"model": "tiny", "prompt": "a"}))[1] for _ in range(20)]
+        assert {number >> 48 for number in numbers} == {0, 1}
+        async with asyncio.timeout(60):
+            for _ in range(6):  # pages of both workers
+                while len((page := await client.get("/debug/live"))["requests"]) < 20:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                fields, points = page["history"]["fields"], page["history"]["points"]
+                rows = [dict(zip(fields, point, strict=True)) for point in points]
+                # Seconds in which requests ended, on any worker, have their times.
+                busy = [row for row in rows if row["requests_per_second"]]
+                assert busy
+                assert all(row["e2e_p50"] > 0 and row["ttft_p50"] is None for row in busy)
+
+
 async def until_seen(client: Client, in_flight: int) -> None:
     """Waits until the live pages of both workers show all requests."""
     async with asyncio.timeout(60):

@@ -29,10 +29,12 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND_SECONDS = 300.0
 _TREND_WIDTH = 15
 _BAR_WIDTH = 30
-_FIXED_LINES = 17  # of the screen: state, hot engines, rates, and the heads of the tables
+_FIXED_LINES = 12  # of the screen: state, hot engines, times, and the heads of the tables
+_TALL = 30  # lines of a terminal for all rates
 _REQUESTS, _EVENTS = 10, 5
 
 Series = list[float | None]
+Rate = tuple[str, str, Callable[[float | None], str]]
 
 
 def screen(
@@ -48,16 +50,18 @@ def screen(
     listed = ordered(engines(state), by)
     rows, requests, events = len(listed), _REQUESTS, _EVENTS
     about, problems = _about(state), _problems(state)
+    rates = _RATES if height is None or height >= _TALL else _RATES[:_SHORT_RATES]
     if height is not None:
         about, problems = about[: max(height // 20, 1)], problems[: max(height // 8, 2)]
         for line in (*about, *problems):  # so that their number is that of their lines
             line.no_wrap, line.overflow = True, "ellipsis"
-        free = max(height - _FIXED_LINES - len(about) - len(problems), 5)
+        free = max(height - _FIXED_LINES - len(rates) - len(about) - len(problems), 5)
         events = min(_EVENTS, free // 5)
         rows = min(rows, max((free - events) * 3 // 5, 2))
         requests = max(free - events - rows, 2)
     narrow = width < _WIDE
-    parts: list[RenderableType] = [*about, _head(state), *problems, *_hot(state), _rates(state, narrow)]
+    parts: list[RenderableType] = [*about, _head(state), *problems, *_hot(state)]
+    parts.append(_rates(state, rates, narrow))
     if listed:
         parts.append(_engines(listed[:rows], narrow))
         if len(listed) > rows:
@@ -128,8 +132,11 @@ def _hot(state: State) -> list[Text]:
     return [Text(f"No engine is hot.{busiest}", style="dim")]
 
 
-def _rates(state: State, narrow: bool) -> Table:
-    """Returns the table of the present values, and of those of the last minutes."""
+def _rates(state: State, rates: Sequence[Rate], narrow: bool) -> Table:
+    """Returns the table of the present values, and of those of the last minutes.
+
+    ``rates``: of `_RATES`.
+    """
     fields, points = state["history"]["fields"], state["history"]["points"]
     now = state["now"]
     end = points[-1][0] if points else 0.0
@@ -143,13 +150,13 @@ def _rates(state: State, narrow: bool) -> Table:
     for title in ("", "now", "1 min") if narrow else ("", "now", "1 min", "5 min"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     table.add_column("last 5 min", no_wrap=True)
-    for title, key in (("TTFT p50, p95", "ttft"), ("TPOT p50, p95", "tpot")):
+    for title, key in (("TTFT p50, p95", "ttft"), ("TPOT p50, p95", "tpot"), ("E2E p50, p95", "e2e")):
         cells = [f"{seconds(now[f'{key}_p50'])}, {seconds(now[f'{key}_p95'])}"]
         for since in windows:
             both = (_median(column(f"{key}_{rank}", since)) for rank in ("p50", "p95"))
             cells.append(", ".join(map(seconds, both)))
         table.add_row(title, *cells, _trend(points, fields.index(f"{key}_p50"), end))
-    for title, key, unit in _ROWS:
+    for title, key, unit in rates:
         cells = [unit(now[key])]
         for since in windows:
             weights = column("prompt_tokens_per_second", since) if key == "hit_rate" else None
@@ -245,8 +252,11 @@ def _requests(requests: Sequence[dict[str, Any]], narrow: bool) -> Table:
 
 
 def _ended(request: dict[str, Any]) -> str:
-    code = request.get("code")
-    return f"{request['status']} {code}" if code else str(request["status"])
+    """Returns the status of a finished request, with its end-to-end time if it has no TTFT."""
+    status, code = request["status"], request.get("code")
+    if status < 400 and request["ttft_seconds"] is None:
+        return f"{status} in {seconds(request['seconds'])}"
+    return f"{status} {code}" if code else str(status)
 
 
 def _status(status: int) -> str:
@@ -340,14 +350,16 @@ def _count(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-_ROWS: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
+# Title, key and unit of each rate. A short terminal gets the first ones.
+_RATES: tuple[Rate, ...] = (
     ("hit rate", "hit_rate", share),
     ("requests/s", "requests_per_second", _rate),
     ("errors/s", "errors_per_second", _rate),
+    ("in flight", "in_flight", _count),
     ("prompt tokens/s", "prompt_tokens_per_second", _rate),
     ("output tokens/s", "output_tokens_per_second", _rate),
-    ("in flight", "in_flight", _count),
 )
+_SHORT_RATES = 4
 
 
 def _more(engines: int) -> str:

@@ -108,6 +108,8 @@ class Point(NamedTuple):
         t: the end of the window, Unix time in seconds.
         hit_rate: cached prompt tokens divided by prompt tokens, of requests with both; None: none.
         ttft_p50, ttft_p95, tpot_p50, tpot_p95: seconds; None: no stream ended.
+        e2e_p50, e2e_p95: seconds to the end of an answer, streamed or not; None: none ended. Errors
+            do not count: a refusal is quick.
     """
 
     t: float
@@ -120,6 +122,8 @@ class Point(NamedTuple):
     ttft_p95: float | None
     tpot_p50: float | None
     tpot_p95: float | None
+    e2e_p50: float | None
+    e2e_p95: float | None
     in_flight: int
 
 
@@ -140,10 +144,13 @@ def point(
     """
     ttft: list[float] = []
     tpot: list[float] = []
+    e2e: list[float] = []
     errors = prompt = known = cached = output = 0
     for each in requests:
         ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, _, _ = each
         errors += status >= 429
+        if status < 400:
+            e2e.append(ended - started)
         output += tokens
         if first:
             ttft.append(first - started)
@@ -156,6 +163,7 @@ def point(
                 cached += cached_tokens
     ttft.sort()
     tpot.sort()
+    e2e.sort()
     return Point(
         unix,
         (len(requests) + more) / seconds,
@@ -167,6 +175,8 @@ def point(
         quantile(ttft, 0.95),
         quantile(tpot, 0.5),
         quantile(tpot, 0.95),
+        quantile(e2e, 0.5),
+        quantile(e2e, 0.95),
         in_flight,
     )
 

@@ -8,9 +8,10 @@ const LEAST_SECONDS = 60;
 const CHARTS = [
   { title: "Time to first token", unit: seconds, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
   { title: "Time per output token", unit: seconds, lines: [["tpot_p50", "p50"], ["tpot_p95", "p95"]] },
-  { title: "Requests per second", unit: rate, lines: [["requests_per_second", "ended"], ["errors_per_second", "errors"]] },
-  { title: "Prompt tokens per second", unit: rate, lines: [["prompt_tokens_per_second", "of ended requests"]] },
-  { title: "Output tokens per second", unit: rate, lines: [["output_tokens_per_second", "of ended requests"]] },
+  { title: "End-to-end time", unit: seconds, lines: [["e2e_p50", "p50"], ["e2e_p95", "p95"]] },
+  { title: "Requests/s", unit: rate, lines: [["requests_per_second", "ended"], ["errors_per_second", "errors"]] },
+  { title: "Prompt tokens/s", unit: rate, lines: [["prompt_tokens_per_second", "of ended requests"]] },
+  { title: "Output tokens/s", unit: rate, lines: [["output_tokens_per_second", "of ended requests"]] },
   { title: "Hit rate", unit: share, top: 1, lines: [["hit_rate", "cached share of prompt tokens"]] },
 ];
 
@@ -80,7 +81,7 @@ export class Charts {
         height: HEIGHT,
         legend: { show: false },
         cursor: { y: false, points: { show: false } },
-        scales: { y: { range: (_, low, high) => [0, chart.top ?? Math.max(high * 1.1, 1e-6)] } },
+        scales: { y: { range: (_, low, high) => [0, chart.top ?? (high > 0 ? high * 1.1 : 1)] } },
         axes: [
           { ...axis, size: 24, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
           { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((tick) => chart.unit(tick)) },

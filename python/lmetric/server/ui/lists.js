@@ -25,6 +25,12 @@ class List {
   }
 }
 
+// The status of a finished request, with its end-to-end time if it has no TTFT.
+function ended({ status, code, ttft_seconds: ttft, seconds: whole }) {
+  if (status < 400 && ttft === null) return `${status} in ${seconds(whole)}`;
+  return code ? `${status} ${code}` : String(status);
+}
+
 export class Requests {
   constructor() {
     this.list = new List(document.querySelector("#list tbody"));
@@ -51,7 +57,7 @@ export class Requests {
     const cached = request.prompt_tokens && request.cached_tokens !== null && request.cached_tokens !== undefined ? `${request.predicted ? "~" : ""}${share(request.cached_tokens / request.prompt_tokens)}` : "–";
     const cells = [
       request.instance ?? "–", count(request.prompt_tokens), cached, runs ? "–" : count(request.output_tokens),
-      seconds(request.ttft_seconds), seconds(request.tpot_seconds), runs ? `running ${seconds(request.seconds)}` : request.code ? `${request.status} ${request.code}` : String(request.status),
+      seconds(request.ttft_seconds), seconds(request.tpot_seconds), runs ? `running ${seconds(request.seconds)}` : ended(request),
     ];
     cells.forEach((text, i) => setText(row.children[i + 2], text));
     row.lastChild.className = runs ? "runs" : request.status >= 400 ? "bad" : "";

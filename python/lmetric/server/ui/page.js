@@ -22,6 +22,7 @@ let shownProblems = "";
 const NOW = [
   ["TTFT p50", "ttft_p50", seconds, ["p95", "ttft_p95"]],
   ["TPOT p50", "tpot_p50", seconds, ["p95", "tpot_p95"]],
+  ["End to end p50", "e2e_p50", seconds, ["p95", "e2e_p95"]],
   ["Hit rate", "hit_rate", share],
   ["Requests/s", "requests_per_second", rate, ["errors", "errors_per_second"]],
   ["Prompt tokens/s", "prompt_tokens_per_second", rate],
