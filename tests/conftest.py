@@ -99,6 +99,15 @@ def no_long_turn(
 
 
 @pytest.fixture(autouse=True)
+def no_late_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problems of a router in a test's process do not depend on the machine's speed."""
+    if "_server" in request.node.nodeid:
+        from lmetric.server.background import problems
+
+        monkeypatch.setattr(problems, "LATE_SHARE", 2.0)
+
+
+@pytest.fixture(autouse=True)
 def no_secret_in_logs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Reliability C1: in all tests of the server, its log contains no client's key or prompt."""
     if "_server" not in request.node.nodeid:

@@ -15,12 +15,18 @@ import aiohttp
 import orjson
 import pytest
 
+from lmetric import top_screen
 from lmetric._core import __version__
 from lmetric.server import app
+from lmetric.server.api.openapi import ERRORS
+from lmetric.server.background import problems as own_problems
+from lmetric.server.background.problems import LATE_SHARE, OwnProblems
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
+from lmetric.server.observe.lateness import Lateness
 from lmetric.server.observe.live import EndedRequest, LiveUpdate, point, quantile
-from lmetric.server.observe.problems import EngineState, of_engines
+from lmetric.server.observe.problems import FIXES, EngineState, of_engines
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import PATIENCE_SECONDS, until
 
@@ -160,6 +166,104 @@ async def test_a_lost_feed_is_a_problem_and_engines_without_events_a_note() -> N
     assert shown["static"]["models"][0]["formula"].startswith("p_token * (bs")
     levels = {each["what"]: each["level"] for each in shown["problems"]}
     assert levels == {"e1: approximate": "warn", "e0: approximate": "note"}
+
+
+def update(requests: list[EndedRequest], late_seconds: float = 0.0) -> LiveUpdate:
+    """The message of another worker."""
+    return LiveUpdate(requests, 0, 0, [], {}, late_seconds)
+
+
+async def test_many_refusals_are_a_problem_until_a_minute_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "POINT_SECONDS", 3600)
+    async with world(1) as it:
+        shown = it.server.front.live
+        assert shown is not None
+        shown.send = lambda _: None  # to another worker
+        now = shown.began
+
+        def second(*requests: EndedRequest) -> list[Problem]:
+            """The problems after a second in which these requests ended on another worker."""
+            nonlocal now
+            now += 1
+            shown.receive(1, update(list(requests)))
+            shown.tick(now)
+            return [each for each in it.server.fleet.own_problems() if each.what == "refusals"]
+
+        refused = [ended(1, status=429, code="deadline")] * 4 + [ended(1, status=503, code="too_many")] * 2
+        assert second(*refused) == []  # 6 requests are too few
+        # Not refused by the router: an engine's own error, a failure, and a bad request.
+        others = [ended(1, status=429), ended(1, status=504, code="timeout"), ended(1, status=400)]
+        (problem,) = second(*others, *[ended(1)] * 51)
+        assert problem.cause == "over 5% of the requests in the last minute were refused"
+        assert problem.reason == (
+            "6 of 60, 4 of them with deadline: the first token would come after its deadline (admission)"
+        )
+        assert problem.fix == "add engines, or raise admission.ttft_seconds"
+        (status, ready), live_page = await it.get("/ready"), await state(it)
+        assert status == 200
+        assert problem.shown(True) in orjson.loads(ready)["warnings"]
+        line = next(each for each in live_page["problems"] if each["what"] == problem.cause)
+        assert (line["level"], line["reason"], line["fix"]) == ("warn", problem.reason, problem.fix)
+        # The other reasons have their own lines.
+        reasons = [each["reason"].partition(":")[0] for each in live_page["problems"]]
+        assert "503 too_many" in reasons
+        assert "429 deadline" not in reasons
+        assert problem.reason in " ".join(line.plain for line in top_screen._problems(live_page))
+        assert second(*[ended(1)] * 60) == []  # 6 of 120: exactly 5%
+        assert second(*refused * 4) != []
+        now += 58
+        assert second() != []
+        assert second() == []  # the last refusal was a minute ago
+
+
+def test_each_refusal_of_the_router_has_a_fix() -> None:
+    refusals = {code for code, (status, _) in ERRORS.items() if {"429", "503"} & set(status.split(", "))}
+    # Of other pages, of a router that ends, or of engines.
+    assert refusals - FIXES.keys() == {"not_ready", "shutting_down", "too_many_viewers", "status"}
+
+
+def test_a_late_timer_counts_with_its_whole_time() -> None:
+    late = Lateness()
+    late.note(0.0, 0.1, 0.14)  # a busy loop, not a late one
+    assert late.seconds(0.14) == 0
+    late.note(1.0, 1.1, 4.0)
+    late.note(4.0, 4.1, 4.5)
+    assert late.seconds(4.5) == pytest.approx(3.5)
+    assert late.seconds(12.0) == pytest.approx(2.5)  # since 2.0
+    assert late.seconds(15.0) == 0
+
+
+async def test_a_late_event_loop_is_a_problem_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_problems, "LATE_SHARE", LATE_SHARE)
+    async with world(1) as it:
+        shown, problems = it.server.front.live, it.server.fleet.own_problems
+        assert shown is not None
+        assert isinstance(problems, OwnProblems)
+        now = time.monotonic() + 3600  # after all that the server measures
+        problems.clock = lambda: now
+        late = it.server.metrics.lateness
+        for began in (now - 9, now - 7):
+            late.note(began, began + 0.1, began + 2)
+        assert [*problems()] == []  # a burst: 4 of 10 s
+        late.note(now - 3, now - 2.9, now)
+        (problem,) = problems()
+        assert problem.cause == "the router lacks CPU: its event loop is late"
+        assert problem.reason == "late by over 50 ms for 7 of the last 10 s"
+        assert problem.fix is not None
+        assert problem.fix.startswith("raise workers (now 1), give the router more CPU")
+        await ticked(it)
+        assert problem.cause in [each["what"] for each in (await state(it))["problems"]]
+        assert problem.shown(True) in orjson.loads((await it.get("/ready"))[1])["warnings"]
+        now += 6
+        assert [*problems()] == []
+        # Another worker, which may take no new connection for this page.
+        now = time.monotonic()
+        shown.receive(1, update([], late_seconds=8.0))
+        assert [each.reason for each in problems()] == ["late by over 50 ms for 8 of the last 10 s"]
+        now += 7200
+        assert [*problems()] == []  # it has ended
 
 
 def test_many_engines_with_one_reason_are_one_problem() -> None:
@@ -377,6 +481,7 @@ async def test_files_have_a_strict_policy_and_an_etag() -> None:
 async def test_the_page_can_be_off() -> None:
     async with world(1, ui={"enabled": False}) as it:
         assert it.server.front.live is None
+        assert [*it.server.fleet.own_problems()] == []
         assert (await it.post())[0] == 200
         for path in ("/ui", "/ui/page.js", "/debug/live"):
             status, body = await it.get(path)
@@ -454,12 +559,12 @@ async def test_the_times_of_all_workers_are_one_distribution(monkeypatch: pytest
         shown.send = lambda _: None  # to another worker
         await it.post()
         slow = ended(1, started=0.0, ended=40.0)
-        shown.receive(1, LiveUpdate([slow], 0, 0, [], {}))
+        shown.receive(1, update([slow]))
         shown.tick(shown.began + 10)
         own = next(each for each in shown.requests if each is not slow)
         assert own.first_token_at is None
         assert shown.points[-1].e2e_p95 == 40.0
-        shown.receive(1, LiveUpdate([slow] * 2, 0, 0, [], {}))
+        shown.receive(1, update([slow] * 2))
         shown.tick(shown.began + 20)
         assert shown.points[-1].e2e_p50 == 40.0
 

@@ -176,7 +176,13 @@ class Server:
             front.running.observers.add(self.recorder)
             self.metrics.further.append(self.recorder.metrics)
         self.fleet.own_problems = OwnProblems(
-            self.fleet, self._replicas, self._discovery, self._certificates, self.recorder
+            fleet=self.fleet,
+            replicas=self._replicas,
+            discovery=self._discovery,
+            certificates=self._certificates,
+            recorder=self.recorder,
+            live=front.live,
+            lateness=self.metrics.lateness,
         )
         await self._monitor.check_all()
         await self._discovery.start()

@@ -302,9 +302,12 @@ class Monitor:
         """Measures the delay of the event loop, forever."""
         clock = asyncio.get_running_loop().time
         while True:
-            due = clock() + LAG_PERIOD_SECONDS
+            began = clock()
+            due = began + LAG_PERIOD_SECONDS
             await asyncio.sleep(LAG_PERIOD_SECONDS)
-            self.metrics.loop_lag.observe(max(clock() - due, 0.0))
+            now = clock()
+            self.metrics.loop_lag.observe(max(now - due, 0.0))
+            self.metrics.lateness.note(began, due, now)
 
     async def _tick(self) -> None:
         while True:

@@ -1,11 +1,13 @@
 """The present problems of the router itself: what fails beside the engines, and moves of engines.
 
-They stand in `/ready`, on the page at `/`, on the live page and in `top`.
+They stand in `/ready`, on the page at `/`, on the live page and in `top`. Each ends by itself when
+its cause has ended.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,23 +15,39 @@ from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.problem import Problem
+from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness
+from lmetric.server.observe.live import REFUSED, Live
+from lmetric.server.observe.problems import FIXES, meaning_of
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 
 # A move to another model is shown as long: whoever is called when latencies rise still sees it,
 # and an upgrade to another model does not stay a problem.
 MOVED_SECONDS = 3600.0
+# A share of refusals is a problem above the bound of the alert LmetricRequestsRefused. With fewer
+# requests, one client at its limit would be one.
+REFUSED_SHARE = 0.05
+REFUSED_LEAST = 20  # requests in `REFUSED_SECONDS`
+REFUSED_SECONDS = 60.0
+LATE_SHARE = 0.5  # of the last seconds: shorter than that, and a burst or a reload is enough
 
 
 @dataclass(slots=True)
 class OwnProblems:
-    """Finds the problems. Each part keeps its own state; this reads it."""
+    """Finds the problems. Each part keeps its own state; this reads it.
+
+    ``live``: the counts of refused requests, of all workers. None: `ui.enabled: false`, so nothing
+    counts them.
+    """
 
     fleet: Fleet
     replicas: Replicas
     discovery: Discovery
     certificates: Callable[[], Iterable[TlsContext]]
     recorder: Recorder | None
+    live: Live | None
+    lateness: Lateness
+    clock: Callable[[], float] = time.monotonic
 
     def __call__(self) -> Iterator[Problem]:
         """Yields the present problems."""
@@ -52,6 +70,9 @@ class OwnProblems:
                 reason = f"it serves {moved.serves}, no longer {moved.before!r}"
                 fix = f"if that is not intended, start it with --served-model-name {moved.before}"
                 yield Problem("other model", cause, reason, fix, [name], moved.at)
+        if self.live is not None:
+            yield from _of_refusals(*self.live.counts(REFUSED_SECONDS))
+        yield from self._of_lateness()
 
     def _of_replicas(self) -> Iterator[Problem]:
         fix = "start that router, or take it out of replicas.urls; its load does not count meanwhile"
@@ -61,6 +82,36 @@ class OwnProblems:
             if address.reached is False and not address.own:
                 cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
                 yield Problem("replica", cause, reason, fix, since=address.lost_at)
+
+    def _of_lateness(self) -> Iterator[Problem]:
+        now = self.clock()
+        late = self.lateness.seconds(now) if self.live is None else self.live.late_seconds(now)
+        if late <= LATE_SHARE * WINDOW_SECONDS:
+            return
+        cause = "the router lacks CPU: its event loop is late"
+        reason = f"late by over {LATE_SECONDS * 1000:g} ms for {late:.0f} of the last {WINDOW_SECONDS:.0f} s"
+        workers = self.fleet.config.worker_count
+        fix = f"raise workers (now {workers}), give the router more CPU, or start another router"
+        yield Problem("cpu", cause, reason, fix)
+
+
+def _of_refusals(requests: int, failed: Counter[tuple[int, str | None]]) -> Iterator[Problem]:
+    """Yields the problem that the router refuses many requests.
+
+    Engines refuse requests, too. The router's own refusals have a code with a fix.
+    """
+    refused = Counter[str]()
+    for (status, code), count in failed.items():
+        if status in REFUSED and code in FIXES:
+            refused[code] += count
+    total = refused.total()
+    if requests < REFUSED_LEAST or total <= REFUSED_SHARE * requests:
+        return
+    ((code, count),) = refused.most_common(1)
+    cause = f"over {REFUSED_SHARE:.0%} of the requests in the last minute were refused"
+    most = "all" if count == total else str(count)
+    reason = f"{total} of {requests}, {most} of them with {code}: {meaning_of(code)}"
+    yield Problem("refusals", cause, reason, FIXES[code])
 
 
 def _of_certificate(context: TlsContext) -> Iterator[Problem]:

@@ -79,7 +79,7 @@ class Frontend(web.Server):
         self.handshakes = Handshakes()
         self.running = RunningRequests(config)
         self.running.observers.add(metrics.requests)
-        self.live = Live(fleet, self.relays) if config.ui.enabled else None
+        self.live = Live(fleet, self.relays, metrics.lateness) if config.ui.enabled else None
         if self.live is not None:
             self.running.observers.add(self.live)
         self._threads = WorkThreads()

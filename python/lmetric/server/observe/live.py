@@ -20,6 +20,7 @@ from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
+from lmetric.server.observe.lateness import Lateness
 
 POINT_SECONDS = 1.0
 POINTS_KEPT = 900  # 15 minutes
@@ -88,6 +89,7 @@ class LiveUpdate(NamedTuple):
         more: requests that ended besides.
         running: the newest ones.
         events: by model.
+        late_seconds: for how many of the last 10 s the worker's event loop was late.
     """
 
     ended: list[EndedRequest]
@@ -95,6 +97,20 @@ class LiveUpdate(NamedTuple):
     in_flight: int
     running: list[RunningRequest]
     events: dict[str, list[ActivityEvent]]
+    late_seconds: float
+
+
+class Second(NamedTuple):
+    """The requests that ended between two points.
+
+    Attributes:
+        at: its end, seconds on the monotonic clock.
+        failed: refused and failed requests by status and error code.
+    """
+
+    at: float
+    requests: int
+    failed: Counter[tuple[int, str | None]]
 
 
 # `EndedRequest` without the call of its own `__new__`: requests run this.
@@ -184,12 +200,12 @@ def point(
 class Live(Observer):
     """The rates, times and requests of the last minutes."""
 
-    def __init__(self, fleet: Fleet, relays: Set[InFlightRequest]) -> None:
+    def __init__(self, fleet: Fleet, relays: Set[InFlightRequest], lateness: Lateness) -> None:
         self.fleet = fleet
+        self.lateness = lateness
         self.points: deque[Point] = deque(maxlen=POINTS_KEPT)
         self.requests: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
-        # Of each second, refused and failed requests by status and error code.
-        self.failures: deque[Counter[tuple[int, str | None]]] = deque(maxlen=FAILURES_SECONDS)
+        self.seconds: deque[Second] = deque(maxlen=FAILURES_SECONDS)
         self.ticks = 0
         self.closed = False
         self.viewers: Counter[str | None] = Counter()  # connected streams by tenant; None: administrators
@@ -261,7 +277,14 @@ class Live(Observer):
             running = self._own_running(RUNNING_SENT)
             further = max(len(fresh) - ENDED_SENT, 0)
             self.send(
-                LiveUpdate(fresh[:ENDED_SENT], more + further, in_flight, running, self._fresh_events())
+                LiveUpdate(
+                    ended=fresh[:ENDED_SENT],
+                    more=more + further,
+                    in_flight=in_flight,
+                    running=running,
+                    events=self._fresh_events(),
+                    late_seconds=self.lateness.seconds(now),
+                )
             )
             received, self._received = self._received, []
             fresh = list(heapq.merge(fresh, *(each.ended for each in received), key=_ended_at))
@@ -269,11 +292,10 @@ class Live(Observer):
             in_flight += sum(each.in_flight for _, each in self._latest(now))
         self.points.append(point(fresh, seconds, in_flight, time.time(), more))
         self.requests.extend(fresh)
-        self.failures.append(
-            Counter(
-                (each.status, each.code) for each in fresh if each.status in REFUSED or each.status >= 500
-            )
+        failed = Counter(
+            (each.status, each.code) for each in fresh if each.status in REFUSED or each.status >= 500
         )
+        self.seconds.append(Second(now, len(fresh) + more, failed))
         self.ticks += 1
         waited, self._tick = self._tick, asyncio.Event()
         waited.set()
@@ -290,6 +312,21 @@ class Live(Observer):
             if tenant is None or each.tenant == tenant:
                 found.append(each)
         return found
+
+    def counts(self, seconds: float) -> tuple[int, Counter[tuple[int, str | None]]]:
+        """Returns the requests of the last seconds before the last point, and the failed ones."""
+        requests, failed = 0, Counter[tuple[int, str | None]]()
+        for each in reversed(self.seconds):
+            if self._last - each.at >= seconds:
+                break
+            requests += each.requests
+            failed.update(each.failed)
+        return requests, failed
+
+    def late_seconds(self, now: float) -> float:
+        """Returns for how many of the last 10 s the event loop was late, in the worst worker."""
+        others = (update.late_seconds for _, update in self._latest(now))
+        return max([self.lateness.seconds(now), *others])
 
     def running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
         """Returns the newest routed requests that have not ended, newest first.

@@ -175,8 +175,12 @@ class LiveView:
             return shown
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
-        failed = of_requests(live.failures, FAILURES_SECONDS // 60)
-        shown["problems"] = ordered([*self._problems, *of_router(live.fleet.own_problems()), *failed])
+        own = of_router(live.fleet.own_problems())
+        failed = of_requests(live.counts(FAILURES_SECONDS)[1], FAILURES_SECONDS // 60)
+        # The share of refusals names its most frequent reason, which needs no second line.
+        named = {each["fix"] for each in own}
+        failed = [each for each in failed if each["fix"] is None or each["fix"] not in named]
+        shown["problems"] = ordered([*self._problems, *own, *failed])
         slow = {model.name: self._slow_of(model, now) for model in models}
         shown["guard"] = {name: each["guard"] for name, each in slow.items()}
         shown["programs"] = {name: each["programs"] for name, each in slow.items() if each["programs"]}

@@ -14,6 +14,7 @@ from lmetric.server.observe.build import build_metrics
 from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
 from lmetric.server.observe.histograms import SECONDS, Histogram
 from lmetric.server.observe.instances import engine_metrics, indicator_metrics, instance_metrics
+from lmetric.server.observe.lateness import Lateness
 from lmetric.server.observe.outliers import outlier_metrics
 from lmetric.server.observe.programs import program_metrics
 from lmetric.server.observe.requests import RequestMetrics
@@ -61,6 +62,7 @@ class Metrics:
         self.requests = RequestMetrics(fleet)
         self.events: Counter[tuple[str, str]] = Counter()
         self.loop_lag = Histogram(SECONDS)
+        self.lateness = Lateness()
         self.spans: Counter[str] = Counter()  # spans for the trace collector, by outcome
         self.further: list[Callable[[], Iterator[Metric]]] = []
         self._process = ProcessCollector(registry=None)

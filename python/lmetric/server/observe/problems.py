@@ -25,6 +25,8 @@ FIXES = {
     "too_many_connections": "raise limits.max_connections, or start another router",
     "timeout": "add engines, or raise timeouts.request",
     "no_engine": "start the engines that are down",
+    "retry_budget": "repair the engines that fail",
+    "resources": "raise the limit of open files of the router, or start another router",
 }
 _ORDER: tuple[Level, ...] = ("bad", "warn", "note")
 # By state of an engine that gets no requests.
@@ -92,17 +94,22 @@ def of_router(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     ]
 
 
-def of_requests(failures: Iterable[Counter[tuple[int, str | None]]], minutes: int) -> list[dict[str, Any]]:
-    """Returns the refused and failed requests of the last minutes by cause."""
-    total: Counter[tuple[int, str | None]] = Counter()
-    for each in failures:
-        total.update(each)
+def meaning_of(code: str | None) -> str:
+    """Returns the meaning of an error code; None: the error of an engine."""
+    _, meaning = ERRORS.get(code or "", ("", "the engine's own error"))
+    return meaning[0].lower() + meaning[1:].removesuffix(".").replace("`", "")
+
+
+def of_requests(failed: Counter[tuple[int, str | None]], minutes: int) -> list[dict[str, Any]]:
+    """Returns the refused and failed requests of the last minutes by cause.
+
+    ``failed``: by status and error code.
+    """
     shown = []
-    for (status, code), count in total.items():
+    for (status, code), count in failed.items():
         refused = status in REFUSED
         verb = "refused" if refused else "failed"
-        _, meaning = ERRORS.get(code or "", ("", "the engine's own error"))
-        meaning = meaning[0].lower() + meaning[1:].removesuffix(".").replace("`", "")
+        meaning = meaning_of(code)
         shown.append(
             {
                 "level": "warn" if refused else "bad",
