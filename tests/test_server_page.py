@@ -25,6 +25,18 @@ ALTERNATIVES = """() => [...document.querySelectorAll('#alternatives tbody tr')]
   bars: [...row.querySelectorAll('b')].map((bar) => Number(bar.style.transform.slice(7, -1))),
   texts: [...row.querySelectorAll('em')].map((text) => text.textContent),
 }))"""
+# Pixels of a chart in about the color of its last line, which covers the first one.
+COLORED = """(chart) => {
+  const canvas = document.querySelectorAll('#charts canvas')[chart];
+  const color = getComputedStyle(document.documentElement).getPropertyValue('--b').trim();
+  const wanted = [1, 3, 5].map((start) => parseInt(color.slice(start, start + 2), 16));
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i + 3] > 128 && wanted.every((value, part) => Math.abs(data[i + part] - value) < 40)) count += 1;
+  }
+  return count;
+}"""
 
 
 @contextlib.asynccontextmanager
@@ -109,6 +121,16 @@ async def test_why_a_request_went_to_its_engine() -> None:
             before = await page.evaluate("document.documentElement.dataset.updates")
             await asyncio.sleep(1.3)
             assert await page.evaluate("document.documentElement.dataset.updates") == before
+
+
+async def test_a_lone_point_of_a_chart_is_a_dot() -> None:
+    async with browser() as chromium, world(1) as it:
+        assert (await it.post())[0] == 200
+        async with open_page(chromium, it.url, viewport={"width": 1280, "height": 800}) as page:
+            await shown(page, "document.querySelectorAll('#list tbody tr').length === 1")
+            # The charts of times: only the third has a value, of one group of seconds.
+            await shown(page, f"({COLORED})(2) >= 12")
+            assert [await page.evaluate(f"({COLORED})({chart})") for chart in (0, 1)] == [0, 0]
 
 
 async def test_a_phone_in_the_dark() -> None:

@@ -5,6 +5,7 @@ const KEPT = 900;
 const HEIGHT = 130;
 const MEAN_SECONDS = 10;
 const LEAST_SECONDS = 60;
+const DOT = 6;  // diameter
 const CHARTS = [
   { title: "Time to first token", unit: seconds, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
   { title: "Time per output token", unit: seconds, lines: [["tpot_p50", "p50"], ["tpot_p95", "p95"]] },
@@ -38,6 +39,13 @@ function mean(group, place, weight) {
     total += own;
   }
   return total ? sum / total : null;
+}
+
+// The places of values between two gaps: a line through one of them has no length.
+function lone(plot, series) {
+  const values = plot.data[series];
+  const known = (place) => values[place] !== null && values[place] !== undefined;
+  return values.flatMap((_, place) => known(place) && !known(place - 1) && !known(place + 1) ? [place] : []);
 }
 
 export class Charts {
@@ -86,7 +94,10 @@ export class Charts {
           { ...axis, size: 24, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
           { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((tick) => chart.unit(tick)) },
         ],
-        series: [{}, ...chart.lines.map(([, name], i) => ({ label: name, stroke: color(i ? "--b" : "--a"), width: 1.6, spanGaps: false, points: { show: false } }))],
+        series: [{}, ...chart.lines.map(([, label], i) => {
+          const stroke = color(i ? "--b" : "--a");
+          return { label, stroke, width: 1.6, spanGaps: false, points: { show: false, filter: lone, size: DOT, fill: stroke } };
+        })],
       }, [[], ...chart.lines.map(() => [])], holder);
       return { chart, plot, holder };
     });
