@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lmetric.cli.app import build
 from lmetric.cli.show import print_table, tables, wrapped
 from lmetric_lab.cli import demo
-from lmetric_lab.defaults import DEFAULT_PROFILE
+from lmetric_lab.defaults import AGENTS_PROFILE, DEFAULT_PROFILE
 from lmetric_lab.demo import Setting
 from lmetric_lab.replay import ProgramReport, Report
 from lmetric_lab.sim.summary import Goodput, Spread
@@ -91,7 +91,7 @@ def test_the_demo_plays_at_most_a_minute() -> None:
 
 def agents_in_the_demo() -> Setting:
     return replace(
-        defaults_of_the_demo(), profile=demo.AGENTS_PROFILE, clock_speed=demo.AGENTS_CLOCK_SPEED, agents=True
+        defaults_of_the_demo(), profile=AGENTS_PROFILE, clock_speed=demo.AGENTS_CLOCK_SPEED, agents=True
     )
 
 

@@ -27,5 +27,12 @@ def trace_path(name: str | Path, folder: Path = Path()) -> Path:
 DEFAULT_PROFILE = "independent-sim"
 """The default profile of emulated engines and simulations; its `note` describes it."""
 
+TOUR_ENGINES = 4
+"""Engines of `demo` without an option."""
+
+AGENTS_PROFILE = "qwen3-32b-h20"
+"""The profile of demos with agents. Its prefill is slow against its decode, so that short contexts,
+which the machine can tokenize, cost as much as the long contexts of coding agents elsewhere."""
+
 ORDER_SLO = 0.1
 """Maximum step time of the local order `slo`, seconds. Source: Libra, section 6.1."""

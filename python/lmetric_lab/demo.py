@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from lmetric._core import LmetricError
 from lmetric.engines.embedded import stop_process
 from lmetric.profiles import Profile, load_profile
-from lmetric_lab.defaults import SLICE
+from lmetric_lab.defaults import AGENTS_PROFILE, SLICE, TOUR_ENGINES
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.emulated.options import BOTH_WAYS
@@ -41,11 +41,9 @@ from lmetric_lab.sim.traces import FINISH, Trace, load_trace
 
 # The tour: simulations, then agents on engines in real time. A slower clock follows if the share
 # of the mean TTFT that the machine adds is above the bound.
-TOUR_ENGINES = 4
 CLOCK_SPEEDS = (10.0, 5.0, 2.0)
 CHECK_SECONDS = 8.0
 MACHINE_SHARE = 1 / 3
-AGENTS_PROFILE = "qwen3-32b-h20"
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0

@@ -59,9 +59,7 @@ def load_config(
     ignored = []
 
     def take(source: str, values: Mapping[str, Any]) -> None:
-        if source != str(file):
-            _drop_replaced(merged, values, origin, str(file))
-        _merge(merged, values, origin, source)
+        _merge(merged, values, origin, source, str(file))
 
     lines: Lines = {}
     if file is not None:
@@ -285,31 +283,15 @@ def _mapping_of(key: str, value: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {key}: {error}") from None
 
 
-def _drop_replaced(
-    into: dict[str, Any],
-    new: Mapping[str, Any],
-    origin: dict[tuple[str, ...], str],
-    file: str,
-    path: tuple[str, ...] = (),
-) -> None:
-    """Removes the file's `token_file` if a later source sets `token`, and the reverse."""
-    for key, value in new.items():
-        if isinstance(value, Mapping):
-            if isinstance(into.get(key), dict):
-                _drop_replaced(into[key], value, origin, file, (*path, key))
-            continue
-        other = key.removesuffix("_file") if key.endswith("_file") else f"{key}_file"
-        if key.removesuffix("_file") in SECRETS and origin.get((*path, other)) == file:
-            del into[other], origin[*path, other]
-
-
 def _merge(
     into: dict[str, Any],
     new: Mapping[str, Any],
     origin: dict[tuple[str, ...], str],
     source: str,
+    file: str,
     path: tuple[str, ...] = (),
 ) -> None:
+    """Adds the values of a source. ``file``: the source that is the configuration file."""
     for key, value in new.items():
         here = (*path, key)
         if not path and key in SHORTHANDS and not isinstance(value, Mapping):
@@ -322,11 +304,16 @@ def _merge(
                 old = None  # the settings belong to another kind
         # Policies and their parameters are replaced as a whole; sections merge.
         if isinstance(value, Mapping) and isinstance(old, dict) and key not in ("policy", "decode_policy"):
-            _merge(old, value, origin, source, here)
+            _merge(old, value, origin, source, file, here)
         elif isinstance(value, Mapping):
             into[key] = {}
             origin[here] = source
-            _merge(into[key], value, origin, source, here)
+            _merge(into[key], value, origin, source, file, here)
         else:
+            name = key.removesuffix("_file")
+            other = name if name != key else f"{key}_file"
+            if name in SECRETS and origin.get((*path, other)) == file != source:
+                # `token` replaces the file's `token_file`, and the reverse.
+                del into[other], origin[*path, other]
             into[key] = value
             origin[here] = source

@@ -9,14 +9,11 @@ import typer
 
 from lmetric.cli.help import BASIC, ENGINES, EXPERIMENTAL, TRACE
 from lmetric.defaults import DEFAULT_POLICY
-from lmetric_lab.defaults import DEFAULT_PROFILE
+from lmetric_lab.defaults import AGENTS_PROFILE, DEFAULT_PROFILE, TOUR_ENGINES
 
 REQUESTS, SPEED, CLOCK_SPEED = 160, 0.8, 8.0
-TOUR_ENGINES, PLAY_SECONDS = 4, 20.0
-# Agents: a profile whose prefill is slow against its decode, so that short contexts, which the
-# machine can tokenize, cost as much as the long contexts of coding agents elsewhere.
+PLAY_SECONDS = 20.0
 AGENTS_CLOCK_SPEED = 10.0
-AGENTS_PROFILE = "qwen3-32b-h20"
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
