@@ -188,6 +188,20 @@ def test_prometheus_finds_each_router_once(variant: str) -> None:
     assert text.strip() == (ROOT / "deploy" / "grafana" / "lmetric-router.json").read_text().strip()
 
 
+def test_the_runbooks_of_all_alerts_have_one_address() -> None:
+    wiki = "https://wiki.example/lmetric?page=runbooks"
+    found = objects("full-values", f'prometheusRule.runbookUrl="{wiki}"')
+    groups = only(found, "PrometheusRule")["spec"]["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert alerts
+    for rule in alerts:
+        assert rule["annotations"]["runbook_url"] == f"{wiki}#{rule['alert'].lower()}"
+    for broken in ("", "https://wiki.example/lmetric#alerts", "two words"):
+        done = chart.template("full-values", f'prometheusRule.runbookUrl="{broken}"')
+        assert done.returncode != 0
+        assert "runbookUrl" in done.stderr
+
+
 @pytest.mark.parametrize("variant", EPP)
 def test_the_picker_and_the_gateway_use_one_pool(variant: str) -> None:
     """The gateway finds the picker's port through the InferencePool that the picker follows."""

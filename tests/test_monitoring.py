@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -138,6 +139,20 @@ def test_every_alert_has_a_runbook_that_fits_on_a_screen() -> None:
         parts = re.findall(r"^- \*\*(\w+)\.\*\* \S", sections[name], re.MULTILINE)
         assert parts == ["Sign", "Cause", "Check", "Mend"], name
         assert len(sections[name].split()) <= 110, name
+
+
+def test_the_shown_command_gives_all_runbooks_another_address() -> None:
+    page = ROOT / "docs" / "how-to" / "monitoring.md"
+    (command,) = re.findall(r"^\$ (sed .*) > rules.yaml$", page.read_text(), re.MULTILINE)
+    done = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, check=True)
+    before = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    after = [rule for group in yaml.safe_load(done.stdout)["groups"] for rule in group["rules"]]
+    alerts = [rule for rule in after if "alert" in rule]
+    assert [rule["alert"] for rule in alerts] == list(before)
+    for rule in alerts:
+        old = before[rule["alert"]]
+        address = f"https://wiki.example/lmetric#{rule['alert'].lower()}"
+        assert rule == {**old, "annotations": {**old["annotations"], "runbook_url": address}}
 
 
 def test_the_panels_do_not_overlap() -> None:
