@@ -13,7 +13,7 @@ const CHARTS = [
   { title: "Requests/s", unit: rate, lines: [["requests_per_second", "ended"], ["errors_per_second", "errors"]] },
   { title: "Prompt tokens/s", unit: rate, lines: [["prompt_tokens_per_second", "of ended requests"]] },
   { title: "Output tokens/s", unit: rate, lines: [["output_tokens_per_second", "of ended requests"]] },
-  { title: "Hit rate", unit: share, top: 1, lines: [["hit_rate", "cached share of prompt tokens"]] },
+  { title: "Hit rate", unit: share, top: 1, lines: [["hit_rate", "of prompt tokens"]] },
 ];
 
 // Single seconds look like noise, so lines show means over 10 seconds of the clock.
