@@ -241,19 +241,30 @@ def changed(mutation: Any) -> dict[str, str]:
     return {each.header.key: each.header.raw_value.decode() for each in mutation.set_headers}
 
 
+def connect(target: str) -> grpc.aio.Channel:
+    """A gateway's connection, which no other channel of this process shares."""
+    return grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def begin(channel: grpc.aio.Channel) -> Exchange:
+    """Begins a stream of a gateway."""
+    process = channel.stream_stream(
+        f"/{SERVICE}/Process",
+        request_serializer=ProcessingRequest.SerializeToString,
+        response_deserializer=ProcessingResponse.FromString,
+    )
+    return Exchange(process())
+
+
 @contextlib.asynccontextmanager
 async def exchange(target: str) -> AsyncIterator[Exchange]:
-    """Opens a stream of a gateway."""
-    async with grpc.aio.insecure_channel(target) as channel:
-        call = channel.stream_stream(
-            f"/{SERVICE}/Process",
-            request_serializer=ProcessingRequest.SerializeToString,
-            response_deserializer=ProcessingResponse.FromString,
-        )()
+    """Opens a connection and a stream of a gateway."""
+    async with connect(target) as channel:
+        stream = begin(channel)
         try:
-            yield Exchange(call)
+            yield stream
         finally:
-            call.cancel()
+            stream.call.cancel()
 
 
 def engine_cluster(config: dict[str, Any]) -> dict[str, Any]:

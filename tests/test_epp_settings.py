@@ -46,3 +46,11 @@ def test_only_a_refused_connection_leads_to_another_engine() -> None:
     retries = config.retries
     assert (retries.attempts, retries.failures, retries.statuses) == (2, {"refused"}, set())
     assert not config.stream_failover
+
+
+def test_workers_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(workers=2).workers == 2
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert made(workers=1).workers == 1
+    with pytest.raises(ConfigError, match="workers = 2: it is not possible in `epp` on this system"):
+        made(workers=2)

@@ -18,8 +18,8 @@ def command() -> None:
     """Pick engines for a gateway, such as Envoy.
 
     It is an endpoint picker of the Gateway API Inference Extension (ext_proc). The gateway sends
-    requests and answers; this process decides. Same settings as `serve`. --port has metrics and
-    pages, `epp.port` (9002) is for the gateway. Needs the extra `epp`.
+    requests and answers; this process decides. Same settings and signals as `serve`. --port has
+    metrics and pages, `epp.port` (9002) is for the gateway. Needs the extra `epp`.
     """
 
 

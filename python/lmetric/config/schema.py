@@ -1297,8 +1297,8 @@ class ServerConfig(PoolSettings):
     )
     workers: Workers = Field(
         1,
-        description="processes that serve the port together; auto: one less than the processors that the "
-        "router may use, at most 8",
+        description="processes that share the port (with `epp`, both ports); auto: one less than the "
+        "processors that the router may use, at most 8",
         json_schema_extra={"when": "one process is busy: some 30 engines with streams of chats"},
     )
     socket_mode: FileMode = Field(

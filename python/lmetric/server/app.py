@@ -27,7 +27,7 @@ from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
-from lmetric.server.http.port import Bound, bind, port_error
+from lmetric.server.http.port import Bound, bind, hold, port_error
 from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
@@ -161,7 +161,7 @@ class Server:
             front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.running.observers.add(front.running.tracing)
         if epp is not None:
-            self.picker = epp.Picker(config, front)
+            self.picker = epp.Picker(config, front, self.worker.gateway_port if self.worker else None)
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
@@ -330,7 +330,10 @@ class Server:
             self.listeners.close()
             # The next process starts when this one has ended, so idle connections delay it.
             await self._until_clients_left(min(timeouts.drain, IDLE_CLIENT_SECONDS), hurry)
-            await self._until_idle(timeouts.drain, hurry)
+            waits = [self._until_idle(timeouts.drain, hurry)]
+            if self.picker is not None:
+                waits.append(self.picker.leave(timeouts.drain, hurry))
+            await asyncio.gather(*waits)
         else:
             front.running.phase = DRAINING
             with contextlib.suppress(TimeoutError):
@@ -439,13 +442,16 @@ async def serve(
     bound = await bind(config)
     if bound.shared:
         config = _at(config, bound)
+    gateways = None
+    if picks and config.worker_count > 1:
+        gateways = await hold(config.host, config.epp.port, "epp.port")
     files = config
     async with _with_embedded(config) as config:
         further = config.engines[len(files.engines) :]
-        if config.worker_count > 1 and not picks:
+        if config.worker_count > 1:
             from lmetric.server.supervisor.supervisor import supervise
 
-            return _exit_code(await supervise(config, further, bound, reread))
+            return _exit_code(await supervise(config, further, bound, reread, gateways))
         server = Server(config, bound, further, picks=picks)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()

@@ -93,6 +93,7 @@ class WorkerProcess:
             start.config,
             Bound(worker.sockets(start.place), shared=start.is_shared),
             start.further,
+            picks=start.gateway_port is not None,
             worker=worker,
         )
         worker.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -50,13 +51,18 @@ class PickerFrontend(Frontend):
 
 
 class Picker:
-    """The gRPC server: one stream for each request of a gateway, and health checks."""
+    """The gRPC server: one stream for each request of a gateway, and health checks.
 
-    def __init__(self, config: ServerConfig, front: Frontend) -> None:
+    ``shared_port``: its port, at which other workers listen, too; None: `epp.port`, alone.
+    """
+
+    def __init__(self, config: ServerConfig, front: Frontend, shared_port: int | None = None) -> None:
         self._config = config
         self.shared = Shared(front)
+        self._shared_port = shared_port
         self.port = 0
         self._server: grpc.aio.Server | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listens. Raises ConfigError if the address or the certificate is not usable."""
@@ -67,7 +73,7 @@ class Picker:
             options=[
                 ("grpc.max_receive_message_length", limit + (1 << 20)),
                 ("grpc.max_send_message_length", limit + (1 << 20)),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(self._shared_port is not None)),
                 # Gateways keep their connection open with pings.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -87,7 +93,7 @@ class Picker:
             )
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
-        address = f"{host}:{epp.port}"
+        address = f"{host}:{epp.port if self._shared_port is None else self._shared_port}"
         try:
             if epp.tls is None:
                 self.port = server.add_insecure_port(address)
@@ -99,10 +105,25 @@ class Picker:
         self._server = server
         log.info("listening for gateways", address=f"{host}:{self.port}", tls=epp.tls is not None)
 
+    async def leave(self, seconds: float, hurry: asyncio.Event) -> None:
+        """Stops accepting, and sends GOAWAY to the gateways, which then open other connections.
+
+        Returns when the running streams have ended, after this time, or when ``hurry`` is set.
+        """
+        if self._server is None:
+            return
+        # `stop` ends what is left after the wait.
+        self._leaving = asyncio.create_task(self._server.stop(seconds + _STOP_SECONDS), name="picker")
+        hurried = asyncio.create_task(hurry.wait(), name="hurry")
+        await asyncio.wait((self._leaving, hurried), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+
     async def stop(self) -> None:
         """Ends all streams."""
         if self._server is not None:
             await self._server.stop(_STOP_SECONDS)
+        if self._leaving is not None:
+            await self._leaving
 
     async def _process(self, _: object, context: Any) -> None:
         self.shared.streams += 1

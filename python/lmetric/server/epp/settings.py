@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar
 
 from lmetric.config import ConfigError, Retries, ServerConfig
@@ -48,6 +49,11 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
                 )
     if config.host.startswith("unix:"):
         raise ConfigError("host is a unix socket; `epp` needs an IP address to listen on")
+    if config.worker_count > 1 and sys.platform != "linux":
+        raise ConfigError(
+            f"workers = {config.workers}: it is not possible in `epp` on this system: only Linux divides the "
+            "connections of gateways between processes; set workers: 1"
+        )
     tls = config.epp.tls
     if tls is not None and tls.client_ca_file is not None and tls.client_certificates == "optional":
         raise ConfigError(

@@ -17,8 +17,8 @@ from typing import Any
 from lmetric.config import UNIX, ServerConfig, is_loopback, unix_path
 
 _FIXES = {
-    errno.EADDRINUSE: "stop the process that uses the port, or set another --port",
-    errno.EACCES: "set a --port of 1024 or above, or allow the process to use lower ports",
+    errno.EADDRINUSE: "stop the process that uses the port, or set another {setting}",
+    errno.EACCES: "set {setting} to 1024 or above, or allow the process to use lower ports",
 }
 _UNIX_FIX = "set --host to a path that this process may create"
 BACKLOG = 2048  # connections that wait to be accepted
@@ -32,10 +32,10 @@ class PortError(OSError):
         return str(self.args[1])
 
 
-def port_error(host: str, port: int, error: Exception) -> PortError:
+def port_error(host: str, port: int, error: Exception, setting: str = "--port") -> PortError:
     """Returns the PortError for a failed bind or listen.
 
-    ``host``, ``port``: as in the configuration.
+    ``host``, ``port``: as in the configuration. ``setting``: name of the port's setting.
     """
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
     reason = os.strerror(number) if number > 0 else error
@@ -43,7 +43,7 @@ def port_error(host: str, port: int, error: Exception) -> PortError:
         fix = "stop the process that listens there, or set another --host"
         fix = fix if number == errno.EADDRINUSE else _UNIX_FIX
         return PortError(number, f"cannot listen on {host}: {reason}; {fix}")
-    fix = _FIXES.get(number, "set --host to an address of this machine")
+    fix = _FIXES.get(number, "set --host to an address of this machine").format(setting=setting)
     return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
 
 
@@ -98,11 +98,42 @@ async def bind(config: ServerConfig) -> Bound:
     path = unix_path(config.host)
     if path is not None:
         return _bind_unix(config, Path(path))
+    return Bound(await _bind_addresses(config.host, config.port, "--port"))
+
+
+async def hold(host: str, port: int, setting: str) -> Bound:
+    """Returns sockets that hold a port for the listeners of several workers. Raises PortError.
+
+    They accept nothing. Processes of this user may bind the port with SO_REUSEPORT, and no other
+    process can. ``setting``: name of the port's setting.
+    """
+    bound = Bound(await _bind_addresses(host, port, setting))
+    if port == 0:  # a socket that stops listening keeps only a port that it was given
+        free, bound = bound, Bound(await _bind_addresses(host, bound.port, setting))
+        for each in free.sockets:
+            each.close()
+    try:
+        for each in bound.sockets:
+            # It fails if another socket listens on the port, or holds it.
+            each.listen()
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            # With SO_REUSEADDR, others could listen on the port once this socket does not.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            each.shutdown(socket.SHUT_RDWR)  # ends only the listening
+    except OSError as error:
+        for each in bound.sockets:
+            each.close()
+        raise port_error(host, port, error, setting=setting) from None
+    return bound
+
+
+async def _bind_addresses(host: str, port: int, setting: str) -> list[socket.socket]:
+    """Returns sockets bound to all addresses of a host. Raises PortError."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as opened:
         try:
             addresses = await loop.getaddrinfo(
-                config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             sockets = []
             for family, _, _, _, address in dict.fromkeys(addresses):
@@ -114,9 +145,9 @@ async def bind(config: ServerConfig) -> Bound:
                     raise
                 sockets.append(opened.enter_context(each))
         except (OSError, OverflowError) as error:
-            raise port_error(config.host, config.port, error) from None
+            raise port_error(host, port, error, setting=setting) from None
         opened.pop_all()
-    return Bound(sockets)
+    return sockets
 
 
 def _bound_socket(family: int, address: Any, *options: int) -> socket.socket:

@@ -15,6 +15,7 @@ SUMMED = frozenset(
         "lmetric_client_connections",
         "lmetric_client_connections_limit",
         "lmetric_client_unread_bytes",
+        "lmetric_epp_streams",
         "lmetric_index_bytes",
         "lmetric_instance_in_flight",
         "lmetric_records_waiting",

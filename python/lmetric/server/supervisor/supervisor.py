@@ -69,7 +69,8 @@ class Supervisor:
     """Starts and supervises the workers of one server.
 
     ``config``: with the engines of ``further``, which no configuration file names. ``reread`` reads
-    the configuration again.
+    the configuration again. ``gateways``: sockets that hold the port for gateways; None: no gateway
+    sends the requests.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Supervisor:
         further: Sequence[EngineConfig],
         bound: Bound,
         reread: Callable[[], ServerConfig] | None,
+        gateways: Bound | None = None,
     ) -> None:
         self._secret = secrets.token_bytes(32)
         self.config = salted(config, self._secret)
         self._further = further
         self._bound = bound
         self._reread = reread
+        self._gateways = gateways
         self._workers = config.worker_count
         self._sockets = divide(bound, self._workers)
         self._is_divided = self._sockets[0] is not self._sockets[-1]
@@ -146,6 +149,7 @@ class Supervisor:
             memory=self._memory,
             folder=self._folder.name,
             secret=self._secret,
+            gateway_port=None if self._gateways is None else self._gateways.port,
         )
         watcher = asyncio.create_task(self._watch(worker), name=f"worker {number}")
         self._watchers.add(watcher)
@@ -393,6 +397,8 @@ class Supervisor:
         """Ends the workers that are left, and frees the memory."""
         self.end(signal.SIGKILL)
         await self.wait()
+        for each in () if self._gateways is None else self._gateways.sockets:
+            each.close()
         self._bound.remove_file()
         self._folder.cleanup()
         os.close(self._memory)
@@ -419,13 +425,15 @@ async def supervise(
     further: Sequence[EngineConfig],
     bound: Bound,
     reread: Callable[[], ServerConfig] | None,
+    gateways: Bound | None = None,
 ) -> int:
     """Serves with several workers until SIGTERM or Ctrl-C. Returns the first signal.
 
-    SIGHUP reloads the configuration, SIGUSR2 replaces the workers one by one. Raises LmetricError.
+    SIGHUP reloads the configuration, SIGUSR2 replaces the workers one by one. ``gateways``: see
+    `Supervisor`. Raises LmetricError.
     """
     loop = asyncio.get_running_loop()
-    supervisor = Supervisor(config, further, bound, reread)
+    supervisor = Supervisor(config, further, bound, reread, gateways)
     tasks: set[asyncio.Task[Any]] = set()
     caught: list[int] = []
     ended = asyncio.Event()

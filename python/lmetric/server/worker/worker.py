@@ -57,6 +57,8 @@ class Start(NamedTuple):
         memory: descriptor of the shared memory.
         folder: folder of the workers' own sockets.
         secret: random bytes, the same in all workers.
+        gateway_port: the port for gateways, which all workers share; None: no gateway sends the
+            requests.
     """
 
     config: ServerConfig
@@ -68,6 +70,7 @@ class Start(NamedTuple):
     memory: int
     folder: str
     secret: bytes
+    gateway_port: int | None
 
 
 class AdminChange(NamedTuple):
@@ -109,6 +112,7 @@ class Worker:
         self.board: Board = memory.board(start.memory, start.number)
         self._sockets = start.sockets
         self.place = start.place
+        self.gateway_port = start.gateway_port
         self.channel = channel
         self._models: list[Model] = []
         self._is_full = False
