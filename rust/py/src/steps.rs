@@ -95,8 +95,7 @@ impl StepTable {
     }
 }
 
-/// Boosted arrivals of an engine's requests, and what it learns for them: gamma, and the seconds per
-/// token.
+/// Boosted arrivals of an engine's requests. The engine learns gamma and the seconds per token.
 ///
 /// `settings`: `gamma`, `adaptive`, `bin_tokens`, `hysteresis_seconds`, and those of `UniBoost` for
 /// learning gamma. `token_seconds`: seconds per token until they are measured. Raises
@@ -130,7 +129,8 @@ impl EngineBoost {
         self.boost.lock().token_seconds()
     }
 
-    /// Lead in boosted arrival, in seconds, with which a waiting request replaces a running request.
+    /// Lead in boosted arrival, in seconds, with which a waiting request
+    /// replaces a running request.
     #[getter]
     fn hysteresis_seconds(&self) -> f64 {
         self.boost.lock().hysteresis()

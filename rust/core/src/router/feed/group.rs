@@ -125,8 +125,8 @@ impl KvFeed {
         }
     }
 
-    /// Returns the feed's lock, and the positions of the blocks if the event has the tokens of all of
-    /// them. Events of sparse groups leave out blocks, so their tokens cannot be assigned.
+    /// Returns the feed's lock, and the positions of the blocks if the event has all their tokens.
+    /// Events of sparse groups leave out blocks, so their tokens cannot be assigned.
     fn positions(
         &self,
         source: Source,
