@@ -14,6 +14,7 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
+from load_messages import message
 from server_world import world
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,8 +89,9 @@ CALLS: dict[str, Callable[[_core.Router, _core.Ticket, float], object]] = {
     "score": lambda router, _, now: router.score(lm.Request(token_ids=TOKENS), now=now),
     "score_batch": lambda router, _, now: router.score_batch([lm.Request(TOKENS)], now=now),
     "report_load": lambda router, _, now: router.report_load("e0", waiting=1, now=now),
-    "export_load": lambda router, _, now: router.export_load(now=now),
-    "import_load": lambda router, _, now: router.import_load("other", [], now=now),
+    "enter_load": lambda router, _, now: router.enter_load(1 << 40, 0, now=now),
+    "encode_load": lambda router, _, now: lm.encode_load("ab", 1, None, [("m", router)], now=now),
+    "import_load": lambda router, _, now: router.import_load(lm.LoadMessage(message()), "m", now=now),
     "expire_peers": lambda router, _, now: router.expire_peers(5.0, now=now),
     "indicators": lambda router, _, now: router.indicators(now=now),
     "tick": lambda router, _, now: router.tick(now=now),

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from lmetric._core import SHARE_NAMES
 from lmetric.config import ConfigError, load_config
 from lmetric.server.background.replicas import PATH as REPLICAS
+from load_messages import message
 from server_world import FakeEngine, World, world
 
 ADMIN = {"authorization": "Bearer root-token"}
@@ -70,7 +70,7 @@ async def test_a_message_of_replicas_needs_its_token_before_its_body_is_read(
     async with world(1, replicas=replicas) as it:
         head = f"POST {REPLICAS} HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 1200000\n"
         assert (await send(it, head)).startswith(b"HTTP/1.1 401 ")
-        body = b"a secret body " * 100_000
+        body = b"a secret body " * 1_000_000
         status, _, got = await it.post(body, REPLICAS)
         assert (status, got["error"]["message"]) == (
             401,
@@ -78,8 +78,7 @@ async def test_a_message_of_replicas_needs_its_token_before_its_body_is_read(
         )
         status, _, got = await it.post(body, REPLICAS, {"authorization": "Bearer among-us"})
         assert (status, got["error"]["code"]) == (413, "body_too_large")
-        good = {"router": "ab", "names": SHARE_NAMES, "models": {}}
-        assert (await it.post(good, REPLICAS, {"authorization": "Bearer among-us"}))[0] == 200
+        assert (await it.post(message(), REPLICAS, {"authorization": "Bearer among-us"}))[0] == 200
     quiet(capsys, "a secret body", "among-us")
 
 

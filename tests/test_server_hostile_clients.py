@@ -16,11 +16,11 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric._core import SHARE_NAMES
 from lmetric.server.http import unpacking
 from lmetric.server.http.connection import SMALL_HEAD, ClientConnection
 from lmetric.server.http.unpacking import LOOP_BYTES, PIECE_BYTES, Unpacker
 from lmetric.server.upstream.reading import BYTES_IN_TURN, READERS_IN_TURN
+from load_messages import message
 from server_world import READ_BYTES, FakeEngine, World, answer, bytes_by_turn, chunk, hang, world
 from test_server_client import BODY, ENCODED, GET, client, post, through_aiohttp
 
@@ -616,6 +616,6 @@ async def test_open_pages_answer_only_to_loopback_names(host: str, opens: bool) 
         for path in ("/", "/ready"):
             status, got = await asks("GET", path)
             assert (status, b'"e0"' in got) == (200, opens), path
-        good = orjson.dumps({"router": "ab", "names": SHARE_NAMES, "models": {}})
+        good = message()
         assert (await asks("POST", "/replicas", body=good))[0] == (200 if opens else 403)
         assert (await asks("POST", "/replicas", "origin: http://evil.example\r\n", good))[0] == 403

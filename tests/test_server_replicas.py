@@ -12,33 +12,42 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lmetric.config import ConfigError, load_config
-from lmetric.server.background.replica_loads import Entry, ReceivedLoads, SentLoads, load_message
-from lmetric.server.background.replicas import PATH
+from lmetric.server.background.replicas import MOST_MESSAGE_BYTES, PATH
 from lmetric_lab.ports import free_ports
+from load_messages import message, number
 from server_world import FakeEngine, World, decision_id, hang, world
 from test_server_programs import SETTINGS, body, held, programs
 from waiting import until
 
-TOLD = {"router": "ab", "models": {}}
+TOLD = message()
+
+
+@contextlib.asynccontextmanager
+async def several(
+    count: int, engines: list[FakeEngine], replicas: dict[str, Any] | None = None, **config: Any
+) -> AsyncIterator[list[World]]:
+    """Starts routers before the same engines, each with the addresses of all of them."""
+    ports = free_ports(count)
+    told = {"urls": [f"http://127.0.0.1:{port}" for port in ports], "interval": 0.02, **(replicas or {})}
+    given = {"policy": "least_requests", "replicas": told, **config}
+    async with contextlib.AsyncExitStack() as stack:
+        routers = [await stack.enter_async_context(world(engines, **given, port=ports[0]))]
+        named = [{"url": engine.url, "name": engine.name} for engine in engines]
+        for port in ports[1:]:
+            routers.append(await stack.enter_async_context(world([], **given, port=port, engines=named)))
+        await until(lambda: all(len(each.server.front.replicas.received) == count - 1 for each in routers))
+        yield routers
 
 
 @contextlib.asynccontextmanager
 async def two(
     engines: list[FakeEngine], replicas: dict[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[tuple[World, World]]:
-    """Starts two routers before the same engines, each with the addresses of both."""
-    ports = free_ports(2)
-    told = {"urls": [f"http://127.0.0.1:{port}" for port in ports], "interval": 0.02, **(replicas or {})}
-    given = {"policy": "least_requests", "replicas": told, **config}
-    async with world(engines, **given, port=ports[0]) as a:
-        named = [{"url": engine.url, "name": engine.name} for engine in engines]
-        async with world([], **given, port=ports[1], engines=named) as b:
-            await until(lambda: a.server.front.replicas.received and b.server.front.replicas.received)
-            yield a, b
+    """Starts two routers before the same engines."""
+    async with several(2, engines, replicas, **config) as (a, b):
+        yield a, b
 
 
 def bs(seen: World) -> list[float]:
@@ -72,6 +81,19 @@ async def test_the_next_request_goes_where_the_other_router_has_none() -> None:
         for task in asking:
             task.cancel()
         await until(lambda: bs(a) == bs(b) == [0, 0])
+
+
+async def test_four_routers_place_requests_as_one_does() -> None:
+    engines = [FakeEngine(behave=hang) for _ in range(4)]
+    async with several(4, engines) as routers:
+        asking = []
+        for turn in range(12):
+            asking.append(asyncio.create_task(routers[turn % 4].post()))
+            await until(lambda n=turn: all(sum(bs(each)) == n + 1 for each in routers))
+        assert all(bs(each) == [3, 3, 3, 3] for each in routers)
+        for task in asking:
+            task.cancel()
+        await until(lambda: all(bs(each) == [0, 0, 0, 0] for each in routers))
 
 
 async def test_a_router_that_is_gone_counts_no_longer_and_back_again_it_does() -> None:
@@ -181,47 +203,64 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
         assert list(a.server.front.replicas.received) == [b.server.front.replicas.id]
 
 
+GOOD = ({0: 1.0}, [])
+
+
 @pytest.mark.parametrize(
     ("told", "status", "part"),
     [
-        (b"{", 400, "Invalid JSON"),
-        (TOLD, 400, "names: missing"),
-        ({**TOLD, "router": "x" * 65}, 400, "router"),
-        ({**TOLD, "names": ["queued"]}, 409, "this version uses coming, queued"),
-        # The messages of other versions may have another shape.
-        ({**TOLD, "names": ["queued"], "models": {"tiny": [["e0", [1.0]]]}}, 409, "run the same version"),
-        ({**TOLD, "models": {"tiny": [["e0", [-1.0], []]]}}, 400, "expected 19: coming, queued"),
-        (
-            {**TOLD, "models": {"tiny": [["e0", [-1.0] * 19, []]]}},
-            400,
-            "coming on e0 in the load of router ab",
-        ),
-        ({**TOLD, "models": {"tiny": [["e0", [0.0] * 19, [[-1, 1.0, 1.0]]]]}}, 400, "models.tiny.0.2.0.0"),
-        ({**TOLD, "models": {"tiny": [["e0", [0.0] * 19, [[1, 1.0, 2.0]]]]}}, 400, "probability of a root"),
-        ({**TOLD, "models": {"tiny": [["e0"]]}}, 400, "models.tiny.0"),
+        (b"", 400, "not a load message"),
+        (b'{"router": "ab", "models": {}}', 400, 'not a load message: it does not begin with "lmload"'),
+        (message(form=2), 409, "load message of format 2; this router reads format 1; run the same version"),
+        (TOLD[:-1], 400, "it ends in the number of models"),
+        (TOLD + b"x", 400, "1 bytes after its end"),
+        (message(sender="x"), 400, 'sender "x"; expected 1 to 64 hexadecimal digits'),
+        (message(sender="a" * 65), 400, "65 bytes of the sender; expected at most 64"),
+        (message(version=3, base=4), 400, "version 3 changes a later version"),
+        (TOLD[:-1] + number(65_536), 400, "65536 models; expected at most 1024"),
+        (TOLD[:-1] + b"\x01\x04tiny" + number(65_537), 400, "65537 instances; expected at most 65536"),
+        (message({"tiny": {"e" * 201: GOOD}}), 400, "201 bytes of an instance; expected at most 200"),
+        (message({"tiny": {"e0": ({19: 1.0}, [])}}), 400, "expected at most 19 bits"),
+        (message({"tiny": {"e0": ({0: -1.0}, [])}}), 400, "coming on e0 in the load of router ab: -1"),
+        (message({"tiny": {"e0": ({3: float("nan")}, [])}}), 400, "decoding on e0 in the load of router ab"),
+        (message({"tiny": {"e0": ({0: 1.0}, [(1, 1.0, 2.0)])}}), 400, "probability of a root on e0"),
+        (message({"tiny": {"e0": ({}, [(1, 1.0, 1.0)] * 17)}}), 400, "17 roots; expected at most 16"),
+        # A mistake anywhere, even on a model that is not served here, refuses all of it.
+        (message({"tiny": {"e0": GOOD}, "other": {"e0": ({0: 1e16}, [])}}), 400, "coming on e0"),
+        (message({"tiny": {f"u{each}": GOOD for each in range(16_385)}}), 400, "at most 16384"),
     ],
 )
-async def test_what_no_router_says_is_refused_and_changes_nothing(told: Any, status: int, part: str) -> None:
-    from lmetric._core import SHARE_NAMES
-
-    if isinstance(told, dict) and told.get("models"):
-        told = {"names": SHARE_NAMES} | told
+async def test_what_no_router_says_is_refused_and_changes_nothing(
+    told: bytes, status: int, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with world(1, replicas={"urls": ["http://127.0.0.1:1"]}) as a:
         got, _, answer = await a.post(told, PATH)
         assert got == status
         assert part in answer["error"]["message"]
+        assert answer["error"]["code"] == ("other_version" if status == 409 else None)
         assert (a.server.front.replicas.received, bs(a)) == ({}, [0])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+async def test_a_message_of_an_impossible_size_is_not_read() -> None:
+    async with world(1, replicas={"urls": ["http://127.0.0.1:1"]}) as a:
+        status, _, answer = await a.post(TOLD + bytes(MOST_MESSAGE_BYTES), PATH)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
 async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> None:
-    from lmetric._core import SHARE_NAMES
-
-    numbers = [1.0] * len(SHARE_NAMES)
-    models = {"tiny": [["e0", numbers, []], ["elsewhere", numbers, []]], "other": [["e0", numbers, []]]}
+    load = ({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, [])  # coming, queued, scheduled, decoding
+    models = {"tiny": {"e0": load, "elsewhere": load}, "other": {"e0": load}}
     async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 0.2}) as a:
-        status, _, answer = await a.post({"router": "ab", "names": SHARE_NAMES, "models": models}, PATH)
-        assert (status, answer) == (200, {"router": a.server.front.replicas.id, "version": 0})
-        assert bs(a) == [4.0]  # coming, queued, scheduled, decoding
+        ours = a.server.front.replicas.id
+        assert (await a.post(message(models, version=7), PATH))[::2] == (200, {"router": ours, "version": 7})
+        assert bs(a) == [4.0]
+        # Changes of the last version, and the same changes again.
+        less = message({"tiny": {"e0": ({0: 1.0}, [])}}, version=9, base=7)
+        assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": 9})
+        assert bs(a) == [1.0]
+        assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": None})
+        assert bs(a) == [1.0]
         await until(lambda: bs(a) == [0.0])
 
 
@@ -291,7 +330,7 @@ async def test_a_message_has_only_what_changed_and_a_lost_one_costs_a_full_one()
     """Defect 24 of the core review."""
     engines = [FakeEngine(behave=hang), FakeEngine(behave=hang)]
     async with two(engines, {"silent_after": 60}) as (a, b):
-        ours, theirs = a.server.front.replicas, b.server.front.replicas
+        ours = a.server.front.replicas
         asking = [asyncio.create_task(a.post()) for _ in range(4)]
         await until(lambda: bs(b) == [2, 2])
         (address,) = [each for each in ours.addresses.values() if each.reached]
@@ -299,7 +338,7 @@ async def test_a_message_has_only_what_changed_and_a_lost_one_costs_a_full_one()
         await until(lambda: address.version is not None and address.version > 20)
         assert address.full_at == full_at
         # The other router has lost the load: the next message is full.
-        theirs._loads.clear()
+        assert (await b.post(message(sender=ours.id, version=1 << 40), PATH))[0] == 200
         asking.append(asyncio.create_task(a.post()))
         await until(lambda: sum(bs(b)) == 5)
         assert address.full_at > full_at
@@ -309,41 +348,11 @@ async def test_a_message_has_only_what_changed_and_a_lost_one_costs_a_full_one()
         await until(lambda: bs(b) == [0, 0])
 
 
-loads = st.dictionaries(
-    st.sampled_from(["e0", "e1", "e2"]), st.tuples(st.integers(1, 3), st.booleans()), max_size=3
-)
-
-
-@given(st.lists(st.tuples(loads, st.sampled_from(["read", "lost", "late", "restart"])), max_size=40))
-def test_changes_add_up_to_the_load(rounds: list[tuple[dict[str, tuple[int, bool]], str]]) -> None:
-    """After any loss, a router has the load that the other one sent at that version."""
-    sent, received, known = SentLoads(), ReceivedLoads(), None
-    for round_, outcome in rounds:
-        roots = [(7, 1.0, 0.5)]
-        entries: list[Entry] = [
-            (name, [float(load)], roots if root else []) for name, (load, root) in round_.items()
-        ]
-        sent.update({"tiny": entries}, sent.version if known is None else known)
-        if outcome == "late":
-            continue  # the last message has no answer yet
-        message = load_message("ab", ["load"], sent, known)
-        assert all(len(each) <= 3 for each in message["models"].values())
-        known = None
-        if outcome == "restart":
-            received = ReceivedLoads()
-        if outcome != "lost" and received.apply(message["version"], message["base"], message["models"]):
-            known = sent.version
-            assert sorted(received.entries("tiny")) == sorted(entries)
-
-
 async def test_no_more_routers_than_are_listened_to() -> None:
-    from lmetric._core import SHARE_NAMES
-
     async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 60}) as a:
-        for number in range(65):
-            told = {"router": f"{number:x}", "names": SHARE_NAMES, "models": {}}
-            status, _, answer = await a.post(told, PATH)
-            assert status == (200 if number < 64 else 409)
+        for sender in range(65):
+            status, _, answer = await a.post(message(sender=f"{sender:x}"), PATH)
+            assert status == (200 if sender < 64 else 409)
         assert answer["error"]["message"] == "this router already receives load from 64 routers, the limit"
 
 

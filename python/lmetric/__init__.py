@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmetric._core import (
-        SHARE_NAMES,
         Arrival,
         BadValueError,
         Board,
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
         EventFeed,
         ExpressionError,
         LmetricError,
+        LoadFormatError,
+        LoadMessage,
         NoInstanceError,
         PolicyError,
         Request,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         TicketError,
         UnknownNameError,
         check_expression,
+        encode_load,
         indicator_table,
         policy_table,
     )
@@ -199,7 +201,6 @@ __all__ = [
     "REPORTED_WAITING",
     "REPORT_AGE_SECONDS",
     "R_BS",
-    "SHARE_NAMES",
     "STEP_RELATIVE_ERROR",
     "STEP_SECONDS",
     "TENANT",
@@ -225,6 +226,8 @@ __all__ = [
     "LibraSplit",
     "Llumnix",
     "LmetricError",
+    "LoadFormatError",
+    "LoadMessage",
     "NoInstanceError",
     "Policy",
     "PolicyError",
@@ -254,6 +257,7 @@ __all__ = [
     "check_expression",
     "clip",
     "compare",
+    "encode_load",
     "evaluate",
     "exp",
     "forecast_function",

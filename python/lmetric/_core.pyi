@@ -43,7 +43,6 @@ __all__ = [
     "OUT",
     "PASS",
     "READY",
-    "SHARE_NAMES",
     "UNSEEN",
     "Arrival",
     "BadRequestError",
@@ -57,6 +56,8 @@ __all__ = [
     "ExpressionError",
     "HeadTooLargeError",
     "LmetricError",
+    "LoadFormatError",
+    "LoadMessage",
     "NoInstanceError",
     "Peer",
     "PolicyError",
@@ -84,6 +85,7 @@ __all__ = [
     "check_policy",
     "declare_indicator",
     "edit_object",
+    "encode_load",
     "generate",
     "indicator_table",
     "join_parts",
@@ -115,6 +117,7 @@ class ExpressionError(LmetricError):
 
 class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
+class LoadFormatError(BadValueError): ...  # a load message of another version
 class NoInstanceError(LmetricError): ...
 
 @final
@@ -282,6 +285,27 @@ class EngineBoost:
     def next_change(self, *, prompt_tokens: int, hit_tokens: int, attained_tokens: int) -> int: ...
 
 @final
+class LoadMessage:
+    FORMAT: int
+    def __new__(cls, body: bytes) -> Self: ...
+    @property
+    def sender(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def base(self) -> int | None: ...
+    def __len__(self) -> int: ...
+
+def encode_load(
+    sender: str,
+    version: int,
+    base: int | None,
+    routers: Sequence[tuple[str, Router]],
+    *,
+    now: float | None = None,
+) -> bytes: ...
+
+@final
 class Router:
     def __new__(
         cls,
@@ -404,18 +428,8 @@ class Router:
         extra: Mapping[str, float | None] | None = None,
         now: float | None = None,
     ) -> None: ...
-    def export_load(
-        self, *, now: float | None = None
-    ) -> list[tuple[str, list[float], list[tuple[int, float, float]]]]: ...
-    # By instance: the numbers of SHARE_NAMES, and roots of agent programs: hash, tokens, and
-    # probability that a program needs the root again.
-    def import_load(
-        self,
-        replica: str,
-        shares: Sequence[tuple[str, Sequence[float], Sequence[tuple[int, float, float]]]],
-        *,
-        now: float | None = None,
-    ) -> None: ...
+    def enter_load(self, version: int, oldest: int, *, now: float | None = None) -> None: ...
+    def import_load(self, message: LoadMessage, model: str, *, now: float | None = None) -> bool: ...
     def expire_peers(self, seconds: float, *, now: float | None = None) -> list[str]: ...
     def join(self, board: Board, model: str) -> None: ...
     def publish_load(self, *, now: float | None = None) -> bool: ...
@@ -606,7 +620,6 @@ class Ticket:
     def __enter__(self) -> Ticket: ...
     def __exit__(self, *args: object) -> None: ...  # an open ticket counts as an abort
 
-SHARE_NAMES: list[str]  # names of the numbers in Router.export_load
 FAST_TOKENIZER: bool  # built with the cargo feature fast-tokenizer
 MAX_EXPRESSION_LENGTH: int
 

@@ -93,8 +93,9 @@ def tag_section(tag: dict[str, str], paths: dict[str, Any]) -> str:
             query = [each for each in operation.get("parameters", ()) if each.get("in") == "query"]
             about += "".join(f". Query: `{each['name']}`, {each['description'].lower()}" for each in query)
             if tag["name"] != "engines" and "requestBody" in operation:
-                fields = schema(operation["requestBody"]["content"]["application/json"]["schema"])
-                about += f". Body: {fields}" if fields else ". Body: JSON object"
+                (media, body), *_ = operation["requestBody"]["content"].items()
+                other = "JSON object" if media == "application/json" else f"`{media}`"
+                about += f". Body: {schema(body['schema']) or other}"
             statuses = ", ".join(
                 sorted(each for each in operation["responses"] if each not in ("200", "default"))
             )

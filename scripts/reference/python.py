@@ -75,7 +75,7 @@ A prompt is one of: `token_ids` (any sequence or array of integers), `text` (cou
 # Names with their members, then functions; a name of `lmetric.__all__` outside is an error.
 GROUPS = {
     "Route": ("Router", "Request", "Decision", "Ticket", "Arrival"),
-    "Serve": ("Relay", "EngineTarget", "EventFeed", "Board"),
+    "Serve": ("Relay", "EngineTarget", "EventFeed", "Board", "LoadMessage", "encode_load"),
     "Schedule engines": ("StepTable", "EngineBoost"),
     "Policies": (
         "Policy",

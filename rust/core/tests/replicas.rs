@@ -7,8 +7,8 @@ use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::router::ledger::{Published, Report};
-use lmetric_core::router::{MAX_REPLICAS, Router, RouterConfig, Share, TicketId};
+use lmetric_core::router::ledger::{LoadMessage, Published, Report};
+use lmetric_core::router::{MAX_REPLICAS, Message, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -129,7 +129,195 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     );
 }
 
+/// The messages of router `a`.
+#[derive(Default)]
+struct Sender {
+    version: u64,
+    /// Version that the receiver has.
+    known: Option<u64>,
+}
+
+impl Sender {
+    /// Sends the changes, or the whole load, to `b`. Returns the number of instances in the message,
+    /// or none if `b` needs the whole load.
+    fn send(&mut self, a: &mut Router, b: &mut Router, now: f64) -> Option<usize> {
+        self.enter(a, now);
+        let models = vec![("m".into(), a.load_since(self.known, now))];
+        let message = LoadMessage { sender: "a".into(), version: self.version, base: self.known, models };
+        let read = LoadMessage::decode(&message.encode()).unwrap();
+        assert_eq!(read, message, "messages have rounded numbers");
+        let LoadMessage { sender, version, base, models } = read;
+        let instances = &models[0].1;
+        let loads = instances.iter().map(|(name, load)| (&**name, load.clone()));
+        let applied = b.hear_message(Message { from: &sender, version, base, loads }, now).unwrap();
+        self.known = applied.then_some(version);
+        applied.then_some(instances.len())
+    }
+
+    fn enter(&mut self, a: &mut Router, now: f64) {
+        self.version += 1;
+        a.enter_load(self.version, self.known.unwrap_or(self.version - 1), now).unwrap();
+    }
+}
+
+#[test]
+fn messages_have_what_changed_and_idle_instances_need_none() {
+    let names: Vec<String> = (0..100).map(|i| format!("e{i}")).collect();
+    let names: Vec<&str> = names.iter().map(|name| &**name).collect();
+    let (mut a, mut b) = (router("least_requests", &names), router("least_requests", &names));
+    let mut sender = Sender::default();
+    assert_eq!(sender.send(&mut a, &mut b, 0.0), Some(0));
+    let tickets: Vec<TicketId> =
+        (0..100).map(|i| a.route(&request(&chain(i, 10)), 0.0).unwrap().ticket).collect();
+    assert_eq!(sender.send(&mut a, &mut b, 0.1), Some(100));
+    for ticket in &tickets[1..] {
+        a.advance(*ticket, Event::Ended(Usage::default()), 0.2).unwrap();
+    }
+    assert_eq!(sender.send(&mut a, &mut b, 0.2), Some(99));
+    assert_eq!(sender.send(&mut a, &mut b, 5.0), Some(0));
+    a.advance(tickets[0], Event::FirstToken, 6.0).unwrap();
+    assert_eq!(sender.send(&mut a, &mut b, 6.0), Some(1));
+    a.advance(tickets[0], Event::Tokens(3), 7.0).unwrap();
+    assert_eq!(sender.send(&mut a, &mut b, 7.0), Some(1));
+    // The recent work of idle instances becomes less without a message, and is gone in the end.
+    for now in [100.0, 2_000.0] {
+        assert_eq!(sender.send(&mut a, &mut b, now), Some(0));
+        [&mut a, &mut b].into_iter().for_each(|router| router.derive_all(now));
+        let [own, seen] = [&a, &b].map(|router| value(router, Indicator::WindowPrefillTokens, "e7"));
+        assert!((own - seen).abs() < 1e-4 * own.max(1.0), "{own} {seen}");
+    }
+    sender.known = None;
+    assert_eq!(sender.send(&mut a, &mut b, 2_000.0), Some(1), "the one with a request");
+}
+
+#[test]
+fn load_waits_for_an_instance_that_joins_later() {
+    let (mut a, mut b) = (router("least_requests", &["x", "y"]), router("least_requests", &["x"]));
+    let mut sender = Sender::default();
+    let tickets = [1, 2].map(|i| a.route(&request(&chain(i, 10)), 0.0).unwrap().ticket);
+    assert_eq!(sender.send(&mut a, &mut b, 0.0), Some(2));
+    for _ in 0..2 {
+        b.add_instance("y", Role::Both, None).unwrap();
+        assert_eq!(value(&b, Indicator::Bs, "y"), 0.0);
+        assert!(sender.send(&mut a, &mut b, 0.1).is_some());
+        assert_eq!(value(&b, Indicator::Bs, "y"), 1.0);
+        b.remove_instance("y").unwrap();
+    }
+    // The request ends while `b` does not have its instance.
+    for ticket in tickets {
+        a.advance(ticket, Event::Ended(Usage::default()), 0.2).unwrap();
+    }
+    assert_eq!(sender.send(&mut a, &mut b, 0.2), Some(2));
+    b.add_instance("y", Role::Both, None).unwrap();
+    sender.send(&mut a, &mut b, 0.3).unwrap();
+    assert_eq!((value(&b, Indicator::Bs, "x"), value(&b, Indicator::Bs, "y")), (0.0, 0.0));
+}
+
+#[test]
+fn an_instance_that_its_router_removed_has_no_load_of_it() {
+    let (mut a, mut b) = (router("least_requests", &["x"]), router("least_requests", &["x"]));
+    let mut sender = Sender::default();
+    a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    sender.send(&mut a, &mut b, 0.0).unwrap();
+    a.remove_instance("x").unwrap();
+    assert_eq!(sender.send(&mut a, &mut b, 0.1), Some(1));
+    assert_eq!(value(&b, Indicator::Bs, "x"), 0.0);
+    a.add_instance("x", Role::Both, None).unwrap();
+    a.route(&request(&chain(1, 10)), 0.2).unwrap();
+    assert_eq!(sender.send(&mut a, &mut b, 0.2), Some(1));
+    assert_eq!(value(&b, Indicator::Bs, "x"), 1.0);
+    let error = a.enter_load(sender.version, 0, 0.3).unwrap_err().to_string();
+    assert!(error.contains("expected more than 3, the last one"), "{error}");
+}
+
+#[test]
+fn changes_of_another_version_are_not_applied() {
+    let (mut a, mut b) = (router("least_requests", &["x"]), router("least_requests", &["x"]));
+    let mut sender = Sender::default();
+    sender.send(&mut a, &mut b, 0.0).unwrap();
+    a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    sender.enter(&mut a, 0.1); // a message that is lost
+    sender.known = Some(sender.version);
+    assert_eq!(sender.send(&mut a, &mut b, 0.2), None);
+    assert_eq!(value(&b, Indicator::Bs, "x"), 0.0);
+    assert_eq!(sender.send(&mut a, &mut b, 0.3), Some(1));
+    assert_eq!(value(&b, Indicator::Bs, "x"), 1.0);
+    let unknown =
+        (0..16_385).map(|i| (format!("u{i}"), Published::from(Share { coming: 1.0, ..Share::default() })));
+    let unknown: Vec<(String, Published)> = unknown.collect();
+    let loads = unknown.iter().map(|(name, load)| (&**name, load.clone()));
+    let message = Message { from: "a", version: 9, base: None, loads };
+    let error = b.hear_message(message, 0.4).unwrap_err().to_string();
+    assert!(error.contains("16385 is not valid; expected at most 16384"), "{error}");
+    assert_eq!(value(&b, Indicator::Bs, "x"), 1.0);
+}
+
+/// A difference that messages may make: they have 24 bits of each number.
+fn near(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-5 * a.max(b).max(1.0)
+}
+
 proptest! {
+    /// After any loss, restart or change of a fleet, a router has the load of the other one.
+    #[test]
+    fn changes_add_up_to_the_load(
+        steps in prop::collection::vec((0usize..7, 0usize..40, 1u64..200, 0usize..6), 1..80),
+    ) {
+        let names = ["x", "y", "z"];
+        let (mut a, mut b) = (router("lmetric", &names), router("lmetric", &names));
+        let (mut sender, mut open, mut now) = (Sender::default(), Vec::<TicketId>::new(), 0.0);
+        for (what, which, size, outcome) in steps {
+            now += size as f64 * 0.05;
+            let ticket = open.get(which % open.len().max(1)).copied();
+            match (what, ticket) {
+                (5 | 6, _) => {
+                    let (changed, name) = (if what == 5 { &mut a } else { &mut b }, names[1 + which % 2]);
+                    if changed.remove_instance(name).is_err() {
+                        changed.add_instance(name, Role::Both, None).unwrap();
+                    }
+                }
+                (0, _) | (_, None) => open.push(a.route(&request(&chain(size, 3)), now).unwrap().ticket),
+                (1, Some(ticket)) => drop(a.advance(ticket, Event::FirstToken, now).unwrap()),
+                (2, Some(ticket)) => drop(a.advance(ticket, Event::Scheduled(None), now).unwrap()),
+                (3, Some(ticket)) => drop(a.advance(ticket, Event::Tokens(size as u32), now).unwrap()),
+                (_, Some(ticket)) => {
+                    a.advance(ticket, Event::Ended(Usage::default()), now).unwrap();
+                    open.retain(|each| *each != ticket);
+                }
+            }
+            match outcome {
+                0 => sender.enter(&mut a, now), // the last message has no answer yet
+                1 => {
+                    sender.enter(&mut a, now); // the message is lost
+                    sender.known = None;
+                }
+                2 => {
+                    let left: Vec<String> = b.fleet().live_names().map(String::from).collect();
+                    b = router("lmetric", &left.iter().map(|name| &**name).collect::<Vec<_>>());
+                    sender.send(&mut a, &mut b, now);
+                }
+                _ => {
+                    if sender.send(&mut a, &mut b, now).is_none() {
+                        continue;
+                    }
+                    let live: Vec<String> = b.fleet().live_names().map(String::from).collect();
+                    let mut whole = router("lmetric", &live.iter().map(|name| &**name).collect::<Vec<_>>());
+                    hear(&mut whole, "a", &a.share(now), now);
+                    [&mut b, &mut whole].into_iter().for_each(|router| router.derive_all(now));
+                    let windows = [Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens];
+                    for id in SHARED.into_iter().chain(windows) {
+                        for name in &live {
+                            let (seen, all) = (value(&b, id, name), value(&whole, id, name));
+                            // Senders round less than half a token of these sums to zero.
+                            let ended = windows.contains(&id) && seen.max(all) <= 0.5;
+                            prop_assert!(near(seen, all) || ended, "{id:?} of {name}: {seen} {all}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
     /// Routers that have exchanged their loads agree on the indicators: the sum of all requests,
     /// wherever they run.
     #[test]

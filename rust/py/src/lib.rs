@@ -12,6 +12,7 @@ mod forecast;
 mod guard;
 mod held;
 mod lab;
+mod peers;
 mod policies;
 mod priorities;
 mod programs;
@@ -35,6 +36,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     errors::register(module)?;
     router::register(module)?;
+    peers::register(module)?;
     admission::register(module)?;
     board::register(module)?;
     feed::register(module)?;

@@ -9,6 +9,7 @@ use crate::expr::unknown_indicator;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
 use crate::held::{Clock, refuse_in_policy, with_router};
+use crate::peers::LoadMessage;
 use crate::policies;
 use crate::programs::Snapshot;
 use crate::registry::offering;
@@ -24,13 +25,11 @@ use lmetric_core::kv::tier::Tier;
 use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
-use lmetric_core::program::PeerRoot;
-use lmetric_core::program::Root;
 use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
-use lmetric_core::router::ledger::{Published, Report};
+use lmetric_core::router::ledger::{LoadMessage as CoreMessage, Published, Report};
 use lmetric_core::router::{
-    IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
+    IndexFeed, Message, NamedMove, Router as CoreRouter, RouterConfig, SharedRouter, TierConfig,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;
@@ -43,14 +42,10 @@ use pyo3::types::{PyBool, PyDict, PyList, PyString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Load of an instance for peers: its name, the numbers, and its roots (hash, tokens, probability).
-type PeerLoad = (String, Vec<f64>, Vec<(u64, f64, f64)>);
-
 /// Adds the classes to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Router>()?;
     module.add_class::<Request>()?;
-    module.add("SHARE_NAMES", Share::NAMES.to_vec())?;
     module.add_class::<Decision>()?;
     module.add_class::<Ticket>()?;
     module.add("PolicyTimeout", module.py().get_type::<policies::PolicyTimeout>())?;
@@ -128,6 +123,16 @@ impl Router {
     /// The router's clock.
     pub fn clock(&self) -> Clock {
         self.clock
+    }
+
+    /// Returns the load of the instances that changed since the version `base`.
+    pub fn load_since(
+        &self,
+        py: Python<'_>,
+        base: Option<u64>,
+        now: Option<f64>,
+    ) -> Result<Vec<(Box<str>, Published)>> {
+        self.with_core(py, |router| Ok(router.load_since(base, self.clock.now(now, router)?)))
     }
 
     /// Calls `with` without the interpreter lock: feeding waits for other feeding threads, which
@@ -850,51 +855,37 @@ impl Router {
         })
     }
 
-    /// Returns the load that this router placed on each instance, for peer routers: names, and the
-    /// numbers named in `SHARE_NAMES`. The third value has the roots that agent programs share:
-    /// hash, tokens, and probability that a program needs the root again.
-    #[pyo3(signature = (*, now=None))]
-    fn export_load(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<PeerLoad>> {
-        let told = self.with_core(py, |router| Ok(router.share(self.clock.now(now, router)?)))?;
-        let roots = |load: &Published| {
-            load.roots.iter().map(|each| (each.root.hash, each.root.tokens, each.probability)).collect()
-        };
-        Ok(told
-            .iter()
-            .map(|(name, load)| (name.to_string(), load.share.numbers().to_vec(), roots(load)))
-            .collect())
+    /// Enters this router's load as version `version` for peer routers; versions grow from 1 on.
+    /// `encode_load` then makes the messages. `oldest`: the oldest version that a message may still
+    /// change. Raises `BadValueError` for a version that is not above the last one.
+    #[pyo3(signature = (version, oldest, *, now=None))]
+    fn enter_load(&self, py: Python<'_>, version: u64, oldest: u64, now: Option<f64>) -> Result<()> {
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.enter_load(version, oldest, now)?)
+        })
     }
 
-    /// Replaces the load that the router `replica` placed on each instance, as its `export_load`
-    /// returned it. The load counts as this router's own until the next message from `replica`.
-    /// Unknown instances are skipped. Raises `BadValueError`; an error changes nothing.
-    #[pyo3(signature = (replica, shares, *, now=None))]
+    /// Applies a message of a peer router: its load on the instances of `model` counts as this
+    /// router's own until its next message. Load on instances that this router does not have counts
+    /// once it has them. Returns False if the message has changes of another version than that of the
+    /// last message; the next one must have the whole load. Raises `BadValueError` for too many peers
+    /// or instances; an error changes nothing.
+    #[pyo3(signature = (message, model, *, now=None))]
     fn import_load(
         &self,
         py: Python<'_>,
-        replica: &str,
-        shares: Vec<PeerLoad>,
+        message: &LoadMessage,
+        model: &str,
         now: Option<f64>,
-    ) -> Result<()> {
-        let of = |(name, numbers, roots): &PeerLoad| {
-            let numbers =
-                <[f64; Share::NAMES.len()]>::try_from(&numbers[..]).map_err(|_| CoreError::BadValue {
-                    what: format!("what router {replica} tells of {name}"),
-                    got: format!("{} numbers", numbers.len()),
-                    expected: format!("{}: {}", Share::NAMES.len(), Share::NAMES.join(", ")),
-                })?;
-            let root = |&(hash, tokens, probability): &(u64, f64, f64)| PeerRoot {
-                root: Root { hash, tokens },
-                probability,
-            };
-            let load = Published { share: Share::of(numbers), roots: roots.iter().map(root).collect() };
-            Ok((name.clone(), load))
-        };
-        let loads = shares.iter().map(of).collect::<std::result::Result<Vec<_>, CoreError>>()?;
+    ) -> Result<bool> {
+        let CoreMessage { sender, version, base, models } = message.inner();
+        let (from, version, base) = (&**sender, *version, *base);
+        let instances = models.iter().filter(|(name, _)| &**name == model).flat_map(|(_, all)| all);
+        let loads: Vec<(&str, Published)> = instances.map(|(name, load)| (&**name, load.clone())).collect();
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
-            let loads = loads.iter().map(|(name, load)| (&**name, load.clone()));
-            Ok(router.hear(replica, loads, now)?)
+            Ok(router.hear_message(Message { from, version, base, loads }, now)?)
         })
     }
 

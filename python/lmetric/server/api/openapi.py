@@ -81,7 +81,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "no_model": ("409", "The engine's model is not known yet."),
     "unfit": ("409", "The engine cannot have this role."),
     "discovered": ("409", "A discovery source lists the engine and would add it again."),
-    "other_version": ("409", "The other router exchanges other load values."),
+    "other_version": ("409", "The other router runs another version, with another format of load messages."),
     "body_too_large": ("413", "The body exceeds `limits.max_body_bytes`."),
     "unsupported_content_encoding": ("415", "Send gzip, deflate or no content-encoding."),
     "websocket": ("426", "The router does not relay WebSocket. Send the request over HTTP."),
@@ -254,7 +254,7 @@ def _own(page: OwnPage) -> JSON:
             each.answer,
             errors=each.errors,
             access=page.credentials,
-            body=None if each.body is None else {"application/json": each.body},
+            body=None if each.body is None else {each.media: each.body},
             parameters=each.parameters,
         )
         for method, each in page.operations.items()

@@ -64,6 +64,7 @@ class Operation(Struct, frozen=True, eq=False, gc=False):
         errors: statuses of its errors.
         handler: takes the call (`server/http/pages`) and returns the response.
         body: JSON schema of the request's body; None: no body.
+        media: content type of the request's body.
     """
 
     summary: str
@@ -72,6 +73,7 @@ class Operation(Struct, frozen=True, eq=False, gc=False):
     handler: Callable[..., Awaitable[Any]]
     body: JSON | None
     parameters: tuple[JSON, ...]
+    media: str
 
 
 class OwnPage(Struct, frozen=True, eq=False):
@@ -99,11 +101,12 @@ class OwnPage(Struct, frozen=True, eq=False):
         *errors: int,
         body: JSON | None = None,
         parameters: tuple[JSON, ...] = (),
+        media: str = "application/json",
     ) -> Callable[[Handler], Handler]:
         """Returns a decorator that makes a function the handler of a method."""
 
         def declared(handler: Handler) -> Handler:
-            self.operations[method] = Operation(summary, answer, errors, handler, body, parameters)
+            self.operations[method] = Operation(summary, answer, errors, handler, body, parameters, media)
             return handler
 
         return declared

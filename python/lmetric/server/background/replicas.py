@@ -3,6 +3,10 @@
 Without the exchange, routers see each other's requests only in engine reports, once a second, and
 send the next requests to the same idle engine. Routers send messages directly over HTTP: no shared
 store between them can fail.
+
+Most messages hold only the load that changed since the last message that the other router has
+received. Each message has a version, and names the version that it builds on. The core notes what
+changed, and reads and writes the messages (`rust/core/src/router/ledger/message.rs`).
 """
 
 import asyncio
@@ -12,20 +16,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lmetric._core import SHARE_NAMES, BadValueError
+from lmetric._core import BadValueError, LoadFormatError, LoadMessage, encode_load
 from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken, is_local
-from lmetric.server.api.errors import ApiError, bad, not_valid
-from lmetric.server.background.replica_loads import MOST_ENTRIES, ReceivedLoads, SentLoads, load_message
+from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.tls.contexts import outgoing_context
@@ -33,29 +35,15 @@ from lmetric.server.tls.contexts import outgoing_context
 log = structlog.get_logger("lmetric.replicas")
 
 PATH = "/replicas"
+CONTENT_TYPE = "application/octet-stream"
 RESOLVE_SECONDS = 5.0
 # Limit on the routers that this one sends to and receives from; the core has the same limit.
 MOST_ADDRESSES = 64
 MOST_ANSWER_BYTES = 4096  # an answer is an id and a version, or an error of one sentence
 FULL_SECONDS = 60.0  # time between two full messages to a router
 
-Name = Annotated[str, Field(max_length=200)]
-# A prefix that agent programs share: hash, tokens, and probability that one needs it again.
-Root = tuple[Annotated[int, Field(ge=0, lt=1 << 64)], float, float]
-
-
-class LoadMessage(BaseModel):
-    """A load message from one router to another."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    router: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
-    names: list[str]  # names of the load values, in order
-    version: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    # The version to which `models` adds changes; null: `models` is the whole load.
-    base: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    # By model: engines, their load values, and the roots of agent programs.
-    models: dict[str, list[tuple[Name, list[float], list[Root]]]]
+# Limit on the body of a message: 16,384 instances with long names and many numbers.
+MOST_MESSAGE_BYTES = 8 << 20
 
 
 class Address:
@@ -85,8 +73,7 @@ class Replicas:
         self.id = token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
         self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
-        self._sent = SentLoads()
-        self._loads: dict[str, ReceivedLoads] = {}  # by router
+        self._version = 0  # of the load of this router
         self._counts: Counter[tuple[str, str]] = Counter()
         self.tls = None if config.tls is None else outgoing_context("replicas.tls", config.tls)
         self._token = read_secret(config.token, config.token_file)
@@ -148,49 +135,38 @@ class Replicas:
         be full.
         """
         try:
-            message = LoadMessage.model_validate_json(body)
-        except ValidationError as error:
-            if _names(body) not in (None, SHARE_NAMES):  # other versions have other messages
-                raise self._other_version() from None
-            raise not_valid(error) from None
-        version = self._apply(message) if message.router != self.id else None
+            message = LoadMessage(body)
+        except LoadFormatError as error:
+            self._counts["received", "other_version"] += 1
+            raise ApiError(409, str(error), code="other_version") from None
+        except BadValueError as error:
+            self._counts["received", "refused"] += 1
+            raise bad(str(error)) from None
+        version = self._apply(message) if message.sender != self.id else None
         return {"router": self.id, "version": version}
 
     def _apply(self, message: LoadMessage) -> int | None:
-        if message.names != SHARE_NAMES:
-            raise self._other_version()
-        if message.router not in self.received and len(self.received) >= MOST_ADDRESSES:
+        sender = message.sender
+        if sender not in self.received and len(self.received) >= MOST_ADDRESSES:
             self._counts["received", "refused"] += 1
             raise ApiError(
                 409,
                 f"this router already receives load from {MOST_ADDRESSES} routers, the limit",
                 code="too_many",
             )
-        loads = self._loads.pop(message.router, None) or ReceivedLoads()
-        if not loads.apply(message.version, message.base, message.models) or len(loads) > MOST_ENTRIES:
-            self._counts["received", "incomplete"] += 1
-            return None
         try:
-            for model in self.fleet.models:
-                model.router.import_load(message.router, loads.entries(model.name))
+            applied = [model.router.import_load(message, model.name) for model in self.fleet.models]
         except BadValueError as error:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
-        self._loads[message.router] = loads
-        if message.router not in self.received:
-            log.info("another router sends its load", router=message.router)
-        self.received[message.router] = time.monotonic()
+        if not all(applied):  # another model may be new here; a full message has all again
+            self._counts["received", "incomplete"] += 1
+            return None
+        if sender not in self.received:
+            log.info("another router sends its load", router=sender)
+        self.received[sender] = time.monotonic()
         self._counts["received", "accepted"] += 1
-        return loads.version
-
-    def _other_version(self) -> ApiError:
-        self._counts["received", "other_version"] += 1
-        return ApiError(
-            409,
-            f"unknown load values: this version uses {', '.join(SHARE_NAMES)}; "
-            "run the same version on all routers",
-            code="other_version",
-        )
+        return message.version
 
     async def _round(self) -> None:
         """Sends one message to each router, and drops the load of silent routers."""
@@ -200,7 +176,6 @@ class Replicas:
         for router, at in list(self.received.items()):
             if now - at > self.config.silent_after:
                 del self.received[router]
-                self._loads.pop(router, None)
                 log.warning("another router is silent; its load no longer counts", router=router)
         others = [address for address in self.addresses.values() if not address.own]
         messages: dict[int | None, bytes] = {}
@@ -208,9 +183,10 @@ class Replicas:
             if now - address.full_at >= FULL_SECONDS:
                 address.version = None
         if others:
-            loads_of = {model.name: model.router.export_load() for model in self.fleet.models}
             known = [address.version for address in others if address.version is not None]
-            self._sent.update(loads_of, min(known, default=self._sent.version))
+            oldest, self._version = min(known, default=self._version), self._version + 1
+            for model in self.fleet.models:
+                model.router.enter_load(self._version, oldest)
         for address in others:
             if address.sending is not None and not address.sending.done():
                 self._counts["sent", "busy"] += 1  # the last message has no answer yet
@@ -218,14 +194,15 @@ class Replicas:
             if (base := address.version) is None:
                 address.full_at = now
             if base not in messages:
-                messages[base] = orjson.dumps(load_message(self.id, SHARE_NAMES, self._sent, base))
-            address.version = self._sent.version  # unless the message fails
-            sending = self._send(address, messages[base], self._sent.version)
+                routers = [(model.name, model.router) for model in self.fleet.models]
+                messages[base] = encode_load(self.id, self._version, base, routers)
+            address.version = self._version  # unless the message fails
+            sending = self._send(address, messages[base], self._version)
             address.sending = asyncio.create_task(sending)
 
     async def _send(self, address: Address, message: bytes, version: int) -> None:
         assert self._session is not None
-        headers = {"host": address.host, "content-type": "application/json"}
+        headers = {"host": address.host, "content-type": CONTENT_TYPE}
         tls, name = self.config.tls, address.server_hostname
         if name is not None and tls is not None:
             name = tls.server_name or name
@@ -327,12 +304,3 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
         if len(body) > MOST_ANSWER_BYTES:
             raise ValueError(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
     return body
-
-
-def _names(body: bytes) -> object:
-    """Returns the names of the values in a load message; None if it has none."""
-    try:
-        message = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    return message.get("names") if isinstance(message, dict) else None

@@ -84,11 +84,12 @@ impl Programs {
         peers.fold((0.0, 0.0), |sum, peers| (sum.0 + peers.held_tokens, sum.1 + peers.admitted_tokens))
     }
 
-    /// Replaces what the programs of all peers need on an instance. An instance whose capacity is
-    /// not set yet ([`Programs::set_instance`]) is skipped: the peers' next messages are soon.
+    /// Replaces what the programs of all peers need on an instance. Its capacity may be unknown
+    /// until [`Programs::set_instance`].
     pub fn set_peers(&mut self, id: InstanceId, peers: PeerPrograms) {
-        if let Some(ledger) = self.instances.get_mut(id.index()) {
-            ledger.set_peers(peers);
+        if self.instances.len() <= id.index() {
+            self.instances.resize_with(id.index() + 1, InstanceLedger::default);
         }
+        self.instances[id.index()].set_peers(peers);
     }
 }

@@ -1,6 +1,6 @@
 //! Calls about arrivals: which requests run now, which wait, and which are refused.
-use super::listeners::Before;
 use super::listeners::admission as arrivals;
+use super::listeners::{Before, Listeners};
 use super::router::Router;
 use crate::admission::{Admission, LoadConfig, LoadSnapshot, Released, Verdict};
 use crate::error::CoreError;
@@ -78,7 +78,9 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_programs(&mut self, config: Option<ProgramConfig>) -> Result<(), CoreError> {
-        self.listeners.admission.set_programs(config.clone(), self.latest)?;
+        let Listeners { admission, replicas, .. } = &mut self.listeners;
+        admission.set_programs(config.clone(), self.latest)?;
+        admission.programs_mut().into_iter().for_each(|programs| replicas.count_all_programs(programs));
         self.state.config.programs = config;
         Ok(())
     }

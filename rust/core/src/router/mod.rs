@@ -61,7 +61,7 @@ pub use ledger::{Ahead, Share};
 pub use lifecycle::Carry;
 pub use listeners::priorities::Priorities;
 pub use listeners::rebalancing::NamedMove;
-pub use listeners::replicas::MAX_REPLICAS;
+pub use listeners::replicas::{MAX_REPLICAS, Message};
 pub use parts::{Follow, Rest};
 pub use plan::{TtftSource, planners};
 pub use planners::Split;

@@ -16,7 +16,8 @@ PAGES = Pages()
     "Exchange load between routers; only with `replicas.urls`",
     answer("Accepted", OBJECT),
     *(400, 401, 404, 409, 413),
-    body=OBJECT,
+    body={"type": "string", "format": "binary"},
+    media=replicas.CONTENT_TYPE,
 )
 async def _receive(call: Call) -> web.Response:
-    return json(call.front.replicas.receive(await call.body()))
+    return json(call.front.replicas.receive(await call.body(replicas.MOST_MESSAGE_BYTES)))

@@ -2,7 +2,7 @@
 use super::backlog::Ended;
 use super::counts::{Counts, Entry};
 use super::external::External;
-use super::share::Share;
+use super::share::{Share, Timed, decaying};
 use super::tier_loads::TierLoads;
 use super::windows::Windows;
 use crate::estimate::PrefillRate;
@@ -14,7 +14,8 @@ use crate::indicators::{Columns, Indicator};
 #[derive(Clone, Debug, Default)]
 pub(super) struct Account {
     pub own: Counts,
-    pub peers: Share,
+    /// Load of peer routers and workers.
+    pub peers: Timed,
     pub external: External,
     pub windows: Windows,
     /// Prefix fetches that this instance serves.
@@ -43,10 +44,10 @@ impl Account {
             bound_tokens: own.bound_tokens,
             remaining_tokens: own.remaining_tokens,
             bound_remaining_tokens: own.bound_remaining_tokens,
-            recent_prefill_tokens,
-            recent_prefill_pairs,
-            window_prefill_tokens,
-            window_output_tokens,
+            recent_prefill_tokens: decaying(recent_prefill_tokens),
+            recent_prefill_pairs: decaying(recent_prefill_pairs),
+            window_prefill_tokens: decaying(window_prefill_tokens),
+            window_output_tokens: decaying(window_output_tokens),
             fetches: *fetches,
             ..Share::default() // `Router::share` adds the agent programs
         }
@@ -54,14 +55,14 @@ impl Account {
 
     /// Returns the number of own and peer requests that the engine may have.
     pub fn known(&self) -> f64 {
-        self.own.at_engine() + self.peers.at_engine()
+        self.own.at_engine() + self.peers.share.at_engine()
     }
 
     /// Returns the decode batch of own and peer requests.
     pub fn batch(&self) -> Batch {
         Batch {
-            sequences: self.own.decoding + self.peers.decoding,
-            context: self.own.decode_tokens + self.peers.decode_tokens,
+            sequences: self.own.decoding + self.peers.share.decoding,
+            context: self.own.decode_tokens + self.peers.share.decode_tokens,
         }
     }
 
@@ -85,7 +86,7 @@ impl Account {
     /// Writes the indicators derived from request counts.
     pub fn write(&mut self, slot: usize, columns: &mut Columns) {
         self.external.note(self.known());
-        let (own, peers, external) = (&self.own, &self.peers, &self.external);
+        let (own, peers, external) = (&self.own, &self.peers.share, &self.external);
         let waiting = own.coming + own.queued - own.unqueued + external.waiting + peers.coming + peers.queued;
         let running =
             own.unqueued + own.scheduled + own.decoding + external.running + peers.scheduled + peers.decoding;
@@ -103,7 +104,7 @@ impl Account {
     }
 
     pub fn write_tokens(&self, slot: usize, columns: &mut Columns) {
-        let (own, peers) = (&self.own, &self.peers);
+        let (own, peers) = (&self.own, &self.peers.share);
         let bound = own.bound_tokens + peers.bound_tokens;
         let decode = own.decode_tokens + peers.decode_tokens;
         for (id, value) in [

@@ -8,6 +8,7 @@ mod changes;
 mod counts;
 mod declared;
 mod external;
+mod message;
 mod owners;
 mod rates;
 mod share;
@@ -19,8 +20,9 @@ pub use backlog::Drains;
 pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
+pub use message::{FORMAT, LoadMessage, MessageError};
 pub use owners::Owners;
-pub use share::{Published, Share};
+pub use share::{Published, Share, Timed};
 pub use tier_loads::TierLoads;
 
 use crate::estimate::step_watch::Prefilled;
@@ -48,8 +50,10 @@ pub struct Ledger {
     recent_seconds: Seconds,
     /// Predicted loads, if a policy or a forecast needs them.
     ahead: Option<Ahead>,
-    /// Slots whose own load has changed.
+    /// Slots whose own load has changed, for the other workers of the server.
     pub changes: Changes,
+    /// Slots whose own load has changed, for peer routers.
+    pub peer_changes: Changes,
 }
 
 impl Ledger {
@@ -66,6 +70,7 @@ impl Ledger {
             recent_seconds: WINDOW_SECONDS,
             ahead: None,
             changes: Changes::default(),
+            peer_changes: Changes::default(),
         }
     }
 
@@ -305,7 +310,7 @@ impl Ledger {
         if let Some(waiting) = report.waiting {
             account.own.unqueued = (account.own.queued - waiting).max(0.0);
         }
-        let (known, queued) = (account.known(), account.own.queued + account.peers.queued);
+        let (known, queued) = (account.known(), account.own.queued + account.peers.share.queued);
         account.external.compare(&report, known, queued);
         account.external.keep(report).write(slot, &mut self.columns);
         self.write_columns(slot);
@@ -358,14 +363,25 @@ impl Ledger {
 
     /// Returns the load of peer routers on a slot.
     pub fn peers(&self, slot: usize) -> &Share {
-        &self.accounts[slot].peers
+        &self.accounts[slot].peers.share
+    }
+
+    /// Returns the time constant of recent prefills.
+    pub fn recent_seconds(&self) -> Seconds {
+        self.recent_seconds
+    }
+
+    /// Returns whether the own load of a slot changes between events: prefills progress, and streams
+    /// produce tokens.
+    pub fn moves(&self, slot: usize) -> bool {
+        self.in_flight(slot) > 0.0 || !self.backlogs.is_empty(slot)
     }
 
     /// Sets the load of peer routers on a slot.
     pub fn set_peers(&mut self, slot: usize, peers: Share, now: Seconds) {
         self.backlogs.set_peers(slot, peers.queued_prefill_tokens);
         let account = &mut self.accounts[slot];
-        account.peers = peers;
+        account.peers = Timed { share: peers, at: now };
         if peers.recent_prefill_tokens > 0.0 {
             account.windows.prefills_began(now);
         }
@@ -392,24 +408,25 @@ impl Ledger {
 
     /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
     pub fn queued_pairs_on(&self, slot: usize) -> f64 {
-        self.backlogs.own_pairs(slot) + self.accounts[slot].peers.queued_prefill_pairs
+        self.backlogs.own_pairs(slot) + self.accounts[slot].peers.share.queued_prefill_pairs
     }
 
     /// Returns the expected output tokens of a slot's queued requests, as far as known.
     pub fn bound_remaining_on(&self, slot: usize) -> f64 {
         let account = &self.accounts[slot];
-        account.own.bound_remaining_tokens + account.peers.bound_remaining_tokens
+        account.own.bound_remaining_tokens + account.peers.share.bound_remaining_tokens
     }
 
     fn write_fetches(&mut self, slot: usize) {
         let account = &self.accounts[slot];
-        self.columns.get_mut(Indicator::Fetches)[slot] = account.fetches + account.peers.fetches;
+        self.columns.get_mut(Indicator::Fetches)[slot] = account.fetches + account.peers.share.fetches;
     }
 
     /// Writes the columns of a slot whose own load has changed.
     fn write(&mut self, slot: usize) {
         self.write_columns(slot);
         self.changes.note(slot);
+        self.peer_changes.note(slot);
     }
 
     fn write_columns(&mut self, slot: usize) {

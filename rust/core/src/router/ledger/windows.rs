@@ -85,8 +85,14 @@ impl super::Ledger {
     pub fn windows(&self, now: Seconds, slots: Range<usize>, prefill: &mut [f64], output: &mut [f64]) {
         for ((account, prefill), output) in self.accounts[slots].iter().zip(prefill).zip(output) {
             let (placed, produced) = account.windows.sums(now);
-            *prefill = placed + account.peers.window_prefill_tokens;
-            *output = produced + account.peers.window_output_tokens;
+            let peers = &account.peers.share;
+            let left = if peers.window_prefill_tokens + peers.window_output_tokens > 0.0 {
+                (-(now - account.peers.at).max(0.0) / WINDOW_SECONDS).exp()
+            } else {
+                0.0
+            };
+            *prefill = placed + peers.window_prefill_tokens * left;
+            *output = produced + peers.window_output_tokens * left;
         }
     }
 
@@ -98,6 +104,7 @@ impl super::Ledger {
     /// Returns the share of recent time that a slot spent on prefills, by the model `step`.
     pub fn prefill_share_on(&self, slot: usize, step: &StepTime, now: Seconds) -> f64 {
         let account = &self.accounts[slot];
-        account.windows.prefill_share(&account.peers, step, self.recent_seconds, now)
+        let peers = account.peers.now(now, self.recent_seconds);
+        account.windows.prefill_share(&peers, step, self.recent_seconds, now)
     }
 }

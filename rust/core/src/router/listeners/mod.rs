@@ -7,6 +7,7 @@ mod demand;
 pub mod guard;
 pub mod lengths;
 mod listener;
+pub mod outgoing;
 pub mod priorities;
 pub mod rebalancing;
 pub mod replicas;
@@ -26,6 +27,7 @@ use crate::record::DecisionRecord;
 use crate::request::Request;
 use crate::warm::Demand;
 use lengths::Lengths;
+use outgoing::Outgoing;
 use priorities::Ordering;
 use rebalancing::Rounds;
 use replicas::Replicas;
@@ -47,6 +49,8 @@ pub struct Listeners {
     pub lengths: Option<Lengths>,
     /// Load of peer routers.
     pub replicas: Replicas,
+    /// Changes of this router's load, for its peers.
+    pub outgoing: Outgoing,
 }
 
 impl Listeners {
@@ -66,6 +70,7 @@ impl Listeners {
             demand: config.warm.as_ref().map(Demand::new),
             lengths: None,
             replicas: Replicas::default(),
+            outgoing: Outgoing::default(),
         })
     }
 
@@ -106,7 +111,7 @@ impl Listeners {
     /// listener can be forgotten.
     #[inline]
     fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
-        let Listeners { guard, ordering, admission, rounds, demand, lengths, replicas } = self;
+        let Listeners { guard, ordering, admission, rounds, demand, lengths, replicas, outgoing } = self;
         if let Some(guard) = guard {
             call(guard);
         }
@@ -124,6 +129,7 @@ impl Listeners {
             call(lengths);
         }
         call(replicas);
+        call(outgoing);
     }
 }
 

@@ -1,37 +1,58 @@
 //! Peer routers: each router adds the in-flight load of its peers to its own view of the instances.
 //!
-//! A router publishes its load on each instance (`Router::share`). A peer that receives this load
-//! (`Router::hear`) counts it like its own until the next message or a timeout
-//! (`Router::forget_silent`). The caller carries the messages. Indicators about single requests
-//! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router. Tokens
-//! of agent programs count in the working sets of [`Programs`].
+//! A router publishes its load on each instance, or the changes of it (`super::outgoing`). A peer
+//! that receives this load (`Router::hear`) counts it like its own until the next message or a
+//! timeout (`Router::forget_silent`). The caller carries the messages. Indicators about single
+//! requests (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router.
+//! Tokens of agent programs count in the working sets of [`Programs`].
 use super::listener::Listener;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
-use crate::program::{MAX_ROOTS, PeerPrograms, Programs};
-use crate::router::ledger::{Ledger, Published, Share};
-use std::collections::BTreeMap;
+use crate::program::{PeerPrograms, Programs};
+use crate::router::ledger::{Ledger, Published, Share, Timed};
+use std::collections::{BTreeMap, HashMap};
 
 /// Maximum number of peers. More peers indicate a configuration error; the limit also bounds
 /// memory.
 pub const MAX_REPLICAS: usize = 64;
+/// Maximum number of instances per peer that have load and are not in the fleet.
+const MAX_ELSEWHERE: usize = 16_384;
 
 /// The last published load of each peer.
 #[derive(Clone, Debug, Default)]
 pub struct Replicas {
     by_name: BTreeMap<Box<str>, Replica>,
     /// The load of the other workers on this machine, by worker and slot.
-    by_worker: Vec<Vec<Share>>,
+    by_worker: Vec<Vec<Timed>>,
     /// Sums over all peers, by slot.
-    sums: Vec<Share>,
+    sums: Vec<Timed>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Replica {
     heard: Seconds,
-    /// Load by slot; shorter than the fleet if the message omits the last slots.
-    shares: Vec<Published>,
+    version: u64,
+    /// Load by slot; shorter than the fleet if the last slots have none.
+    loads: Vec<Heard>,
+    /// Load on instances that are not in the fleet, because routers learn of changes at different
+    /// times.
+    elsewhere: HashMap<Box<str>, Heard>,
+    /// Whether the fleet may have an instance of `elsewhere` now.
+    joined: bool,
+}
+
+/// Load on an instance, as of a time.
+#[derive(Clone, Debug, Default)]
+struct Heard {
+    load: Published,
+    at: Seconds,
+}
+
+impl Heard {
+    fn share(&self, now: Seconds, ledger: &Ledger) -> Share {
+        self.load.share.later(now - self.at, ledger.recent_seconds())
+    }
 }
 
 /// The ledgers in which the load of peers counts.
@@ -42,48 +63,67 @@ pub struct Ledgers<'a> {
     pub programs: Option<&'a mut Programs>,
 }
 
+/// A message of a peer.
+pub struct Message<'a, I> {
+    /// Name of the peer.
+    pub from: &'a str,
+    /// Version of its load.
+    pub version: u64,
+    /// Version that the message changes; none: it has the load of all instances.
+    pub base: Option<u64>,
+    /// Load by instance.
+    pub loads: I,
+}
+
 impl Replicas {
     /// Returns the load of all peers on a slot.
-    fn on(&self, slot: usize) -> Share {
+    fn on(&self, slot: usize, ledger: &Ledger, now: Seconds) -> Share {
         let mut all = Share::default();
-        self.published(slot).for_each(|load| all.add(&load.share));
-        self.by_worker.iter().filter_map(|shares| shares.get(slot)).for_each(|share| all.add(share));
+        self.published(slot).for_each(|heard| all.add(&heard.share(now, ledger)));
+        let workers = self.by_worker.iter().filter_map(|loads| loads.get(slot));
+        workers.for_each(|load| all.add(&load.now(now, ledger.recent_seconds())));
         all
     }
 
     /// Yields the load of each peer on a slot.
-    fn published(&self, slot: usize) -> impl Iterator<Item = &Published> {
-        self.by_name.values().filter_map(move |replica| replica.shares.get(slot))
+    fn published(&self, slot: usize) -> impl Iterator<Item = &Heard> {
+        self.by_name.values().filter_map(move |replica| replica.loads.get(slot))
     }
 
     /// Replaces `old` by `new` in a slot's sum. The sum is recomputed when a peer's load drops to
     /// zero, so that rounding errors do not outlive the load that caused them.
-    fn replace(&mut self, slot: usize, old: &Share, new: &Share) -> Share {
+    fn replace(&mut self, ledger: &mut Ledger, slot: usize, old: &Share, new: &Share, now: Seconds) {
         if self.sums.len() <= slot {
-            self.sums.resize(slot + 1, Share::default());
+            self.sums.resize(slot + 1, Timed::default());
         }
-        if old != new {
-            if new.is_nothing() {
-                self.sums[slot] = self.on(slot);
-            } else {
-                self.sums[slot].subtract(old);
-                self.sums[slot].add(new);
+        let sum = if new.is_nothing() {
+            self.on(slot, ledger, now)
+        } else {
+            let mut sum = self.sums[slot].now(now, ledger.recent_seconds());
+            if old != new {
+                sum.subtract(old);
+                sum.add(new);
             }
-        }
-        self.sums[slot]
+            sum
+        };
+        self.sums[slot] = Timed { share: sum, at: now };
+        ledger.set_peers(slot, sum, now);
     }
 
-    /// Clears a slot whose instance was removed.
-    fn clear(&mut self, slot: usize) {
-        self.sums.get_mut(slot).into_iter().for_each(|sum| *sum = Share::default());
-        self.by_name
-            .values_mut()
-            .filter_map(|replica| replica.shares.get_mut(slot))
-            .for_each(|load| *load = Published::default());
+    /// Clears a slot whose instance was removed. Its load still counts if the instance returns.
+    fn clear(&mut self, id: InstanceId, fleet: &Fleet) {
+        let slot = id.index();
+        self.sums.get_mut(slot).into_iter().for_each(|sum| *sum = Timed::default());
+        for replica in self.by_name.values_mut() {
+            let Some(heard) = replica.loads.get_mut(slot).map(std::mem::take) else { continue };
+            if !heard.load.is_nothing() && replica.elsewhere.len() < MAX_ELSEWHERE {
+                replica.elsewhere.insert((&**fleet.name(id)).into(), heard);
+            }
+        }
         self.by_worker
             .iter_mut()
-            .filter_map(|shares| shares.get_mut(slot))
-            .for_each(|share| *share = Share::default());
+            .filter_map(|loads| loads.get_mut(slot))
+            .for_each(|load| *load = Timed::default());
     }
 
     /// Replaces the load of another worker on a slot.
@@ -98,67 +138,115 @@ impl Replicas {
         if self.by_worker.len() <= worker {
             self.by_worker.resize_with(worker + 1, Vec::new);
         }
-        let shares = &mut self.by_worker[worker];
-        if shares.len() <= slot {
-            shares.resize(slot + 1, Share::default());
+        let loads = &mut self.by_worker[worker];
+        if loads.len() <= slot {
+            loads.resize(slot + 1, Timed::default());
         }
-        let old = std::mem::replace(&mut shares[slot], share);
-        if old != share {
-            let sum = self.replace(slot, &old, &share);
-            ledger.set_peers(slot, sum, now);
+        let old = std::mem::replace(&mut loads[slot], Timed { share, at: now });
+        if old.share != share {
+            let old = old.now(now, ledger.recent_seconds());
+            self.replace(ledger, slot, &old, &share, now);
         }
     }
 
-    /// Replaces the published load of the router `replica`, received at `now`. Instances that are
-    /// not in the fleet are skipped.
+    /// Applies a message of a peer, received at `now`. Load on instances that are not in the fleet
+    /// counts once they are. Returns false if the message changes another version than the last one
+    /// from this peer; nothing has changed then, and the peer's next message must be full.
     ///
     /// # Errors
-    /// `BadValue` for an impossible number, or for more than [`MAX_REPLICAS`] replicas. Nothing
-    /// has changed then.
+    /// `BadValue` for an impossible number, or for too many peers or instances. Nothing has changed
+    /// then.
     pub fn hear<'a>(
         &mut self,
         ledgers: &mut Ledgers<'_>,
         fleet: &Fleet,
-        replica: &str,
-        shares: impl IntoIterator<Item = (&'a str, Published)>,
+        message: Message<'_, impl IntoIterator<Item = (&'a str, Published)>>,
         now: Seconds,
-    ) -> Result<(), CoreError> {
-        let mut by_slot = Vec::new();
-        for (instance, load) in shares {
-            let bad = |what: &str, got: String, expected: String| CoreError::BadValue {
-                what: format!("{what} on {instance} in the load of router {replica}"),
-                got,
-                expected,
-            };
-            let numbers = Share::NAMES.iter().copied().zip(load.share.numbers());
-            let roots = load.roots.iter().map(|root| ("tokens of a root", root.root.tokens));
-            for (what, value) in numbers.chain(roots) {
-                if !(0.0..=1e15).contains(&value) {
-                    return Err(bad(what, value.to_string(), "0 to 1e15".into()));
-                }
-            }
-            if let Some(root) = load.roots.iter().find(|root| !(0.0..=1.0).contains(&root.probability)) {
-                return Err(bad("probability of a root", root.probability.to_string(), "0 to 1".into()));
-            }
-            if load.roots.len() > MAX_ROOTS {
-                return Err(bad("roots", load.roots.len().to_string(), format!("at most {MAX_ROOTS}")));
-            }
-            if let Ok(id) = fleet.find(instance) {
-                by_slot.resize(by_slot.len().max(id.index() + 1), Published::default());
-                by_slot[id.index()] = load;
-            }
+    ) -> Result<bool, CoreError> {
+        let Message { from, version, base, loads } = message;
+        let known = self.by_name.get(from);
+        if base.is_some() && known.map(|replica| replica.version) != base {
+            return Ok(false);
         }
-        if !self.by_name.contains_key(replica) && self.by_name.len() >= MAX_REPLICAS {
+        let loads: Vec<(&str, Published)> = loads.into_iter().collect();
+        for (instance, load) in &loads {
+            load.check(|| format!("on {instance} in the load of router {from}"))?;
+        }
+        if known.is_none() && self.by_name.len() >= MAX_REPLICAS {
             return Err(CoreError::BadValue {
                 what: "peer routers".into(),
-                got: format!("{replica}, after {MAX_REPLICAS} others"),
+                got: format!("{from}, after {MAX_REPLICAS} others"),
                 expected: format!("at most {MAX_REPLICAS}"),
             });
         }
-        let said = Replica { heard: now, shares: by_slot.clone() };
-        let before = self.by_name.insert(replica.into(), said);
-        self.count(ledgers, &before.map_or_else(Vec::new, |before| before.shares), &by_slot, now);
-        Ok(())
+        let kept = known.filter(|_| base.is_some()).map(|replica| &replica.elsewhere);
+        let is_new = |name: &str| {
+            fleet.get(name).is_none() && kept.is_none_or(|elsewhere| !elsewhere.contains_key(name))
+        };
+        let new = loads.iter().filter(|(name, load)| !load.is_nothing() && is_new(name)).count();
+        let elsewhere = kept.map_or(0, HashMap::len) + new;
+        if elsewhere > MAX_ELSEWHERE {
+            return Err(CoreError::BadValue {
+                what: format!("instances in the load of router {from} that this router does not have"),
+                got: elsewhere.to_string(),
+                expected: format!("at most {MAX_ELSEWHERE}; give all routers the same instances"),
+            });
+        }
+        let replica = self.by_name.entry(from.into()).or_default();
+        (replica.heard, replica.version) = (now, version);
+        let mut ended = Vec::new();
+        if base.is_none() {
+            replica.elsewhere.clear();
+            ended.extend(replica.loads.iter().map(|heard| !heard.load.is_nothing()));
+        }
+        for (instance, load) in loads {
+            let Some(id) = fleet.get(instance) else {
+                self.set_elsewhere(from, instance, load, now);
+                continue;
+            };
+            ended.get_mut(id.index()).into_iter().for_each(|ended| *ended = false);
+            self.set(ledgers, from, id.index(), Heard { load, at: now }, now);
+        }
+        for (slot, _) in ended.iter().enumerate().filter(|(_, ended)| **ended) {
+            self.set(ledgers, from, slot, Heard::default(), now);
+        }
+        self.join(ledgers, fleet, from, now);
+        Ok(true)
+    }
+
+    fn set_elsewhere(&mut self, from: &str, instance: &str, load: Published, now: Seconds) {
+        let Some(replica) = self.by_name.get_mut(from) else { return };
+        if load.is_nothing() {
+            replica.elsewhere.remove(instance);
+        } else {
+            replica.elsewhere.insert(instance.into(), Heard { load, at: now });
+        }
+    }
+
+    /// Counts a peer's load on instances that have joined the fleet.
+    fn join(&mut self, ledgers: &mut Ledgers<'_>, fleet: &Fleet, from: &str, now: Seconds) {
+        let Some(replica) = self.by_name.get_mut(from).filter(|replica| replica.joined) else { return };
+        replica.joined = false;
+        let joined: Vec<(usize, Heard)> = replica
+            .elsewhere
+            .extract_if(|name, _| fleet.get(name).is_some())
+            .filter_map(|(name, heard)| Some((fleet.get(&name)?.index(), heard)))
+            .collect();
+        for (slot, heard) in joined {
+            self.set(ledgers, from, slot, heard, now);
+        }
+    }
+
+    /// Replaces a peer's load on a slot.
+    fn set(&mut self, ledgers: &mut Ledgers<'_>, from: &str, slot: usize, heard: Heard, now: Seconds) {
+        let Some(replica) = self.by_name.get_mut(from) else { return };
+        if replica.loads.len() <= slot {
+            replica.loads.resize(slot + 1, Heard::default());
+        }
+        let new = heard.share(now, ledgers.load);
+        let old = std::mem::replace(&mut replica.loads[slot], heard).share(now, ledgers.load);
+        self.replace(ledgers.load, slot, &old, &new, now);
+        self.count_programs(ledgers.programs.as_deref_mut(), slot);
     }
 
     /// Removes the load of peers without a message in the last `seconds`. Returns their names.
@@ -172,8 +260,12 @@ impl Replicas {
         let gone = self.by_name.iter().filter(|(_, replica)| replica.heard < oldest);
         let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
         for name in &gone {
-            if let Some(replica) = self.by_name.remove(name) {
-                self.count(ledgers, &replica.shares, &[], now);
+            let Some(replica) = self.by_name.remove(name) else { continue };
+            for (slot, heard) in
+                replica.loads.iter().enumerate().filter(|(_, heard)| !heard.load.is_nothing())
+            {
+                self.replace(ledgers.load, slot, &heard.load.share, &Share::default(), now);
+                self.count_programs(ledgers.programs.as_deref_mut(), slot);
             }
         }
         gone
@@ -184,32 +276,31 @@ impl Replicas {
         self.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
     }
 
-    /// Updates the ledgers from a peer's load `before` to its load `shares`.
-    fn count(&mut self, ledgers: &mut Ledgers<'_>, before: &[Published], shares: &[Published], now: Seconds) {
-        let nothing = Published::default();
-        for slot in 0..before.len().max(shares.len()) {
-            let [old, new] = [before, shares].map(|all| all.get(slot).unwrap_or(&nothing));
-            let sum = self.replace(slot, &old.share, &new.share);
-            ledgers.load.set_peers(slot, sum, now);
-            if let Some(all) = &mut ledgers.programs {
-                let roots = self.published(slot).flat_map(|load| load.roots.iter().copied()).collect();
-                let peers = PeerPrograms {
-                    tokens: sum.program_tokens,
-                    programs: sum.programs,
-                    held_tokens: sum.held_program_tokens,
-                    admitted_tokens: sum.admitted_program_tokens,
-                    roots,
-                };
-                all.set_peers(InstanceId(slot as u32), peers);
-            }
-        }
+    /// Counts the agent programs of all peers, once programs are followed.
+    pub fn count_all_programs(&self, programs: &mut Programs) {
+        (0..self.sums.len()).for_each(|slot| self.count_programs(Some(&mut *programs), slot));
+    }
+
+    /// Updates a slot's working set.
+    fn count_programs(&self, programs: Option<&mut Programs>, slot: usize) {
+        let Some(programs) = programs else { return };
+        let sum = &self.sums[slot].share;
+        let peers = PeerPrograms {
+            tokens: sum.program_tokens,
+            programs: sum.programs,
+            held_tokens: sum.held_program_tokens,
+            admitted_tokens: sum.admitted_program_tokens,
+            roots: self.published(slot).flat_map(|heard| heard.load.roots.iter().copied()).collect(),
+        };
+        programs.set_peers(InstanceId(slot as u32), peers);
     }
 }
 
 impl Listener for Replicas {
-    fn member(&mut self, member: Member, _: &Fleet) {
-        if let Member::Removed(id) = member {
-            self.clear(id.index());
+    fn member(&mut self, member: Member, fleet: &Fleet) {
+        match member {
+            Member::Added { .. } => self.by_name.values_mut().for_each(|replica| replica.joined = true),
+            Member::Removed(id) => self.clear(id, fleet),
         }
     }
 }

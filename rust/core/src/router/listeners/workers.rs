@@ -91,8 +91,6 @@ impl Workers {
     pub fn publish(&mut self, ledger: &mut Ledger, fleet: &Fleet, now: Seconds) {
         if ledger.changes.take(&mut self.changed) {
             let mut changed = std::mem::take(&mut self.changed);
-            changed.sort_unstable();
-            changed.dedup();
             changed.drain(..).for_each(|slot| self.write(ledger, fleet, slot as usize, now));
             self.changed = changed;
         }

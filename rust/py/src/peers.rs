@@ -1,0 +1,99 @@
+//! `LoadMessage` and `encode_load`: the messages between peer routers.
+use crate::errors::{BadValueError, Result};
+use crate::router::Router;
+use lmetric_core::router::ledger::{FORMAT, LoadMessage as CoreMessage, MessageError};
+use pyo3::create_exception;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+create_exception!(
+    lmetric,
+    LoadFormatError,
+    BadValueError,
+    "A load message of a router of another version. The message has both formats."
+);
+
+/// A load message of a peer router, in the form that `encode_load` returns: the load on all
+/// instances, or the changes since the version `base`. Raises `BadValueError`, also for an impossible
+/// number, or `LoadFormatError`.
+#[pyclass(frozen, module = "lmetric")]
+pub struct LoadMessage {
+    inner: CoreMessage,
+}
+
+impl LoadMessage {
+    /// The message of the core.
+    pub fn inner(&self) -> &CoreMessage {
+        &self.inner
+    }
+}
+
+#[pymethods]
+impl LoadMessage {
+    /// The format of the messages.
+    #[classattr]
+    const FORMAT: u8 = FORMAT;
+
+    #[new]
+    fn new(py: Python<'_>, body: &[u8]) -> Result<LoadMessage> {
+        match py.detach(|| CoreMessage::decode(body)) {
+            Ok(inner) => Ok(LoadMessage { inner }),
+            Err(MessageError::Number(error)) => Err(error.into()),
+            Err(error @ MessageError::Format(_)) => Err(LoadFormatError::new_err(error.to_string()).into()),
+            Err(error) => Err(BadValueError::new_err(error.to_string()).into()),
+        }
+    }
+
+    /// Id of the router that sent it.
+    #[getter]
+    fn sender(&self) -> &str {
+        &self.inner.sender
+    }
+
+    /// Version of the load.
+    #[getter]
+    fn version(&self) -> u64 {
+        self.inner.version
+    }
+
+    /// Version that the message changes; None: it has the whole load.
+    #[getter]
+    fn base(&self) -> Option<u64> {
+        self.inner.base
+    }
+
+    /// Number of instances in it.
+    fn __len__(&self) -> usize {
+        self.inner.models.iter().map(|(_, instances)| instances.len()).sum()
+    }
+}
+
+/// Returns a message for peer routers: the load that `routers` placed, by model, as of the version
+/// `version` of their `enter_load`.
+///
+/// `sender`: id of the sender, hexadecimal digits. `base`: the version that the receiver has; the
+/// message has only the changes since then. None: the message has the whole load.
+#[pyfunction]
+#[pyo3(signature = (sender, version, base, routers, *, now=None))]
+fn encode_load<'py>(
+    py: Python<'py>,
+    sender: &str,
+    version: u64,
+    base: Option<u64>,
+    routers: Vec<(String, Bound<'py, Router>)>,
+    now: Option<f64>,
+) -> Result<Bound<'py, PyBytes>> {
+    let of = |(model, router): &(String, Bound<'py, Router>)| {
+        Ok::<_, crate::errors::Error>((model.as_str().into(), router.get().load_since(py, base, now)?))
+    };
+    let models = routers.iter().map(of).collect::<Result<Vec<_>>>()?;
+    let message = CoreMessage { sender: sender.into(), version, base, models };
+    Ok(PyBytes::new(py, &message.encode()))
+}
+
+/// Adds the class, the function and the exception to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("LoadFormatError", module.py().get_type::<LoadFormatError>())?;
+    module.add_class::<LoadMessage>()?;
+    module.add_function(wrap_pyfunction!(encode_load, module)?)
+}

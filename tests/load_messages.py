@@ -1,0 +1,42 @@
+"""Load messages between routers, byte by byte: an encoder that is independent of the core's."""
+
+import struct
+from collections.abc import Mapping, Sequence
+
+# By engine: the numbers by their bit (0: coming, 1: queued, 2: scheduled, 3: decoding, ...), and
+# the roots of agent programs: hash, tokens, probability.
+Loads = Mapping[str, tuple[Mapping[int, float], Sequence[tuple[int, float, float]]]]
+
+
+def number(value: int) -> bytes:
+    """Returns an integer as LEB128."""
+    out = b""
+    while value >= 0x80:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def text(value: str) -> bytes:
+    """Returns a text with its length."""
+    return number(len(value.encode())) + value.encode()
+
+
+def message(
+    models: Mapping[str, Loads] | None = None,
+    *,
+    sender: str = "ab",
+    version: int = 0,
+    base: int | None = None,
+    form: int = 1,
+) -> bytes:
+    """Returns a message; without ``base``, of the whole load."""
+    out = b"lmload" + bytes([form]) + text(sender)
+    out += number(version) + number(0 if base is None else base + 1) + number(len(models or {}))
+    for model, loads in (models or {}).items():
+        out += text(model) + number(len(loads))
+        for engine, (numbers, roots) in loads.items():
+            out += text(engine) + number(sum(1 << bit for bit in numbers))
+            out += b"".join(struct.pack("<f", numbers[bit]) for bit in sorted(numbers))
+            out += number(len(roots)) + b"".join(struct.pack("<Qff", *root) for root in roots)
+    return out
