@@ -138,8 +138,8 @@ struct Sender {
 }
 
 impl Sender {
-    /// Sends the changes, or the whole load, to `b`. Returns the number of instances in the message,
-    /// or none if `b` needs the whole load.
+    /// Sends the changes, or the whole load, to `b`. Returns the number of instances in the
+    /// message, or none if `b` needs the whole load.
     fn send(&mut self, a: &mut Router, b: &mut Router, now: f64) -> Option<usize> {
         self.enter(a, now);
         let models = vec![("m".into(), a.load_since(self.known, now))];

@@ -14,8 +14,8 @@ create_exception!(
 );
 
 /// A load message of a peer router, in the form that `encode_load` returns: the load on all
-/// instances, or the changes since the version `base`. Raises `BadValueError`, also for an impossible
-/// number, or `LoadFormatError`.
+/// instances, or the changes since the version `base`. Raises `BadValueError`, also for an
+/// impossible number, or `LoadFormatError`.
 #[pyclass(frozen, module = "lmetric")]
 pub struct LoadMessage {
     inner: CoreMessage,

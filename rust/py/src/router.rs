@@ -868,9 +868,9 @@ impl Router {
 
     /// Applies a message of a peer router: its load on the instances of `model` counts as this
     /// router's own until its next message. Load on instances that this router does not have counts
-    /// once it has them. Returns False if the message has changes of another version than that of the
-    /// last message; the next one must have the whole load. Raises `BadValueError` for too many peers
-    /// or instances; an error changes nothing.
+    /// once it has them. Returns False if the message has changes of another version than that of
+    /// the last message; the next one must have the whole load. Raises `BadValueError` for too many
+    /// peers or instances; an error changes nothing.
     #[pyo3(signature = (message, model, *, now=None))]
     fn import_load(
         &self,

@@ -96,11 +96,10 @@ pub(super) mod tests {
     use std::sync::LazyLock;
 
     /// The values of an engine that has learned nothing yet: gamma 0.1, 0.1 s per token.
-    pub(in crate::engine) static NOTHING: LazyLock<Learned> =
-        LazyLock::new(|| {
-            let boost = EngineBoost::new(Settings::default(), 0.1).unwrap();
-            Learned { boost, ..learned("uniboost") }
-        });
+    pub(in crate::engine) static NOTHING: LazyLock<Learned> = LazyLock::new(|| {
+        let boost = EngineBoost::new(Settings::default(), 0.1).unwrap();
+        Learned { boost, ..learned("uniboost") }
+    });
 
     fn learned(order: &str) -> Learned {
         let order = Order::named(order, 0, TokenSlo::same(0.1)).unwrap();
