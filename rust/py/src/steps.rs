@@ -82,7 +82,7 @@ impl StepTable {
         before: u32,
         most: u32,
     ) -> Result<Option<u32>> {
-        if !(seconds > 0.0) {
+        if seconds.is_nan() || seconds <= 0.0 {
             return Err(CoreError::BadValue {
                 what: "seconds of a step".into(),
                 got: seconds.to_string(),

@@ -46,6 +46,9 @@ impl State {
     }
 }
 
+/// The feed's lock, the hashes of stored blocks, and that of the block before them.
+pub(super) type Hashed<'a> = (MutexGuard<'a, State>, Vec<u64>, Option<u64>);
+
 impl KvFeed {
     /// Hashes stored blocks without the feed's lock. Returns the lock, the hashes, and that of the
     /// block before them, which `begin` finds. Begins again if the instance's data is dropped
@@ -55,7 +58,7 @@ impl KvFeed {
         source: Source,
         stored: &Stored<'_>,
         begin: impl Fn(&mut State) -> Result<Option<u64>, E>,
-    ) -> Result<(MutexGuard<'_, State>, Vec<u64>, Option<u64>), E> {
+    ) -> Result<Hashed<'_>, E> {
         loop {
             let (last, epoch, mut chain) = {
                 let state = &mut *self.state.lock();

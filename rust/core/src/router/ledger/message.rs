@@ -7,9 +7,9 @@
 //! 2. the message's version, and 1 plus the version that it changes (0: it is the whole load);
 //! 3. the number of models, and of each the name, the number of its instances, and the instances.
 //!
-//! An instance has a name, a mask, numbers, the number of its roots, and the roots. The mask has a bit
-//! for each number of [`Share`]; numbers that are zero are left out. A root has its hash (8 bytes),
-//! tokens and probability. An instance without numbers and roots has no load any more.
+//! An instance has a name, a mask, numbers, the number of its roots, and the roots. The mask has a
+//! bit for each number of [`Share`]; numbers that are zero are left out. A root has its hash
+//! (8 bytes), tokens and probability. An instance without numbers and roots has no load any more.
 use super::share::{Published, Share};
 use crate::error::CoreError;
 use crate::program::{MAX_ROOTS, PeerRoot, Root};
@@ -17,8 +17,8 @@ use thiserror::Error;
 
 /// First bytes of a message.
 const MAGIC: &[u8; 6] = b"lmload";
-/// Format of the messages. A change of the layout, of [`Share::NAMES`] or of the meaning of a number
-/// needs a new one.
+/// Format of the messages. A change of the layout, of [`Share::NAMES`] or of the meaning of a
+/// number needs a new one.
 pub const FORMAT: u8 = 1;
 /// Maximum number of instances in a message, over all models.
 pub const MAX_INSTANCES: usize = 65_536;
@@ -26,6 +26,9 @@ const MAX_MODELS: usize = 1_024;
 /// Maximum number of bytes of a name.
 const MAX_NAME: usize = 200;
 const MAX_SENDER: usize = 64;
+
+/// Instances and their load.
+pub type Loads = Vec<(Box<str>, Published)>;
 
 /// The load that a router publishes, or the changes of it since an earlier message.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,7 +41,7 @@ pub struct LoadMessage {
     pub base: Option<u64>,
     /// By model: instances and their load. In changes, no load stands for an instance that has none
     /// any more.
-    pub models: Vec<(Box<str>, Vec<(Box<str>, Published)>)>,
+    pub models: Vec<(Box<str>, Loads)>,
 }
 
 /// Why bytes are not a load message.

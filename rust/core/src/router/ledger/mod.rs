@@ -371,8 +371,8 @@ impl Ledger {
         self.recent_seconds
     }
 
-    /// Returns whether the own load of a slot changes between events: prefills progress, and streams
-    /// produce tokens.
+    /// Returns whether the own load of a slot changes between events: prefills progress, and
+    /// streams produce tokens.
     pub fn moves(&self, slot: usize) -> bool {
         self.in_flight(slot) > 0.0 || !self.backlogs.is_empty(slot)
     }

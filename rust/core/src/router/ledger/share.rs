@@ -186,8 +186,8 @@ impl Share {
     }
 
     /// Returns the load `seconds` later: the sums with exponential decay shrink. The load of agent
-    /// programs stays, because only their router knows it. `recent_seconds`: time constant of recent
-    /// prefills.
+    /// programs stays, because only their router knows it. `recent_seconds`: time constant of
+    /// recent prefills.
     pub(in crate::router) fn later(&self, seconds: Seconds, recent_seconds: Seconds) -> Share {
         if seconds <= 0.0 {
             return *self;
