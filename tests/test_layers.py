@@ -311,7 +311,7 @@ def test_no_files_of_the_core_router_import_each_other_in_a_circle() -> None:
 FEATURES = {"admission", "guard", "priority", "program", "rebalance", "warm"}
 FEATURE_DATA = {
     *("guard::slots::Restriction", "guard::slots::SlotSet", "priority::Priority", "priority::vtc::Place"),
-    *("program::PeerRoot", "program::capacity::FullCache"),
+    *("program::MAX_ROOTS", "program::PeerRoot", "program::capacity::FullCache"),
 }
 
 

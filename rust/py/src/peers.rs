@@ -1,7 +1,7 @@
 //! `LoadMessage` and `encode_load`: the messages between peer routers.
 use crate::errors::{BadValueError, Result};
 use crate::router::Router;
-use lmetric_core::router::ledger::{FORMAT, LoadMessage as CoreMessage, MessageError};
+use lmetric_core::router::{LOAD_FORMAT as FORMAT, LoadMessage as CoreMessage, MessageError};
 use pyo3::create_exception;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

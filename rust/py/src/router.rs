@@ -27,9 +27,10 @@ use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
 use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
-use lmetric_core::router::ledger::{LoadMessage as CoreMessage, Published, Report};
+use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
-    IndexFeed, Message, NamedMove, Router as CoreRouter, RouterConfig, SharedRouter, TierConfig,
+    IndexFeed, LoadMessage as CoreMessage, Message, NamedMove, Router as CoreRouter, RouterConfig,
+    SharedRouter, TierConfig,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;

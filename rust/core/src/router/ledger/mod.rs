@@ -8,7 +8,6 @@ mod changes;
 mod counts;
 mod declared;
 mod external;
-mod message;
 mod owners;
 mod rates;
 mod share;
@@ -20,7 +19,6 @@ pub use backlog::Drains;
 pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
-pub use message::{FORMAT, LoadMessage, MessageError};
 pub use owners::Owners;
 pub use share::{Published, Share, Timed};
 pub use tier_loads::TierLoads;
@@ -33,8 +31,8 @@ use account::Account;
 use backlog::Backlogs;
 use changes::Changes;
 use rates::Rates;
+use share::WINDOW_SECONDS;
 use std::ops::Range;
-use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
 #[derive(Clone, Debug)]
@@ -359,34 +357,6 @@ impl Ledger {
             queued_prefill_pairs: self.backlogs.own_pairs(slot),
             ..self.accounts[slot].share(self.recent_seconds, now)
         }
-    }
-
-    /// Returns the load of peer routers on a slot.
-    pub fn peers(&self, slot: usize) -> &Share {
-        &self.accounts[slot].peers.share
-    }
-
-    /// Returns the time constant of recent prefills.
-    pub fn recent_seconds(&self) -> Seconds {
-        self.recent_seconds
-    }
-
-    /// Returns whether the own load of a slot changes between events: prefills progress, and
-    /// streams produce tokens.
-    pub fn moves(&self, slot: usize) -> bool {
-        self.in_flight(slot) > 0.0 || !self.backlogs.is_empty(slot)
-    }
-
-    /// Sets the load of peer routers on a slot.
-    pub fn set_peers(&mut self, slot: usize, peers: Share, now: Seconds) {
-        self.backlogs.set_peers(slot, peers.queued_prefill_tokens);
-        let account = &mut self.accounts[slot];
-        account.peers = Timed { share: peers, at: now };
-        if peers.recent_prefill_tokens > 0.0 {
-            account.windows.prefills_began(now);
-        }
-        self.write_fetches(slot);
-        self.write_columns(slot);
     }
 
     /// Returns the number of own requests on the slot, including bound ones.

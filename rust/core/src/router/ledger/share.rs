@@ -1,8 +1,10 @@
 //! Published load: one router's load on an instance, for its peers.
-use super::windows::WINDOW_SECONDS;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::program::{MAX_ROOTS, PeerRoot};
+
+/// Time constant of the `window_*` indicators, in seconds.
+pub const WINDOW_SECONDS: f64 = 180.0;
 
 /// Decaying sums below this count as zero, so that idle instances have no load.
 const MIN_SUM: f64 = 0.5;
@@ -221,5 +223,35 @@ impl Timed {
     /// Returns the load at `now`.
     pub(in crate::router) fn now(&self, now: Seconds, recent_seconds: Seconds) -> Share {
         self.share.later(now - self.at, recent_seconds)
+    }
+}
+
+impl super::Ledger {
+    /// Returns the load of peer routers on a slot.
+    pub fn peers(&self, slot: usize) -> &Share {
+        &self.accounts[slot].peers.share
+    }
+
+    /// Returns the time constant of recent prefills.
+    pub fn recent_seconds(&self) -> Seconds {
+        self.recent_seconds
+    }
+
+    /// Returns whether the own load of a slot changes between events: prefills progress, and
+    /// streams produce tokens.
+    pub fn moves(&self, slot: usize) -> bool {
+        self.in_flight(slot) > 0.0 || !self.backlogs.is_empty(slot)
+    }
+
+    /// Sets the load of peer routers on a slot.
+    pub fn set_peers(&mut self, slot: usize, peers: Share, now: Seconds) {
+        self.backlogs.set_peers(slot, peers.queued_prefill_tokens);
+        let account = &mut self.accounts[slot];
+        account.peers = Timed { share: peers, at: now };
+        if peers.recent_prefill_tokens > 0.0 {
+            account.windows.prefills_began(now);
+        }
+        self.write_fetches(slot);
+        self.write_columns(slot);
     }
 }

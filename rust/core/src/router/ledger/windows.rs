@@ -1,12 +1,9 @@
 //! Sums with exponential decay: prefill tokens placed on an instance and output tokens it produced.
-use super::share::Share;
+use super::share::{Share, WINDOW_SECONDS};
 use crate::estimate::StepTime;
 use crate::estimate::decayed::Decayed;
 use crate::ids::Seconds;
 use std::ops::Range;
-
-/// Time constant of the `window_*` indicators, in seconds.
-pub const WINDOW_SECONDS: f64 = 180.0;
 
 /// Recent input and output of an instance.
 #[derive(Clone, Copy, Debug)]

@@ -7,6 +7,7 @@ mod demand;
 pub mod guard;
 pub mod lengths;
 mod listener;
+pub mod message;
 pub mod outgoing;
 pub mod priorities;
 pub mod rebalancing;
