@@ -215,6 +215,18 @@ fn load_waits_for_an_instance_that_joins_later() {
 }
 
 #[test]
+fn a_newer_load_replaces_the_one_that_waited() {
+    let (mut a, mut b) = (router("least_requests", &["y"]), router("least_requests", &["x"]));
+    let mut sender = Sender::default();
+    a.route(&request(&chain(1, 10)), 0.0).unwrap();
+    sender.send(&mut a, &mut b, 0.0).unwrap();
+    b.add_instance("y", Role::Both, None).unwrap();
+    a.route(&request(&chain(2, 10)), 0.1).unwrap();
+    assert_eq!(sender.send(&mut a, &mut b, 0.1), Some(1));
+    assert_eq!(value(&b, Indicator::Bs, "y"), 2.0);
+}
+
+#[test]
 fn an_instance_that_its_router_removed_has_no_load_of_it() {
     let (mut a, mut b) = (router("least_requests", &["x"]), router("least_requests", &["x"]));
     let mut sender = Sender::default();

@@ -199,6 +199,8 @@ impl Replicas {
             replica.elsewhere.clear();
             ended.extend(replica.loads.iter().map(|heard| !heard.load.is_nothing()));
         }
+        // Before the message's own loads, which are newer.
+        self.join(ledgers, fleet, from, now);
         for (instance, load) in loads {
             let Some(id) = fleet.get(instance) else {
                 self.set_elsewhere(from, instance, load, now);
@@ -210,7 +212,6 @@ impl Replicas {
         for (slot, _) in ended.iter().enumerate().filter(|(_, ended)| **ended) {
             self.set(ledgers, from, slot, Heard::default(), now);
         }
-        self.join(ledgers, fleet, from, now);
         Ok(true)
     }
 
