@@ -277,7 +277,8 @@ def _print_budgets(made: Calibration, token_slo_ms: float) -> None:
     from lmetric_lab.calibrate.budget import CONTEXT_TOKENS, budgets
 
     rows, present = [], made.profile.max_batch_tokens
-    for budget in budgets(made.profile, token_slo_ms / 1e3):
+    found = list(budgets(made.profile, token_slo_ms / 1e3))
+    for budget in found:
         full, rate = budget.full_prompt_tokens_per_second, budget.prompt_tokens_per_second
         rows.append(
             [
@@ -293,7 +294,7 @@ def _print_budgets(made: Calibration, token_slo_ms: float) -> None:
         rows,
         title=f"Budgets for {token_slo_ms:g} ms between tokens, beside decodes of {CONTEXT_TOKENS} tokens",
     )
-    if any(budget.batch_tokens is None for budget in budgets(made.profile, token_slo_ms / 1e3)):
+    if any(budget.batch_tokens is None for budget in found):
         note(
             "none: the decodes alone take longer, or the budget would be below the engine's sequences; lower "
             "--max-num-seqs, or let the engine's scheduler choose: docs/how-to/engine_schedulers.md"
