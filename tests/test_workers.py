@@ -274,10 +274,14 @@ async def send_sessions(client: Client, sessions: range) -> None:
 
 
 async def canary_of(client: Client, requests: int) -> Any:
-    """Returns the canary once all workers show this number of requests. All must show the same."""
+    """Returns the canary once all workers show this number of requests, all the same.
+
+    Each question meets any worker: 16 answers in a row with this number come from all of them.
+    Fewer could all be of a worker that has not yet sent its own results to the others.
+    """
     seen: list[Any] = []
     async with asyncio.timeout(60):
-        while len(seen) < 6:
+        while len(seen) < 16:
             (found,) = await client.get("/admin/canary")
             run = found["canary"]
             for own in ("seconds", "warmup_left_seconds"):
@@ -285,6 +289,7 @@ async def canary_of(client: Client, requests: int) -> Any:
             if sum(run["requests"].values()) == requests:
                 seen.append(found)
             else:
+                seen.clear()
                 await asyncio.sleep(0.05)
     assert all(each == seen[0] for each in seen)
     return seen[0]
