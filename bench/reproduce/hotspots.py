@@ -12,7 +12,7 @@ import numpy as np
 from book import Claim, Made, Ours, Row, figure, rounded
 from comparisons import against
 from numpy.typing import NDArray
-from world import HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
+from world import DEFAULT, HALF, INSTANCES, LMETRIC, VLLM, Choice, Stage, World, values
 
 from hot_spot import HOT, surge
 from lmetric.policies import Columns, policy_function
@@ -145,7 +145,16 @@ HOT_COLUMNS = {
     "filters": ("filters", 1.0),
 }
 GUARDED = Choice("lmetric", label="guard on", settings={"guard": True})
-CONTENDERS = {"off": UNGUARDED, "on": GUARDED, "vllm": VLLM}
+CONTENDERS = {"off": UNGUARDED, "on": GUARDED, "default": DEFAULT, "vllm": VLLM}
+# Claims about the default policy, which turns the guard on: what is compared, and its figure.
+OF_DEFAULT = {
+    "their TTFT": "ttft",
+    "their E2E": "e2e",
+    "their TPOT": "tpot",
+    "TTFT of all requests with the prefix": "prefix_ttft",
+    "TTFT of all requests": "all_ttft",
+    "TPOT of all requests": "all_tpot",
+}
 
 
 @figure("guard", "Section 5.2: a made hot spot, the guard on and off")
@@ -223,6 +232,11 @@ def guard(world: World) -> Made:
             Claim("TTFT of all requests, guard on against vLLM's", "no figure", "",
                   ratio("on", "vllm", "all_ttft")),
             Claim("the others' TPOT, on against off", "no figure", "", ratio("on", "off", "others")),
+            *(
+                Claim(f"{what}, the default policy against vLLM's", "no figure", "",
+                      ratio("default", "vllm", quantity))
+                for what, quantity in OF_DEFAULT.items()
+            ),
         ],
         {"runs": rows},
     )  # fmt: skip
