@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -140,6 +141,7 @@ async def test_the_fleet_follows_and_a_broken_file_changes_nothing(tmp_path: Pat
                 assert (await it.post())[0] == 200
                 state = orjson.loads((await it.get("/debug/discovery"))[1])
                 assert "engines.yaml:" in state[0]["problem"]
+                assert abs(state[0]["problem_since"] - time.time()) < 60
                 assert state[0]["engines"] == 2
             file.write_text(listing(a, b))  # the old content: no news, but no problem any more
             await it.until(lambda: [entry["event"] for entry in logs].count("discovery works again") == 2)
@@ -147,6 +149,7 @@ async def test_the_fleet_follows_and_a_broken_file_changes_nothing(tmp_path: Pat
             await it.until(lambda: names(it) == {"f1", "f2"})
             state = orjson.loads((await it.get("/debug/discovery"))[1])
             assert (state[0]["problem"], state[0]["source"]) == (None, f"file:{file}")
+            assert state[0]["problem_since"] is None
             rows = orjson.loads((await it.get("/debug/engines"))[1])
             assert {row["source"] for row in rows} == {f"file:{file}"}
             metrics = (await it.get("/metrics"))[1].decode()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shlex
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,15 @@ async def test_ready_counts_engines_for_everyone_and_names_them_for_administrato
     keys = tmp_path / "keys.yaml"
     keys.write_text("sk-alice: alice\n")
     engines: list[Any] = [{"url": "http://127.0.0.1:9", "name": "secret-name"}]
+    began = time.time() - 1
     config: dict[str, Any] = {"auth": {"keys_file": str(keys)}, "admin": {"token": "root-token"}}
     async with world(1, **config) as it:
         engines.append({"url": it.engines[0].url, "name": "other-name"})
         status, body = await it.get("/ready")
         got = orjson.loads(body)
         assert (status, got["ready"], got["usable"], got["modes"]) == (200, True, 1, {"approximate": 1})
-        assert [set(each) for each in got["warnings"]] == [{"what", "cause", "fix", "engines"}]
+        assert [set(each) for each in got["warnings"]] == [{"what", "cause", "since", "fix", "engines"}]
+        assert began <= got["warnings"][0]["since"] <= time.time() + 1
         assert "models" not in got
         got = orjson.loads((await it.get("/ready", ADMIN))[1])
         assert (got["warnings"][0]["names"], got["models"][0]["model"]) == (["e0"], "tiny")
@@ -131,6 +134,7 @@ async def test_ready_counts_engines_for_everyone_and_names_them_for_administrato
             assert b"127.0.0.1" not in body
         got = orjson.loads((await it.get("/ready", ADMIN))[1])
         assert got["warnings"][0]["names"] == ["secret-name"]
+        assert began <= got["warnings"][0]["since"] <= time.time() + 1
 
 
 @pytest.mark.parametrize(

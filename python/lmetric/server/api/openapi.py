@@ -332,15 +332,16 @@ def _components() -> JSON:
     count, text = {"type": "integer", "minimum": 0}, {"type": "string"}
     warning = {
         "type": "object",
-        "required": ["what", "cause", "fix", "engines"],
+        "required": ["what", "cause", "since", "fix", "engines"],
         "properties": {
             "what": {
                 "enum": [
                     *("not usable", "approximate", "load_only", "decode_policy", "rebalance"),
-                    *("certificate", "discovery", "other model", "records", "replica"),
+                    *("certificate", "cpu", "discovery", "other model", "records", "refusals", "replica"),
                 ]
             },
             "cause": text,
+            "since": {"type": ["number", "null"], "description": "Unix time in seconds, if it is known"},
             "fix": {"type": ["string", "null"]},
             "engines": count,
             "reason": {**text, "description": "The cause with names and addresses, for administrators"},

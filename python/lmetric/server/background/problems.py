@@ -58,7 +58,8 @@ class OwnProblems:
         for row in self.discovery.state():
             if row["problem"] is not None:
                 cause = "a source of engines cannot be read; its last engines stay"
-                yield Problem("discovery", cause, f"{row['source']}: {row['problem']}", None)
+                reason = f"{row['source']}: {row['problem']}"
+                yield Problem("discovery", cause, reason, None, since=row["problem_since"])
         failure = self.recorder.writer.failure if self.recorder is not None else None
         if failure is not None:
             reason = f"{failure.folder}: {failure.reason}"
@@ -124,4 +125,5 @@ def _of_certificate(context: TlsContext) -> Iterator[Problem]:
         cause = "a TLS certificate has expired" if days <= 0 else "a TLS certificate expires soon"
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(context.expires_at))
         reason = f"{context.name}: {context.certificate} expires on {when}"
-        yield Problem("certificate", cause, reason, fix, is_bad=days <= 0)
+        since = context.expires_at if days <= 0 else None
+        yield Problem("certificate", cause, reason, fix, since=since, is_bad=days <= 0)

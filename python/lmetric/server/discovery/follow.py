@@ -17,6 +17,7 @@ from lmetric.server.discovery.members import Members
 from lmetric.server.discovery.source import Found, Source, SourceError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.problem import unix_of
 
 log = structlog.get_logger("lmetric.discovery")
 
@@ -72,6 +73,7 @@ class _Followed:
         self.failures = 0
         self.updated_at: float | None = None
         self.wrong: str | None = None
+        self.wrong_since: float | None = None  # monotonic
         self.reported = asyncio.Event()  # set at the first report, of engines or of a problem
         self._members = members
         self._problem: str | None = None  # of the last read
@@ -121,6 +123,8 @@ class _Followed:
             log.warning("discovery failed", source=self.name, reason=wrong, engines_kept=engines)
         elif wrong is None and self.wrong is not None:
             log.info("discovery works again", source=self.name, engines=engines)
+        if (wrong is None) is not (self.wrong is None):
+            self.wrong_since = None if wrong is None else time.monotonic()
         self.wrong = wrong
         self.reported.set()
 
@@ -229,6 +233,7 @@ class Discovery:
                 "source": source.name,
                 "engines": len(self.members.of(source.name)),
                 "problem": source.wrong,
+                "problem_since": unix_of(source.wrong_since),
                 "updates": source.updates,
                 "failures": source.failures,
                 "last_update_age_seconds": None

@@ -251,6 +251,18 @@ class Engine:
         return NotUsable(cause, self.last_error, fix)
 
     @property
+    def problem_since(self) -> float | None:
+        """When it was lost or ejected, or got its mode below `exact`; monotonic seconds.
+
+        None: it has no such problem, or gets no requests because it is held or saturated.
+        """
+        if self.in_service:
+            return None if self.mode.name == "exact" else self.mode_since
+        if self.held or (self.healthy and self.service.state != "EJECTED"):
+            return None
+        return max(self.service.since, self.added_at)
+
+    @property
     def sends_prefixes(self) -> bool:
         """Whether other engines still fetch its prefixes because it leaves."""
         return self.model is not None and self.model.sends_prefixes(self.name)

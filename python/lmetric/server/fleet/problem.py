@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
+
+_UNIX = time.time() - time.monotonic()  # fixed, so that a time is shown the same each second
+
+
+def unix_of(at: float | None) -> float | None:
+    """Returns a monotonic time as Unix time, both in seconds; None stays None."""
+    return None if at is None else round(_UNIX + at, 1)
 
 
 @dataclass(slots=True)
@@ -26,5 +34,11 @@ class Problem:
 
     def shown(self, names: bool) -> dict[str, Any]:
         """Returns its JSON object, with ``names``: with the engines' names and the whole reason."""
-        public = {"what": self.what, "cause": self.cause, "fix": self.fix, "engines": len(self.engines)}
+        public = {
+            "what": self.what,
+            "cause": self.cause,
+            "since": self.since,
+            "fix": self.fix,
+            "engines": len(self.engines),
+        }
         return {**public, "reason": self.reason, "names": self.engines} if names else public

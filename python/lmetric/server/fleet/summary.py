@@ -12,7 +12,7 @@ from typing import Any
 from lmetric.server.fleet.engine import NotUsable
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
-from lmetric.server.fleet.problem import Problem
+from lmetric.server.fleet.problem import Problem, unix_of
 
 
 def _policy(setting: str | dict[str, Any]) -> str:
@@ -62,6 +62,9 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
         if group is None:
             group = found[key] = Problem(what, *why)
         group.engines.append(engine.name)
+        since = unix_of(engine.problem_since)
+        if since is not None:
+            group.since = since if group.since is None else min(group.since, since)
     problems = [*found.values(), *(problem for model in fleet.models for problem in _without_effect(model))]
     problems += fleet.own_problems()
     shown: dict[str, Any] = {

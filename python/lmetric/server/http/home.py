@@ -8,6 +8,7 @@ other hosts and run no script. They contain only what the request's credentials 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
@@ -27,6 +28,7 @@ from lmetric.server.observe.startup import sample_request, url_of
 
 ABOUT = "Routes requests of the OpenAI API to LLM engines, by their prefix caches and their load."
 DECISIONS_LISTED = 20
+_SINCE = " since %Y-%m-%d %H:%M:%S UTC"
 MAX_DECISIONS_LISTED = 200
 _LISTED = (
     *("request_id", "policy", "instance", "prompt_tokens", "predicted_cached_tokens", "cached_tokens"),
@@ -182,7 +184,8 @@ def _home(shown: Mapping[str, Any]) -> str:
         )
         fix = f"<br>Fix: {escape(each['fix'])}" if each["fix"] else ""
         who = f"{who}: " if each["engines"] else ""
-        text = f"{who}{each['what']}: {each.get('reason', each['cause'])}"
+        since = "" if each["since"] is None else time.strftime(_SINCE, time.gmtime(each["since"]))
+        text = f"{who}{each['what']}{since}: {each.get('reason', each['cause'])}"
         parts.append(f'<p class="warning">{escape(text)}{fix}</p>')
     if "curl" in shown:
         parts.append(_section("First request", f"<pre>{escape(shown['curl'])}</pre>"))

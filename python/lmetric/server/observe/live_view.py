@@ -19,6 +19,7 @@ from lmetric._core import __version__, policy_table
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.problem import unix_of
 from lmetric.server.fleet.recent import SMALL
 from lmetric.server.fleet.summary import summary
 from lmetric.server.observe.hot import hot_spots
@@ -33,7 +34,6 @@ from lmetric.server.observe.live import (
 from lmetric.server.observe.problems import (
     LEVELS,
     EngineState,
-    Level,
     of_engines,
     of_requests,
     of_router,
@@ -79,7 +79,6 @@ class LiveView:
         self._fleet = b""
         self._rows: Rows = {}  # of the engines, as in `_fleet`
         self._problems: list[dict[str, Any]] = []  # of the engines
-        self._unix = time.time() - time.monotonic()
 
     def history(self, tenant: str | None) -> dict[str, Any]:
         """Returns the points of the last minutes. A tenant's history begins when it looks."""
@@ -139,17 +138,13 @@ class LiveView:
         if engine is None:
             return ()
         if why is not None:
-            lost = state in ("down", "ejected")
-            since = self._unix_of(max(engine.service.since, engine.added_at)) if lost else None
-            return (EngineState(name, state, why.reason, why.fix, since, LEVELS.get(state, "note")),)
+            level = LEVELS.get(state, "note")
+            return (EngineState(name, state, why.reason, why.fix, unix_of(engine.problem_since), level),)
         if inexact:
-            mode, since = engine.mode, self._unix_of(engine.mode_since)
-            level: Level = "warn" if engine.was_exact else "note"
+            mode, since = engine.mode, unix_of(engine.problem_since)
+            level = "warn" if engine.was_exact else "note"
             return (EngineState(name, mode.name, mode.reason, mode.fix, since, level),)
         return ()
-
-    def _unix_of(self, at: float) -> float:
-        return round(self._unix + at, 1)
 
     def update(self, tenant: str | None) -> dict[str, Any]:
         """Returns what changes each second. ``tenant``: None: for an administrator."""
