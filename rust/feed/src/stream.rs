@@ -15,8 +15,8 @@ use xxhash_rust::xxh3::xxh3_64;
 const PATIENCE_SECONDS: f64 = 2.0;
 /// Attempts at a replay before the stream gives up.
 const ATTEMPTS: u32 = 3;
-/// Delay before the next request if no answer came, in seconds. An engine may be busy for long
-/// while it starts.
+/// Delay before the next request after the stream gave up, in seconds. An engine may be busy for
+/// long while it starts, and drop what it cannot send at once.
 const AGAIN_SECONDS: f64 = 30.0;
 /// Time that a subscription may take to reach the publisher, in seconds. Batches published before
 /// that, and after the first answer, reach no subscriber.
@@ -125,7 +125,7 @@ pub struct Stream {
     complete: bool,
     replay: Option<Replay>,
     attempts: u32,
-    /// When to request everything again, if no answer came.
+    /// When to request everything again, if no answer came or its batches got lost.
     again_at: Option<f64>,
     /// When to check for missed batches, if no batch arrived on this connection.
     check_at: Option<f64>,
@@ -196,6 +196,10 @@ impl Stream {
     pub fn connected(&mut self, now: f64, sink: &mut impl Sink) {
         self.connected = true;
         self.heard = None;
+        if matches!(self.release, Some(Release::Unanswered { check: false, .. })) && self.next.is_some() {
+            // Held batches were applied, though nobody had said that they follow the known ones.
+            self.lose(None, sink);
+        }
         self.let_go();
         if self.can_replay {
             self.attempts = 0;
@@ -341,6 +345,7 @@ impl Stream {
                 if self.attempts <= ATTEMPTS && (progressed || hole) {
                     self.ask(now, sink);
                 } else {
+                    self.again_at = Some(now + AGAIN_SECONDS);
                     self.give_up(now, sink);
                 }
             }
