@@ -1,0 +1,160 @@
+"""Measures what the schedulers of `lmetric-vllm` add to a step of vLLM, in microseconds.
+
+    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 9]
+
+No model runs: each scheduler plans steps and gets made-up tokens back. The schedulers take turns,
+so that a busy machine slows all of them. Printed: the median time of `schedule` and of
+`update_from_output`, and what each adds to vLLM's own in the same round: the median of the rounds,
+with the least and the largest.
+
+- `decodes`: all requests decode.
+- `mixed`: one prompt more, of which each step computes a part.
+- `queued`: all places are taken, and as many requests wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "integrations" / "vllm"), str(ROOT / "tests" / "real")]
+
+import torch  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from lmetric_vllm import SloScheduler, UniBoostScheduler  # noqa: E402
+from vllm_process import model  # noqa: E402
+
+BLOCK = 16
+BLOCKS = 65_536
+STEPS = 100  # per round
+PROMPT = 256  # tokens of a request
+SETTINGS: dict[type[AsyncScheduler], dict[str, Any]] = {
+    AsyncScheduler: {},
+    SloScheduler: {"lmetric": {"token_slo_ms": 50}},
+    UniBoostScheduler: {"lmetric": {}},
+}
+
+
+class Engine:
+    """A scheduler and its requests, with made-up answers."""
+
+    def __init__(self, kind: type[AsyncScheduler], folder: Path, running: int, case: str) -> None:
+        self.case, self.made = case, 0
+        places = running if case == "queued" else running + 1
+        config = EngineArgs(
+            model=str(folder),
+            max_num_seqs=places,
+            max_num_batched_tokens=max(2048, 2 * running),
+            max_model_len=8192,
+            block_size=BLOCK,
+            async_scheduling=True,
+            additional_config=SETTINGS[kind],
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = BLOCKS
+        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], attention)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        for _ in range(running):
+            self.add(PROMPT)
+        while any(request.is_prefill_chunk for request in self.scheduler.running) or self.scheduler.waiting:
+            self.step()
+        if case == "queued":
+            for _ in range(running):
+                self.add(PROMPT)
+
+    def add(self, tokens: int) -> None:
+        self.made += 1
+        prompt = [(self.made * 7919 + at) % 997 for at in range(tokens)]
+        parameters = SamplingParams(max_tokens=8000 - tokens, ignore_eos=True)
+        parameters.update_from_generation_config({}, 0)
+        name = f"r{self.made}"
+        self.scheduler.add_request(Request(name, prompt, parameters, None, block_hasher=self.hasher))
+
+    def step(self) -> tuple[float, float]:
+        """Returns the seconds of `schedule` and of `update_from_output`."""
+        begun = time.perf_counter()
+        output = self.scheduler.schedule()
+        planned = time.perf_counter()
+        names = list(output.num_scheduled_tokens)
+        ends = {
+            name: not self.scheduler.requests[name].is_prefill_chunk for name in names
+        }  # whether it gets a token
+        answer = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[[7] if ends[name] else [] for name in names],
+        )
+        computed = time.perf_counter()
+        self.scheduler.update_from_output(output, answer)
+        return planned - begun, time.perf_counter() - computed
+
+    def round(self) -> tuple[float, float]:
+        """Returns the median seconds of some steps."""
+        times = []
+        for _ in range(STEPS):
+            if self.case == "mixed" and not any(each.is_prefill_chunk for each in self.scheduler.running):
+                self.finish_last()
+                self.add(6000)
+                self.step()
+            times.append(self.step())
+        schedules, updates = zip(*times, strict=True)
+        return statistics.median(schedules), statistics.median(updates)
+
+    def finish_last(self) -> None:
+        """Ends the request whose long prompt is computed."""
+        from vllm.v1.request import RequestStatus
+
+        for request in list(self.scheduler.running):
+            if request.num_prompt_tokens > PROMPT:
+                self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--running", type=int, default=256, metavar="N")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    init_none_hash(sha256)
+    folder = model(Path(sys.prefix))
+    for case in ("decodes", "mixed", "queued"):
+        engines = {kind: Engine(kind, folder, options.running, case) for kind in SETTINGS}
+        rounds = []
+        for number in range(options.rounds):
+            order = list(engines) if number % 2 == 0 else list(reversed(engines))
+            rounds.append({kind: engines[kind].round() for kind in order})
+        for kind in engines:
+            told = []
+            for at, name in enumerate(("schedule", "update_from_output")):
+                each = [1e6 * one[kind][at] for one in rounds]
+                more = [1e6 * (one[kind][at] - one[AsyncScheduler][at]) for one in rounds]
+                text = f"{name} {statistics.median(each):.0f} us"
+                if kind is not AsyncScheduler:
+                    text += f" ({statistics.median(more):+.0f} [{min(more):+.0f}, {max(more):+.0f}])"
+                told.append(text)
+            print(f"{case}, {options.running} running, {kind.__name__}: {', '.join(told)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
