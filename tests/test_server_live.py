@@ -21,7 +21,7 @@ from lmetric.server import app
 from lmetric.server.api.openapi import ERRORS
 from lmetric.server.background import problems as own_problems
 from lmetric.server.background.problems import LATE_SHARE, OwnProblems
-from lmetric.server.fleet.problem import Problem
+from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
 from lmetric.server.observe.lateness import Lateness
@@ -201,6 +201,7 @@ async def test_many_refusals_are_a_problem_until_a_minute_without_them(
             "6 of 60, 4 of them with deadline: the first token would come after its deadline (admission)"
         )
         assert problem.fix == "add engines, or raise admission.ttft_seconds"
+        assert problem.since == unix_of(shown.began + 1)
         (status, ready), live_page = await it.get("/ready"), await state(it)
         assert status == 200
         assert problem.shown(True) in orjson.loads(ready)["warnings"]

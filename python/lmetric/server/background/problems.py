@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.problem import Problem
+from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness
-from lmetric.server.observe.live import REFUSED, Live
+from lmetric.server.observe.live import REFUSED, REFUSED_SECONDS, Live
 from lmetric.server.observe.problems import FIXES, meaning_of
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
@@ -28,7 +28,6 @@ MOVED_SECONDS = 3600.0
 # requests, one client at its limit would be one.
 REFUSED_SHARE = 0.05
 REFUSED_LEAST = 20  # requests in `REFUSED_SECONDS`
-REFUSED_SECONDS = 60.0
 LATE_SHARE = 0.5  # of the last seconds: shorter than that, and a burst or a reload is enough
 
 
@@ -72,7 +71,7 @@ class OwnProblems:
                 fix = f"if that is not intended, start it with --served-model-name {moved.before}"
                 yield Problem("other model", cause, reason, fix, [name], moved.at)
         if self.live is not None:
-            yield from _of_refusals(*self.live.counts(REFUSED_SECONDS))
+            yield from _of_refusals(self.live)
         yield from self._of_lateness()
 
     def _of_replicas(self) -> Iterator[Problem]:
@@ -96,11 +95,12 @@ class OwnProblems:
         yield Problem("cpu", cause, reason, fix)
 
 
-def _of_refusals(requests: int, failed: Counter[tuple[int, str | None]]) -> Iterator[Problem]:
+def _of_refusals(live: Live) -> Iterator[Problem]:
     """Yields the problem that the router refuses many requests.
 
     Engines refuse requests, too. The router's own refusals have a code with a fix.
     """
+    requests, failed = live.counts(REFUSED_SECONDS)
     refused = Counter[str]()
     for (status, code), count in failed.items():
         if status in REFUSED and code in FIXES:
@@ -112,7 +112,7 @@ def _of_refusals(requests: int, failed: Counter[tuple[int, str | None]]) -> Iter
     cause = f"over {REFUSED_SHARE:.0%} of the requests in the last minute were refused"
     most = "all" if count == total else str(count)
     reason = f"{total} of {requests}, {most} of them with {code}: {meaning_of(code)}"
-    yield Problem("refusals", cause, reason, FIXES[code])
+    yield Problem("refusals", cause, reason, FIXES[code], since=unix_of(live.refusing_since))
 
 
 def _of_certificate(context: TlsContext) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
@@ -31,6 +32,7 @@ UPDATES_KEPT = 100  # messages of other workers between two points
 SILENT_SECONDS = 5.0  # a worker without a message for this time has ended
 NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
 FAILURES_SECONDS = 300  # refused and failed requests are counted by their cause for this time
+REFUSED_SECONDS = 60.0  # without a refused request, a series of them has ended
 REFUSED = frozenset({429, 503})  # statuses of requests that no engine was to serve
 
 
@@ -206,6 +208,9 @@ class Live(Observer):
         self.points: deque[Point] = deque(maxlen=POINTS_KEPT)
         self.requests: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
         self.seconds: deque[Second] = deque(maxlen=FAILURES_SECONDS)
+        # When the last series of requests began that a router refused, and its last one.
+        self.refusing_since: float | None = None
+        self._refused_at = -math.inf
         self.ticks = 0
         self.closed = False
         self.viewers: Counter[str | None] = Counter()  # connected streams by tenant; None: administrators
@@ -296,6 +301,10 @@ class Live(Observer):
             (each.status, each.code) for each in fresh if each.status in REFUSED or each.status >= 500
         )
         self.seconds.append(Second(now, len(fresh) + more, failed))
+        if any(status in REFUSED and code is not None for status, code in failed):
+            if now - self._refused_at >= REFUSED_SECONDS:
+                self.refusing_since = now
+            self._refused_at = now
         self.ticks += 1
         waited, self._tick = self._tick, asyncio.Event()
         waited.set()
