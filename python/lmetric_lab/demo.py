@@ -390,8 +390,13 @@ class LiveAgents:
 
 
 @contextlib.asynccontextmanager
-async def live_agents(policy: str, clock_speed: float, port: int) -> AsyncIterator[LiveAgents]:
-    """Starts emulated engines, and a router before them at a port."""
+async def live_agents(
+    policy: str, clock_speed: float, port: int, *, seconds: float
+) -> AsyncIterator[LiveAgents]:
+    """Starts emulated engines, and a router before them at a port.
+
+    ``seconds``: how long agents arrive, in real time.
+    """
     setting = Setting(
         policies=[policy],
         engines=TOUR_ENGINES,
@@ -402,7 +407,8 @@ async def live_agents(policy: str, clock_speed: float, port: int) -> AsyncIterat
         max_input_tokens=None,
         agents=True,
     )
-    trace = setting.trace()
+    block_tokens = load_profile(setting.profile).block_tokens
+    trace = programs(setting.engines, block_tokens, seconds=seconds * clock_speed).faster(clock_speed)
     options = _engine_options(setting, None)
     async with (
         EmbeddedEngines(setting.engines, options, kv_events=True) as engines,
@@ -416,8 +422,9 @@ async def live_agents(policy: str, clock_speed: float, port: int) -> AsyncIterat
             yield LiveAgents(setting, url, engines.urls, player, session)
 
 
-def programs(engines: int, block_tokens: int) -> Trace:
-    """Agent programs for a number of engines: about 7 per engine, with a median of 9 turns.
+def programs(engines: int, block_tokens: int, *, seconds: float = 50) -> Trace:
+    """Agent programs that arrive in some seconds: about 7 per engine in 50 s, with a median of 9
+    turns.
 
     Contexts are a tenth of those of coding agents, so that the machine can write and tokenize them.
     """
@@ -425,7 +432,7 @@ def programs(engines: int, block_tokens: int) -> Trace:
         seed=1,
         instances=engines,
         rate=0.15,
-        duration_seconds=50,
+        duration_seconds=seconds,
         system_prompts=(2000,),
         turns=LogNormal(p50=9, p90=11),
         input_tokens=LogNormal(p50=700, p90=1300),

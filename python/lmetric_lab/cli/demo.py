@@ -268,7 +268,7 @@ async def _live_part(seconds: float) -> None:
     (port,) = free_ports(1)
     for clock_speed in CLOCK_SPEEDS:
         note(f"Starting {TOUR_ENGINES} emulated engines; their clock runs at {clock_speed:g}x real time.")
-        async with live_agents(DEFAULT_POLICY, clock_speed, port) as live:
+        async with live_agents(DEFAULT_POLICY, clock_speed, port, seconds=seconds) as live:
             print_text(f"Agents play for {seconds:g} s; Ctrl-C ends the demo. Live page:")
             print_text(f"{live.url}/ui")
             run = await live.play(seconds)
