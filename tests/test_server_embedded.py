@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from lmetric_lab.defaults import DEFAULT_PROFILE
-from test_server_process import RUN, RUN_FORCED, router
+from test_server_process import RUN, RUN_FORCED, RUN_TUNED, router
 
 
 async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
@@ -116,13 +116,6 @@ async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
     async with router("--embedded", wrong) as r:
         assert await r.ended() == 2
         assert "2P4D" in "".join(r.log)
-
-
-# A router whose constants of options can be set, as in `constants.constant_options`.
-RUN_TUNED = (
-    "from lmetric import options; study = options.is_study; "
-    f"options.is_study = lambda each: study(each) and not options.is_constant(each); {RUN}"
-)
 
 
 async def streamed(

@@ -19,8 +19,15 @@ RUN = (
     "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', 'serve', *sys.argv[1:]]; main()"
 )
 
-# A router that splits every request at a fraction: servers refuse this planner in configurations.
-RUN_FORCED = f"from lmetric import options; del options._STUDIED['force']; {RUN}"
+# A router whose constants of options can be set, as in `constants.constant_options`.
+RUN_TUNED = (
+    "from lmetric import options; study = options.is_study; "
+    f"options.is_study = lambda each: study(each) and not options.is_constant(each); {RUN}"
+)
+
+# Such a router that splits every request at a fraction: servers refuse this planner in
+# configurations.
+RUN_FORCED = f"from lmetric import options; del options._STUDIED['force']; {RUN_TUNED}"
 
 
 class Process:

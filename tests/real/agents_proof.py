@@ -31,6 +31,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parents[1]))  # test_server_process
 
 from router_world import served
+from test_server_process import RUN_TUNED
 from vllm_process import BLOCK, MODEL, VllmEngine, cpu_tier, environment, model
 
 SIZE = (8, 512)  # layers and hidden size: a cold context costs over ten warm turns
@@ -270,7 +271,8 @@ async def run(
     async with aiohttp.ClientSession() as session:
         await emptied(session, engines)
         before = await counters(session, engines)
-        async with served(engines, "--experimental", "--set", f"block_size={BLOCK}", *chosen.flags) as world:
+        block = f"block_size={BLOCK}"
+        async with served(engines, "--experimental", "--set", block, *chosen.flags, run=RUN_TUNED) as world:
 
             async def exact() -> bool:
                 known = (await world.engines()).values()
