@@ -1007,6 +1007,7 @@ class Engine:
         salt: str | None = None,
         report_cached: bool = False,  # report cached blocks of the prompt as stored again
         fetched_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
+        token_slo_seconds: float | None = None,  # its own SLO of a token, for the order slo
     ) -> int: ...  # the request's key; BadValueError if the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: unknown request
     def next_load(self) -> float | None: ...  # end of the first load from the host tier under way

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lmetric.engines.token_slo import MOST_SLO_MS
 from lmetric.validation import expected
 
 KEY = "lmetric"
@@ -22,7 +23,7 @@ class SloSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     token_slo_ms: float = Field(
-        gt=0, le=60_000, description="Longest time between two tokens of an answer, in milliseconds."
+        gt=0, le=MOST_SLO_MS, description="Longest time between two tokens of an answer, in milliseconds."
     )
     profile: str | None = Field(
         default=None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from lmetric import StepTable
+from lmetric.engines.token_slo import own_token_slo
 from lmetric.profiles import load_profile
 from lmetric_vllm.measured import MeasuredScheduler
 from lmetric_vllm.settings import SloSettings, read_settings
@@ -22,8 +23,6 @@ logger = init_logger("vllm.lmetric")
 # the decodes alone take longer than their time. A block, one to three milliseconds of a usual
 # engine.
 MIN_PREFILL_TOKENS = 16
-# The name of a request's own time between tokens, in `vllm_xargs`.
-TOKEN_SLO = "token_slo_ms"
 
 
 class SloScheduler(MeasuredScheduler):
@@ -116,19 +115,8 @@ def own_slo(request: Request) -> float | None:
     An engine cannot refuse a request here, so an impossible one is named in the log.
     """
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    given = (extra or {}).get(TOKEN_SLO)
-    if given is None:
-        return None
     try:
-        millis = float(given)
-    except (TypeError, ValueError):
-        millis = 0.0
-    if not 0 < millis <= 60_000:
-        logger.warning(
-            "request %s: vllm_xargs.%s is %r, not a number above 0 up to 60000; the engine's time counts",
-            request.request_id,
-            TOKEN_SLO,
-            given,
-        )
+        return own_token_slo(extra)
+    except ValueError as error:
+        logger.warning("request %s: %s; the engine's time counts", request.request_id, error)
         return None
-    return millis / 1e3

@@ -58,7 +58,8 @@ def _read(
         _option(
             BASIC,
             metavar="N",
-            help="Start N emulated engines, or e.g. 2P4D: 2 prefill and 4 decode engines.",
+            help="Start N emulated engines, or e.g. 2P4D: 2 prefill and 4 decode engines. With a scheduler: "
+            "2,slo=50 (ms between tokens), 2,uniboost.",
         ),
     ] = None,
     model: Annotated[str | None, _option(BASIC, help="Model of the engines.")] = None,

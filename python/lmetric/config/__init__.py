@@ -21,6 +21,7 @@ from lmetric.config.kinds import (
     Seconds,
     Strict,
     ZmqEndpoint,
+    embedded_engines,
     is_loopback,
     unix_path,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "UniqueKeys",
     "ZmqEndpoint",
     "effective",
+    "embedded_engines",
     "explain",
     "is_loopback",
     "json_schema",

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema, core_schema
 
 from lmetric import options
+from lmetric.engines.token_slo import MOST_SLO_MS
 from lmetric.roles import Role as Role
 
 MOST_WORKERS = 8  # a restart runs twice as many for a while; their shared memory has room for 16
@@ -192,15 +193,37 @@ def _engine_rule(rule: str) -> str:
     return rule
 
 
-def _embedded(value: object) -> int | str:
-    text = str(value).upper()
-    parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", text)
+def embedded_engines(value: int | str) -> tuple[list[int], list[str]]:
+    """Returns the numbers of embedded engines, and the flags of their scheduler.
+
+    One number is of engines of both roles, two are of prefill and decode engines.
+
+    Raises:
+        ValueError: another text.
+    """
+    number, _, scheduler = str(value).partition(",")
+    parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", number.upper())
     counts = [int(part) for part in parts.groups() if part] if parts and not isinstance(value, bool) else []
     if not counts or min(counts) < 1 or sum(counts) > 1024:
         raise ValueError(
             "expected a number of engines from 1 to 1024, or prefill and decode engines such as 2P4D"
         )
-    return text if len(counts) == 2 else counts[0]
+    if not scheduler:
+        return counts, []
+    if scheduler == "uniboost":
+        return counts, ["--order", scheduler]
+    name, _, millis = scheduler.partition("=")
+    if name == "slo" and re.fullmatch(r"\d{1,5}(\.\d{1,3})?", millis) and 0 < float(millis) <= MOST_SLO_MS:
+        return counts, ["--order", name, "--order-slo", f"{float(millis) / 1e3:g}"]
+    raise ValueError(
+        f"expected uniboost, or slo=MS with up to {MOST_SLO_MS:,} milliseconds between tokens, after the "
+        "engines, as in 2,slo=50"
+    )
+
+
+def _embedded(value: Any) -> int | str:
+    counts, scheduler = embedded_engines(value)
+    return counts[0] if len(counts) == 1 and not scheduler else str(value)
 
 
 def _workers(value: object) -> int | str:

@@ -39,6 +39,7 @@ from lmetric.config.kinds import (
     Token,
     Workers,
     ZmqEndpoint,
+    embedded_engines,
     is_loopback,
     unix_path,
 )
@@ -1334,7 +1335,8 @@ class ServerConfig(PoolSettings):
     embedded: Embedded | None = Field(
         None,
         description="emulated engines to start as child processes: a number, or e.g. 2P4D for 2 prefill and "
-        "4 decode engines",
+        "4 decode engines; with a scheduler (docs/how-to/engine_schedulers.md): `2,slo=50`, in ms, or "
+        "`2,uniboost`",
         json_schema_extra={"when": "you try the router without engines"},
     )
     discovery: list[DiscoverySource] = Field(
@@ -1457,6 +1459,7 @@ class ServerConfig(PoolSettings):
         self._check_credentials()
         self._check_indicators()
         self._check_classes()
+        self._check_embedded()
         self._check_workers()
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
@@ -1528,6 +1531,13 @@ class ServerConfig(PoolSettings):
                 needed = None
             if needed is not None:
                 raise ValueError(f"indicators.{name}: source {each.source} needs {needed}")
+
+    def _check_embedded(self) -> None:
+        """Refuses embedded engines whose scheduler ignores the priorities of requests."""
+        if self.embedded is not None and embedded_engines(self.embedded)[1] and self.orders:
+            raise ValueError(
+                f"embedded: {self.embedded} orders the engines' queues, and so does priority; remove one"
+            )
 
     def _check_classes(self) -> None:
         """Refuses tenants whose class no model has."""

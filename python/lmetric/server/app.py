@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, EngineConfig, EngineTls, ServerConfig, effective, needs_restart
+from lmetric.config import (
+    ConfigError,
+    EngineConfig,
+    EngineTls,
+    ServerConfig,
+    effective,
+    embedded_engines,
+    needs_restart,
+)
 from lmetric.server.api.auth import Keys
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
@@ -622,17 +630,17 @@ def run_server(
 def _embedded_flags(config: ServerConfig) -> list[tuple[Role, list[str]]]:
     """Returns the role and the flags of each embedded engine: N equal ones, or both roles ("2P4D").
 
-    The flags enable the engine features that the configuration needs.
+    The flags set the scheduler, and the engine features that the configuration needs.
     """
-    embedded, order = config.embedded, ["--order", "priority"] if config.orders else []
-    if isinstance(embedded, int):
+    assert config.embedded is not None
+    counts, order = embedded_engines(config.embedded)
+    order = order or (["--order", "priority"] if config.orders else [])
+    if len(counts) == 1:
         both = ["--kv-connector", "nixl", "--kv-bidirectional", "--kv-load-failure-policy", "fail"]
         moves = config.splits or config.fetches_prefixes or config.rebalances
-        return [("both", order + (both if moves else []))] * embedded
-    assert embedded is not None
+        return [("both", order + (both if moves else []))] * counts[0]
     kv = ["--kv-connector", "nixl", "--kv-load-failure-policy", "recompute"]
-    prefill, decode = embedded.removesuffix("D").split("P")
-    half: dict[Role, int] = {"prefill": int(prefill), "decode": int(decode)}
+    half: dict[Role, int] = {"prefill": counts[0], "decode": counts[1]}
     return [(role, [*order, "--role", role, *kv]) for role, count in half.items() for _ in range(count)]
 
 

@@ -19,6 +19,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 
+from lmetric._core import check_local_order
+from lmetric.engines.token_slo import own_token_slo
 from lmetric_lab.emulated.errors import EngineError, invalid_body
 from lmetric_lab.emulated.generation import Generation, StopText, Stream
 from lmetric_lab.emulated.handover import Nixl, PeerError, WrongCount, WrongParams
@@ -71,6 +73,7 @@ class Api:
         self._text = text
         self._max_model_len = max_model_len
         self._kv_bytes_per_token = kv_bytes_per_token
+        self._reads_slo = options.api == "vllm" and check_local_order(options.order) == "slo"
         self._nixl: Nixl | None = None
         self._dead = False
         self._in_progress = 0
@@ -208,6 +211,7 @@ class Api:
             stream_options=body.stream_options if options.stream_usage else None,
         )
         priority = self._priority(request, body.priority)
+        self._token_slo(body)  # an error comes before the headers of a stream
         stops = frozenset(body.stop_token_ids or ())
         stop_text = (
             StopText(body.stop, shown=body.include_stop_str_in_output, min_tokens=body.min_tokens or 0)
@@ -297,7 +301,13 @@ class Api:
         if params:
             await self._pull(generation, rank, params)
         full = self._full_reports and (body.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
-        rank.driver.submit(generation, priority=priority, salt=body.cache_salt, report_cached=full)
+        rank.driver.submit(
+            generation,
+            priority=priority,
+            salt=body.cache_salt,
+            report_cached=full,
+            token_slo_seconds=self._token_slo(body),
+        )
         try:
             await generation.over
         finally:
@@ -393,6 +403,16 @@ class Api:
                 400, f"{param}: token id {bad} is out of vocabulary (0 to {vocabulary - 1})", param
             )
         return array("I", tokens)
+
+    def _token_slo(self, body: Body) -> float | None:
+        """The request's own time between tokens, in seconds, if the scheduler reads it. Raises
+        EngineError."""
+        if not self._reads_slo:
+            return None
+        try:
+            return own_token_slo(body.vllm_xargs)
+        except ValueError as error:
+            raise EngineError(400, str(error), "vllm_xargs") from None
 
     @staticmethod
     def _priority(request: web.Request, priority: int) -> int:

@@ -70,6 +70,7 @@ class Driver:
         priority: int = 0,
         salt: str | None = None,
         report_cached: bool = False,
+        token_slo_seconds: float | None = None,
     ) -> None:
         """Puts a request into the engine's queue."""
         now = self.clock.now()
@@ -82,6 +83,7 @@ class Driver:
             salt=salt,
             report_cached=report_cached,
             fetched_tokens=generation.fetched_tokens,
+            token_slo_seconds=token_slo_seconds,
         )
         generation.arrived = now
         self._live[generation.key] = generation

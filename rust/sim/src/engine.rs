@@ -206,6 +206,8 @@ pub struct Engine {
     /// decodes that make answer tokens.
     answers: BinaryHeap<Reverse<(u64, u64, u32)>>,
     answering: u32,
+    /// Requests in the engine that have an SLO of their own.
+    own_slos: u32,
     /// By tick modulo block size: decoding sequences that need a new block in the step at that
     /// tick.
     crossings: Vec<Vec<u32>>,
@@ -263,6 +265,7 @@ impl Engine {
             ends: BinaryHeap::new(),
             answers: BinaryHeap::new(),
             answering: 0,
+            own_slos: 0,
             chunks: Vec::new(),
             step: None,
             bytes: Vec::new(),
@@ -327,6 +330,22 @@ impl Engine {
         self.incoming.push_back((now, slot, order));
         self.waiting_requests += 1;
         self.counters.submitted += 1;
+        Ok(())
+    }
+
+    /// Gives a request its own SLO of a token, which counts in the order `slo` in place of the
+    /// order's, for answer and reasoning tokens.
+    ///
+    /// Errors: a request that is not in the engine, or an SLO that is 0 or not a number.
+    pub fn set_own_slo(&mut self, id: u64, seconds: Seconds) -> Result<(), CoreError> {
+        order::check_token_seconds("a token", seconds)?;
+        let slot = self.by_id.get(&id).copied().ok_or_else(|| CoreError::BadValue {
+            what: "request with an SLO".into(),
+            got: id.to_string(),
+            expected: "one that is in the engine".into(),
+        })?;
+        let before = self.sequences[slot].own_slo.replace(seconds);
+        self.own_slos += u32::from(before.is_none());
         Ok(())
     }
 

@@ -26,6 +26,8 @@ pub struct Sequence {
     pub priority: i64,
     /// Its rank in the local order when it last entered the queue.
     pub rank: i64,
+    /// Its own SLO of a token, in seconds; None: the order's.
+    pub own_slo: Option<Seconds>,
     /// Ordinal of the submission. It breaks ties of rank, and distinguishes requests in one slot.
     pub order: u64,
     /// Time of the submission, even after preemptions.

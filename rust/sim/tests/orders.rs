@@ -762,3 +762,51 @@ fn boosts_spare_the_short_without_harming_the_tail() {
         }
     }
 }
+
+#[test]
+fn a_requests_own_slo_counts_while_it_decodes() {
+    // A step takes 1 s and 0.01 s for each prompt token.
+    let profile = Profile { max_batch_tokens: 4096, ..round(4) };
+    let told = |own: &[(u64, f64)], decodes: u64| {
+        let order = Order::named("slo", 0, TokenSlo::same(2.0)).unwrap();
+        let settings = Settings { order, ..Settings::default() };
+        let mut engine = Engine::new(profile.clone(), settings, None).unwrap();
+        let submit = |engine: &mut Engine, id, tokens, output_tokens| {
+            let prompt = Prompt::Chain { hashes: &[], tokens };
+            let request = Request {
+                id,
+                prompt,
+                output_tokens,
+                priority: 0,
+                salt: None,
+                report_cached: false,
+                fetched_tokens: 0,
+                think_tokens: 0,
+            };
+            engine.submit(&request, 0.0).unwrap();
+        };
+        (0..decodes).for_each(|id| submit(&mut engine, id, 16, 3));
+        own.iter().for_each(|&(id, seconds)| engine.set_own_slo(id, seconds).unwrap());
+        let mut now = engine.start_step(0.0).unwrap();
+        engine.finish_step();
+        submit(&mut engine, 9, 900, 1);
+        let mut prompts = Vec::new();
+        for _ in 0..3 {
+            now = engine.start_step(now).unwrap();
+            let events = engine.finish_step();
+            prompts.push(events.prefilled.iter().map(|chunk| chunk.tokens).sum::<u32>());
+        }
+        prompts
+    };
+    // 100 tokens make a step of 2 s. The third step has no decodes left: the rest of the prompt.
+    assert_eq!(told(&[], 2), [100, 100, 700]);
+    assert_eq!(told(&[(0, 1.5)], 2), [50, 50, 800], "the shortest counts");
+    assert_eq!(told(&[(0, 5.0)], 2), [100, 100, 700]);
+    assert_eq!(told(&[(0, 5.0)], 1), [400, 400, 100], "its own alone");
+    assert_eq!(told(&[(0, 5.0), (0, 1.5), (1, 4.0)], 2), [50, 50, 800], "the last told counts");
+    let mut engine = Engine::new(round(4), Settings::default(), None).unwrap();
+    let message = engine.set_own_slo(3, 1.0).unwrap_err().to_string();
+    assert!(message.contains("request with an SLO"), "{message}");
+    let message = engine.set_own_slo(3, 0.0).unwrap_err().to_string();
+    assert!(message.contains("seconds a token"), "{message}");
+}

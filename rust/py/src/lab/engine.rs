@@ -118,7 +118,7 @@ impl Engine {
     }
 
     #[pyo3(signature = (prompt, output_tokens, now, *, priority=0, salt=None, report_cached=false,
-        fetched_tokens=0))]
+        fetched_tokens=0, token_slo_seconds=None))]
     fn submit(
         &mut self,
         #[pyo3(from_py_with = tokens)] prompt: Vec<u32>,
@@ -128,6 +128,7 @@ impl Engine {
         salt: Option<&str>,
         report_cached: bool,
         fetched_tokens: u32,
+        token_slo_seconds: Option<f64>,
     ) -> PyResult<u64> {
         let id = self.submitted;
         let prompt = Prompt::Tokens(&prompt);
@@ -143,6 +144,7 @@ impl Engine {
         };
         self.engine.submit(&request, now).map_err(to_python)?;
         self.submitted += 1;
+        token_slo_seconds.map_or(Ok(()), |slo| self.engine.set_own_slo(id, slo)).map_err(to_python)?;
         Ok(id)
     }
 

@@ -43,6 +43,7 @@ orders! {
 
 pub use boost::Boost;
 pub use slo::TOKEN_SECONDS;
+pub(super) use slo::check_token_seconds;
 
 /// The declaration of a local order.
 pub struct OrderSpec {
@@ -214,13 +215,16 @@ pub(super) trait LocalOrder: Debug + Send + Sync {
 
 /// The number of prompt tokens in a step.
 pub(super) trait Composition {
+    /// Returns the longest time of a step that makes such tokens.
+    fn seconds(&self, makes: Makes) -> Seconds;
+
     /// Returns how many prompt tokens, behind `before` and at most `most`, a step takes that has
-    /// `planned` already. `makes`: whether the step makes answer tokens, or only reasoning tokens.
+    /// `planned` already and may take `seconds`.
     fn prefill_tokens(
         &self,
         profile: &Profile,
         planned: &StepWork,
-        makes: Makes,
+        seconds: Seconds,
         before: u32,
         most: u32,
     ) -> u32;

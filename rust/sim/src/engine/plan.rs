@@ -1,11 +1,12 @@
 //! The plan of the next step: room for running requests, then for waiting ones.
 use super::host::Loading;
-use super::order::Job;
+use super::order::{Composition, Job};
 use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
 use crate::gaps::Makes;
 use crate::profile::StepWork;
 use crate::sequence::State;
+use lmetric_core::ids::Seconds;
 use lmetric_core::kv::tier::Tier;
 use std::cmp::Reverse;
 
@@ -48,6 +49,19 @@ impl Engine {
         if self.answering > 0 || fetched { Makes::Answer } else { Makes::Thoughts }
     }
 
+    /// Returns the longest time of the step, as planned so far: the shortest SLO of its decodes.
+    fn allowed_seconds(&self, composition: &dyn Composition) -> Seconds {
+        if self.own_slos == 0 {
+            return composition.seconds(self.makes());
+        }
+        let own =
+            |slot: u32, makes| self.sequences[slot].own_slo.unwrap_or_else(|| composition.seconds(makes));
+        let decoding = self.decoding.iter().map(|&slot| own(slot, self.sequences[slot].makes(self.tick)));
+        let fetched = self.chunks.iter().filter(|chunk| self.decodes(chunk));
+        let fetched = fetched.map(|chunk| own(chunk.slot, self.sequences[chunk.slot].prefill_makes()));
+        decoding.chain(fetched).fold(Seconds::INFINITY, Seconds::min)
+    }
+
     /// Whether the rest of a chunk's prompt came from another engine: then it computes what a
     /// decode computes.
     fn decodes(&self, chunk: &Chunk) -> bool {
@@ -60,7 +74,8 @@ impl Engine {
     pub(super) fn share(&self, before: u32, most: u32) -> u32 {
         match self.settings.order.rules().composition() {
             Some(composition) => {
-                composition.prefill_tokens(&self.profile, &self.planned(), self.makes(), before, most)
+                let seconds = self.allowed_seconds(composition);
+                composition.prefill_tokens(&self.profile, &self.planned(), seconds, before, most)
             }
             None => most,
         }

@@ -269,6 +269,7 @@ impl Engine {
     pub(super) fn forget(&mut self, slot: u32) {
         self.leave_host(slot, 0);
         self.by_id.remove(&self.sequences[slot].id);
+        self.own_slos -= u32::from(self.sequences[slot].own_slo.is_some());
         self.sequences.remove(slot);
     }
 

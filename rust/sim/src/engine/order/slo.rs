@@ -7,7 +7,8 @@
 //! out.
 //!
 //! A step that makes only reasoning tokens uses their SLO; a step that makes an answer token uses
-//! the answer SLO (section 4.4).
+//! the answer SLO (section 4.4). A request may have an SLO of its own
+//! ([`Engine::set_own_slo`](crate::Engine::set_own_slo)); the shortest of the decodes counts.
 //!
 //! If no request decodes, no token can be late: the step takes the whole token budget. If the
 //! decodes alone take longer than the SLO, the step still takes [`MIN_TOKENS`]: M = 0 would keep
@@ -51,17 +52,24 @@ impl Slo {
     /// `BadValue` for an SLO that is 0 or not a number.
     pub fn check(&self) -> Result<(), CoreError> {
         let TokenSlo { answer_seconds, think_seconds } = self.tokens;
-        for (what, seconds) in [("token", answer_seconds), ("thought", think_seconds)] {
-            if !(seconds > 0.0 && seconds <= 1e6) {
-                return Err(CoreError::BadValue {
-                    what: format!("local order slo: seconds a {what}"),
-                    got: seconds.to_string(),
-                    expected: "more than 0, at most 1e6".into(),
-                });
-            }
-        }
-        Ok(())
+        check_token_seconds("a token", answer_seconds)?;
+        check_token_seconds("a thought", think_seconds)
     }
+}
+
+/// Checks the SLO of a kind of tokens.
+///
+/// # Errors
+/// `BadValue` for an SLO that is 0 or not a number.
+pub(in super::super) fn check_token_seconds(kind: &str, seconds: Seconds) -> Result<(), CoreError> {
+    if seconds > 0.0 && seconds <= 1e6 {
+        return Ok(());
+    }
+    Err(CoreError::BadValue {
+        what: format!("local order slo: seconds {kind}"),
+        got: seconds.to_string(),
+        expected: "more than 0, at most 1e6".into(),
+    })
 }
 
 impl LocalOrder for Slo {
@@ -75,11 +83,15 @@ impl LocalOrder for Slo {
 }
 
 impl Composition for Slo {
+    fn seconds(&self, makes: Makes) -> Seconds {
+        self.tokens.of(makes)
+    }
+
     fn prefill_tokens(
         &self,
         profile: &Profile,
         planned: &StepWork,
-        makes: Makes,
+        seconds: Seconds,
         before: u32,
         most: u32,
     ) -> u32 {
@@ -88,7 +100,7 @@ impl Composition for Slo {
         }
         // The largest t with c t + d t (before + t / 2) <= the rest of the SLO, in the form without
         // cancellation.
-        let room = self.tokens.of(makes) - profile.step_seconds(planned);
+        let room = seconds - profile.step_seconds(planned);
         let pair = profile.prefill_seconds_per_attention_pair;
         let token = profile.prefill_seconds_per_token + pair * f64::from(before);
         let root = (token * token + 2.0 * pair * room.max(0.0)).sqrt();
@@ -121,18 +133,21 @@ mod tests {
         // Four decodes of 100 tokens: 1 + 0.4 + 0.4 = 1.8 s. Of 10 s that leaves 8.2 s; 100 t + 0.5
         // t^2 = 82,000 at t = 317.19.
         let slo = Slo { tokens: TokenSlo::same(10.0) };
-        assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 4096), 317);
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 10.0, 0, 4096), 317);
         // Behind 1,000 tokens each token costs ten times more: 1,100 t + 0.5 t^2 = 82,000.
-        assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 1000, 4096), 72);
-        assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 100), 100);
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 10.0, 1000, 4096), 72);
+        assert_eq!(slo.prefill_tokens(&profile, &planned(4), 10.0, 0, 100), 100);
         // Reasoning tokens alone may take longer: 13 s leave 11.2 s, 100 t + 0.5 t^2 = 112,000.
         let stages = Slo { tokens: TokenSlo { think_seconds: 13.0, ..slo.tokens } };
-        assert_eq!(stages.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 4096), 317);
-        assert_eq!(stages.prefill_tokens(&profile, &planned(4), Makes::Thoughts, 0, 4096), 383);
+        assert_eq!(stages.prefill_tokens(&profile, &planned(4), stages.seconds(Makes::Answer), 0, 4096), 317);
+        assert_eq!(
+            stages.prefill_tokens(&profile, &planned(4), stages.seconds(Makes::Thoughts), 0, 4096),
+            383
+        );
         // Earlier parts of the plan count.
         let mut more = planned(4);
         more.add_prefill(0, 300);
-        assert_eq!(slo.prefill_tokens(&profile, &more, Makes::Answer, 0, 4096), 54); // 100 t + 0.5 t^2 = 7,000
+        assert_eq!(slo.prefill_tokens(&profile, &more, 10.0, 0, 4096), 54); // 100 t + 0.5 t^2 = 7,000
         for tokens in [317, 318] {
             let mut work = planned(4);
             work.add_prefill(0, tokens);
@@ -144,27 +159,16 @@ mod tests {
     fn prompts_are_never_kept_waiting_for_ever() {
         let profile = round();
         let slo = Slo { tokens: TokenSlo::same(1.5) };
-        assert_eq!(
-            slo.prefill_tokens(&profile, &planned(0), Makes::Answer, 0, 4096),
-            4096,
-            "nothing decodes"
-        );
-        assert_eq!(
-            slo.prefill_tokens(&profile, &planned(8), Makes::Answer, 0, 4096),
-            16,
-            "decodes alone take 2.6 s"
-        );
+        assert_eq!(slo.prefill_tokens(&profile, &planned(0), 1.5, 0, 4096), 4096, "nothing decodes");
+        assert_eq!(slo.prefill_tokens(&profile, &planned(8), 1.5, 0, 4096), 16, "decodes alone take 2.6 s");
         let mut work = planned(8);
         work.add_prefill(0, 12);
-        assert_eq!(slo.prefill_tokens(&profile, &work, Makes::Answer, 0, 4096), 4);
+        assert_eq!(slo.prefill_tokens(&profile, &work, 1.5, 0, 4096), 4);
         work.add_prefill(12, 4);
-        assert_eq!(slo.prefill_tokens(&profile, &work, Makes::Answer, 0, 4096), 0);
+        assert_eq!(slo.prefill_tokens(&profile, &work, 1.5, 0, 4096), 0);
         let free =
             Profile { prefill_seconds_per_token: 0.0, prefill_seconds_per_attention_pair: 0.0, ..profile };
-        assert_eq!(
-            Slo { tokens: TokenSlo::same(9.0) }.prefill_tokens(&free, &planned(8), Makes::Answer, 0, 4096),
-            4096
-        );
+        assert_eq!(slo.prefill_tokens(&free, &planned(8), 9.0, 0, 4096), 4096);
     }
 
     #[test]

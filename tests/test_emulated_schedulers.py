@@ -1,0 +1,146 @@
+"""Emulated engines with the schedulers of docs/how-to/engine_schedulers.md, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from lmetric.config import ServerConfig
+from lmetric.engines.embedded import EmbeddedEngines
+from lmetric.engines.token_slo import own_token_slo
+from lmetric.server.app import _embedded_flags
+from test_server_process import router
+from waiting import PATIENCE_SECONDS
+
+LONG = [token % 500 for token in range(20_000)]  # steps of 4,096 tokens take 0.4 s without a limit
+FOREVER = {"prompt": "Tell me of routers.", "max_tokens": 50_000, "ignore_eos": True, "stream": True}
+
+
+async def samples(http: aiohttp.ClientSession, engine: str) -> dict[str, float]:
+    """The engine's metrics: names with the label le, if any, and values."""
+    async with http.get(f"{engine}/metrics") as response:
+        lines = [line for line in (await response.text()).splitlines() if line.startswith("vllm:")]
+    found = {}
+    for line in lines:
+        name, _, value = line.rpartition(" ")
+        bound = name.partition('le="')[2].partition('"')[0]
+        found[f"{name.partition('{')[0].removeprefix('vllm:')} {bound}".strip()] = float(value)
+    return found
+
+
+async def gaps_beside_a_long_prompt(scheduler: str, **chat: Any) -> dict[str, float]:
+    """Gaps between tokens of a chat by upper bound (cumulative, on the engine's clock).
+
+    A long prompt comes while the chat streams.
+    """
+    async with router("--embedded", f"1{scheduler}") as r, aiohttp.ClientSession() as http:
+        await r.listening()
+        async with http.get(f"{r.url}/debug/engines") as response:
+            (engine,) = orjson.loads(await response.read())
+        url = f"{r.url}/v1/completions"
+        async with http.post(url, json={**FOREVER, **chat}) as streaming:
+            await streaming.content.readline()
+            async with http.post(url, json={"prompt": LONG, "max_tokens": 1}) as response:
+                assert response.status == 200
+            found = await samples(http, engine["url"])
+        r.process.terminate()
+        assert await r.ended() == 0
+    start = "inter_token_latency_seconds_bucket "
+    return {name.removeprefix(start): count for name, count in found.items() if name.startswith(start)}
+
+
+async def test_the_longest_gap_beside_a_long_prompt_is_within_the_slo() -> None:
+    stock, slo, own = await asyncio.gather(
+        gaps_beside_a_long_prompt(""),
+        gaps_beside_a_long_prompt(",slo=50"),
+        gaps_beside_a_long_prompt(",slo=1000", vllm_xargs={"token_slo_ms": 50}),
+    )
+    assert stock["0.3"] < stock["+Inf"]
+    assert slo["0.05"] == slo["+Inf"] > 0
+    assert slo["0.025"] < slo["+Inf"], "the prompt takes part of the steps"
+    assert own["0.05"] == own["+Inf"] > 0, "the request's own time counts"
+
+
+async def ends(scheduler: str) -> list[str]:
+    """The order in which requests end: two long ones wait before a short one for a single slot."""
+    flags = _embedded_flags(ServerConfig.model_validate({"embedded": f"1{scheduler}"}))[0][1]
+    ended: list[str] = []
+    async with (
+        EmbeddedEngines([[*flags, "--max-sequences", "1"]]) as engines,
+        aiohttp.ClientSession() as http,
+    ):
+        (engine,) = engines.urls
+
+        async def ask(name: str, **body: Any) -> None:
+            async with http.post(f"{engine}/v1/completions", json=body) as response:
+                assert response.status == 200
+            ended.append(name)
+
+        async def submitted(count: int) -> None:
+            """Waits until the engine has got this number of requests."""
+            while True:
+                found = await samples(http, engine)
+                if found["num_requests_waiting"] + found["num_requests_running"] + len(ended) >= count:
+                    return
+                await asyncio.sleep(0.01)
+
+        asks: list[asyncio.Task[None]] = []
+        async with http.post(f"{engine}/v1/completions", json=FOREVER | {"max_tokens": 200_000}) as holder:
+            await holder.content.readline()
+            for name, prompt in (("long", LONG), ("longer", [7, *LONG]), ("short", LONG[7:50])):
+                asks.append(asyncio.create_task(ask(name, prompt=prompt, max_tokens=20)))
+                await asyncio.wait_for(submitted(1 + len(asks)), PATIENCE_SECONDS)
+        await asyncio.gather(*asks)
+    return ended
+
+
+async def test_a_short_request_overtakes_long_ones() -> None:
+    assert await ends("") == ["long", "longer", "short"]
+    assert await ends(",uniboost") == ["short", "long", "longer"]
+
+
+@pytest.mark.parametrize("millis", [0, -1, "soon", 60_001, [50]])
+async def test_an_impossible_time_is_refused_as_vllm_refuses_bodies(millis: Any) -> None:
+    body = {"prompt": "Hi", "max_tokens": 2, "vllm_xargs": {"token_slo_ms": millis}}
+    async with EmbeddedEngines([["--order", "slo"], []]) as engines, aiohttp.ClientSession() as http:
+        slo, stock = engines.urls
+        for stream in (False, True):
+            async with http.post(f"{slo}/v1/completions", json=body | {"stream": stream}) as response:
+                answer = orjson.loads(await response.read())
+            assert response.status == 400
+            assert (answer["error"]["type"], answer["error"]["param"]) == ("BadRequestError", "vllm_xargs")
+            assert "token_slo_ms" in answer["error"]["message"]
+        async with http.post(f"{stock}/v1/completions", json=body) as response:
+            assert response.status == 200, "its scheduler does not read it"
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, None), ({}, None), ({"token_slo_ms": "20"}, 0.02)])
+def test_a_requests_own_time_is_read(given: Any, seconds: float | None) -> None:
+    assert own_token_slo(given) == seconds
+
+
+@pytest.mark.parametrize(
+    "wrong", ["2,slo", "2,slo=0", "2,slo=-5", "2,slo=70000", "2,slo=nan", "2,fast", ",slo=5"]
+)
+def test_schedulers_that_do_not_exist(wrong: str) -> None:
+    with pytest.raises(ValidationError, match="expected"):
+        ServerConfig.model_validate({"embedded": wrong})
+
+
+def test_embedded_engines_get_the_flags_of_their_scheduler() -> None:
+    def flags(embedded: Any, **more: Any) -> list[tuple[str, list[str]]]:
+        return _embedded_flags(ServerConfig.model_validate({"embedded": embedded, **more}))
+
+    assert flags(2) == flags("2") == [("both", [])] * 2
+    assert flags("2,slo=12.5") == [("both", ["--order", "slo", "--order-slo", "0.0125"])] * 2
+    assert [(role, each[:2]) for role, each in flags("1p1d,uniboost")] == [
+        ("prefill", ["--order", "uniboost"]),
+        ("decode", ["--order", "uniboost"]),
+    ]
+    with pytest.raises(ValidationError, match="orders the engines' queues"):
+        flags("1,slo=50", priority="vtc", experimental=True)
