@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from lmetric.profiles import Profile, load_profile, shipped_profiles
+from lmetric.profiles.budget import CONTEXT_TOKENS, budgets
 from lmetric_lab.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
-from lmetric_lab.calibrate.budget import CONTEXT_TOKENS, budgets
 from lmetric_lab.calibrate.fit import (
     CONSTANTS,
     Observation,
@@ -31,6 +31,8 @@ from lmetric_lab.calibrate.fit import (
 from lmetric_lab.calibrate.plan import KINDS, Plan
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.synthetic import check_synthetic
 
 TRUTH = load_profile("llama-3.1-8b-a100")
 SLOW = {
@@ -171,7 +173,7 @@ def test_a_budget_keeps_its_time_and_a_larger_one_does_not(name: str) -> None:
 
     def seconds(decodes: int, tokens: float) -> float:
         context = decodes * CONTEXT_TOKENS
-        work = (1, decodes, context, tokens, tokens * tokens / 2)
+        work = (1, decodes, context, tokens, tokens * (CONTEXT_TOKENS + tokens / 2))
         return float(sum(getattr(profile, c) * x for c, x in zip(CONSTANTS, work, strict=True)))
 
     found = list(budgets(profile, 0.08))
@@ -186,6 +188,31 @@ def test_a_budget_keeps_its_time_and_a_larger_one_does_not(name: str) -> None:
             or seconds(budget.decodes, 1.05 * prefill + 1) > 0.08
         )
         assert budget.prompt_tokens_per_second <= budget.full_prompt_tokens_per_second * 1.0001
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b-a100", "independent-sim"])
+def test_the_recommended_budget_keeps_the_goal_in_the_simulator(name: str) -> None:
+    profile, goal = load_profile(name).model_copy(update={"max_sequences": 64}), 0.075
+    # More prompts and answers than the engine can serve: all its sequences are in use.
+    load = {"rate": 4, "duration_seconds": 30, "input_tokens": CONTEXT_TOKENS, "output_tokens": 400}
+    trace = check_synthetic({"synthetic": "requests", "seed": 3, **load}, "here").make()
+
+    def run(batch_tokens: int) -> tuple[float, float]:
+        """P99 of the time between tokens, and the time to serve all requests, in seconds."""
+        engine = profile.model_copy(update={"max_batch_tokens": batch_tokens})
+        result = simulate(trace, instances=1, profile=engine)
+        gap = result.gap_seconds(0.99)
+        assert gap is not None
+        return gap, float(result.finished_seconds.max())
+
+    *_, budget = budgets(profile, goal)
+    assert budget.batch_tokens is not None
+    (stock_gap, stock_seconds), (gap, seconds) = run(profile.max_batch_tokens), run(budget.batch_tokens)
+    # Gaps are counted in bins of 1%.
+    assert gap <= goal * 1.01 < 2 * goal < stock_gap
+    # The price is for prompts beside a full batch; steps without prompts cost nothing more.
+    price = 1 - budget.prompt_tokens_per_second / budget.full_prompt_tokens_per_second
+    assert 0.02 < 1 - stock_seconds / seconds < price < 0.35
 
 
 # -- against an engine

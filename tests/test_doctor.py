@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -11,13 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric.config import EngineConfig, PoolSettings
-from lmetric.doctor import CHECKS, Examination, Level, Target, examine
+from lmetric.doctor import CHECKS, Examination, Level, Target, Verdict, examine
+from lmetric.doctor.subject import Subject
+from lmetric.doctor.token_gaps import MIN_GAPS, check_token_gaps
+from lmetric.engines.vllm import Vllm
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from lmetric_lab.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
@@ -25,6 +30,8 @@ from lmetric_lab.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
 EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
 
 EVENTS_RED = ["kv_events", "block_hashes"]
+# Without a goal for the time between tokens, there is no check of it.
+GOOD = {name: "not offered" if name == "handover" else "pass" for name in CHECKS if name != "token_gaps"}
 
 
 def outcomes(found: Examination) -> dict[str, str]:
@@ -90,7 +97,7 @@ async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_
                 first = found.verdicts[case.wanting[0]]
                 assert case.says in f"{first.seen} {first.remedy}", (name, first)
             else:
-                assert outcomes(found) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}
+                assert outcomes(found) == GOOD
                 assert not any(found.wanting(level) for level in Level)
 
 
@@ -114,7 +121,7 @@ async def test_every_data_parallel_rank_is_examined() -> None:
     options = EngineOptions(ranks=3, clock_speed=20, **EVENTS)
     async with EngineServer(options.model_copy(update={"port": 0})) as engine:
         [good] = await examine([Target(EngineConfig(url=engine.url))])
-        assert outcomes(good) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}, good
+        assert outcomes(good) == GOOD, good
         assert "on each of 3 ranks" in good.verdicts["block_hashes"].seen
         assert good.verdicts["kv_events"].seen.count("tcp://") == 3
         assert "--thorough also tests the queue" in good.verdicts["priority"].seen
@@ -136,7 +143,7 @@ async def test_an_entry_for_a_rank_is_examined_alone(api: str) -> None:
         endpoints = []
         for found, rank in ((first, 0), (second, 1)):
             assert found.engine.endswith(f"-dp{rank}")
-            assert outcomes(found) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}, found
+            assert outcomes(found) == GOOD, found
             assert found.verdicts["kv_events"].seen.count("tcp://") == 1
             endpoints.append(found.verdicts["kv_events"].seen.partition("from ")[2])
         assert endpoints[0] != endpoints[1]
@@ -191,6 +198,84 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
     for said, one in zip(expected, tried, strict=True):
         verdict = one.verdicts["priority"]
         assert f"{verdict.outcome} {verdict.seen}".startswith(said), verdict
+
+
+async def test_times_between_tokens_are_compared_with_the_goal() -> None:
+    # Beside the chat, a prompt of 40,000 tokens takes 10 steps of 0.4 to 0.7 s; others take 9 ms.
+    async with EmbeddedEngines(2, EngineOptions(clock_speed=4)) as engines, aiohttp.ClientSession() as http:
+        used, idle = engines.urls
+        chat = {"prompt": "Hi", "max_tokens": 100_000, "stream": True}
+        async with http.post(f"{used}/v1/completions", json=chat) as streaming:
+            await streaming.content.readline()
+            for number in range(3):
+                body = {"prompt": [number, *range(500)] * 80, "max_tokens": 1}
+                async with http.post(f"{used}/v1/completions", json=body) as response:
+                    assert response.status == 200
+            gaps = 0
+            while gaps < MIN_GAPS:
+                gaps += (await streaming.content.readline()).startswith(b"data: {")
+
+        async def verdict(url: str, millis: float, profile: str | None = None) -> Verdict:
+            settings = PoolSettings(profile=profile)
+            target = Target(EngineConfig(url=url), None, settings, token_seconds=millis / 1e3)
+            (found,) = await examine([target])
+            assert found.level is Level.APPROXIMATE
+            return found.verdicts["token_gaps"]
+
+        late, unknown, good, none = (
+            await verdict(used, 100, "independent-sim"),
+            await verdict(used, 100),
+            await verdict(used, 750),
+            await verdict(idle, 100),
+        )
+    assert (late.outcome, unknown.outcome) == ("fail", "fail")
+    assert re.match(
+        r"P99 of [\d,]+ gaps since its start: 500 to 750 ms, goal 100 ms; at least [\d.]+% of the gaps are",
+        late.seen,
+    )
+    budgets = re.findall(r"(\d+) beside (\d+) decodes \(prompt tokens/s (-\d+)%\)", late.remedy or "")
+    assert [(int(decodes), int(price) < 0) for _, decodes, price in budgets] == [
+        (64, True),
+        (128, True),
+        (256, True),
+    ]
+    assert "--max-num-batched-tokens" in (late.remedy or "")
+    assert f"lmetric-router calibrate {used}" in (unknown.remedy or "")
+    assert (good.outcome, none.outcome) == ("pass", "not offered")
+    assert "0 gaps since its start" in none.seen
+
+
+@pytest.mark.parametrize(
+    ("counts", "millis", "outcome", "says"),
+    [
+        ({}, 60, "not offered", "has no vllm:inter_token_latency_seconds"),
+        ({"0.05": 1000}, 60, "not offered", "has no vllm:inter_token_latency_seconds"),
+        ({"0.05": 99, "+Inf": 99}, 60, "not offered", "99 gaps since its start; the 99th percentile needs"),
+        ({"0.05": 990, "0.075": 1000, "+Inf": 1000}, 50, "pass", "up to 50 ms"),
+        ({"0.05": 989, "0.075": 1000, "+Inf": 1000}, 50, "fail", "50 to 75 ms"),
+        ({"0.05": 989, "0.075": 1000, "+Inf": 1000}, 60, "not offered", "do not tell"),
+        ({"0.05": 989, "0.075": 1000, "+Inf": 1000}, 75, "pass", "50 to 75 ms"),
+        ({"0.05": 989, "0.075": 989, "+Inf": 1000}, 60, "fail", "over 75 ms"),
+        ({"0.05": 989, "0.075": 989, "+Inf": 1000}, 5000, "not offered", "do not tell"),
+        ({"0.05": 989, "+Inf": 1000}, 10, "fail", "at least 1.1% of the gaps are longer"),
+    ],
+)
+def test_a_histogram_tells_as_much_as_its_buckets(
+    counts: dict[str, int], millis: float, outcome: str, says: str
+) -> None:
+    name = "vllm:inter_token_latency_seconds_bucket"
+    # Two models, whose gaps count together.
+    page = "".join(
+        f'{name}{{engine="0",le="{bound}",model_name="{model}"}} {part}\n'
+        for bound, count in counts.items()
+        for model, part in (("a", count // 2), ("b", count - count // 2))
+    )
+    settings = PoolSettings(profile="independent-sim")
+    target = Target(EngineConfig(url="http://127.0.0.1:9"), None, settings, millis / 1e3)
+    subject = Subject(target, client=None, adapter=Vllm())  # type: ignore[arg-type]
+    check_token_gaps(subject, page.encode())
+    verdict = subject.verdicts["token_gaps"]
+    assert (verdict.outcome, says in verdict.seen) == (outcome, True), verdict
 
 
 async def test_two_engines_that_hand_over() -> None:

@@ -35,6 +35,21 @@ def command(
             show_default="as configured, else the engine's model",
         ),
     ] = None,
+    token_slo_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Also compare the times between tokens (P99) with this goal, in milliseconds.",
+            show_default="none",
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Profile of calibrate, for the budget to recommend with --token-slo-ms.",
+            show_default="as configured",
+        ),
+    ] = None,
     thorough: Annotated[
         bool,
         typer.Option(
@@ -59,7 +74,11 @@ def command(
     from lmetric.doctor import Level, examine
 
     level = Level(require)
-    targets = _targets(url or [], config, tokenizer)
+    if token_slo_ms is not None and not token_slo_ms > 0:
+        raise typer.BadParameter(f"{token_slo_ms:g} is not above 0", param_hint="--token-slo-ms")
+    targets = _targets(url or [], config, {"tokenizer": tokenizer, "profile": profile})
+    if token_slo_ms is not None:
+        targets = [_with_goal(target, token_slo_ms / 1e3) for target in targets]
     note(f"examining {len(targets)} engine{'s' * (len(targets) > 1)}")
     found = asyncio.run(examine(targets, thorough=thorough))
     good = not any(examination.wanting(level) for examination in found)
@@ -87,13 +106,24 @@ def _shortfalls(found: list[Examination], level: Level) -> list[str]:
     ]
 
 
-def _targets(urls: list[str], file: Path | None, tokenizer: str | None) -> list[Target]:
+def _with_goal(target: Target, token_seconds: float) -> Target:
+    """The target with a goal. Raises ProfileError if its profile cannot be read."""
+    from dataclasses import replace
+
+    from lmetric.profiles import load_profile
+
+    if target.settings.profile is not None:
+        load_profile(target.settings.profile)
+    return replace(target, token_seconds=token_seconds)
+
+
+def _targets(urls: list[str], file: Path | None, overrides: dict[str, Any]) -> list[Target]:
     """The engines to examine. Raises ConfigError."""
     from lmetric.config import ConfigError, load_config
     from lmetric.doctor import Target
 
     # URLs pass through the configuration: it checks them and adds the other settings of the engine.
-    config = load_config(file, {"tokenizer": tokenizer})
+    config = load_config(file, overrides)
     targets = [
         Target(engine, model.name if model else config.model, config.pool_settings(model))
         for model in (*config.models, None)

@@ -18,6 +18,7 @@ from lmetric.doctor.load import check_load_and_cancel
 from lmetric.doctor.priority import check_priority
 from lmetric.doctor.reach import check_model, check_reachable
 from lmetric.doctor.subject import Subject, Target
+from lmetric.doctor.token_gaps import check_token_gaps, read_metrics
 from lmetric.doctor.tokens import check_tokenizer
 from lmetric.doctor.verdict import CHECKS, Level, Verdict, needed
 from lmetric.server.tls.contexts import engine_context
@@ -107,7 +108,9 @@ async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:
     await check_reachable(subject)
     if not subject.has("reachable"):
         return
+    metrics = await read_metrics(subject)
     await check_model(subject)
+    check_token_gaps(subject, metrics)
     if not subject.has("model") or subject.halves:
         return
     await check_load_and_cancel(subject)

@@ -22,7 +22,10 @@ class Target:
     model: str | None = None
     """The expected model; None: as the engine reports."""
     settings: PoolSettings = field(default_factory=PoolSettings)
-    """Configured block size, KV events and tokenizer. The engine reports missing values."""
+    """Configured profile, block size, KV events and tokenizer. The engine reports the missing
+    ones."""
+    token_seconds: float | None = None
+    """The goal for the 99th percentile of the time between tokens, seconds; None: no goal."""
 
 
 @dataclass(slots=True)

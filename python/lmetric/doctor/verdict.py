@@ -68,6 +68,7 @@ CHECKS = {
         Check("tokenizer", "router and engine produce the same token IDs", Level.EXACT),
         Check("handover", "sends a request's KV cache to another engine, or receives it", None),
         Check("priority", "accepts a request with a priority; thorough: and its queue follows it", None),
+        Check("token_gaps", "P99 of the time between tokens is within --token-slo-ms", None),
         Check("clock", "its clock agrees with this machine's clock", None),
     )
 }

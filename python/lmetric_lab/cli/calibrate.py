@@ -205,7 +205,7 @@ def _run(calibrator: Calibrator) -> Calibration:
 
 
 def _as_data(made: Calibration, token_slo_ms: float | None) -> dict[str, Any]:
-    from lmetric_lab.calibrate.budget import budgets
+    from lmetric.profiles.budget import budgets
 
     advice = {} if token_slo_ms is None else {"budgets": list(budgets(made.profile, token_slo_ms / 1e3))}
     return advice | {
@@ -274,7 +274,7 @@ def _print(made: Calibration) -> None:
 
 def _print_budgets(made: Calibration, token_slo_ms: float) -> None:
     from lmetric.cli.show import note, print_table
-    from lmetric_lab.calibrate.budget import CONTEXT_TOKENS, budgets
+    from lmetric.profiles.budget import CONTEXT_TOKENS, budgets
 
     rows, present = [], made.profile.max_batch_tokens
     found = list(budgets(made.profile, token_slo_ms / 1e3))
