@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+import yaml
 from openai import AsyncOpenAI
 
-from test_server_process import RUN, Process, router
+from lmetric.config import PoolSettings, ServerConfig
+from lmetric.config.tuning import folded
+from test_server_process import RUN, RUN_FORCED, Process, router
 from vllm_process import VllmEngine
 
 
@@ -60,6 +64,19 @@ class Served:
         async with asyncio.timeout(seconds):
             while not await true():  # noqa: ASYNC110 - another process is asked
                 await asyncio.sleep(0.05)
+
+
+def configured(folder: Path, **values: Any) -> tuple[list[str], str]:
+    """The flags and the code of a router whose settings and constants are `values`.
+
+    Operators cannot set constants. Some tests need others, for crowded machines or short prompts.
+    """
+    constants = {name: values.pop(name) for name in list(values) if name in PoolSettings.__class_vars__}
+    file = folder / "router.yaml"
+    file.write_text(yaml.safe_dump(folded(values, ServerConfig)))
+    run = "from lmetric.config import PoolSettings\n"
+    run += "".join(f"PoolSettings.{name} = {value!r}\n" for name, value in constants.items())
+    return ["--config", str(file)], run + RUN_FORCED
 
 
 @contextlib.asynccontextmanager

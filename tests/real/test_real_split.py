@@ -14,15 +14,11 @@ from typing import Any
 
 import orjson
 import pytest
-import yaml
 
-from lmetric.config import PoolSettings, ServerConfig
-from lmetric.config.tuning import folded
-from router_world import Served, served
+from router_world import Served, configured, served
 from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import computed, fetched, outcomes
 from test_real_router import TOOLS, text
-from test_server_process import RUN_FORCED
 from vllm_process import MODEL, NIXL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -55,15 +51,10 @@ def fresh(what: str) -> str:
 @contextlib.asynccontextmanager
 async def cutting(engines: list[VllmEngine], folder: Path, **config: Any) -> AsyncIterator[Served]:
     """A router that has seen what the engines can do."""
-    file = folder / "router.yaml"
     # Engines that compute on two cores leave each other's pages waiting for seconds.
     given = {"policy": "round_robin", "experimental": True, "health": {"timeout": 30}, **config}
-    constants = {name: given.pop(name) for name in list(given) if name in PoolSettings.__class_vars__}
-    settings = {"engines": [{"url": e.url} for e in engines], **given}
-    file.write_text(yaml.safe_dump(folded(settings, ServerConfig)))
-    run = "from lmetric.config import PoolSettings\n"
-    run += "".join(f"PoolSettings.{name} = {value!r}\n" for name, value in constants.items())
-    async with served([], "--config", str(file), run=run + RUN_FORCED) as world:
+    flags, run = configured(folder, engines=[{"url": e.url} for e in engines], **given)
+    async with served([], *flags, run=run) as world:
 
         async def seen() -> bool:
             shown = (await world.engines()).values()
