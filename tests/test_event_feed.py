@@ -675,6 +675,73 @@ def test_pushed_load_reports_reach_the_indicators(bed: Bed) -> None:
         assert bed.feed.status("e1") == {}
 
 
+def load(running: float, waiting: float, **more: Any) -> dict[str, Any]:
+    """An event of the schedulers of lmetric-vllm."""
+    return {"type": "LmetricLoad", "running": running, "waiting": waiting} | more
+
+
+def test_load_events_reach_the_indicators_between_blocks(bed: Bed) -> None:
+    tokens = list(range(2 * BLOCK))
+    with publisher() as engine:
+        engine.publish(load(7, 7, prefill_tokens=70))  # replayed: it is old
+        bed.subscribe(engine)
+        bed.settle(engine, "live")
+        assert np.isnan(bed.router.indicators()["reported_running"][0])
+        engine.publish(load(3, 5, kv_usage=0.25, prefill_tokens=900))
+        engine.publish(stored([1, 2], tokens))
+        bed.settle(engine, "live")
+        columns = bed.router.indicators()
+        assert (columns["r_bs"][0], columns["q_bs"][0], columns["kv_usage"][0]) == (3, 5, 0.25)
+        assert columns["queued_prefill_tokens"][0] == 900
+        # The newest by arrival counts, from whatever source.
+        bed.router.report_load("e0", waiting=1, running=4, kv_usage=0.5)
+        columns = bed.router.indicators()
+        assert (columns["r_bs"][0], columns["q_bs"][0], columns["queued_prefill_tokens"][0]) == (4, 1, 0)
+        # A load in a gap counts at once; the replay brings the lost blocks, and no old load.
+        engine.publish(load(9, 9))
+        engine.publish(stored([3], tokens[:BLOCK], parent=2), lose=True)
+        engine.publish(load(1, 0, kv_usage=0.75))
+        bed.settle(engine, "live")
+        assert bed.router.indicators()["r_bs"][0] == 1
+        assert bed.held([*tokens, *tokens[:BLOCK]]) == 3
+        status = bed.status()
+        assert (status["gaps"], status["restarts"], status["loads"]) == (1, 0, 4)
+        assert status["skipped"] == {}
+
+
+def test_bad_load_events_harm_nothing(bed: Bed) -> None:
+    tokens = list(range(BLOCK))
+    with publisher() as engine:
+        bed.subscribe(engine)
+        bed.settle(engine, "live")
+        engine.publish(load(3, 5))
+        wrong: list[dict[str, Any]] = [
+            load(-1, 0),
+            load(1e10, 0),
+            load(float("nan"), 0),
+            load(1, float("inf")),
+            load(1, 1, kv_usage=1.5),
+            load(1, 1, prefill_tokens=[1]),
+            load(1, 1, prefill_tokens="1"),
+            {"type": "LmetricLoad"},
+            load(1, 1, more="x" * 2000),
+        ]
+        for event in wrong:
+            engine.publish(event)
+        engine.publish(stored([1], tokens))
+        bed.settle(engine, "live")
+        assert bed.status()["skipped"] == {"malformed_load": len(wrong)}
+        assert (bed.router.indicators()["r_bs"][0], bed.held(tokens)) == (3, 1)
+        # The load of one rank is not the instance's.
+        bed.router.add_instance("ranks")
+        with publisher() as other:
+            bed.subscribe(other, "ranks", rank=1)
+            until(lambda: other.heard() and bed.status("ranks", 1)["state"] == "live", other)
+            other.publish(load(3, 5))
+            until(lambda: bed.status("ranks", 1)["loads"] == 1, other)
+            assert bed.router.indicators()["r_bs"][2] == 0
+
+
 def test_what_vllm_said(bed: Bed) -> None:
     """Recorded: a prompt of three blocks, the same with a salt, and a full report of the first."""
     recorded = json.loads((Path(__file__).parent / "samples" / "vllm-0.32.0.json").read_text())["events"]

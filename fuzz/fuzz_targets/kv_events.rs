@@ -8,9 +8,13 @@ mod decode;
 #[allow(dead_code)]
 #[path = "../../rust/feed/src/event.rs"]
 mod event;
+#[allow(dead_code)]
+#[path = "../../rust/feed/src/load.rs"]
+mod load;
 
-use event::{Event, Scratch, moment_of, read_batch, read_load};
+use event::{Event, Scratch, moment_of, read_batch};
 use libfuzzer_sys::fuzz_target;
+use load::{read_load, read_load_event};
 use rmpv::Value;
 
 /// The events of a batch: a member, or the second value (the third behind a name).
@@ -29,7 +33,7 @@ fn events_of(batch: &Value) -> Option<usize> {
 
 fuzz_target!(|data: &[u8]| {
     let (mut scratch, mut handed) = (Scratch::default(), 0);
-    let _ = (moment_of(data), read_load(data));
+    let _ = (moment_of(data), read_load(data), read_load_event(data));
     let batch = read_batch(data, &mut scratch, |event| {
         handed += 1;
         if let Event::Stored(stored) = event {

@@ -135,7 +135,7 @@ fn main() {
         let name = format!("engine-{i}");
         router.add_instance(&name, Role::Both, None).expect("a new name");
         let (waiting, running) = (Some(f64::from(i % 3)), Some(f64::from(i % 17)));
-        let report = Report { at: 0.0, waiting, running, kv_usage: Some(0.1) };
+        let report = Report { at: 0.0, waiting, running, kv_usage: Some(0.1), ..Report::default() };
         router.engine_report(&name, report).expect("a known name");
     }
     let domain = Domain::new(&[Some("model")], 16);

@@ -18,7 +18,8 @@ fn main() -> Result<(), CoreError> {
         router.add_instance(name, Role::Both, None)?;
     }
     // A load report, as read from an engine: gpu-2 also has requests of other clients.
-    let report = Report { at: 0.0, waiting: Some(3.0), running: Some(12.0), kv_usage: Some(0.4) };
+    let report =
+        Report { at: 0.0, waiting: Some(3.0), running: Some(12.0), kv_usage: Some(0.4), ..Report::default() };
     router.engine_report("gpu-2", report)?;
 
     // Four questions with one system prompt. Prompts of other models or tenants get other domains.

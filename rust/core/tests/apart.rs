@@ -85,7 +85,7 @@ fn costs(router: &Router, id: u64) -> (f64, f64) {
 /// Nine external requests, which scores include; their tokens are unknown.
 fn busy_with_others(router: &mut Router, id: InstanceId, at: f64) {
     let name = router.fleet().name(id).clone();
-    let report = Report { at, waiting: Some(0.0), running: Some(9.0), kv_usage: None };
+    let report = Report { at, waiting: Some(0.0), running: Some(9.0), ..Report::default() };
     router.engine_report(&name, report).unwrap();
 }
 
@@ -190,7 +190,8 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         router.fleet_mut().set_draining(ids[1], true).unwrap();
         let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
         router.fleet_mut().set_draining(ids[1], false).unwrap();
-        let report = Report { at: 1.0, waiting: Some(0.0), running: Some(9.0), kv_usage };
+        let report =
+            Report { at: 1.0, waiting: Some(0.0), running: Some(9.0), kv_usage, ..Report::default() };
         router.engine_report("engine-1", report).unwrap();
         let d = router.route(&ASKED, 1.0).unwrap();
         assert_eq!(d.segment, Segment { instance: ids[0], from_token: 0, to_token: Some(from_token) });

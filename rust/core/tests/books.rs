@@ -273,7 +273,7 @@ fn apply(op: &Op, router: &mut Router, model: &mut Model) {
                 at: model.now,
                 waiting: Some(f64::from(waiting)),
                 running: Some(f64::from(running)),
-                kv_usage: None,
+                ..Report::default()
             };
             router.engine_report(&name(i), report).unwrap();
         }

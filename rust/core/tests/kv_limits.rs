@@ -207,7 +207,8 @@ fn a_finished_fetch_counts_for_its_own_instance() {
 #[test]
 fn pushed_load_is_refused_with_its_reason() {
     let bed = Bed::new(16 << 20, IndexFeed::Exact);
-    let report = |waiting| Report { at: 0.0, waiting: Some(waiting), running: Some(1.0), kv_usage: None };
+    let report =
+        |waiting| Report { at: 0.0, waiting: Some(waiting), running: Some(1.0), ..Report::default() };
     bed.feed.report_load("a", report(1.0)).unwrap();
     let refused = |name, waiting| bed.feed.report_load(name, report(waiting)).unwrap_err();
     assert!(matches!(refused("x", 1.0), CoreError::UnknownName { .. }));

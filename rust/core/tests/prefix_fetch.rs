@@ -99,7 +99,7 @@ fn lmetric_pull_weighs_a_fetched_token_at_its_cost() {
         // Twice, because the first report may still include requests ended since the last report.
         for usage in [0.1, 0.2] {
             let (waiting, running) = (Some(0.0), Some(running));
-            let report = Report { at: 1.0, waiting, running, kv_usage: Some(usage) };
+            let report = Report { at: 1.0, waiting, running, kv_usage: Some(usage), ..Report::default() };
             router.engine_report(&name, report).unwrap();
         }
         let decision = router.route(&request(&prompt), 1.0).unwrap();
@@ -349,7 +349,7 @@ fn an_instance_that_is_full_fetches_nothing() {
     let (mut router, home, prompt) = held_by_one("lmetric_pull", fetch, 2);
     let place = |router: &mut Router, kv_usage: Option<f64>| {
         if kv_usage.is_some() {
-            let report = Report { at: 1.0, waiting: None, running: None, kv_usage };
+            let report = Report { at: 1.0, waiting: None, running: None, kv_usage, ..Report::default() };
             router.engine_report("e1", report).unwrap();
             router.engine_report("e0", Report { kv_usage: Some(1.0), ..report }).unwrap();
         }

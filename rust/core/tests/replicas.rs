@@ -82,7 +82,7 @@ fn engines_reports_count_beyond_what_all_routers_have() {
     b.route(&request(&chain(2, 10)), 0.0).unwrap();
     hear(&mut b, "a", &a.share(0.2), 0.2);
     // Our request, the peer's request, and two external requests.
-    let report = Report { at: 0.3, waiting: Some(2.0), running: Some(2.0), kv_usage: None };
+    let report = Report { at: 0.3, waiting: Some(2.0), running: Some(2.0), ..Report::default() };
     b.engine_report("x", report).unwrap();
     assert_eq!(value(&b, Indicator::Bs, "x"), 4.0);
     // Without the peer's message, its request counts as external.

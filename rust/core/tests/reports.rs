@@ -54,7 +54,13 @@ impl World {
     /// Sends the last report again.
     fn report_again(&mut self) {
         let (running, kv_usage) = self.page;
-        let report = Report { at: 0.0, waiting: Some(0.0), running: Some(running), kv_usage: Some(kv_usage) };
+        let report = Report {
+            at: 0.0,
+            waiting: Some(0.0),
+            running: Some(running),
+            kv_usage: Some(kv_usage),
+            ..Report::default()
+        };
         self.router.engine_report(NAME, report).unwrap();
     }
 

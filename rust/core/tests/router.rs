@@ -126,8 +126,12 @@ fn foreign_load_is_what_the_engine_reports_beyond_our_own() {
     let decision = router.route(&request(&[]), 0.0).unwrap();
     let name = router.fleet().name(decision.segment.instance).to_string();
     // The engine counts our prefill as running; the router counts it as queued: no double count.
-    let report =
-        |waiting, running| Report { at: 0.1, waiting: Some(waiting), running: Some(running), kv_usage: None };
+    let report = |waiting, running| Report {
+        at: 0.1,
+        waiting: Some(waiting),
+        running: Some(running),
+        ..Report::default()
+    };
     router.engine_report(&name, report(0.0, 1.0)).unwrap();
     let slot = slot_of(&router, &name);
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 1.0);
@@ -136,11 +140,41 @@ fn foreign_load_is_what_the_engine_reports_beyond_our_own() {
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
     assert_eq!(router.columns().get(Indicator::QBs)[slot], 1.0 + 2.0);
     // A header with waiting requests alone leaves the external load unchanged.
-    let waiting = Report { at: 0.2, waiting: Some(0.0), running: None, kv_usage: None };
+    let waiting = Report { at: 0.2, waiting: Some(0.0), running: None, ..Report::default() };
     router.engine_report(&name, waiting).unwrap();
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
     assert_eq!(router.columns().get(Indicator::QBs)[slot], 2.0, "our request left the queue");
     assert!(router.engine_report(&name, report(f64::NAN, 0.0)).is_err());
+}
+
+#[test]
+fn prompt_tokens_that_an_engine_reports_beyond_ours_are_queued() {
+    let mut router = router("lmetric", 1);
+    let decision = router.route(&request(&chain(1, 60)), 0.0).unwrap();
+    let name = router.fleet().name(decision.segment.instance).to_string();
+    let queued = |router: &mut Router| {
+        router.derive_all(0.0);
+        router.columns().get(Indicator::QueuedPrefillTokens)[0]
+    };
+    let report = |tokens: Option<f64>, running| Report {
+        at: 0.0,
+        waiting: Some(0.0),
+        running: Some(running),
+        prefill_tokens: tokens,
+        ..Report::default()
+    };
+    let ours = queued(&mut router);
+    // The engine has yet to receive our request, or has computed a part: ours counts.
+    router.engine_report(&name, report(Some(0.0), 0.0)).unwrap();
+    assert_eq!(queued(&mut router), ours);
+    router.engine_report(&name, report(Some(3000.0), 2.0)).unwrap();
+    assert!(queued(&mut router) >= ours + 2000.0 - 1e-6, "2,000 tokens of another client");
+    // The same sample again, without the tokens, and a newer sample without them.
+    router.engine_report(&name, report(None, 2.0)).unwrap();
+    assert!(queued(&mut router) > ours);
+    router.engine_report(&name, report(None, 1.0)).unwrap();
+    assert_eq!(queued(&mut router), ours);
+    assert!(router.engine_report(&name, report(Some(-1.0), 1.0)).is_err());
 }
 
 #[test]

@@ -5,6 +5,7 @@ use crate::early::EarlyEvents;
 use crate::event::{Event, MAX_STEPS, Removed, Scratch, Stored, read_batch};
 use crate::extra::Rest;
 use crate::groups::{Others, Role};
+use crate::load::LOAD;
 use lmetric_core::kv::groups::Group;
 use lmetric_core::kv::hash::Domain;
 use lmetric_core::kv::tier::Tier;
@@ -24,6 +25,8 @@ const PIECE: usize = 1024;
 pub struct Tally {
     /// Events received, malformed events included.
     pub events: u64,
+    /// Load events among them.
+    pub loads: u64,
     /// Blocks of the GPU added to the index. Repeated reports count again.
     pub blocks_stored: u64,
     /// Blocks of the GPU with the session of their request.
@@ -205,6 +208,7 @@ impl Applier {
                 self.clear();
                 cleared = true;
             }
+            Event::Other(LOAD) => self.tally.loads += 1, // its content counts at its arrival alone
             Event::Other(_) => self.tally.skip("unknown_event", 1),
         });
         self.flush();

@@ -286,35 +286,3 @@ fn read_field<'a>(
     }
     Ok(())
 }
-
-/// An engine's load, as SGLang publishes it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Load {
-    /// Running requests.
-    pub running: f64,
-    /// Queued requests.
-    pub waiting: f64,
-    /// Share of the KV cache in use, if the engine reports the cache's size.
-    pub kv_usage: Option<f64>,
-}
-
-/// Maximum number of a load report: no engine runs as many requests or holds as many tokens.
-const MAX_LOAD: f64 = 1e9;
-
-/// Reads `["LoadStat", running, waiting, tokens, most tokens, ...]`.
-///
-/// # Errors
-/// Fails if the message has another shape, or a number that is negative or above 1e9.
-pub fn read_load(message: &[u8]) -> Decoded<Load> {
-    let mut reader = Reader::new(message);
-    if reader.array()? < 5 || reader.text()? != "LoadStat" {
-        return Err(DecodeError::Unexpected("[\"LoadStat\", ...] of five or more"));
-    }
-    let mut next = || reader.float();
-    let (running, waiting, tokens, most) = (next()?, next()?, next()?, next()?);
-    let all = [running, waiting, tokens, most];
-    if all.iter().any(|n| !(0.0..=MAX_LOAD).contains(n)) {
-        return Err(DecodeError::Unexpected("numbers of 0 to 1e9"));
-    }
-    Ok(Load { running, waiting, kv_usage: (most > 0.0).then(|| tokens / most) })
-}

@@ -14,6 +14,7 @@ pub mod event;
 mod extra;
 mod groups;
 mod heartbeat;
+pub mod load;
 pub mod source;
 pub mod status;
 pub mod stream;

@@ -1,7 +1,8 @@
 //! One source in the feed's thread: its stream, its applier, and its connection for replays.
 use crate::apply::{Applier, Tally};
 use crate::connection::{CHUNK_BYTES, Dial, End, Endpoint, Event, Net};
-use crate::event::{moment_of, read_load};
+use crate::event::moment_of;
+use crate::load::{Load, read_load, read_load_event};
 use crate::status::Status;
 use crate::stream::{HELD_BYTES, Sink, Standing, Stream};
 use crate::zmtp::{MAX_MESSAGE_BYTES, Talk};
@@ -291,31 +292,43 @@ impl Source {
                     *least = Some(least.map_or(delay, |known| known.min(delay)));
                 }
                 blocks.stream.live(number, payload, now, &mut blocks.hands);
+                // A load is complete by itself, so gaps and replays do not matter, and only live
+                // batches count. The load of one of several ranks is not the instance's.
+                match read_load_event(payload) {
+                    Ok(Some(load)) if self.rank == 0 => self.report(load, feed, now),
+                    Ok(_) => {}
+                    Err(error) => self.fail("malformed_load", &error),
+                }
             }
             Kind::Load => match read_load(payload) {
                 Ok(load) => {
-                    let report = Report {
-                        at: now,
-                        waiting: Some(load.waiting),
-                        running: Some(load.running),
-                        kv_usage: load.kv_usage,
-                    };
                     self.status.last_sequence = Some(number);
-                    if let Err(error) = feed.report_load(&self.instance, report) {
-                        self.status.tally.last_error = Some(error.to_string());
-                        self.skip(match error {
-                            CoreError::UnknownName { .. } => "instance_gone",
-                            CoreError::Broken => "router_broken",
-                            _ => "malformed_message",
-                        });
-                    }
+                    self.report(load, feed, now);
                 }
-                Err(error) => {
-                    self.status.tally.last_error = Some(error.to_string());
-                    self.skip("malformed_message");
-                }
+                Err(error) => self.fail("malformed_message", &error),
             },
         }
+    }
+
+    /// Passes a load to the router.
+    fn report(&mut self, load: Load, feed: &KvFeed, now: f64) {
+        let Load { running, waiting, kv_usage, prefill_tokens } = load;
+        let (waiting, running) = (Some(waiting), Some(running));
+        let report = Report { at: now, waiting, running, kv_usage, prefill_tokens };
+        if let Err(error) = feed.report_load(&self.instance, report) {
+            let reason = match error {
+                CoreError::UnknownName { .. } => "instance_gone",
+                CoreError::Broken => "router_broken",
+                _ => "malformed_message",
+            };
+            self.fail(reason, &error);
+        }
+    }
+
+    fn fail(&mut self, reason: &'static str, error: &dyn std::fmt::Display) {
+        let tally = self.tally_mut();
+        tally.last_error = Some(error.to_string());
+        tally.skip(reason, 1);
     }
 
     /// Handles messages of another topic.

@@ -1,5 +1,6 @@
 //! Valid and invalid messages.
-use lmetric_feed::event::{Batch, Event, Load, Removed, Scratch, moment_of, read_batch, read_load};
+use lmetric_feed::event::{Batch, Event, Removed, Scratch, moment_of, read_batch};
+use lmetric_feed::load::{Load, read_load, read_load_event};
 use proptest::prelude::*;
 use rmp::encode as pack;
 
@@ -152,11 +153,75 @@ fn digests_count_by_their_last_bytes() {
 #[test]
 fn load_reports() {
     let message = bytes("97 a84c6f616453746174 03 05 cc fa cd03e8 cb3ff0000000000000 a178");
-    assert_eq!(read_load(&message), Ok(Load { running: 3.0, waiting: 5.0, kv_usage: Some(0.25) }));
+    let load = Load { running: 3.0, waiting: 5.0, kv_usage: Some(0.25), prefill_tokens: None };
+    assert_eq!(read_load(&message), Ok(load));
     assert_eq!(read_load(&bytes("95 a84c6f616453746174 00 00 00 00")).unwrap().kv_usage, None);
     for wrong in ["", "95", "94 a84c6f616453746174 00 00 00", "95 a84c6f616453746174 ff 00 00 00", "c0"] {
         assert!(read_load(&bytes(wrong)).is_err(), "{wrong}");
     }
+}
+
+/// A batch with one event: its number of fields, and the fields after the type.
+fn load_event(fields: &[(&str, f64)]) -> Vec<u8> {
+    let mut out = bytes("93 cb41d9000000000000 91");
+    pack::write_map_len(&mut out, fields.len() as u32 + 1).unwrap();
+    for text in ["type", "LmetricLoad"] {
+        pack::write_str(&mut out, text).unwrap();
+    }
+    for (name, value) in fields {
+        pack::write_str(&mut out, name).unwrap();
+        pack::write_f64(&mut out, *value).unwrap();
+    }
+    out.push(0);
+    out
+}
+
+#[test]
+fn load_events() {
+    let all = [("running", 3.0), ("waiting", 5.0), ("kv_usage", 0.25), ("prefill_tokens", 900.0)];
+    let load = Load { running: 3.0, waiting: 5.0, kv_usage: Some(0.25), prefill_tokens: Some(900.0) };
+    assert_eq!(read_load_event(&load_event(&all)), Ok(Some(load)));
+    let least = Load { kv_usage: None, prefill_tokens: None, ..load };
+    assert_eq!(read_load_event(&load_event(&all[..2])), Ok(Some(least)));
+    // A later version may add fields.
+    let more = [all[0], ("later", 1.0), all[1]];
+    assert_eq!(read_load_event(&load_event(&more)), Ok(Some(least)));
+    // The parser of cache events skips them.
+    let (batch, events) = events(&load_event(&all));
+    assert_eq!((batch.unwrap().events, events), (1, vec!["other LmetricLoad".to_string()]));
+    // Batches of other events.
+    for other in ["", "c0", "92 00 90", "92 00 91 80", "92 00 91 81 a474797065 a178", "92 00 91 91 a178"] {
+        assert_eq!(read_load_event(&bytes(other)), Ok(None), "{other}");
+    }
+    // A map without fields, and then the words of a load.
+    let trap = bytes("92 00 93 80 a474797065 ab4c6d65747269634c6f6164");
+    assert_eq!(read_load_event(&trap), Ok(None));
+}
+
+#[test]
+fn load_events_that_no_engine_sends() {
+    let (running, waiting) = (("running", 3.0), ("waiting", 5.0));
+    for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1.0, 1e10, f64::MAX] {
+        for name in ["running", "waiting", "kv_usage", "prefill_tokens"] {
+            let event = load_event(&[running, waiting, (name, bad)]);
+            assert!(read_load_event(&event).is_err(), "{name} {bad}");
+        }
+    }
+    assert!(read_load_event(&load_event(&[running, waiting, ("kv_usage", 1.01)])).is_err());
+    for few in [&[][..], &[running], &[waiting]] {
+        assert!(read_load_event(&load_event(few)).is_err(), "{few:?}");
+    }
+    let whole = load_event(&[running, waiting]);
+    for length in 0..whole.len() - 1 {
+        assert!(!matches!(read_load_event(&whole[..length]), Ok(Some(_))), "{length} bytes");
+    }
+    // Texts for numbers, fields that are promised and never come, and a long event.
+    let start = "92 00 91 df00ffffff a474797065 ab4c6d65747269634c6f6164";
+    for wrong in [start.to_string(), format!("{start} a772756e6e696e67 a133")] {
+        assert!(read_load_event(&bytes(&wrong)).is_err(), "{wrong}");
+    }
+    let long: Vec<(&str, f64)> = std::iter::repeat_n(running, 100).chain([waiting]).collect();
+    assert!(read_load_event(&load_event(&long)).is_err());
 }
 
 #[test]
@@ -179,7 +244,7 @@ proptest! {
     #[test]
     fn any_bytes_are_read_without_harm(message in prop::collection::vec(any::<u8>(), 0..300)) {
         events(&message);
-        let _ = (read_load(&message), moment_of(&message));
+        let _ = (read_load(&message), read_load_event(&message), moment_of(&message));
     }
 
     /// Nearly valid messages are harder than random bytes.

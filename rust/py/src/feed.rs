@@ -117,7 +117,8 @@ impl EventFeed {
     ///
     /// - `state`: `"connecting"` (no connection, or the first replay is on its way), `"live"` (all
     ///   cached blocks are known) or `"incomplete"` (blocks cached before some moment are unknown).
-    /// - Counts since the subscription: `batches`, `replayed` (batches), `events`, `blocks_stored`,
+    /// - Counts since the subscription: `batches`, `replayed` (batches), `events`, `loads`
+    ///   (load events, each in a batch of its own), `blocks_stored`,
     ///   `blocks_removed`, `cleared`, `gaps`, `resyncs` (all blocks dropped, since batches were
     ///   lost), `restarts`, `unanswered` (replays), `unknown_parent` and `unknown_removed`
     ///   (blocks).
@@ -193,6 +194,7 @@ impl EventFeed {
             ("restarts", counts.restarts),
             ("unanswered", counts.unanswered),
             ("events", tally.events),
+            ("loads", tally.loads),
             ("blocks_stored", tally.blocks_stored),
             ("blocks_removed", tally.blocks_removed),
             ("cleared", tally.cleared),

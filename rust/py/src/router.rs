@@ -846,7 +846,8 @@ impl Router {
     ) -> Result<()> {
         let extra = extra.map(|extra| extra_values(name, extra)).transpose()?;
         self.with_core(py, |router| {
-            let report = Report { at: self.clock.now(now, router)?, waiting, running, kv_usage };
+            let report =
+                Report { at: self.clock.now(now, router)?, waiting, running, kv_usage, ..Report::default() };
             let Some(extra) = extra else { return Ok(router.engine_report(name, report)?) };
             let extra = extra.iter().map(|(indicator, value)| (&**indicator, *value));
             if [waiting, running, kv_usage].iter().any(Option::is_some) {

@@ -228,6 +228,7 @@ impl Observer {
             waiting: Some(f64::from(load.waiting)),
             running: Some(f64::from(load.running)),
             kv_usage: Some(load.kv_usage),
+            ..Report::default()
         };
         self.router.engine_report(&self.names[instance], report)
     }

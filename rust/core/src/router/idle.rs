@@ -111,7 +111,13 @@ impl Router {
         let mut idle = Router::new(least_requests()?, config)?;
         for name in ["a", "b"] {
             idle.add_instance(name, role, Some(CACHE_BLOCKS))?;
-            let report = Report { at: 0.0, waiting: Some(0.0), running: Some(0.0), kv_usage: Some(0.0) };
+            let report = Report {
+                at: 0.0,
+                waiting: Some(0.0),
+                running: Some(0.0),
+                kv_usage: Some(0.0),
+                ..Report::default()
+            };
             idle.engine_report(name, report)?;
         }
         if selector.reads.intersects(AHEAD) {

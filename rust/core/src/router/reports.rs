@@ -32,9 +32,12 @@ impl Router {
         extra: impl IntoIterator<Item = (&'a str, Option<f64>)>,
     ) -> Result<(), CoreError> {
         let id = self.state.fleet.find(name)?;
-        for (what, value) in
-            [("waiting", report.waiting), ("running", report.running), ("kv_usage", report.kv_usage)]
-        {
+        for (what, value) in [
+            ("waiting", report.waiting),
+            ("running", report.running),
+            ("kv_usage", report.kv_usage),
+            ("prefill_tokens", report.prefill_tokens),
+        ] {
             if let Some(v) = value.filter(|v| !v.is_finite() || *v < 0.0) {
                 return Err(CoreError::BadValue {
                     what: format!("{what} in the load report of {name}"),

@@ -65,6 +65,7 @@ fn measure(
             waiting: Some((i % 3) as f64),
             running: Some((i % 17) as f64),
             kv_usage: Some((i % 10) as f64 / 10.0),
+            ..lmetric_core::router::ledger::Report::default()
         };
         router.engine_report(&format!("engine-{i}"), report)?;
     }

@@ -65,8 +65,8 @@ pub(in crate::router) struct Backlogs {
     left: Vec<f64>,
     since: Vec<f64>,
     rate: Vec<f64>,
-    /// Remaining prefill tokens of peer routers, as last reported.
-    peers_left: Vec<f64>,
+    /// Remaining prefill tokens of peer routers and of external requests, as last reported.
+    others_left: Vec<f64>,
     /// Prefill rate in tokens/s until a rate is learned; 0 if exact progress is reported and
     /// nothing drains between events.
     prior_rate: f64,
@@ -81,7 +81,7 @@ impl Backlogs {
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.queues.resize_with(slots, Queue::default);
-        for column in [&mut self.left, &mut self.since, &mut self.rate, &mut self.peers_left] {
+        for column in [&mut self.left, &mut self.since, &mut self.rate, &mut self.others_left] {
             column.resize(slots, 0.0);
         }
     }
@@ -90,7 +90,7 @@ impl Backlogs {
     pub fn clear(&mut self, slot: usize) {
         self.queues[slot] = Queue::default();
         (self.left[slot], self.since[slot], self.rate[slot]) = (0.0, 0.0, self.prior_rate);
-        self.peers_left[slot] = 0.0;
+        self.others_left[slot] = 0.0;
     }
 
     /// Returns whether no prefill is known to run.
@@ -218,19 +218,19 @@ impl Backlogs {
         self.drain_rate(slot);
     }
 
-    /// Sets the remaining prefill tokens of peer routers.
-    pub fn set_peers(&mut self, slot: usize, tokens: f64) {
-        self.peers_left[slot] = tokens;
+    /// Sets the remaining prefill tokens of peer routers and of external requests.
+    pub fn set_others(&mut self, slot: usize, tokens: f64) {
+        self.others_left[slot] = tokens;
     }
 
     /// Returns the remaining tokens of the router's own prefills at `now`.
     pub fn own_tokens(&self, slot: usize, now: Seconds) -> f64 {
-        Drains { peers_left: &[0.0], ..self.drains(slot..slot + 1) }.tokens(0, now)
+        Drains { others_left: &[0.0], ..self.drains(slot..slot + 1) }.tokens(0, now)
     }
 
-    /// Returns the remaining tokens at `now`, including prefills of peer routers.
+    /// Returns the remaining tokens at `now`, including those of others.
     pub fn tokens(&self, slot: usize, now: Seconds) -> f64 {
-        self.own_tokens(slot, now) + self.peers_left[slot]
+        self.own_tokens(slot, now) + self.others_left[slot]
     }
 
     /// Returns the columns that the remaining tokens of `slots` follow from.
@@ -240,7 +240,7 @@ impl Backlogs {
             left: &self.left[slots.clone()],
             since: &self.since[slots.clone()],
             rate: &self.rate[slots.clone()],
-            peers_left: &self.peers_left[slots],
+            others_left: &self.others_left[slots],
         }
     }
 
@@ -325,25 +325,25 @@ fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate:
 
 /// Remaining tokens of some slots. They follow from the tokens left when a backlog was last
 /// settled, the time of the settlement and the drain rate since. The tokens left of peer routers
-/// are added.
+/// and of external requests are added.
 #[derive(Clone, Copy)]
 pub struct Drains<'a> {
     left: &'a [f64],
     since: &'a [f64],
     rate: &'a [f64],
-    peers_left: &'a [f64],
+    others_left: &'a [f64],
 }
 
 impl<'a> Drains<'a> {
     /// Returns the first `len` slots: loops over them need no further checks of bounds.
     #[inline(always)]
     pub fn first(self, len: usize) -> Drains<'a> {
-        let Drains { left, since, rate, peers_left } = self;
+        let Drains { left, since, rate, others_left } = self;
         Drains {
             left: &left[..len],
             since: &since[..len],
             rate: &rate[..len],
-            peers_left: &peers_left[..len],
+            others_left: &others_left[..len],
         }
     }
 
@@ -357,7 +357,7 @@ impl<'a> Drains<'a> {
     #[inline(always)]
     pub fn tokens(&self, i: usize, now: Seconds) -> f64 {
         let drained = self.rate[i] * greater(now - self.since[i], 0.0);
-        greater(self.left[i] - drained, 0.0) + self.peers_left[i]
+        greater(self.left[i] - drained, 0.0) + self.others_left[i]
     }
 }
 

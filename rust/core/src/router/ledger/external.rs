@@ -3,7 +3,7 @@ use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 
 /// An engine's load report.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Report {
     /// Time at which the report arrived.
     pub at: Seconds,
@@ -13,6 +13,8 @@ pub struct Report {
     pub running: Option<f64>,
     /// Fraction of the KV cache in use, 0 to 1.
     pub kv_usage: Option<f64>,
+    /// Prompt tokens still to compute, of waiting and running requests, without cached tokens.
+    pub prefill_tokens: Option<f64>,
 }
 
 impl Report {
@@ -42,6 +44,8 @@ pub(super) struct External {
     /// External requests that wait and that run, from the last report.
     pub waiting: f64,
     pub running: f64,
+    /// External prompt tokens still to compute, from the last report.
+    pub prefill_tokens: f64,
     /// Own and peer requests since the last report.
     known: Span,
     /// Values of the last compared report: waiting, running, and KV cache usage, which
@@ -75,6 +79,14 @@ impl External {
         self.waiting = external.min((waiting - known_queued).max(0.0));
         self.running = external - self.waiting;
         (self.compared, self.known) = (told, Span { least: known, most: known });
+        self.prefill_tokens = 0.0; // unknown in a new sample
+    }
+
+    /// Updates the external prompt tokens from a report: its tokens beyond the `known` tokens.
+    pub fn compare_tokens(&mut self, report: &Report, known: f64) {
+        if let Some(tokens) = report.prefill_tokens {
+            self.prefill_tokens = (tokens - known).max(0.0);
+        }
     }
 
     /// Stores a report; missing values come from earlier reports. Returns the stored report.
@@ -85,6 +97,7 @@ impl External {
             (&mut last.waiting, report.waiting),
             (&mut last.running, report.running),
             (&mut last.kv_usage, report.kv_usage),
+            (&mut last.prefill_tokens, report.prefill_tokens),
         ] {
             *kept = new.or(*kept);
         }

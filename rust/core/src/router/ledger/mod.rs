@@ -302,7 +302,7 @@ impl Ledger {
 
     /// Applies an engine's report. With both waiting and running requests reported, requests
     /// beyond the known ones are external load. Own queued requests beyond the waiting ones have
-    /// left the engine's queue.
+    /// left the engine's queue. Prompt tokens beyond the known ones are external, too.
     pub fn report(&mut self, slot: usize, report: Report) {
         let account = &mut self.accounts[slot];
         if let Some(waiting) = report.waiting {
@@ -310,8 +310,17 @@ impl Ledger {
         }
         let (known, queued) = (account.known(), account.own.queued + account.peers.share.queued);
         account.external.compare(&report, known, queued);
+        let tokens = self.backlogs.own_tokens(slot, report.at) + account.peers.share.queued_prefill_tokens;
+        account.external.compare_tokens(&report, tokens);
         account.external.keep(report).write(slot, &mut self.columns);
+        self.write_others(slot);
         self.write_columns(slot);
+    }
+
+    /// Writes the queued prompt tokens of others: of peer routers, and external.
+    fn write_others(&mut self, slot: usize) {
+        let Account { peers, external, .. } = &self.accounts[slot];
+        self.backlogs.set_others(slot, peers.share.queued_prefill_tokens + external.prefill_tokens);
     }
 
     /// Returns the requests by LoRA adapter and by tenant, by slot.

@@ -245,12 +245,12 @@ impl super::Ledger {
 
     /// Sets the load of peer routers on a slot.
     pub fn set_peers(&mut self, slot: usize, peers: Share, now: Seconds) {
-        self.backlogs.set_peers(slot, peers.queued_prefill_tokens);
         let account = &mut self.accounts[slot];
         account.peers = Timed { share: peers, at: now };
         if peers.recent_prefill_tokens > 0.0 {
             account.windows.prefills_began(now);
         }
+        self.write_others(slot);
         self.write_fetches(slot);
         self.write_columns(slot);
     }

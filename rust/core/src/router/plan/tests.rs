@@ -68,7 +68,13 @@ fn fleet(policy: Box<dyn Policy>, slots: usize, rng: &mut PolicyRng) -> Result<R
         router.add_instance(&format!("e{slot}"), role, blocks)?;
         if rng.random_bool(0.7) {
             let mut some = |most: u32| rng.random_bool(0.8).then(|| f64::from(rng.random_range(0..most)));
-            let report = Report { at: 0.0, waiting: some(3), running: some(9), kv_usage: some(2) };
+            let report = Report {
+                at: 0.0,
+                waiting: some(3),
+                running: some(9),
+                kv_usage: some(2),
+                ..Report::default()
+            };
             router.engine_report(&format!("e{slot}"), report)?;
         }
         if rng.random_bool(0.6) {
