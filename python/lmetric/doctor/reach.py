@@ -84,6 +84,8 @@ async def check_model(subject: Subject) -> None:
     assert base is not None  # identify() raises if the engine serves no model
     subject.model = wanted or base.name
     engine = " ".join(filter(None, (capabilities.engine, capabilities.version)))
+    if capabilities.scheduler is not None:
+        engine += f" with {capabilities.scheduler}"
     if subject.halves:
         subject.passed("model", f"{subject.model} on {engine}")
         subject.passed(

@@ -136,6 +136,24 @@ class Handover:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduler:
+    """A scheduler of lmetric-vllm that an engine runs."""
+
+    name: str  # of its class
+    version: str  # of lmetric-vllm
+    settings: Mapping[str, str]  # those that were set
+
+    @property
+    def boosts(self) -> bool:
+        """Whether it computes boosts itself, and takes a handicap and gamma per request."""
+        return self.name == "UniBoostScheduler"
+
+    def __str__(self) -> str:
+        settings = "".join(f", {name} {value}" for name, value in self.settings.items())
+        return f"{self.name} (lmetric-vllm {self.version}{settings})"
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """Kind and capabilities of an engine, as it reports them. None: not reported."""
 
@@ -164,6 +182,7 @@ class Capabilities:
     # Whether answers have usage.prompt_tokens_details.cached_tokens; None: unknown until a request.
     cached_tokens: bool | None = None
     priority: Priority | None = None
+    scheduler: Scheduler | None = None  # None: the engine's own
     request_ids: bool | None = None  # whether it echoes X-Request-Id
     # Whether streams list their token ids on request (`return_token_ids`), and prompts may be token
     # ids. Engines that do not know the field may refuse it.

@@ -13,6 +13,7 @@ from lmetric.engines.adapter import (
     MOST_BLOCK_TOKENS,
     MOST_BLOCKS,
     MOST_RANKS,
+    MOST_TEXT_CHARACTERS,
     Adapter,
     Capabilities,
     EventSource,
@@ -20,6 +21,7 @@ from lmetric.engines.adapter import (
     Load,
     Pages,
     Priority,
+    Scheduler,
     labels_of,
     number_of,
     read_page,
@@ -43,6 +45,7 @@ _NIXL = re.compile(rb"^vllm:nixl_", re.MULTILINE)
 _ROLES: Mapping[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 # The first version that can report a request's cached prefix again.
 _FULL_REPORT_SINCE = (0, 32)
+MOST_SETTINGS = 32  # labels of a scheduler
 
 
 class Vllm(Adapter):
@@ -86,7 +89,7 @@ class Vllm(Adapter):
         """Capabilities from its endpoints. Block and cache size are labels of
         `vllm:cache_config_info`."""
         version = await self.version(pages)
-        caches, loras, load, nixl = await read_page(await pages.text("/metrics"), self._metrics)
+        caches, loras, load, nixl, scheduler = await read_page(await pages.text("/metrics"), self._metrics)
         blocks = [count for cache in caches if (count := pages.count(cache, "num_gpu_blocks", MOST_BLOCKS))]
         sizes = [size for cache in caches if (size := pages.count(cache, "block_size", MOST_BLOCK_TOKENS))]
         caching = {cache.get("enable_prefix_caching") for cache in caches}
@@ -115,6 +118,7 @@ class Vllm(Adapter):
             # Lower runs earlier. Under --scheduling-policy fcfs, the default, it is accepted and
             # ignored.
             priority=Priority("lower_first", _honours(told), header=True),
+            scheduler=scheduler,
             full_report=(
                 {"vllm_xargs": {"kv_cache_report_mode": "full"}}
                 if _number(version) >= _FULL_REPORT_SINCE
@@ -132,14 +136,27 @@ class Vllm(Adapter):
             ignored=tuple(pages.ignored),
         )
 
-    def _metrics(self, page: bytes) -> tuple[list[dict[str, str]], list[dict[str, str]], Load, bool]:
-        """The labels about its caches and adapters, the load, and whether it has NIXL metrics."""
+    def _metrics(
+        self, page: bytes
+    ) -> tuple[list[dict[str, str]], list[dict[str, str]], Load, bool, Scheduler | None]:
+        """The labels about its caches and adapters, the load, whether it has NIXL metrics, and its
+        scheduler."""
         own = self.own(page)
         infos: dict[str, list[dict[str, str]]] = {name: [] for name in _INFOS}
         for name, raw, _ in samples(own, self.prefix, _INFOS):
             infos[name].append(labels_of(raw))
         caches, loras = infos.values()
-        return caches, loras, self.load(own), _NIXL.search(own) is not None
+        return caches, loras, self.load(own), _NIXL.search(own) is not None, _scheduler(page)
+
+
+def _scheduler(page: bytes) -> Scheduler | None:
+    """The scheduler of lmetric-vllm that it runs, by that package's metric."""
+    for _, raw, _ in samples(page, "lmetric_", ("scheduler_info",)):
+        labels = {name: value for name, value in labels_of(raw).items() if value}
+        if len(labels) <= MOST_SETTINGS and max(map(len, labels.values()), default=0) <= MOST_TEXT_CHARACTERS:
+            name, version = (labels.pop(label, "") for label in ("scheduler", "version"))
+            return Scheduler(name, version, labels) if name and version else None
+    return None
 
 
 def _honours(config: object) -> bool | None:

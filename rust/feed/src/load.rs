@@ -37,8 +37,8 @@ pub fn read_load(message: &[u8]) -> Decoded<Load> {
     Ok(Load { running, waiting, kv_usage, prefill_tokens: None })
 }
 
-/// Reads the load event of a batch of cache events: `[moment, [{"type": "LmetricLoad", ...}], ...]`.
-/// `None` if the batch has no such event. Takes constant time.
+/// Reads the load event `{"type": "LmetricLoad", ...}`, the first event of its batch. `None` if the
+/// batch has no such event. Takes constant time.
 ///
 /// # Errors
 /// Fails if the event lacks `running` or `waiting`, or has a number that is negative or above 1e9,

@@ -113,7 +113,8 @@ class _Tally:
     over_limit: str | None  # the limit for which the feed ignores a rank
     other_topic: str | None  # another topic under which messages came
     incomplete: bool
-    batches: int
+    batches: int  # of cache events
+    loads: int
     restarts: int
     losses: tuple[int, int]  # changes when the index has dropped blocks that the engine still holds
     block_size: int | None
@@ -133,7 +134,8 @@ class _Tally:
                 (rank["other_topic"] for rank in ranks if rank["other_topic"] is not None), None
             ),
             incomplete=any(rank["state"] == "incomplete" for rank in ranks),
-            batches=sum(rank["batches"] for rank in ranks),
+            batches=sum(rank["batches"] - rank["loads"] for rank in ranks),
+            loads=sum(rank["loads"] for rank in ranks),
             restarts=restarts,
             losses=(restarts, resyncs),
             block_size=min(sizes) if sizes else None,
@@ -305,6 +307,8 @@ class KvFeed:
                 engine.ask_anew()
                 broken.append(engine)
             events.lost, events.reconnections = tally.lost, tally.reconnections
+            if tally.loads:
+                engine.load_reports["kv_events"] = tally.loads
             problem = self._problem(engine, events, tally, instances[engine.name], now)
             self._turn(engine, events.exact if problem is None else problem)
             if tally.incomplete and events.refilled != tally.losses:

@@ -89,7 +89,8 @@ class LiveView:
         """Describes what changes rarely: models and engines. Called before `update`."""
         models = self._live.fleet.models
         rows: Rows = {
-            name: [] for name in ("name", "model", "role", "mode", "state", "reason", "mode_reason")
+            name: []
+            for name in ("name", "model", "role", "mode", "state", "reason", "mode_reason", "scheduler")
         }
         states: list[EngineState] = []
         for model in models:
@@ -135,6 +136,8 @@ class LiveView:
         rows["state"].append(state)
         rows["reason"].append(why.reason if why is not None else None)
         rows["mode_reason"].append(engine.mode.reason if engine is not None and inexact else None)
+        scheduler = engine.capabilities.scheduler if engine is not None else None
+        rows["scheduler"].append(str(scheduler) if scheduler is not None else None)
         if engine is None:
             return ()
         if why is not None:

@@ -186,7 +186,7 @@ export class Fleet {
   describe(engine) {
     if (!engine) this.hovered = null;
     const text = engine
-      ? `${engine.name}: ${engine.state}${engine.reason ? ` (${engine.reason})` : ""}, ${engine.role}, ${engine.mode ?? "mode unknown"}; batch ${count(engine.batch)}, queue ${count(engine.queue)}, ` +
+      ? `${engine.name}: ${engine.state}${engine.reason ? ` (${engine.reason})` : ""}, ${engine.role}, ${engine.mode ?? "mode unknown"}${engine.scheduler ? `, ${engine.scheduler}` : ""}; batch ${count(engine.batch)}, queue ${count(engine.queue)}, ` +
         `cache ${share(engine.cache)}, hits ${share(engine.hit_rate)}, report age ${age(engine.age_seconds)}`
       : "";
     setText(document.getElementById("tile-text"), text);
@@ -258,7 +258,7 @@ export class Fleet {
       } else {
         setText(cell, value ?? "–");
         if (key === "state") { cell.className = `state ${value}`; cell.title = engine.reason ?? engine.mode_reason ?? ""; }
-        if (key === "name") cell.title = engine.model ? `${value} (${engine.model})` : value;
+        if (key === "name") cell.title = [engine.model ? `${value} (${engine.model})` : value, engine.scheduler].filter(Boolean).join(", ");
       }
     }
   }
