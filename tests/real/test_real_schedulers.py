@@ -13,6 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router_world import served
+from test_real_router import until_exact
 from vllm_process import MODEL, VllmEngine, environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -138,6 +140,101 @@ async def gap_beside_prompts(engine: VllmEngine) -> float:
 
         await asyncio.gather(chat(), *(prompt() for _ in range(3)))
     return max(gaps)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The package as pip installs it, with its entry point."""
+    target, venv = tmp_path_factory.mktemp("installed"), environment()
+    command = [venv / "bin" / "uv", "pip", "install", "--no-deps", "--python", venv / "bin" / "python"]
+    subprocess.run([*command, "--target", target, ROOT / "integrations" / "vllm"], check=True)
+    return {"PYTHONPATH": f"{ROOT / 'python'}:{target}"}
+
+
+async def test_the_router_knows_the_engines(vllm_engines: Start, installed: dict[str, str]) -> None:
+    """Recognition, with and without KV events, and the load of each step."""
+    crowded = {name: value for name, value in CROWDED.items() if name != "kv_events_config"}
+    (slo,) = vllm_engines(environ=installed, **crowded, **SLO)
+    async with served([slo], "--set", "load.interval=600") as world:
+        await until_exact(world)
+        engine = (await world.engines())[slo.name]
+        known = engine["capabilities"]["scheduler"]
+        assert (known["name"], known["settings"]) == ("SloScheduler", {"token_slo_ms": "20"})
+        assert known["version"]
+        # Of twelve requests that bypass the router, some wait for memory.
+        body = {"max_tokens": 200, "ignore_eos": True}
+        prompts = [" ".join(f"z{number}{word}" for word in range(150)) for number in range(12)]
+        others = asyncio.create_task(answers(slo, [{"prompt": prompt} | body for prompt in prompts]))
+
+        async def shows() -> bool:
+            (indicators,) = (await world.page("/debug/indicators")).values()
+            seen = indicators[slo.name]
+            return bool(
+                (seen["reported_running"] or 0) >= 1
+                and (seen["reported_waiting"] or 0) >= 1
+                and seen["queued_prefill_tokens"] > 100
+                and seen["kv_usage"] > 0
+            )
+
+        await world.until(shows, seconds=120)
+        await others
+
+        async def idle() -> bool:
+            counts = [await world.indicator(name) for name in ("reported_running", "queued_prefill_tokens")]
+            return all(count[slo.name] == 0 for count in counts)
+
+        await world.until(idle)
+
+        async def counted() -> bool:
+            reports = (await world.engines())[slo.name]["load"]["reports"]
+            return bool(reports.get("kv_events", 0) > 20 and reports.get("/metrics", 0) <= 1)
+
+        await world.until(counted)
+        status = (await world.engines())[slo.name]["kv_events"]["ranks"]["0"]
+        assert (status["state"], status["gaps"], status["resyncs"], status["skipped"]) == ("live", 0, 0, {})
+
+    (boost,) = vllm_engines(environ=installed, **CROWDED, **BOOST)
+    async with served([boost], "--priority", "uniboost") as world:
+
+        async def known_as_boost() -> bool:
+            scheduler = (await world.engines())[boost.name]["capabilities"]["scheduler"]
+            return bool(scheduler and scheduler["name"] == "UniBoostScheduler")
+
+        await world.until(known_as_boost, seconds=30)
+        engine = (await world.engines())[boost.name]
+        assert (
+            engine["priority"] == "sent as the tenant's handicap and gamma; its scheduler computes the order"
+        )
+
+
+async def test_the_router_sets_handicaps_and_gamma(vllm_engines: Start, installed: dict[str, str]) -> None:
+    """Requests of a tenant with a handicap end after the later requests of another tenant, and the
+    engine gets the router's gamma."""
+    (boost,) = vllm_engines(environ=installed, **(CROWDED | {"max_num_seqs": 1}), **BOOST)
+    flags = ("--priority", "uniboost")
+    tenants = ("--set", "tenants.bulk.handicap_seconds=1000", "--set", "tenants.chat.weight=1")
+    async with served([boost], *flags, *tenants) as world:
+        await asyncio.sleep(12)  # the gamma is read each 10 s
+        ended: list[str] = []
+
+        async def ask(tenant: str, number: int, **more: Any) -> None:
+            headers = {"x-tenant": tenant}
+            body = {"model": MODEL, "prompt": f"{tenant} {number}", "max_tokens": 20, "ignore_eos": True}
+            async with world.session.post(
+                f"{world.url}/v1/completions", json=body | more, headers=headers
+            ) as answer:
+                assert answer.status == 200, await answer.text()
+            ended.append(tenant)
+
+        first = asyncio.create_task(ask("chat", 0, max_tokens=2500))
+        await asyncio.sleep(0.3)
+        # A client's own handicap does not count.
+        cheat = {"vllm_xargs": {"boost_handicap_seconds": -1e6}}
+        bulk = [asyncio.create_task(ask("bulk", number, **cheat)) for number in range(10)]
+        await asyncio.sleep(0.3)
+        await asyncio.gather(first, *bulk, *(ask("chat", number) for number in range(1, 11)))
+        assert ended == ["chat"] * 11 + ["bulk"] * 10
+    assert "the router sends gamma, now 0.1 per second" in boost.said(100_000)
 
 
 def test_the_package_changes_no_version_of_vllms() -> None:

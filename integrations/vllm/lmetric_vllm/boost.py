@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from lmetric import EngineBoost
 from lmetric_vllm.checks import NotSupportedError
 from lmetric_vllm.measured import MeasuredScheduler
-from lmetric_vllm.settings import BoostSettings, read_settings
+from lmetric_vllm.settings import GAMMA, HANDICAP, BoostSettings, SettingsError, number_of, read_settings
 from lmetric_vllm.steps import Step
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Known:
     """Work and rank of a request."""
 
     hit_tokens: int  # cached tokens of its prompt
+    arrival: float  # time of its arrival and its handicap, s
     attained_tokens: int = 0  # tokens computed for it, prompt and answer, each once
     rank: float = 0.0  # its boosted arrival
     change: int = 0  # work at which its rank changes
@@ -112,6 +113,7 @@ class UniBoostScheduler(MeasuredScheduler):
         self.settings = read_settings(BoostSettings, self.vllm_config.additional_config)
         self.boost = EngineBoost(self.settings.model_dump(exclude_none=True))
         self._known: dict[str, Known] = {}
+        self._routed = False  # whether a router has sent gamma
         self.waiting = BoostQueue()
         self.waiting.ranked = self._rank
         logger.info("UniBoostScheduler: gamma %g per second", self.boost.gamma)
@@ -148,14 +150,30 @@ class UniBoostScheduler(MeasuredScheduler):
         if known is None:
             # Blocks of its prompt that are cached now.
             hit = self.kv_cache_manager.get_computed_blocks(request)[1]
-            known = self._known[request.request_id] = Known(hit)
+            known = self._known[request.request_id] = Known(hit, self._arrival(request))
             self._refresh(request, known)
         return known.rank
+
+    def _arrival(self, request: Request) -> float:
+        """The request's arrival and the handicap of its class. Takes the router's gamma, too."""
+        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+        arrival: float = request.arrival_time
+        try:
+            gamma = number_of(extra, GAMMA, 1e-6, 1e6)
+            if gamma is not None:
+                if not self._routed:
+                    logger.info("UniBoostScheduler: the router sends gamma, now %g per second", gamma)
+                self._routed = True
+                self.boost.give(gamma)
+            arrival += number_of(extra, HANDICAP, -1e6, 1e6) or 0.0
+        except SettingsError as error:
+            logger.warning("request %s: %s; it is ignored", request.request_id, error)
+        return arrival
 
     def _refresh(self, request: Request, known: Known) -> None:
         """Ranks a request by its work."""
         known.rank = self.boost.rank(
-            request.arrival_time,
+            known.arrival,
             prompt_tokens=request.num_prompt_tokens,
             hit_tokens=known.hit_tokens,
             attained_tokens=known.attained_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,10 @@ from lmetric.engines.token_slo import MOST_SLO_MS
 from lmetric.validation import expected
 
 KEY = "lmetric"
+# Fields of a request's `vllm_xargs` that the router sets: the handicap of its class or tenant, and
+# the gamma that it learned.
+HANDICAP = "boost_handicap_seconds"
+GAMMA = "boost_gamma"
 
 
 class SettingsError(ValueError):
@@ -77,6 +82,25 @@ def read_settings(kind: type[Settings], additional: Mapping[str, Any] | None) ->
             f"--additional-config: {problems}; the settings are: {names}, as in "
             f"--additional-config '{example}'"
         ) from error
+
+
+def number_of(extra: Mapping[str, Any] | None, name: str, least: float, most: float) -> float | None:
+    """A number in a request's `vllm_xargs`; None if there is none.
+
+    Raises:
+        SettingsError: it is no number from `least` to `most`. An engine cannot refuse a request in
+            its scheduler, so callers log this.
+    """
+    given = (extra or {}).get(name)
+    if given is None:
+        return None
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = math.nan
+    if least <= number <= most:
+        return number
+    raise SettingsError(f"vllm_xargs.{name} is {given!r}, not a number from {least:g} to {most:g}")
 
 
 def _expected(problem: Any) -> str:

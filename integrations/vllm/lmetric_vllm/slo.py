@@ -112,7 +112,7 @@ def _prefills(request: Request) -> bool:
 def own_slo(request: Request) -> float | None:
     """The request's own time between tokens, in seconds; None if it has none, or an impossible one.
 
-    An engine cannot refuse a request here, so an impossible one is named in the log.
+    An impossible one is named in the log.
     """
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
     try:

@@ -28,7 +28,10 @@ priorities."""
 
 async def check_priority(subject: Subject, *, thorough: bool) -> None:
     """Checks that an urgent request is accepted; ``thorough``: and that it begins first."""
-    priority = subject.capabilities.priority
+    priority, scheduler = subject.capabilities.priority, subject.capabilities.scheduler
+    if scheduler is not None and scheduler.boosts:
+        subject.passed("priority", f"{scheduler.name} computes the order of its queue")
+        return
     if priority is None:
         subject.not_offered("priority", "requests have no known field for a priority")
         return

@@ -146,6 +146,12 @@ impl EngineBoost {
         self.boost.lock().ended(seconds);
     }
 
+    /// Takes a router's gamma, 1/s, at the next update instead of the learned one. Raises
+    /// `BadValueError`.
+    fn give(&self, gamma: f64) -> Result<()> {
+        Ok(self.boost.lock().give(gamma)?)
+    }
+
     /// Updates gamma and the seconds per token if that is due: call it after each step. Returns
     /// whether it was, so that all ranks may have changed.
     fn look(&self) -> bool {

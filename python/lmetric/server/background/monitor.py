@@ -258,6 +258,7 @@ class Monitor:
     async def _clocks(self) -> None:
         for model in self.fleet.models:
             priority.follow_clock(model.router, model.settings)
+            priority.follow_gamma(model)
 
     async def _sweep(self) -> None:
         now = time.monotonic()

@@ -160,6 +160,10 @@ class EngineAttempt:
         body = step.body
         if given is not None:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
+        if client_request.drops_priority and priority.boosts(engine):
+            body = priority.boost_body(
+                engine, body, path=client_request.path, handicap_seconds=client_request.handicap_seconds
+            )
         upstream = engine.upstream
         first = upstream.head(step.target or client_request.head.target, step.stream, step.method)
         first += client_request.session_line

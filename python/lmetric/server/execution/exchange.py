@@ -132,6 +132,7 @@ class ClientRequest:
     slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
+    handicap_seconds = 0.0  # of its tenant, in the order of `uniboost`
     session_line = b""  # head line for engines: the session that only the body names
     prompt_bytes = 0  # 0 if the prompt was given as tokens
     # The name of the only engine that may answer: it holds a response that the request continues.

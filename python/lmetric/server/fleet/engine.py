@@ -86,6 +86,8 @@ class ServedModel(Protocol):
     settings: PoolSettings
     router: Router
     block_size: int
+    engines: "dict[str, Engine]"
+    gamma: float | None
     indicators: Indicators
     names: ModelNames
 

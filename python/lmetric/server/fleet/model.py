@@ -148,6 +148,7 @@ class Model:
         self.joins = self.splits or self.mover is not None
         self.fails_over = settings.stream_failover  # whether other engines continue broken streams
         self.orders = settings.priority is not None  # whether the router sets priorities
+        self.gamma: float | None = None  # for engines that compute boosts, 1/s; None: not sent
         self.cuts = self.joins or self.fetches_prefixes  # whether a plan may have several segments
         self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
         self.requests = 0  # placed so far

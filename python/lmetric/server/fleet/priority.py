@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+import orjson
 
 from lmetric._core import Router
 from lmetric.config import PoolSettings
-from lmetric.engines.handover import with_fields
+from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 from lmetric.options import UniBoost
+from lmetric.server.api.paths import MESSAGES, RESPONSES
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.engine import Engine, ServedModel
+
+# Fields of `vllm_xargs` that UniBoostScheduler of lmetric-vllm reads, and the paths that take them.
+HANDICAP, GAMMA = "boost_handicap_seconds", "boost_gamma"
+_XARGS = "vllm_xargs"
+_PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 
 
 def follow_clock(router: Router, settings: PoolSettings) -> None:
@@ -22,9 +31,19 @@ def follow_clock(router: Router, settings: PoolSettings) -> None:
         router.set_clock_offset(time.time() - time.monotonic())
 
 
+def follow_gamma(model: ServedModel) -> None:
+    """Reads the model's gamma for engines that compute boosts. Call this repeatedly."""
+    follows = isinstance(model.settings.priority, UniBoost) and any(map(boosts, model.engines.values()))
+    model.gamma = model.router.learned()["gamma"] if follows else None
+
+
 def how(engine: Engine) -> str:
     """Describes how an engine gets a request's priority, and whether its queue uses it."""
     capability = engine.capabilities.priority
+    if boosts(engine):
+        if engine.model is not None and isinstance(engine.model.settings.priority, UniBoost):
+            return "sent as the tenant's handicap and gamma; its scheduler computes the order"
+        return "not sent: its scheduler computes the order"
     if capability is None:
         return "not sent: the engine is not known to accept a priority"
     if capability.honoured is False:
@@ -37,10 +56,43 @@ def how(engine: Engine) -> str:
     return f"sent as {'a header' if capability.header else 'a field'}; {heed}"
 
 
+def boosts(engine: Engine) -> bool:
+    """Whether the engine's own scheduler computes boosts."""
+    scheduler = engine.capabilities.scheduler
+    return scheduler is not None and scheduler.boosts
+
+
+def boost_body(engine: Engine, sent: bytes, *, path: str, handicap_seconds: float) -> bytes:
+    """Returns the body for an engine that computes boosts: with the tenant's handicap and the
+    model's gamma, or without both if the router sets no such order. Values of the client are
+    dropped.
+    """
+    if path not in _PATHS:
+        return sent
+    fields: dict[str, float] = {}
+    model = engine.model
+    if model is not None and isinstance(model.settings.priority, UniBoost):
+        fields = {HANDICAP: handicap_seconds} | ({GAMMA: model.gamma} if model.gamma else {})
+    if _XARGS.encode() in sent:
+        request: dict[str, Any] = orjson.loads(sent)
+        given = request.get(_XARGS) or {}
+        if not isinstance(given, dict):
+            return sent  # the engine refuses it
+        rest = {name: value for name, value in given.items() if name not in (HANDICAP, GAMMA)}
+        return orjson.dumps({**request, _XARGS: rest | fields})
+    # Behind all others: of two fields with one name, the engine reads the last, and the first name
+    # may be written with escapes.
+    end = sent.rindex(b"}")
+    comma = b"" if sent[:end].rstrip().endswith(b"{") else b","
+    return b"".join((memoryview(sent)[:end], comma, orjson.dumps({_XARGS: fields})[1:]))
+
+
 def header(engine: Engine, priority: int | None) -> int | None:
     """Returns the value of the engine's priority header; None: it gets no header."""
     capability = engine.capabilities.priority
     if priority is None or capability is None or not capability.header or capability.honoured is False:
+        return None
+    if boosts(engine):
         return None
     return capability.field(-priority)
 

@@ -63,6 +63,8 @@ class Placement:
             client_request.not_resumable = model.failover_reason(client_request.path, call)
             intent.resumes = client_request.not_resumable is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
+        if handicap_seconds:
+            client_request.handicap_seconds = handicap_seconds
         session = call.session_id or head.session or call.session
         if call.session_id is not None and head.session is None:
             client_request.session_line = _session_line(call.session_id)

@@ -15,6 +15,8 @@ pub struct EngineBoost {
     settings: Settings,
     tail: Option<TailRate>,
     gamma: f64,
+    /// A router's gamma, since the last update.
+    given: Option<f64>,
     token_seconds: Seconds,
     /// Steps since the last update.
     seconds: Seconds,
@@ -37,6 +39,7 @@ impl EngineBoost {
             settings,
             tail: settings.adaptive.map(|adaptive| TailRate::new(gamma, adaptive)).transpose()?,
             gamma,
+            given: None,
             token_seconds,
             seconds: 0.0,
             tokens: 0,
@@ -72,8 +75,18 @@ impl EngineBoost {
         }
     }
 
+    /// Takes the gamma of a router, in 1/s, at the next update. It learns from all its engines.
+    ///
+    /// # Errors
+    /// `BadValue` for a gamma out of its range.
+    pub fn give(&mut self, gamma: f64) -> Result<(), CoreError> {
+        Settings { gamma, ..self.settings }.check()?;
+        self.given = Some(gamma);
+        Ok(())
+    }
+
     /// Updates the values if an update is due: called after each step. Returns whether it was, so
-    /// that all ranks may have changed.
+    /// that all ranks may have changed. Gamma is a router's, or else the learned one.
     pub fn look(&mut self) -> bool {
         let before = std::mem::replace(&mut self.looked, self.ended);
         if self.ended / EVERY == before / EVERY {
@@ -85,7 +98,8 @@ impl EngineBoost {
             self.token_seconds += share * (measured - self.token_seconds);
             (self.seconds, self.tokens) = (0.0, 0);
         }
-        self.gamma = self.tail.as_ref().map_or(self.gamma, TailRate::gamma);
+        let learned = self.tail.as_ref().map_or(self.gamma, TailRate::gamma);
+        self.gamma = self.given.take().unwrap_or(learned);
         true
     }
 
