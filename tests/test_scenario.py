@@ -67,7 +67,7 @@ def test_fields_are_checked_and_kept_in_their_shortest_form() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"signals": "late"}, "signals: 'late' is not valid; expected exact, step_end or delayed"),
+        ({"signals": "late"}, "signals: 'late' is not valid; expected exact, step_end, delayed or published"),
         ({"instances": 0}, "instances: 0 is not valid; expected at least 1"),
         ({"order_slo": 0}, "order_slo: 0 is not valid; expected more than 0"),
         ({"routers": 0}, "routers: 0 is not valid; expected 1 to 1024"),

@@ -284,7 +284,7 @@ def test_routers_that_tell_each_other_place_requests_as_one_does() -> None:
     fleet = {"instances": 4, "profile": ROUND, "policy": "least_requests"}
 
     def mean(**settings: Any) -> float:
-        run = simulate(arrived, **fleet, **settings)
+        run = simulate(arrived, **fleet | settings)
         assert np.isfinite(run.finished_seconds).all()
         return float(run.ttft_seconds.mean())
 
@@ -294,7 +294,11 @@ def test_routers_that_tell_each_other_place_requests_as_one_does() -> None:
     assert abs(told / one - 1) < 0.02
     assert alone > 1.05 * one
     # Late signals tell of others' requests once a second, whose prompts are not known then.
-    assert mean(routers=4, signals="delayed") < alone
+    late = mean(routers=4, signals="delayed")
+    assert late < alone
+    # A report of each step, with the prompt tokens.
+    often = {"routers": 4, "policy": "lmetric", "report_period_seconds": 0.02}
+    assert mean(**often, signals="published") < mean(**often, signals="delayed")
 
 
 def test_routers_out_of_range_are_named() -> None:
@@ -315,7 +319,7 @@ def test_errors_say_what_would_have_been_right() -> None:
         simulate(two, instances=1, profile={**ROUND.constants(), "block_tokens": 12})
     with pytest.raises(lm.BadValueError, match="instances"):
         simulate(two, instances=0, profile=ROUND)
-    with pytest.raises(lm.BadValueError, match="exact, step_end or delayed"):
+    with pytest.raises(lm.BadValueError, match="exact, step_end, delayed or published"):
         simulate(two, profile=ROUND, signals="late")  # type: ignore[arg-type]
     with pytest.raises(lm.BadValueError, match='"lifo" is not valid; expected one of fcfs'):
         simulate(two, profile=ROUND, local_order="lifo")

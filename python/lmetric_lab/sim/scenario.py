@@ -309,13 +309,14 @@ class Scenario(BaseModel):
 
     # -- what the router knows
     signals: Annotated[
-        Literal["exact", "step_end", "delayed"],
+        Literal["exact", "step_end", "delayed", "published"],
         Setting("How current the engine state is that policies read.", "signals"),
     ] = "exact"
     """``"exact"``: the router sees every event at once. ``"step_end"``: it sees every engine in the
     state at the end of its current step. ``"delayed"``: like a live server, with cache events
     `event_delay_seconds` late, load reports every `report_period_seconds`, and the responses of its
-    own requests."""
+    own requests. ``"published"``: the same, and load reports include the prompt tokens to compute,
+    as those of lmetric-vllm."""
     report_period_seconds: Annotated[
         Positive, Setting("Delayed signals: seconds between load reports.", "signals")
     ] = 1.0

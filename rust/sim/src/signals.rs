@@ -23,6 +23,8 @@ pub struct Signals {
     pub event_delay_seconds: Seconds,
     /// Seconds between an engine's load reports. None: a report for every decision.
     pub report_period_seconds: Option<Seconds>,
+    /// Whether load reports include the prompt tokens to compute.
+    pub report_tokens: bool,
     /// Number of steps of a batch between two reports of its tokens to the router. Reporting every
     /// token costs time at every decision in proportion to the number of decodes.
     pub token_stride: u32,
@@ -35,6 +37,7 @@ impl Signals {
         progress: true,
         event_delay_seconds: 0.0,
         report_period_seconds: None,
+        report_tokens: false,
         token_stride: 1,
     };
     /// All engines as at the end of their current step.
@@ -228,7 +231,7 @@ impl Observer {
             waiting: Some(f64::from(load.waiting)),
             running: Some(f64::from(load.running)),
             kv_usage: Some(load.kv_usage),
-            ..Report::default()
+            prefill_tokens: self.signals.report_tokens.then(|| engine.prefill_tokens() as f64),
         };
         self.router.engine_report(&self.names[instance], report)
     }

@@ -212,7 +212,10 @@ fn simulate<'py>(
         "exact" => Signals::EXACT,
         "step_end" => Signals::STEP_END,
         "delayed" => Signals::delayed(event_delay_seconds, report_period_seconds),
-        other => return Err(unknown("signals", other, "exact, step_end or delayed").into()),
+        "published" => {
+            Signals { report_tokens: true, ..Signals::delayed(event_delay_seconds, report_period_seconds) }
+        }
+        other => return Err(unknown("signals", other, "exact, step_end, delayed or published").into()),
     };
     let guard = GuardSettings::of(guard)?;
     let config = ClusterConfig {

@@ -165,6 +165,20 @@ impl Engine {
         None
     }
 
+    /// Returns the prompt tokens to compute of waiting and running requests, without tokens of
+    /// waiting requests that the cache holds now.
+    pub fn prefill_tokens(&self) -> u64 {
+        let waiting = self.waiting.iter().map(|Reverse((_, order, slot))| (*order, *slot));
+        let incoming = self.incoming.iter().map(|(_, slot, order)| (*order, *slot));
+        let uncached = waiting.chain(incoming).filter_map(|(order, slot)| {
+            let sequence = &self.sequences[slot];
+            let is_there = (sequence.state, sequence.order) == (State::Waiting, order);
+            let hit = || self.hit_tokens(&sequence.chain, sequence.prompt_tokens);
+            is_there.then(|| u64::from(sequence.total.saturating_sub(hit())))
+        });
+        uncached.sum::<u64>() + self.load().remaining_prefill_tokens
+    }
+
     /// Puts a request into the queue.
     pub(super) fn enqueue(&mut self, slot: u32) {
         let steps = self.counters.steps;
