@@ -1,7 +1,8 @@
-"""Checks at the engine's start: versions, and features that the schedulers were not tested with."""
+"""Checks at the engine's start: versions, and features that the classes were not tested with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -13,7 +14,7 @@ VERSIONS = ("0.32",)  # of vLLM, tested
 
 
 class NotSupportedError(ValueError):
-    """The engine has a version or a feature for which the scheduler was not tested."""
+    """The engine has a version or a feature for which the class was not tested."""
 
 
 def check_engine(name: str, config: VllmConfig) -> None:
@@ -22,14 +23,44 @@ def check_engine(name: str, config: VllmConfig) -> None:
     Raises:
         NotSupportedError: the version or the feature, and what to do.
     """
-    without = f"start it without --scheduler-cls lmetric_vllm.{name}"
+    transfer = config.kv_transfer_config
+    connector = transfer.kv_connector if transfer is not None else None
+    untested = [
+        (config.speculative_config is not None, "speculative decoding (--speculative-config)"),
+        (connector is not None, f"the KV connector {connector} (--kv-transfer-config)"),
+    ]
+    _check(name, config, "--scheduler-cls", untested)
+
+
+def check_collection(name: str, config: VllmConfig) -> None:
+    """Refuses an engine that does not keep the states of one layer, or for which the connector
+    `name` was not tested.
+
+    Raises:
+        NotSupportedError: the version or the feature, and what to do.
+    """
+    _check(name, config, "--kv-transfer-config", [])
+    speculative = config.speculative_config
+    found: Sequence[int] = ()
+    if speculative is not None and speculative.method == "extract_hidden_states":
+        draft = speculative.draft_model_config.hf_config
+        found = getattr(draft, "eagle_aux_hidden_state_layer_ids", None) or ()
+    if len(found) != 1:
+        raise NotSupportedError(
+            f"lmetric_vllm.{name} needs --speculative-config with the method extract_hidden_states and one "
+            f"layer in eagle_aux_hidden_state_layer_ids, got {len(found)} layers"
+        )
+
+
+def _check(name: str, config: VllmConfig, flag: str, untested: list[tuple[bool, str]]) -> None:
+    without = f"start it without {flag} for lmetric_vllm.{name}"
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         tested = " and ".join(VERSIONS)
         raise NotSupportedError(
             f"lmetric_vllm.{name} is tested with vLLM {tested}, and this engine is vLLM {vllm.__version__}; "
             f"{without}, or install a version of lmetric-vllm for it"
         )
-    for used, feature in _untested(config):
+    for used, feature in (*untested, *_untested(config)):
         if used:
             raise NotSupportedError(
                 f"lmetric_vllm.{name} is not tested with {feature}; {without}, or without that"
@@ -37,16 +68,13 @@ def check_engine(name: str, config: VllmConfig) -> None:
 
 
 def _untested(config: VllmConfig) -> list[tuple[Any, str]]:
-    parallel, transfer = config.parallel_config, config.kv_transfer_config
-    connector = transfer.kv_connector if transfer is not None else None
+    parallel = config.parallel_config
     return [
-        (config.speculative_config is not None, "speculative decoding (--speculative-config)"),
         (
             parallel.data_parallel_size > 1,
             f"data-parallel ranks (--data-parallel-size {parallel.data_parallel_size})",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (--pipeline-parallel-size)"),
-        (connector is not None, f"the KV connector {connector} (--kv-transfer-config)"),
         (config.model_config.runner_type != "generate", f"the runner {config.model_config.runner_type}"),
         (config.model_config.is_encoder_decoder, "encoder-decoder models"),
     ]

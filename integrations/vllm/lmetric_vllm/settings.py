@@ -1,4 +1,5 @@
-"""Settings of the schedulers: the key `lmetric` of `--additional-config`."""
+"""Settings of the schedulers (the key `lmetric` of `--additional-config`) and of the connector
+(`kv_connector_extra_config`)."""
 
 from __future__ import annotations
 
@@ -60,6 +61,20 @@ class BoostSettings(BaseModel):
     )
 
 
+class HiddenStatesSettings(BaseModel):
+    """Settings of `HiddenStatesConnector`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    share: float = Field(ge=0, le=1, description="Share of the requests whose states are written.")
+    shared_storage_path: str = Field(min_length=1, description="Folder of the files, one per engine.")
+    max_bytes: int = Field(
+        default=1 << 30,
+        ge=1,
+        description="Most bytes of all files in the folder. At the limit, none is added.",
+    )
+
+
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -69,18 +84,31 @@ def read_settings(kind: type[Settings], additional: Mapping[str, Any] | None) ->
     Raises:
         SettingsError: a missing, unknown or impossible setting.
     """
+    return _read(kind, (additional or {}).get(KEY, {}), ("--additional-config", KEY))
+
+
+def read_connector_settings(extra: Mapping[str, Any]) -> HiddenStatesSettings:
+    """The connector's settings in `kv_connector_extra_config`.
+
+    Raises:
+        SettingsError: a missing, unknown or impossible setting.
+    """
+    return _read(HiddenStatesSettings, dict(extra), ("--kv-transfer-config", "kv_connector_extra_config"))
+
+
+def _read(kind: type[Settings], given: Any, place: tuple[str, str]) -> Settings:
+    flag, key = place
     try:
-        return kind.model_validate((additional or {}).get(KEY, {}))
+        return kind.model_validate(given)
     except ValidationError as error:
         names = ", ".join(kind.model_fields)
-        example = '{"' + KEY + '": {"' + next(iter(kind.model_fields)) + '": ...}}'
+        example = '{"' + key + '": {"' + next(iter(kind.model_fields)) + '": ...}}'
         problems = "; ".join(
-            f"{'.'.join(map(str, (KEY, *problem['loc'])))}: {_expected(problem)}, got {problem['input']!r}"
+            f"{'.'.join(map(str, (key, *problem['loc'])))}: {_expected(problem)}, got {problem['input']!r}"
             for problem in error.errors()
         )
         raise SettingsError(
-            f"--additional-config: {problems}; the settings are: {names}, as in "
-            f"--additional-config '{example}'"
+            f"{flag}: {problems}; the settings are: {names}, as in {flag} '{example}'"
         ) from error
 
 

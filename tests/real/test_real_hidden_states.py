@@ -1,0 +1,207 @@
+"""A vLLM engine that writes hidden states: a share, the right ones, bounded, with equal answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from train_lengths.collect import collect
+from train_lengths.samples import Samples, load_samples
+from vllm_process import MODEL, VllmEngine
+from vllm_process import model as model_folder
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[2]
+ENVIRON = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'integrations' / 'vllm'}"}
+PLAIN: dict[str, Any] = {"kv_events_config": None, "scheduling_policy": "fcfs"}
+LAYERS = 2  # of the model: the state before the last norm
+Start = Callable[..., list[VllmEngine]]
+
+
+def collecting(folder: Path, layers: list[int] | None = None, **settings: Any) -> dict[str, Any]:
+    """Flags of an engine that collects."""
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers or [LAYERS]}}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": draft,
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "lmetric_vllm",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)} | settings,
+        },
+    }
+
+
+async def answers(engine: VllmEngine, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The choices of greedy answers, all requests at once; nothing in them names a file."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=900)) as session:
+
+        async def one(body: dict[str, Any]) -> dict[str, Any]:
+            whole = {"model": MODEL, "temperature": 0, "return_token_ids": True, **body}
+            async with session.post(f"{engine.url}/v1/completions", json=whole) as answer:
+                found = await answer.json()
+                assert answer.status == 200, found
+                assert found.get("kv_transfer_params") is None
+                choice: dict[str, Any] = found["choices"][0]
+                return choice
+
+        return await asyncio.gather(*map(one, bodies))
+
+
+async def preemptions(engine: VllmEngine) -> float:
+    """Requests that the engine took back since its start."""
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as page:
+        lines = (await page.text()).splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if "num_preemptions_total{" in line)
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Prompts with a common beginning, and answers that all have another length."""
+    bodies = []
+    for number in range(count):
+        prompt = "a common beginning " * 40 + f"number {number * 7919}" + " more" * (number % 50)
+        bodies.append({"prompt": prompt, "max_tokens": 5 + number, "ignore_eos": True})
+    return bodies
+
+
+def finished(folder: Path, count: int) -> list[Path]:
+    """The files, when there are `count` of them, or after a minute."""
+    deadline = time.monotonic() + 60
+    while len(files := list(folder.glob("*.safetensors"))) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return files
+
+
+async def test_states_are_those_of_the_model(vllm_engines: Start, tmp_path: Path) -> None:
+    """Each state gives the next token of its answer, and answers are those without collection."""
+    bodies = requests(100)
+    (stock,) = vllm_engines(**PLAIN)
+    expected = await answers(stock, bodies)
+    (tmp_path / "states").mkdir()
+    # Few blocks: requests go back and are computed again.
+    flags = PLAIN | {"num_gpu_blocks_override": 100, "max_model_len": 1024}
+    (engine,) = vllm_engines(environ=ENVIRON, **flags, **collecting(tmp_path / "states", share=1))
+    # A client can choose neither the files nor which requests.
+    own = {"hidden_states_path": str(tmp_path / "own.safetensors"), "include_output_tokens": False}
+    bodies[0]["kv_transfer_params"] = own
+    got = await answers(engine, bodies)
+    differ = [number for number, pair in enumerate(zip(expected, got, strict=True)) if differs(*pair)]
+    assert not differ, f"answers {differ[:10]} differ"
+    assert await preemptions(engine) > 0, "no request went back"
+    assert len(finished(tmp_path / "states", len(bodies))) == len(bodies)
+    assert collect(tmp_path / "states", tmp_path / "samples.npz", []) == len(bodies)
+    assert list((tmp_path / "states").iterdir()) == [], "files stay after reading"
+    assert not (tmp_path / "own.safetensors").exists()
+    samples = load_samples(tmp_path / "samples.npz")
+    assert len(samples) == sum(-(-body["max_tokens"] // 20) for body in bodies)
+    generated = np.rint(np.expm1(samples.column("log_generated_tokens"))).astype(int)
+    by_length = {len(choice["token_ids"]): choice for choice in got}
+    lengths = (generated + samples.remaining).astype(int).tolist()
+    prompts = [len(by_length[length]["prompt_token_ids"]) for length in lengths]
+    assert np.rint(np.expm1(samples.column("log_prompt_tokens"))).tolist() == prompts
+    wanted = [by_length[n]["token_ids"][at] for n, at in zip(lengths, generated, strict=True)]
+    assert next_tokens(samples, model_folder(engine.venv)).tolist() == wanted
+
+
+def differs(expected: dict[str, Any], got: dict[str, Any]) -> bool:
+    return bool(expected["token_ids"] != got["token_ids"])
+
+
+def next_tokens(samples: Samples, model: Path) -> NDArray[np.int64]:
+    """The likeliest token after each state, by the model's last norm and its head."""
+    states = samples.features[:, :-2].astype(np.float64)
+    norm, head = (weights(model, name) for name in ("model.norm.weight", "lm_head.weight"))
+    scaled = states / np.sqrt((states**2).mean(axis=1, keepdims=True) + 1e-6) * norm
+    found: NDArray[np.int64] = (scaled @ head.T).argmax(axis=1)
+    return found
+
+
+def weights(model: Path, name: str) -> NDArray[np.float32]:
+    """A matrix of the model's file, of 16-bit numbers."""
+    data = (model / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    about = json.loads(data[8:begin])[name]
+    low, high = about["data_offsets"]
+    upper = np.frombuffer(data[begin + low : begin + high], "<u2").astype(np.uint32)
+    found: NDArray[np.float32] = (upper << 16).view(np.float32).reshape(about["shape"])
+    return found
+
+
+async def test_a_share_within_the_limit_of_bytes(vllm_engines: Start, tmp_path: Path) -> None:
+    """Half of the requests are written until the disk is full, and again after reading. Requests
+    that end early are not."""
+    most = 8000  # 20 to 30 files
+    states, out = tmp_path / "states", tmp_path / "samples.npz"
+    states.mkdir()
+    (engine,) = vllm_engines(environ=ENVIRON, **PLAIN, **collecting(states, share=0.5, max_bytes=most))
+    bodies = [body | {"max_tokens": 3} for body in requests(150)]
+    few = bodies[:30]
+    await answers(engine, few)
+    files = settled(states)
+    assert 6 <= len(files) <= 24, "not half of 30"
+    assert collect(states, out, []) == len(files)
+    await answers(engine, bodies)
+    files = settled(states)
+    assert most - 1000 < sum(path.stat().st_size for path in files) <= most
+    assert len(files) < 50
+    said = engine.log.read_text()
+    assert said.count("the files have max_bytes; no state is written until some are deleted") == 1
+    assert collect(states, out, []) == len(files)
+    await answers(engine, few)
+    assert len(settled(states)) == collect(states, out, []) > 0
+    await aborted(engine)
+    assert settled(states) == [], "an aborted request was written"
+
+
+def settled(folder: Path) -> list[Path]:
+    """The files, when none was added for a second."""
+    files: list[Path] = []
+    while True:
+        time.sleep(1)
+        if len(found := list(folder.glob("*.safetensors"))) == len(files):
+            return found
+        files = found
+
+
+async def aborted(engine: VllmEngine) -> None:
+    """Twenty streams that their clients leave after the first tokens."""
+    async with aiohttp.ClientSession() as session:
+
+        async def one(number: int) -> None:
+            body = {"model": MODEL, "prompt": f"leave {number}", "max_tokens": 3000, "stream": True}
+            async with session.post(
+                f"{engine.url}/v1/completions", json=body | {"ignore_eos": True}
+            ) as answer:
+                await answer.content.readline()
+
+        await asyncio.gather(*map(one, range(20)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"share": 2}, "kv_connector_extra_config.share: expected at most 1, got 2"),
+        ({"shared_storage_path": "/nowhere", "share": 1}, "a folder that the engine can write to"),
+        ({"layers": [1, 2], "share": 1}, "one layer in eagle_aux_hidden_state_layer_ids, got 2 layers"),
+    ],
+)
+def test_a_wrong_setting_ends_the_start(
+    vllm_engines: Start, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match="ended") as refused:
+        vllm_engines(environ=ENVIRON, **PLAIN, **collecting(tmp_path, **change))
+    assert message in str(refused.value)
