@@ -49,10 +49,10 @@ def baselines(train: Samples, test: Samples) -> dict[str, NDArray[np.float64]]:
     - ``survival by prompt``: the survival median of requests whose prompt is about as long
       (`PROMPT_BUCKETS` quantiles of prompt lengths); past the longest answer there, that of all.
     - ``session mean``: the mean of the conversation's earlier answers, less what was generated,
-      while that is above 0; else, and in first turns, the survival median.
+      while that is above 0; else, and in first turns, the survival median. Only with the column
+      log_mean_answer_tokens.
 
-    Needs the columns log_generated_tokens, log_prompt_tokens, log_mean_answer_tokens; raises
-    `LengthsError` without them.
+    Raises `LengthsError` without the columns log_generated_tokens and log_prompt_tokens.
     """
     # Whole again after 32 bits: whether an answer of 20 tokens goes on past 20 hangs on it.
     generated = np.rint(np.expm1(test.column("log_generated_tokens").astype(np.float64)))
@@ -61,14 +61,16 @@ def baselines(train: Samples, test: Samples) -> dict[str, NDArray[np.float64]]:
     answers = np.rint(of_train[first])
     survival = Survival(answers)
     by_survival = survival.median(generated)
-    of_session = np.expm1(test.column("log_mean_answer_tokens").astype(np.float64)) - generated
-    return {
+    found = {
         "mean": np.maximum(answers.mean() - generated, 0.0),
         "survival mean": survival.mean(generated),
         "survival median": by_survival,
         "survival by prompt": _by_prompt(train.column("log_prompt_tokens")[first], answers, test, generated),
-        "session mean": np.where(of_session > 0, of_session, by_survival),
     }
+    if "log_mean_answer_tokens" in test.feature_names:
+        of_session = np.expm1(test.column("log_mean_answer_tokens").astype(np.float64)) - generated
+        found["session mean"] = np.where(of_session > 0, of_session, by_survival)
+    return found
 
 
 def _by_prompt(

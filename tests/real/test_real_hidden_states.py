@@ -16,34 +16,14 @@ from numpy.typing import NDArray
 
 from train_lengths.collect import collect
 from train_lengths.samples import Samples, load_samples
-from vllm_process import MODEL, VllmEngine
+from vllm_process import MODEL, VllmEngine, hidden_states
 from vllm_process import model as model_folder
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parents[2]
-ENVIRON = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'integrations' / 'vllm'}"}
 PLAIN: dict[str, Any] = {"kv_events_config": None, "scheduling_policy": "fcfs"}
-LAYERS = 2  # of the model: the state before the last norm
+LAYERS = [2]  # the last one of the model: the state before the last norm
 Start = Callable[..., list[VllmEngine]]
-
-
-def collecting(folder: Path, layers: list[int] | None = None, **settings: Any) -> dict[str, Any]:
-    """Flags of an engine that collects."""
-    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers or [LAYERS]}}
-    return {
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": draft,
-        },
-        "kv_transfer_config": {
-            "kv_connector": "HiddenStatesConnector",
-            "kv_connector_module_path": "lmetric_vllm",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(folder)} | settings,
-        },
-    }
 
 
 async def answers(engine: VllmEngine, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,7 +74,7 @@ async def test_states_are_those_of_the_model(vllm_engines: Start, tmp_path: Path
     (tmp_path / "states").mkdir()
     # Few blocks: requests go back and are computed again.
     flags = PLAIN | {"num_gpu_blocks_override": 100, "max_model_len": 1024}
-    (engine,) = vllm_engines(environ=ENVIRON, **flags, **collecting(tmp_path / "states", share=1))
+    (engine,) = vllm_engines(**flags, **hidden_states(tmp_path / "states", LAYERS, share=1))
     # A client can choose neither the files nor which requests.
     own = {"hidden_states_path": str(tmp_path / "own.safetensors"), "include_output_tokens": False}
     bodies[0]["kv_transfer_params"] = own
@@ -147,7 +127,7 @@ async def test_a_share_within_the_limit_of_bytes(vllm_engines: Start, tmp_path: 
     most = 8000  # 20 to 30 files
     states, out = tmp_path / "states", tmp_path / "samples.npz"
     states.mkdir()
-    (engine,) = vllm_engines(environ=ENVIRON, **PLAIN, **collecting(states, share=0.5, max_bytes=most))
+    (engine,) = vllm_engines(**PLAIN, **hidden_states(states, LAYERS, share=0.5, max_bytes=most))
     bodies = [body | {"max_tokens": 3} for body in requests(150)]
     few = bodies[:30]
     await answers(engine, few)
@@ -203,5 +183,5 @@ def test_a_wrong_setting_ends_the_start(
     vllm_engines: Start, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match="ended") as refused:
-        vllm_engines(environ=ENVIRON, **PLAIN, **collecting(tmp_path, **change))
+        vllm_engines(**PLAIN, **hidden_states(**({"folder": tmp_path, "layers": LAYERS} | change)))
     assert message in str(refused.value)

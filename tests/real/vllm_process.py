@@ -12,13 +12,14 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / ".cache" / "vllm"
+ROOT = HERE.parents[1]
+CACHE = ROOT / ".cache" / "vllm"
 START_SECONDS = 900.0  # on a crowded machine
 NAMED = {name: os.environ.get(f"TEST_{name}_VENV") for name in ("VLLM", "AIPERF")}
 
@@ -66,6 +67,26 @@ def cpu_tier(size_bytes: int, **settings: Any) -> dict[str, Any]:
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
+        },
+    }
+
+
+def hidden_states(folder: Path, layers: Sequence[int], **settings: Any) -> dict[str, Any]:
+    """Flags of an engine that writes the states after this layer, 0 to the number of layers, with
+    the connector of lmetric-vllm and its settings."""
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    return {
+        "environ": {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'integrations' / 'vllm'}"},
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": draft,
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "lmetric_vllm",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)} | settings,
         },
     }
 

@@ -1,0 +1,257 @@
+"""Measures whether hidden states predict remaining lengths better than counting, and their cost.
+
+    python bench/hidden_states.py --venv VLLM_ENVIRONMENT [--seeds 3] [--requests 800] [--at end]
+
+A real vLLM on CPU with random weights answers requests whose lengths are *made*: one word of the
+prompt sets the mean, and noise comes on top. So a gain shows that states carry a fact of the prompt
+through the whole path: engine, files, collector, training. It shows nothing about real lengths.
+Each seed has its own requests, split and first weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from common import ROOT, about, write_result
+from lmetric.lengths import load_npz
+from train_lengths.baselines import Survival, baselines
+from train_lengths.collect import collect
+from train_lengths.samples import Samples, load_samples, save_samples, split_by_request
+
+sys.path += [str(ROOT / "tests" / "real"), str(ROOT / "integrations" / "vllm")]
+
+from lmetric_vllm.folder import EVERY
+from vllm_process import MODEL, VllmEngine, hidden_states, model
+
+LAYERS = 2  # of the model; its states have 64 numbers
+FLAGS: dict[str, Any] = {
+    "kv_events_config": None,
+    "scheduling_policy": "fcfs",
+    "num_gpu_blocks_override": 2048,
+}
+WORDS = ["tree", "river", "stone", "cloud", "light", "paper", "music", "table", "green", "seven"]
+KINDS = ["list", "sketch", "note", "letter", "story", "essay", "report", "novel"]
+"""The word that sets an answer's length: the first 20 tokens on average, the last 160."""
+NOISE = 0.2  # of the logarithm of lengths
+EDGES = (0, 1, 60, 120)  # of the buckets of generated tokens
+
+
+class Asked(NamedTuple):
+    """A request of the workload."""
+
+    kind: int
+    prompt: str
+    tokens: int
+
+
+def workload(seed: int, count: int, at: str) -> list[Asked]:
+    """Requests with the word that matters at the end of the prompt, or anywhere in it."""
+    rng = random.Random(seed)
+    asked = []
+    for number in range(count):
+        kind = rng.randrange(len(KINDS))
+        words = [rng.choice(WORDS) for _ in range(rng.randint(5, 40))]
+        words.insert(len(words) if at == "end" else rng.randint(0, len(words)), KINDS[kind])
+        tokens = round(20 * (kind + 1) * rng.lognormvariate(0, NOISE))
+        asked.append(Asked(kind, f"{number} {' '.join(words)}", max(1, tokens)))
+    return asked
+
+
+async def play(url: str, asked: list[Asked]) -> float:
+    """Answer tokens per second, with all requests at once."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+        async def one(each: Asked) -> None:
+            body = {"model": MODEL, "prompt": each.prompt, "max_tokens": each.tokens, "ignore_eos": True}
+            async with session.post(f"{url}/v1/completions", json=body | {"temperature": 0}) as answer:
+                answer.raise_for_status()
+                await answer.read()
+
+        begun = time.monotonic()
+        await asyncio.gather(*map(one, asked))
+        return sum(each.tokens for each in asked) / (time.monotonic() - begun)
+
+
+def engine_of(venv: Path, folder: Path, share: float | None) -> VllmEngine:
+    """An engine that writes this share; None: vLLM without the connector."""
+    flags = dict(FLAGS)
+    if share is not None:
+        flags |= hidden_states(folder, [LAYERS], share=share)
+    return VllmEngine(venv, model(venv), folder.parent, flags, flags.pop("environ", {}))
+
+
+def cost(venv: Path, rounds: int, count: int) -> dict[str, list[float]]:
+    """Answer tokens per second of each configuration, by round; the order alternates."""
+    shares = {"without": None, "share 0": 0.0, "share 0.1": 0.1, "share 1": 1.0}
+    found: dict[str, list[float]] = {name: [] for name in shares}
+    for number in range(rounds):
+        for name in list(shares)[:: 1 if number % 2 else -1]:
+            with TemporaryDirectory() as top:
+                (folder := Path(top) / "states").mkdir()
+                engine = engine_of(venv, folder, shares[name])
+                engine.start()
+                try:
+                    engine.wait()
+                    asyncio.run(play(engine.url, workload(1000, 60, "end")))
+                    found[name].append(asyncio.run(play(engine.url, workload(number, count, "end"))))
+                finally:
+                    engine.stop()
+            print(f"{name}: {found[name][-1]:,.0f} tokens/s", file=sys.stderr)
+    return found
+
+
+def collected(venv: Path, folder: Path, workloads: list[list[Asked]]) -> list[Samples]:
+    """The samples of each workload, by way of one engine and the collector."""
+    (states := folder / "states").mkdir()
+    engine, found = engine_of(venv, states, 1.0), []
+    engine.start()
+    try:
+        engine.wait()
+        for seed, asked in enumerate(workloads):
+            asyncio.run(play(engine.url, asked))
+            skipped: list[str] = []
+            out, count = folder / f"{seed}.npz", 0
+            while count < len(asked):  # the last files come after the answers
+                count += collect(states, out, skipped)
+            assert not skipped, skipped
+            found.append(load_samples(out))
+    finally:
+        engine.stop()
+    return found
+
+
+def trained(python: Path, samples: Samples, seed: int, hidden: str) -> Any:
+    """The predictor that `train_lengths.train` fits, and its report."""
+    with TemporaryDirectory() as folder:
+        file, out = Path(folder) / "samples.npz", Path(folder) / "predictor.npz"
+        save_samples(samples, file)
+        argv = [python, "-m", "train_lengths.train", file, "--out", out, "--json", "--biases"]
+        done = subprocess.run(
+            [*map(str, argv), "--seed", str(seed), "--hidden", hidden],
+            env=os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'bench'}", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return load_npz(out), json.loads(done.stdout)
+
+
+def compared(
+    samples: Samples, asked: list[Asked], seed: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Errors and ranks of counting, of a network without states and of one with them."""
+    split = split_by_request(samples.request_ids, seed)
+    train, test = samples.at(split.train), samples.at(split.test)
+    predicted = baselines(train, test)
+    lengths = [index for index, name in enumerate(samples.feature_names) if name.startswith("log_")]
+    for name, columns in (
+        ("network, lengths", lengths),
+        ("network, states", range(samples.features.shape[1])),
+    ):
+        picked = [samples.feature_names[index] for index in columns]
+        part = Samples(
+            samples.features[:, list(columns)], samples.remaining, samples.request_ids, tuple(picked), "made"
+        )
+        predictor, _ = trained(arguments.venv / "bin" / "python", part, seed, arguments.hidden)
+        predicted[name] = predictor.predict(part.at(split.test).features)[0].astype(np.float64)
+    generated = np.rint(np.expm1(test.column("log_generated_tokens")))
+    return {
+        "requests": len(asked),
+        "samples": len(samples),
+        "floor": floor(asked),
+        "predictors": {name: scores(values, test.remaining, generated) for name, values in predicted.items()},
+    }
+
+
+def floor(asked: list[Asked]) -> float:
+    """The mean absolute error of counting that knows the word: what noise leaves to nobody."""
+    off = []
+    for kind in range(len(KINDS)):
+        lengths = np.array([each.tokens for each in asked if each.kind == kind], np.float64)
+        for length in lengths:
+            generated = np.arange(0, length, EVERY, dtype=np.float64)
+            off += np.abs(Survival(lengths).median(generated) - (length - generated)).tolist()
+    return mean(off)
+
+
+def scores(
+    predicted: NDArray[np.float64], remaining: NDArray[np.float32], generated: NDArray[np.float32]
+) -> dict[str, float]:
+    """Mean absolute errors, tokens, by generated tokens, and the shares of pairs in the right
+    order."""
+    bucket = np.searchsorted(EDGES, generated, side="right") - 1
+    off = np.abs(predicted - remaining)
+    found = {"all": float(off.mean())}
+    found |= {str(EDGES[at]): float(off[bucket == at].mean()) for at in range(len(EDGES))}
+    new = bucket == 0
+    return found | {
+        "pairs": in_order(predicted, remaining),
+        "pairs at 0": in_order(predicted[new], remaining[new]),
+    }
+
+
+def in_order(predicted: NDArray[np.float64], remaining: NDArray[np.float32]) -> float:
+    """The share of pairs that a prediction orders as their lengths; equal predictions are half
+    right."""
+    wanted = np.sign(remaining[:, None] - remaining[None, :])
+    given = np.sign(predicted[:, None] - predicted[None, :])
+    pairs = wanted != 0
+    return float(((wanted * given)[pairs] + 1).mean() / 2)
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """The means of the seeds, and the lowest and highest total, as Markdown."""
+    names = ["all", *map(str, EDGES), "pairs", "pairs at 0"]
+    lines = ["| predictor | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+    for predictor in runs[0]["predictors"]:
+        by_seed = [run["predictors"][predictor] for run in runs]
+        cells = [f"{mean(each[name] for each in by_seed):.{2 if 'pairs' in name else 1}f}" for name in names]
+        low, high = (extreme(each["all"] for each in by_seed) for extreme in (min, max))
+        cells[0] += f" ({low:.1f} to {high:.1f})"
+        lines.append(f"| {predictor} | {' | '.join(cells)} |")
+    return "\n".join([*lines, f"floor: {mean(run['floor'] for run in runs):.1f} tokens"])
+
+
+def main() -> None:
+    """Measures the errors and the cost."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--venv", type=Path, required=True, help="an environment with vLLM")
+    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=800, help="of a seed; default: %(default)s")
+    parser.add_argument("--at", nargs="+", choices=("end", "anywhere"), default=["end", "anywhere"])
+    parser.add_argument("--hidden", default="256,64,16", help="widths; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="of the cost; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-hidden_states.json")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"about": about(None, []) | {"load_average": os.getloadavg()}}
+    for at in arguments.at:
+        asked = [workload(seed, arguments.requests, at) for seed in range(arguments.seeds)]
+        with TemporaryDirectory() as folder:
+            samples = collected(arguments.venv, Path(folder), asked)
+        result[at] = [compared(each, asked[seed], seed, arguments) for seed, each in enumerate(samples)]
+        print("the word at the end" if at == "end" else f"the word {at}", table(result[at]), sep="\n\n")
+    if arguments.rounds:
+        result["tokens_per_second"] = cost(arguments.venv, arguments.rounds, arguments.requests)
+        print(json.dumps(result["tokens_per_second"]))
+    print("written:", write_result(result, "hidden_states", arguments.out), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
