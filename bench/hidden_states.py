@@ -18,6 +18,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import ROOT, about, write_result
-from lmetric.lengths import load_npz
+from lmetric.lengths import LengthPredictor, load_npz
 from train_lengths.baselines import Survival, baselines
 from train_lengths.collect import collect
 from train_lengths.samples import Samples, load_samples, save_samples, split_by_request
@@ -135,39 +136,43 @@ def collected(venv: Path, folder: Path, workloads: list[list[Asked]]) -> list[Sa
     return found
 
 
-def trained(python: Path, samples: Samples, seed: int, hidden: str) -> Any:
-    """The predictor that `train_lengths.train` fits, and its report."""
+def trained(python: Path, samples: Samples, seed: int, hidden: str) -> LengthPredictor:
+    """The predictor that `train_lengths.train` fits."""
     with TemporaryDirectory() as folder:
         file, out = Path(folder) / "samples.npz", Path(folder) / "predictor.npz"
         save_samples(samples, file)
-        argv = [python, "-m", "train_lengths.train", file, "--out", out, "--json", "--biases"]
-        done = subprocess.run(
+        argv = [python, "-m", "train_lengths.train", file, "--out", out, "--biases"]
+        subprocess.run(
             [*map(str, argv), "--seed", str(seed), "--hidden", hidden],
             env=os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'bench'}", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=True,
         )
-        return load_npz(out), json.loads(done.stdout)
+        return load_npz(out)
 
 
 def compared(
     samples: Samples, asked: list[Asked], seed: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Errors and ranks of counting, of a network without states and of one with them."""
+    """Errors and ranks of counting, and of networks with lengths alone, also with the state of the
+    last token, and with the state of the prompt's last token."""
+    order = np.argsort(samples.request_ids, kind="stable")
+    samples = samples.at(order)
     split = split_by_request(samples.request_ids, seed)
     train, test = samples.at(split.train), samples.at(split.test)
     predicted = baselines(train, test)
-    lengths = [index for index, name in enumerate(samples.feature_names) if name.startswith("log_")]
-    for name, columns in (
-        ("network, lengths", lengths),
-        ("network, states", range(samples.features.shape[1])),
+    width = len(samples.feature_names) - 2
+    first = np.searchsorted(samples.request_ids, samples.request_ids)  # each request's first row
+    of_prompts = samples.features.copy()
+    of_prompts[:, :width] = samples.features[first, :width]
+    for name, features, begin in (
+        ("network, lengths", samples.features, width),
+        ("network, states", samples.features, 0),
+        ("network, prompts' states", of_prompts, 0),
     ):
-        picked = [samples.feature_names[index] for index in columns]
-        part = Samples(
-            samples.features[:, list(columns)], samples.remaining, samples.request_ids, tuple(picked), "made"
-        )
-        predictor, _ = trained(arguments.venv / "bin" / "python", part, seed, arguments.hidden)
+        part = replace(samples, features=features[:, begin:], feature_names=samples.feature_names[begin:])
+        predictor = trained(arguments.venv / "bin" / "python", part, seed, arguments.hidden)
         predicted[name] = predictor.predict(part.at(split.test).features)[0].astype(np.float64)
     generated = np.rint(np.expm1(test.column("log_generated_tokens")))
     return {

@@ -93,9 +93,11 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         return meta
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        # A request that was preempted ends without its states if its last tokens come after that.
+        has_states = request.num_computed_tokens >= request.num_prompt_tokens + request.num_output_tokens - 1
         if (
             request.status not in ENDED
-            or not request.num_output_tokens
+            or not (has_states and request.num_output_tokens)
             or not is_collected(request.request_id, self._share)
         ):
             return False, None
