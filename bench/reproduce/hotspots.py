@@ -233,7 +233,7 @@ def guard(world: World) -> Made:
                   ratio("on", "vllm", "all_ttft")),
             Claim("the others' TPOT, on against off", "no figure", "", ratio("on", "off", "others")),
             *(
-                Claim(f"{what}, the default policy against vLLM's", "no figure", "",
+                Claim(f"the default policy against vLLM's: {what}", "no figure", "",
                       ratio("default", "vllm", quantity))
                 for what, quantity in OF_DEFAULT.items()
             ),
