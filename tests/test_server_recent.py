@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lmetric.config import ServerConfig
@@ -23,6 +25,7 @@ def test_engines_with_one_cause_are_one_warning_without_their_addresses() -> Non
     for engine in fleet.engines():
         engine.failed("refused", f"no connection: Connect call failed ({engine.host!r}, 8000)")
     (public,) = summary(fleet, names=False)["warnings"]
+    assert abs(public.pop("since") - time.time()) < 60
     assert public == {
         "what": "not usable",
         "cause": "connection refused",
