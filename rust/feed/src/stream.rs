@@ -104,9 +104,8 @@ struct Replay {
 enum Release {
     /// A replay has ended. `hole`, `progressed`: as in [`Replay`].
     Answered { hole: bool, progressed: bool },
-    /// A replay was not answered. `check`: the request only checked for missed batches. `anew`: it
-    /// replaced partial knowledge.
-    Unanswered { check: bool, anew: bool },
+    /// A replay was not answered, and what is known before the held batches stays.
+    Unanswered,
     /// The missing batches are lost for good.
     GivenUp,
 }
@@ -196,10 +195,6 @@ impl Stream {
     pub fn connected(&mut self, now: f64, sink: &mut impl Sink) {
         self.connected = true;
         self.heard = None;
-        if matches!(self.release, Some(Release::Unanswered { check: false, .. })) && self.next.is_some() {
-            // Held batches were applied, though nobody had said that they follow the known ones.
-            self.lose(None, sink);
-        }
         self.let_go();
         if self.can_replay {
             self.attempts = 0;
@@ -345,18 +340,11 @@ impl Stream {
                 if self.attempts <= ATTEMPTS && (progressed || hole) {
                     self.ask(now, sink);
                 } else {
-                    self.again_at = Some(now + AGAIN_SECONDS);
                     self.give_up(now, sink);
                 }
             }
-            Release::Unanswered { check: true, .. } if self.held.is_empty() => {}
-            Release::Unanswered { anew, .. } => {
-                self.again_at = Some(now + AGAIN_SECONDS);
-                if !(anew && self.held.is_empty()) {
-                    self.give_up(now, sink);
-                }
-            }
-            Release::Answered { .. } | Release::GivenUp => {}
+            Release::Unanswered if !self.held.is_empty() => self.give_up(now, sink),
+            Release::Answered { .. } | Release::Unanswered | Release::GivenUp => {}
         }
     }
 
@@ -393,7 +381,14 @@ impl Stream {
         }
         self.counts.unanswered += 1;
         self.replay = None;
-        self.release(Release::Unanswered { check: replay.check, anew: replay.anew }, now, sink);
+        if replay.anew {
+            self.again_at = Some(now + AGAIN_SECONDS);
+        }
+        if replay.check || replay.anew {
+            self.release(Release::Unanswered, now, sink);
+        } else {
+            self.give_up(now, sink);
+        }
     }
 
     fn ask(&mut self, now: f64, sink: &mut impl Sink) {
@@ -433,8 +428,9 @@ impl Stream {
         }
     }
 
-    /// Gives up the missing batches and applies the held batches.
+    /// Gives up the missing batches and applies the held batches. Asks for all of them later.
     fn give_up(&mut self, now: f64, sink: &mut impl Sink) {
+        self.again_at = Some(now + AGAIN_SECONDS);
         if self.next.is_some() {
             self.lose(None, sink);
         }
