@@ -119,6 +119,22 @@ pub struct Request<'a> {
     pub fetched_tokens: u32,
 }
 
+impl<'a> Request<'a> {
+    /// Creates a request that only has a prompt and an answer.
+    pub fn new(id: u64, prompt: Prompt<'a>, output_tokens: u32) -> Request<'a> {
+        Request {
+            id,
+            prompt,
+            output_tokens,
+            think_tokens: 0,
+            priority: 0,
+            salt: None,
+            report_cached: false,
+            fetched_tokens: 0,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Chunk {
     slot: u32,

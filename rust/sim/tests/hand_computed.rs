@@ -25,16 +25,7 @@ fn words() -> Generator {
 }
 
 fn ask(id: u64, tokens: &[u32], output_tokens: u32) -> Request<'_> {
-    Request {
-        id,
-        prompt: Prompt::Tokens(tokens),
-        output_tokens,
-        priority: 0,
-        salt: None,
-        report_cached: false,
-        fetched_tokens: 0,
-        think_tokens: 0,
-    }
+    Request::new(id, Prompt::Tokens(tokens), output_tokens)
 }
 
 fn close(a: f64, b: f64) {
@@ -262,16 +253,7 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
     let settings = Settings { admission: Admission::Reserve, ..Settings::default() };
     let profile = Profile { cache_blocks: 4, ..round() }; // 64 tokens
     let mut engine = Engine::new(profile, settings, None).unwrap();
-    let chain = |id, hashes, tokens, output_tokens| Request {
-        id,
-        prompt: Prompt::Chain { hashes, tokens },
-        output_tokens,
-        priority: 0,
-        salt: None,
-        report_cached: false,
-        fetched_tokens: 0,
-        think_tokens: 0,
-    };
+    let chain = |id, hashes, tokens, output| Request::new(id, Prompt::Chain { hashes, tokens }, output);
     engine.submit(&chain(1, &[1, 2], 20, 5), 0.0).unwrap();
     engine.submit(&chain(2, &[1, 3, 4], 44, 5), 0.0).unwrap(); // 20 + 44 = 64: just fits
     engine.submit(&chain(3, &[], 200, 2), 0.0).unwrap(); // more than all memory: waits until it is alone

@@ -21,16 +21,7 @@ fn engine(cache_blocks: u32, tier: HostTier) -> Engine {
 }
 
 fn ask(id: u64, hashes: &[u64], tokens: u32, output_tokens: u32) -> Request<'_> {
-    Request {
-        id,
-        prompt: Prompt::Chain { hashes, tokens },
-        output_tokens,
-        priority: 0,
-        salt: None,
-        report_cached: false,
-        fetched_tokens: 0,
-        think_tokens: 0,
-    }
+    Request::new(id, Prompt::Chain { hashes, tokens }, output_tokens)
 }
 
 #[track_caller]

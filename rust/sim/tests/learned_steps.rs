@@ -61,21 +61,7 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
                 tickets.insert(next as u64, ticket);
                 let prompt = Prompt::Chain { hashes: &chain, tokens };
                 let id = next as u64;
-                engine
-                    .submit(
-                        &Request {
-                            id,
-                            prompt,
-                            output_tokens,
-                            priority: 0,
-                            salt: None,
-                            report_cached: false,
-                            fetched_tokens: 0,
-                            think_tokens: 0,
-                        },
-                        at,
-                    )
-                    .unwrap();
+                engine.submit(&Request::new(id, prompt, output_tokens), at).unwrap();
                 (next, now) = (next + 1, at);
             }
             (Some(at), _) => {

@@ -83,17 +83,8 @@ fn play_with(profile: &Profile, settings: Settings, asks: &[Ask], jumps: bool) -
         while let Some(ask) = asks.get(next).filter(|ask| ask.at <= now) {
             let blocks = u64::from(ask.shared.min(ask.prompt) / profile.block_tokens);
             let hashes: Vec<u64> = (1..=blocks).collect();
-            let request = Request {
-                id: next as u64,
-                prompt: Prompt::Chain { hashes: &hashes, tokens: ask.prompt },
-                output_tokens: ask.output,
-                priority: 0,
-                salt: None,
-                report_cached: false,
-                fetched_tokens: 0,
-                think_tokens: 0,
-            };
-            engine.submit(&request, ask.at).unwrap();
+            let prompt = Prompt::Chain { hashes: &hashes, tokens: ask.prompt };
+            engine.submit(&Request::new(next as u64, prompt, ask.output), ask.at).unwrap();
             next += 1;
         }
         let until = asks.get(next).map_or(f64::INFINITY, |ask| ask.at);
@@ -773,17 +764,7 @@ fn a_requests_own_slo_counts_while_it_decodes() {
         let mut engine = Engine::new(profile.clone(), settings, None).unwrap();
         let submit = |engine: &mut Engine, id, tokens, output_tokens| {
             let prompt = Prompt::Chain { hashes: &[], tokens };
-            let request = Request {
-                id,
-                prompt,
-                output_tokens,
-                priority: 0,
-                salt: None,
-                report_cached: false,
-                fetched_tokens: 0,
-                think_tokens: 0,
-            };
-            engine.submit(&request, 0.0).unwrap();
+            engine.submit(&Request::new(id, prompt, output_tokens), 0.0).unwrap();
         };
         (0..decodes).for_each(|id| submit(&mut engine, id, 16, 3));
         own.iter().for_each(|&(id, seconds)| engine.set_own_slo(id, seconds).unwrap());

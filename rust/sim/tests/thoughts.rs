@@ -30,16 +30,8 @@ fn gaps(settings: Settings, slo: TokenSlo, asks: &[(f64, Ask)], jumps: bool, blo
     let (mut now, mut next) = (0.0, 0);
     loop {
         while let Some((at, (prompt, output, thoughts))) = asks.get(next).filter(|ask| ask.0 <= now) {
-            let request = Request {
-                id: next as u64,
-                prompt: Prompt::Chain { hashes: &[], tokens: *prompt },
-                output_tokens: *output,
-                think_tokens: *thoughts,
-                priority: 0,
-                salt: None,
-                report_cached: false,
-                fetched_tokens: 0,
-            };
+            let prompt = Prompt::Chain { hashes: &[], tokens: *prompt };
+            let request = Request { think_tokens: *thoughts, ..Request::new(next as u64, prompt, *output) };
             engine.submit(&request, *at).unwrap();
             next += 1;
         }
