@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from lmetric.config import ServerConfig
 from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.token_slo import own_token_slo
+from lmetric.engines.xargs import own_token_slo
 from lmetric.server.app import _embedded_flags
 from test_server_process import router
 from waiting import PATIENCE_SECONDS

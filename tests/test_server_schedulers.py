@@ -11,10 +11,10 @@ import pytest
 import lmetric as lm
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Target, examine
+from lmetric.engines import xargs
 from lmetric.engines.adapter import Scheduler
 from lmetric.engines.identify import identify
 from lmetric.server.fleet import priority
-from lmetric_vllm import settings
 from server_world import FakeEngine, World, world
 from test_event_feed import load, publisher, stored
 from test_server_kv import IDS
@@ -49,8 +49,8 @@ async def test_a_scheduler_is_known_by_its_metric() -> None:
         assert await scheduler_of(VLLM + line) is None, line[:80]
 
 
-def test_both_packages_name_the_same_fields() -> None:
-    assert (priority.HANDICAP, priority.GAMMA) == (settings.HANDICAP, settings.GAMMA)
+def test_the_fields_of_requests_have_these_names() -> None:
+    assert (xargs.HANDICAP, xargs.GAMMA) == ("boost_handicap_seconds", "boost_gamma")
 
 
 async def engine_page(w: World) -> dict[str, Any]:

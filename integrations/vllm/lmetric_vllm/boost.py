@@ -13,10 +13,11 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from lmetric import EngineBoost
+from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric_vllm.checks import NotSupportedError
 from lmetric_vllm.measured import MeasuredScheduler
-from lmetric_vllm.settings import GAMMA, HANDICAP, BoostSettings, SettingsError, number_of, read_settings
-from lmetric_vllm.steps import Step
+from lmetric_vllm.settings import BoostSettings, SettingsError, number_of, read_settings
+from lmetric_vllm.steps import Step, cached_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -148,8 +149,7 @@ class UniBoostScheduler(MeasuredScheduler):
     def _rank(self, request: Request) -> float:
         known = self._known.get(request.request_id)
         if known is None:
-            # Blocks of its prompt that are cached now.
-            hit = self.kv_cache_manager.get_computed_blocks(request)[1]
+            hit = cached_tokens(self.kv_cache_manager, request)
             known = self._known[request.request_id] = Known(hit, self._arrival(request))
             self._refresh(request, known)
         return known.rank

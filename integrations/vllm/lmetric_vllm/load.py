@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import KVCacheEvent, KVEventBatch, NullEventPublisher
 
+from lmetric_vllm.steps import cached_tokens
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -37,8 +39,7 @@ class LoadPublisher:
     def waits(self, request: Request) -> None:
         """Notes a request that entered the queue."""
         if self.is_on:
-            # Of the cached blocks, those at this moment count.
-            hit = self._scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+            hit = cached_tokens(self._scheduler.kv_cache_manager, request)
             self._uncached[request.request_id] = request.num_tokens - hit
 
     def publish(self) -> None:

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lmetric.engines.token_slo import MOST_SLO_MS
+from lmetric.engines.xargs import MOST_SLO_MS, number_in
 from lmetric.validation import expected
 
 KEY = "lmetric"
-# Fields of a request's `vllm_xargs` that the router sets: the handicap of its class or tenant, and
-# the gamma that it learned.
-HANDICAP = "boost_handicap_seconds"
-GAMMA = "boost_gamma"
 
 
 class SettingsError(ValueError):
@@ -119,15 +114,10 @@ def number_of(extra: Mapping[str, Any] | None, name: str, least: float, most: fl
         SettingsError: it is no number from `least` to `most`. An engine cannot refuse a request in
             its scheduler, so callers log this.
     """
-    given = (extra or {}).get(name)
-    if given is None:
-        return None
-    try:
-        number = float(given)
-    except (TypeError, ValueError):
-        number = math.nan
-    if least <= number <= most:
+    number = number_in(extra, name)
+    if number is None or least <= number <= most:
         return number
+    given = (extra or {})[name]
     raise SettingsError(f"vllm_xargs.{name} is {given!r}, not a number from {least:g} to {most:g}")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from lmetric import StepTable
-from lmetric.engines.token_slo import own_token_slo
+from lmetric.engines.xargs import own_token_slo
 from lmetric.profiles import load_profile
 from lmetric_vllm.measured import MeasuredScheduler
 from lmetric_vllm.settings import SloSettings, read_settings

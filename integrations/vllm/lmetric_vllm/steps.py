@@ -1,4 +1,4 @@
-"""The work and the measured time of an engine's steps."""
+"""The work and the measured time of an engine's steps, and what its cache saves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -38,6 +39,18 @@ def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
             prefill += tokens
             pairs += tokens * (computed - 0.5 * tokens)  # g tokens behind n: g (n + g / 2)
     return Step(decodes, context, prefill, pairs)
+
+
+def cached_tokens(manager: KVCacheManager, request: Request) -> int:
+    """The tokens of a waiting request that the cache holds now.
+
+    vLLM's own `get_computed_blocks` would also report the blocks as events again, for a request
+    with `kv_cache_report_mode: full`.
+    """
+    if not manager.prefix_cache_lookup_enabled(request):
+        return 0
+    found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+    return int(found[1])
 
 
 class StepClock:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema, core_schema
 
 from lmetric import options
-from lmetric.engines.token_slo import MOST_SLO_MS
+from lmetric.engines.xargs import MOST_SLO_MS
 from lmetric.roles import Role as Role
 
 MOST_WORKERS = 8  # a restart runs twice as many for a while; their shared memory has room for 16

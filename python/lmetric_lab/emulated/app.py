@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 
 from lmetric._core import check_local_order
-from lmetric.engines.token_slo import own_token_slo
+from lmetric.engines.xargs import own_token_slo
 from lmetric_lab.emulated.errors import EngineError, invalid_body
 from lmetric_lab.emulated.generation import Generation, StopText, Stream
 from lmetric_lab.emulated.handover import Nixl, PeerError, WrongCount, WrongParams

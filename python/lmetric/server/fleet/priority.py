@@ -10,14 +10,13 @@ import orjson
 from lmetric._core import Router
 from lmetric.config import PoolSettings
 from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
+from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric.options import UniBoost
 from lmetric.server.api.paths import MESSAGES, RESPONSES
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine, ServedModel
 
-# Fields of `vllm_xargs` that UniBoostScheduler of lmetric-vllm reads, and the paths that take them.
-HANDICAP, GAMMA = "boost_handicap_seconds", "boost_gamma"
-_XARGS = "vllm_xargs"
+_XARGS = "vllm_xargs"  # and the paths that take it
 _PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 
 
