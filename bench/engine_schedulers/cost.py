@@ -33,7 +33,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 from lmetric_vllm import SloScheduler, UniBoostScheduler  # noqa: E402
@@ -97,13 +97,11 @@ class Engine:
         output = self.scheduler.schedule()
         planned = time.perf_counter()
         names = list(output.num_scheduled_tokens)
-        ends = {
-            name: not self.scheduler.requests[name].is_prefill_chunk for name in names
-        }  # whether it gets a token
+        requests = self.scheduler.requests
         answer = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[7] if ends[name] else [] for name in names],
+            sampled_token_ids=[[] if requests[name].is_prefill_chunk else [7] for name in names],
         )
         computed = time.perf_counter()
         self.scheduler.update_from_output(output, answer)
@@ -123,8 +121,6 @@ class Engine:
 
     def finish_last(self) -> None:
         """Ends the request whose long prompt is computed."""
-        from vllm.v1.request import RequestStatus
-
         for request in list(self.scheduler.running):
             if request.num_prompt_tokens > PROMPT:
                 self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)

@@ -73,6 +73,7 @@ def _batches(
     """Files to delete, and their samples, to append before: about `BATCH_BYTES` at once."""
     paths: list[Path] = []
     parts: list[Samples] = []
+    held = 0  # bytes of `parts`
     names = samples.feature_names
     for path in sorted(path for path in folder.iterdir() if FILE_NAME.fullmatch(path.name)):
         if request_of(path) in samples.requests:  # a run ended before it deleted the file
@@ -93,9 +94,10 @@ def _batches(
             continue
         paths.append(path)
         parts.append(part)
-        if sum(part.features.nbytes for part in parts) >= BATCH_BYTES:
+        held += part.features.nbytes
+        if held >= BATCH_BYTES:
             yield paths, parts
-            paths, parts = [], []
+            paths, parts, held = [], [], 0
     yield paths, parts
 
 
