@@ -1,4 +1,4 @@
-"""Policies on real vLLM engines that share one GPU, and the simulator beside them.
+"""Policies and schedulers on real vLLM engines that share one GPU, and the simulator beside them.
 
     TEST_VLLM_VENV=DIR python bench/gpu/run.py OUT [--engines 4] [--policies ...] [--seeds 1 2]
 
@@ -9,7 +9,9 @@ weights, so nothing is downloaded and lengths are those that a request asks for.
 2. plays coding agents' sessions against one engine, without a router, and simulates them with that
    profile (`alone.csv`),
 3. plays them against a router over all engines, for each policy and seed, from empty caches
-   (`policies.csv`). Seeds change the order of policies and the starts of sessions.
+   (`policies.csv`). Seeds change the order of policies and the starts of sessions,
+4. starts two engines anew with each scheduler, vLLM's own and those of `lmetric-vllm`, and plays
+   chats and long prompts, live and in the simulator (`orders.csv`).
 
 Each run adds a row; a second call plays only what the files do not have. Engines that share a GPU
 slow each other down, so times of step 3 are not those of engines with a GPU each.
@@ -27,7 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "real"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine_schedulers"))
 
+import orders
 from live import Live, play
 
-from lmetric.profiles import Profile, load_profile
+from lmetric.profiles import Profile, check_profile, load_profile
 from lmetric.profiles.roofline import as_yaml
 from lmetric_lab.calibrate import Calibrator
 from lmetric_lab.demo import running_router
@@ -74,6 +78,7 @@ CACHE_TOKENS = 160_000  # of an engine: a working set fits all engines' caches o
 MAX_CONTEXT, MIN_TURNS, MAX_TURNS = 32_000, 5, 8  # tokens; of a session
 MAX_ANSWER, MAX_PAUSE_SECONDS = 128, 3.0
 READY_SECONDS = 60.0
+SLOTS, ORDERED = 16, 2  # sequences of an engine, and engines, with each order
 POLICIES = ["round_robin", "vllm", "llmd_scorers", "total_delay"]
 
 
@@ -317,6 +322,38 @@ def simulated(trace: Trace, profile: Profile, seed: int) -> Row:
     )
 
 
+def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Callable[[], bool]) -> None:
+    """Plays each order of engines, live and simulated, until it is `late`."""
+    path = (given.out / "engine.yaml").resolve()
+    slots = {"max_num_seqs": SLOTS, "max_num_batched_tokens": orders.BUDGET_TOKENS}
+    most = {"max_sequences": SLOTS, "max_batch_tokens": orders.BUDGET_TOKENS}
+    profile = check_profile(load_profile(str(path)).model_dump() | most, str(path))
+    mix = orders.Mix(long_prompt=(4_000, 16_000))
+    slo, rate = orders.slo_of(profile, mix), orders.rate_of(profile, mix, ORDERED, given.load)
+    print(f"token SLO {slo * 1e3:.0f} ms, {rate:.2f} requests/s", flush=True)
+    table = orders.Table(given.out / "orders.csv")
+
+    def make(flags_of_order: dict[str, Any], environ: dict[str, str]) -> VllmEngine:
+        all_flags = flags(ORDERED, given.cache_tokens) | given.flags | slots | flags_of_order
+        return VllmEngine(environment(), shape, folder, all_flags, environ)
+
+    for seed in given.seeds:
+        trace = mix.trace(seed, rate, BLOCK)
+        for order in orders.shuffled(given.orders, seed):
+            if table.has(order, seed) or late():
+                continue
+            engines = orders.start(order, ORDERED, make, slo * 1e3, path)
+            try:
+                asyncio.run(warm(engines))
+                table.add(asyncio.run(orders.played(order, trace, mix, seed, engines)))
+            finally:
+                for engine in engines:
+                    shutil.copy(engine.log, given.out / f"{order}-{seed}-{engine.port}.log")
+                    engine.stop()
+            table.add(orders.simulated(order, trace, mix, seed, ORDERED, profile, slo))
+    print(orders.compared(table.rows()), flush=True)
+
+
 def main() -> None:
     """Plays the runs that the files do not have."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -330,9 +367,15 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS)
     parser.add_argument("--calibrate-tokens", type=int, default=400_000)
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags of the engines, as JSON")
+    parser.add_argument("--orders", nargs="*", default=list(orders.ORDERS), choices=orders.ORDERS)
+    parser.add_argument("--load", type=float, default=1.1, help="of the orders' engines, of their most")
     parser.add_argument("--at-most", type=float, default=float("inf"), help="begin no run after S seconds")
     given = parser.parse_args()
     begun = time.monotonic()
+
+    def late() -> bool:
+        return time.monotonic() - begun > given.at_most
+
     given.out.mkdir(parents=True, exist_ok=True)
     venv = environment()
     with tempfile.TemporaryDirectory() as temporary:
@@ -365,12 +408,14 @@ def main() -> None:
             for seed in given.seeds:
                 trace = agents(given.sessions, given.seconds, seed)
                 for policy in random.Random(seed).sample(given.policies, len(given.policies)):
-                    if not table.has(policy, seed) and time.monotonic() - begun < given.at_most:
+                    if not table.has(policy, seed) and not late():
                         table.add(asyncio.run(routed(trace, policy, seed, engines)))
         finally:
             for engine in engines:
                 shutil.copy(engine.log, given.out / f"engine-{engine.port}.log")
                 engine.stop()
+        if given.orders:
+            schedulers(given, shape, folder, late)
 
 
 if __name__ == "__main__":
