@@ -21,6 +21,7 @@ from world import (
     DIST,
     GITTINS,
     GUARDED,
+    GUARDED_STEPS,
     LAS,
     SARATHI,
     SJF,
@@ -28,6 +29,7 @@ from world import (
     SUBMITTED,
     TRAIL,
     UNIBOOST,
+    UNIBOOST_STEPS,
     UNIBOOST_WAITS,
     VTC,
     Order,
@@ -238,22 +240,32 @@ def kept(world: Pool) -> Row:
     )
 
 
+# Of Table 2 (two), Figure 6, Figure 7, Tables 9 and 3 to 5; the last two on one engine.
+READINGS = [
+    Stage(LLAMA, "mix-2", 0.99),
+    Stage(LLAMA, "mix-2", 0.99, most_sequences=64),
+    Stage("Qwen-72B, 4 A100", "reasoning", 0.99),
+    Stage("CodeLlama-34B, A100", "mix-2", 0.95, requests=4000),
+    Stage(LLAMA, "azure", 0.99),
+    Stage(LLAMA, "short and long", 0.99, requests=5000, most_sequences=64),
+]
+
+
+def readings(world: Pool, orders: Sequence[Order]) -> Row:
+    """Orders that read the paper in different ways, over FCFS."""
+    shown = ["e2e mean", "e2e p99", "ttft mean", "ttft p99", "tpot p99", "preempted", "tokens a second"]
+    over = ["e2e mean", "e2e p99", "ttft p99"]
+    return rows(world, "absolute", READINGS, orders, SARATHI, columns=shown, over=over)
+
+
 @figure("decodes", "The paper's rule for decodes")
 def decodes(world: Pool) -> Row:
-    # Of Table 2 (two), Figure 6, Figure 7, Tables 9 and 3 to 5; the last two on one engine.
-    stages = [
-        Stage(LLAMA, "mix-2", 0.99),
-        Stage(LLAMA, "mix-2", 0.99, most_sequences=64),
-        Stage("Qwen-72B, 4 A100", "reasoning", 0.99),
-        Stage("CodeLlama-34B, A100", "mix-2", 0.95, requests=4000),
-        Stage(LLAMA, "azure", 0.99),
-        Stage(LLAMA, "short and long", 0.99, requests=5000, most_sequences=64),
-    ]
-    orders = [SARATHI, TRAIL, BASE, BASE_WAITS, UNIBOOST, UNIBOOST_WAITS]
-    shown = ["e2e mean", "e2e p99", "ttft mean", "ttft p99", "tpot p99", "preempted", "tokens a second"]
-    return rows(
-        world, "absolute", stages, orders, SARATHI, columns=shown, over=["e2e mean", "e2e p99", "ttft p99"]
-    )
+    return readings(world, [SARATHI, TRAIL, BASE, BASE_WAITS, UNIBOOST, UNIBOOST_WAITS])
+
+
+@figure("seconds", "The seconds of a token of work")
+def seconds(world: Pool) -> Row:
+    return readings(world, [SARATHI, TRAIL, GUARDED, GUARDED_STEPS, UNIBOOST, UNIBOOST_STEPS])
 
 
 @figure("tenants", "A bulk tenant beside an interactive one")

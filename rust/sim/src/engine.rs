@@ -627,7 +627,7 @@ impl Engine {
         self.counters.steps += u64::from(step.steps);
         let computed: u32 = self.chunks.iter().map(|chunk| chunk.tokens).sum();
         let decoded = self.decoding.len() as u64 * u64::from(step.steps);
-        self.learned.steps(step.end - step.start, decoded + u64::from(computed));
+        self.learned.steps(step.end - step.start, decoded + u64::from(computed), step.steps);
         self.finish_decodes(&step);
         self.finish_prefills();
         if self.learned.look() {

@@ -17,19 +17,29 @@ pub(super) enum Learns {
     /// Lengths of answers, and the time per token.
     Lengths,
     /// `Lengths`, and gamma from the tail of end-to-end times if the settings adapt it.
-    Tail(Settings),
+    Tail(Settings, TokenTime),
+}
+
+/// The seconds that count for a token of work; the UniBoost paper names none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TokenTime {
+    /// The token's share of its step: the engine's time over all tokens computed.
+    Share,
+    /// The whole step, which is the time between two tokens of one answer.
+    Step,
 }
 
 /// Learned values as of the last update.
 #[derive(Clone, Debug)]
 pub(super) struct Learned {
-    /// Gamma and the time per token. Before the first update, the time is that of a step with the
-    /// whole token budget of prompt tokens.
+    /// Gamma and the time per token. Before the first update, the step is one with the whole token
+    /// budget of prompt tokens.
     boost: EngineBoost,
     /// Lengths of answers; empty until the first update.
     pub lengths: Survival,
     observed: Survival,
     asked: bool,
+    time: TokenTime,
 }
 
 impl Learned {
@@ -38,18 +48,20 @@ impl Learned {
     /// # Errors
     /// `BadValue` for a setting of the order that is out of range.
     pub fn new(learns: Learns, profile: &Profile) -> Result<Learned, CoreError> {
-        let settings = match learns {
-            Learns::Tail(settings) => settings,
-            _ => Settings { adaptive: None, ..Settings::default() },
+        let (settings, time) = match learns {
+            Learns::Tail(settings, time) => (settings, time),
+            _ => (Settings { adaptive: None, ..Settings::default() }, TokenTime::Share),
         };
         let mut full = StepWork::default();
         full.add_prefill(0, profile.max_batch_tokens);
-        let token_seconds = profile.step_seconds(&full) / f64::from(profile.max_batch_tokens);
+        let tokens = if time == TokenTime::Step { 1 } else { profile.max_batch_tokens };
+        let token_seconds = profile.step_seconds(&full) / f64::from(tokens);
         Ok(Learned {
             boost: EngineBoost::new(settings, token_seconds)?,
             lengths: Survival::default(),
             observed: Survival::default(),
             asked: !matches!(learns, Learns::Nothing),
+            time,
         })
     }
 
@@ -58,14 +70,14 @@ impl Learned {
         self.boost.gamma()
     }
 
-    /// Returns the seconds of the engine's steps per token computed in them.
+    /// Returns the seconds that count for a token.
     pub fn token_seconds(&self) -> Seconds {
         self.boost.token_seconds()
     }
 
-    /// Records steps that took `seconds` and computed `tokens` tokens.
-    pub fn steps(&mut self, seconds: Seconds, tokens: u64) {
-        self.boost.stepped(seconds, tokens);
+    /// Records `steps` steps that took `seconds` and computed `tokens` tokens, all together.
+    pub fn steps(&mut self, seconds: Seconds, tokens: u64, steps: u32) {
+        self.boost.stepped(seconds, if self.time == TokenTime::Step { steps.into() } else { tokens });
     }
 
     /// Records a request that ended `seconds` after it arrived, with `output_tokens` tokens of
@@ -112,7 +124,7 @@ pub(super) mod tests {
         // 64 tokens: 1 + 0.64 + 64 x 32 x 0.0001 s.
         assert!((learned.token_seconds() - 1.8448 / 64.0).abs() < 1e-12);
         let mut ends = |seconds, tokens, requests: u64| {
-            learned.steps(seconds, tokens);
+            learned.steps(seconds, tokens, 1);
             (0..requests).for_each(|_| learned.ended(1.0, 7));
             (learned.look(), learned.token_seconds())
         };
@@ -122,6 +134,15 @@ pub(super) mod tests {
         assert!(!ends(8.0, 100, 14).0);
         let (changed, second) = ends(2.0, 100, 1);
         assert!(changed && (second - (0.02 + 0.2 * (0.05 - 0.02))).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_token_may_count_as_its_whole_step() {
+        let mut learned = learned("uniboost(whole_steps=1)");
+        assert!((learned.token_seconds() - 1.8448).abs() < 1e-12);
+        learned.steps(6.0, 100, 3);
+        (0..16).for_each(|_| learned.ended(1.0, 7));
+        assert!(learned.look() && (learned.token_seconds() - 2.0).abs() < 1e-12);
     }
 
     #[test]

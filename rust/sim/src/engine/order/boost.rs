@@ -18,7 +18,11 @@
 //! all phases then decides which requests share the step's prompt tokens, which are taken off the
 //! queue, and which go back. With `decodes_wait=1` it picks the decodes of each step as well, as
 //! the paper's Algorithm 1 does (lines 13 to 26).
-use super::super::learned::Learns;
+//!
+//! The paper's work is in tokens, and does not say how many seconds a token is. With
+//! `whole_steps=1`, it is the mean time of a step, in which a request gets one token of its answer.
+//! Otherwise, it is a token's share of the steps.
+use super::super::learned::{Learns, TokenTime};
 use super::{Given, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
@@ -30,7 +34,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
         first: "arrival less a boost by the prompt's uncached tokens (`gamma`)",
         reads: "the cache, the time per token",
         source: "UniBoost 3.1",
-        settings: &["gamma"],
+        settings: &["gamma", "whole_steps"],
         build: |given| Boost::rung(0).build(given),
     },
     OrderSpec {
@@ -38,7 +42,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
         first: "as `distboost`, by prompt and answer so far",
         reads: "the cache, the time per token",
         source: "UniBoost 3.2",
-        settings: &["gamma", "decodes_wait"],
+        settings: &["gamma", "decodes_wait", "whole_steps"],
         build: |given| Boost::rung(1).build(given),
     },
     OrderSpec {
@@ -46,7 +50,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
         first: "as `uniboost_base`, in bins (`bin_tokens`, `hysteresis_seconds`)",
         reads: "the cache, the time per token",
         source: "UniBoost 3.3",
-        settings: &["gamma", "bin_tokens", "hysteresis_seconds", "decodes_wait"],
+        settings: &["gamma", "bin_tokens", "hysteresis_seconds", "decodes_wait", "whole_steps"],
         build: |given| Boost::rung(2).build(given),
     },
     OrderSpec {
@@ -65,6 +69,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[
             "min_gamma",
             "max_gamma",
             "decodes_wait",
+            "whole_steps",
         ],
         build: |given| Boost::rung(3).build(given),
     },
@@ -80,6 +85,8 @@ pub struct Boost {
     pub unified: bool,
     /// Whether decodes compete for each step by the same order.
     pub decodes_wait: bool,
+    /// Whether a token of work counts as a whole step.
+    pub whole_steps: bool,
 }
 
 impl Boost {
@@ -94,12 +101,14 @@ impl Boost {
             },
             unified: rung >= 1,
             decodes_wait: false,
+            whole_steps: false,
         }
     }
 
     fn build(mut self, given: &Given<'_>) -> Result<Box<dyn LocalOrder>, CoreError> {
         let mut reader = given.reader();
         self.decodes_wait = reader.one("decodes_wait")?.unwrap_or(false);
+        self.whole_steps = reader.one("whole_steps")?.unwrap_or(false);
         self.settings = self.settings.read(&mut reader)?;
         self.settings.check()?;
         Ok(Box::new(self))
@@ -121,7 +130,7 @@ impl Boost {
 
 impl LocalOrder for Boost {
     fn learns(&self) -> Learns {
-        Learns::Tail(self.settings)
+        Learns::Tail(self.settings, if self.whole_steps { TokenTime::Step } else { TokenTime::Share })
     }
 
     fn rank(&self, job: &Job<'_>) -> i64 {
