@@ -48,10 +48,12 @@ class Order:
     scheduler: str | None = None  # class of lmetric-vllm
     flags: dict[str, Any] = field(default_factory=dict)  # of the engine
     priority: str = "none"  # of the router
+    small_budget: bool = False  # each step has at most as many prompt tokens as with the SLO
 
 
 ORDERS = {
     "fcfs": Order("fcfs"),
+    "budget": Order("fcfs", small_budget=True),
     "priority": Order("priority", flags={"scheduling_policy": "priority"}, priority="uniboost"),
     "slo": Order("slo", "SloScheduler"),
     "uniboost": Order("uniboost", "UniBoostScheduler"),
@@ -177,6 +179,8 @@ def simulated(
     order: str, trace: Trace, mix: Mix, seed: int, engines: int, profile: Profile, slo_seconds: float
 ) -> Row:
     """Plays the requests in the simulator."""
+    if ORDERS[order].small_budget:
+        profile = profile.model_copy(update={"max_batch_tokens": small_budget(profile.max_sequences)})
     run = simulate(
         trace,
         policy="round_robin",
@@ -202,6 +206,11 @@ def simulated(
     )
 
 
+def small_budget(sequences: int) -> int:
+    """Tokens of a step that are `SLO_PROMPT_TOKENS` beside decodes of all sequences."""
+    return SLO_PROMPT_TOKENS + sequences
+
+
 def slo_of(profile: Profile, mix: Mix) -> float:
     """Seconds of a step with all sequences and `SLO_PROMPT_TOKENS` of a long prompt."""
     decodes = profile.max_sequences
@@ -223,12 +232,22 @@ def rate_of(profile: Profile, mix: Mix, engines: int, load: float) -> float:
 
 
 def start(
-    order: str, count: int, make: Callable[[dict[str, Any], dict[str, str]], VllmEngine], slo_ms: float,
+    order: str,
+    count: int,
+    make: Callable[[dict[str, Any], dict[str, str]], VllmEngine],
+    *,
+    sequences: int,
+    slo_ms: float,
     profile: Path,
-) -> list[VllmEngine]:  # fmt: skip
+) -> list[VllmEngine]:
     """Starts engines with an order. ``make`` makes one from flags and environment."""
     chosen = ORDERS[order]
-    flags = {"scheduling_policy": "fcfs", "max_num_batched_tokens": BUDGET_TOKENS, "kv_events_config": None}
+    flags = {
+        "scheduling_policy": "fcfs",
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": small_budget(sequences) if chosen.small_budget else BUDGET_TOKENS,
+        "kv_events_config": None,
+    }
     flags |= chosen.flags
     environ = {}
     if chosen.scheduler is not None:

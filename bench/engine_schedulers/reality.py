@@ -1,4 +1,4 @@
-"""The simulator against two real vLLM engines on CPU, with four orders on the same requests.
+"""The simulator against two real vLLM engines on CPU, with five orders on the same requests.
 
     python bench/engine_schedulers/reality.py --venv VLLM_ENVIRONMENT OUT [--seeds 1 2 3]
 
@@ -26,7 +26,7 @@ from vllm_process import VllmEngine, model
 
 LAYERS, HIDDEN = 8, 512
 SLOTS = 8
-FLAGS: dict[str, Any] = {"max_num_seqs": SLOTS, "num_gpu_blocks_override": 4096, "max_model_len": 8192}
+FLAGS: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_model_len": 8192}
 BLOCK = 32
 
 
@@ -66,7 +66,7 @@ def main() -> None:
             return VllmEngine(given.venv, shape, folder, FLAGS | flags, environ)
 
         if not path.exists():
-            engines = start("fcfs", given.engines, make, 0.0, path)
+            engines = start("fcfs", given.engines, make, sequences=SLOTS, slo_ms=0.0, profile=path)
             try:
                 path.write_text(as_yaml(asyncio.run(calibrated(engines, given.calibrate_tokens))))
             finally:
@@ -80,7 +80,7 @@ def main() -> None:
             for order in shuffled(given.orders, seed):
                 if table.has(order, seed):
                     continue
-                engines = start(order, given.engines, make, slo * 1e3, path)
+                engines = start(order, given.engines, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path)
                 try:
                     table.add(asyncio.run(played(order, trace, mix, seed, engines)))
                 finally:

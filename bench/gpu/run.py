@@ -325,7 +325,6 @@ def simulated(trace: Trace, profile: Profile, seed: int) -> Row:
 def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Callable[[], bool]) -> None:
     """Plays each order of engines, live and simulated, until it is `late`."""
     path = (given.out / "engine.yaml").resolve()
-    slots = {"max_num_seqs": SLOTS, "max_num_batched_tokens": orders.BUDGET_TOKENS}
     most = {"max_sequences": SLOTS, "max_batch_tokens": orders.BUDGET_TOKENS}
     profile = check_profile(load_profile(str(path)).model_dump() | most, str(path))
     mix = orders.Mix(long_prompt=(4_000, 16_000))
@@ -334,7 +333,7 @@ def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Calla
     table = orders.Table(given.out / "orders.csv")
 
     def make(flags_of_order: dict[str, Any], environ: dict[str, str]) -> VllmEngine:
-        all_flags = flags(ORDERED, given.cache_tokens) | given.flags | slots | flags_of_order
+        all_flags = flags(ORDERED, given.cache_tokens) | given.flags | flags_of_order
         return VllmEngine(environment(), shape, folder, all_flags, environ)
 
     for seed in given.seeds:
@@ -342,7 +341,7 @@ def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Calla
         for order in orders.shuffled(given.orders, seed):
             if table.has(order, seed) or late():
                 continue
-            engines = orders.start(order, ORDERED, make, slo * 1e3, path)
+            engines = orders.start(order, ORDERED, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path)
             try:
                 asyncio.run(warm(engines))
                 table.add(asyncio.run(orders.played(order, trace, mix, seed, engines)))
