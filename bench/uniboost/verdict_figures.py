@@ -52,6 +52,9 @@ def figures(raw: Raw) -> dict[str, Any]:
         found = [fleet.of("azure", f"under {router}") for router in routers]
         return reduce(or_, found)
 
+    readings = raw.scenarios("seconds")
+    most, large_model = readings.without("72B"), readings.of("72B")
+    whole = f"{UNIBOOST}, whole steps"
     ends = [
         int(line["ends until gamma is within a third of it"].replace(",", ""))
         for line in raw("gamma")["table"]
@@ -139,6 +142,11 @@ def figures(raw: Raw) -> dict[str, Any]:
             for start in ("0.01", "1")
         ),
         "gamma_ends": Span(ends),
+        "seconds_share": change(most, UNIBOOST, FCFS, "e2e p99"),
+        "seconds_step": change(most, whole, FCFS, "e2e p99"),
+        "seconds_72b": large_model.ratio(UNIBOOST, FCFS, "e2e p99"),
+        "seconds_72b_step": large_model.ratio(whole, FCFS, "e2e p99"),
+        "seconds_fixed": change(readings, "+ MEMGUARD, whole steps", FCFS, "e2e p99"),
         "update": 1e3 * plans["a request's priority, each token"]["p50_us"],
         "gamma_update": plans["gamma, with each end"]["p99_us"],
     }
