@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
-from lmetric.config import ConfigError, load_config
+from lmetric.config import ConfigError, ServerConfig, load_config
 from lmetric.server import check_config
 from lmetric_lab.migrate import KINDS, import_config
 
@@ -131,10 +131,21 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
                     "engines": [{"url": "http://localhost:9002"}],
                 },
             ],
+            "aliases": {"gpt4": "meta-llama/Llama-3.1-8B-Instruct"},
         },
-        ["--static-aliases", "--engine-stats-interval 10", "--log-stats"],
+        ["--engine-stats-interval 10", "--log-stats"],
     ),
-    "production_stack_dynamic.yaml": ("production-stack", {"policy": "round_robin"}, ["--callbacks"]),
+    "production_stack_dynamic.yaml": (
+        "production-stack",
+        {
+            "policy": "round_robin",
+            "aliases": {
+                "my-alias": "facebook/opt-125m",
+                "my-other-alias": "meta-llama/Llama-3.1-8B-Instruct",
+            },
+        },
+        ["--callbacks"],
+    ),
     "production_stack_pods.yaml": (
         "production-stack",
         {"discovery": pods("app in (prefill,decode)", namespace="default", role_key="model")},
@@ -172,12 +183,16 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "litellm_load_balancing.yaml": (
         "litellm",
         {"policy": "random", "retries": {"attempts": 3}, "timeouts": {"request": 30}, "port": 4000},
-        ["fallbacks", "redis_host", "model_group_alias", "zephyr-7b-beta"],
+        ["fallbacks", "redis_host", "model_group_alias.gpt-4", "zephyr-7b-beta"],
     ),
     "litellm_vllm.yaml": (
         "litellm",
-        {"model": "facebook/opt-125m", "engines": [{"url": "http://0.0.0.0:4000"}]},
-        ["azure/gpt-4o-eu", "vllm-models", "rpm 1440", "alerting", "master_key ***"],
+        {
+            "model": "facebook/opt-125m",
+            "engines": [{"url": "http://0.0.0.0:4000"}],
+            "aliases": {"vllm-models": "facebook/opt-125m"},
+        },
+        ["azure/gpt-4o-eu", "rpm 1440", "alerting", "master_key ***"],
     ),
     "nginx_vllm.conf": (
         "nginx",
@@ -308,3 +323,33 @@ def test_command(tmp_path: Path) -> None:
     assert "expected one of sglang-router" in str(done.exception)
     done = run(app, ["import-config", str(tmp_path / "none")])
     assert "cannot be read" in str(done.exception)
+
+
+def test_litellms_names_and_weights_become_aliases(tmp_path: Path) -> None:
+    given = tmp_path / "config.yaml"
+    engine = "api_base: 'http://10.0.0.%d:8000', weight: %d"
+    deployment = "  - {model_name: %s, litellm_params: {model: hosted_vllm/%s, " + engine + "}}\n"
+    lines = [
+        ("fast", "small", 1, 9),
+        ("fast", "large", 2, 1),
+        ("small", "large", 3, 1),
+        ("one", "small", 4, 2),
+    ]
+    given.write_text(
+        "model_list:\n"
+        + "".join(deployment % line for line in lines)
+        + "router_settings:\n  model_group_alias: {gpt: fast, hidden: {model: one}, lost: gone}\n"
+    )
+    printed = import_config(given).render()
+    aliases = yaml.safe_load(printed)["aliases"]
+    assert aliases == {
+        "fast": {"small": 9, "large": 1},
+        "one": "small",
+        "gpt": {"small": 9, "large": 1},
+        "hidden": "small",
+    }
+    assert ServerConfig(**yaml.safe_load(printed)).aliases["gpt"] == {"small": 9, "large": 1}
+    assert "model_group_alias.lost: no engine of yours serves gone" in printed
+    assert "alias small: engines serve a model of this name, so it stays small" in printed
+    assert "model_list[3].weight 2: no weights: load decides" in printed
+    assert "model_list[0].weight" not in printed

@@ -525,6 +525,7 @@ def ended(number: int, **values: Any) -> EndedRequest:
         "predicted": False,
         "output_tokens": 0,
         "request_id": "r",
+        "alias": None,
         "code": None,
     }
     return EndedRequest(**{**given, **values})

@@ -100,6 +100,7 @@ REQUEST = {
     "type": Key("text", "`request`", always=True),
     "at": Key("number", "arrival, Unix time", "s", always=True),
     "model": Key("text", "model of the request", always=True),
+    "alias": Key("text", "name in the request, if it is an alias"),
     "path": Key("text", "path of the API", always=True),
     "stream": Key("true or false", "whether the client requested a stream", always=True),
     "status": Key("integer", "HTTP status; 499: the client left", always=True),

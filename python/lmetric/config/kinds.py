@@ -300,6 +300,14 @@ EngineRule = Annotated[str, AfterValidator(_engine_rule)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
 Embedded = Annotated[int | str, PlainValidator(_embedded)]
 Workers = Annotated[int | str, PlainValidator(_workers)]
+# Longer names are looked up nowhere.
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+# Weights by model. A name alone stands for the only model.
+AliasTargets = Annotated[
+    dict[ModelName, Annotated[float, Field(gt=0, le=1e6)]],
+    Field(min_length=1, max_length=16),
+    BeforeValidator(lambda value: {value: 1.0} if isinstance(value, str) else value),
+]
 OFF_IS_A_WORD = BeforeValidator(_off)
 
 

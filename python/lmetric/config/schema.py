@@ -20,6 +20,7 @@ from lmetric.config.epp import EppConfig
 from lmetric.config.kinds import (
     MOST_WORKERS,
     OFF_IS_A_WORD,
+    AliasTargets,
     CollectorUrl,
     CorsOrigin,
     Embedded,
@@ -28,6 +29,7 @@ from lmetric.config.kinds import (
     FileMode,
     Host,
     IndicatorSource,
+    ModelName,
     Option,
     PodPort,
     Port,
@@ -1332,6 +1334,12 @@ class ServerConfig(PoolSettings):
         description="models with their engines",
         json_schema_extra={"when": "you serve several models"},
     )
+    aliases: dict[ModelName, AliasTargets] = Field(
+        default_factory=dict,
+        description="further names of models, `ALIAS: MODEL`, or by weight `ALIAS: {MODEL: 9, OTHER: 1}`. "
+        "A conversation keeps its model, by its session or by its first messages",
+        json_schema_extra={"when": "clients ask for names that no engine serves"},
+    )
     embedded: Embedded | None = Field(
         None,
         description="emulated engines to start as child processes: a number, or e.g. 2P4D for 2 prefill and "
@@ -1466,6 +1474,16 @@ class ServerConfig(PoolSettings):
             if name in names:
                 raise ValueError(f"two models are named {name!r}; rename one")
             names.add(name)
+        self._check_aliases(names if self.model is None else {*names, self.model})
+
+    def _check_aliases(self, models: set[str]) -> None:
+        """Refuses aliases with the name of a model, and aliases of aliases."""
+        for alias, targets in self.aliases.items():
+            if alias in models:
+                raise ValueError(f"aliases.{alias}: a model has this name; rename the alias")
+            if chain := next((target for target in targets if target in self.aliases), None):
+                what = "itself" if chain == alias else f"the alias {chain!r}"
+                raise ValueError(f"aliases.{alias}: it names {what}; expected names of models")
 
     def _check_workers(self) -> None:
         """Refuses settings whose state one process must hold alone."""

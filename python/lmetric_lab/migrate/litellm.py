@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmetric.defaults import DEFAULT_POLICY
@@ -34,7 +35,6 @@ _REASONS = {
     "context_window_fallbacks": "no fallback to another model",
     "content_policy_fallbacks": "no fallback to another model",
     "default_fallbacks": "no fallback to another model",
-    "model_group_alias": "clients use the model's name; or start the engine with --served-model-name",
     "redis_host": _REDIS,
     "redis_port": _REDIS,
     "redis_password": _REDIS,
@@ -64,11 +64,12 @@ def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
     draft.set("port", 4000, "The address of the old router, so that clients stay as they are.")
     _policy(draft, router)
     pools: dict[str, list[dict[str, Any]]] = {}
+    names = _Names()
     entries = config.get("model_list")
     if not isinstance(entries, list):
         raise draft.error("model_list", entries, "a list of deployments")
     for index, entry in enumerate(entries):
-        _deployment(draft, f"model_list[{index}]", entry, pools)
+        _deployment(draft, f"model_list[{index}]", entry, pools, names)
     if len(pools) == 1:
         [(name, engines)] = pools.items()
         draft.set("model", name)
@@ -77,6 +78,7 @@ def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
         draft.set("models", [{"name": name, "engines": engines} for name, engines in pools.items()])
     else:
         draft.remark("model_list", "no deployment is an engine of yours; keep LiteLLM in front of providers")
+    _aliases(draft, router, pools, names)
     _reliability(draft, router, module)
     for name, section in (
         ("router_settings", router),
@@ -117,7 +119,45 @@ def _policy(draft: Draft, router: dict[str, Any]) -> None:
         draft.remark("router_settings.routing_strategy_args", "parameters of the old rule")
 
 
-def _deployment(draft: Draft, where: str, entry: Any, pools: dict[str, list[dict[str, Any]]]) -> None:
+@dataclass
+class _Names:
+    """The public names of deployments."""
+
+    # Weights by the engines' name, by public name.
+    targets: dict[str, dict[str, float]] = field(default_factory=dict)
+    weights: list[tuple[str, str, object]] = field(default_factory=list)  # public name, key, value
+
+
+def _aliases(draft: Draft, router: dict[str, Any], pools: Mapping[str, object], names: _Names) -> None:
+    """Public names that differ from the engines', and `model_group_alias`."""
+    groups = router.pop("model_group_alias", None) or {}
+    if not isinstance(groups, Mapping):
+        raise draft.error("router_settings.model_group_alias", groups, "a mapping")
+    found = {name: targets for name, targets in names.targets.items() if targets.keys() != {name}}
+    for alias, value in groups.items():
+        group = str(value.get("model") if isinstance(value, Mapping) else value)
+        if targets := names.targets.get(group):
+            found[str(alias)] = dict(targets)
+        else:
+            draft.remark(f"router_settings.model_group_alias.{alias}", f"no engine of yours serves {group}")
+    for name in [name for name in found if name in pools]:
+        draft.remark(f"alias {name}", f"engines serve a model of this name, so it stays {name}")
+        del found[name]
+    for name, key, value in names.weights:
+        if len(found.get(name, ())) < 2:
+            draft.remark(key, "no weights: load decides; limits are per tenant", value)
+    if found:
+        one = {name: next(iter(targets)) if len(targets) == 1 else targets for name, targets in found.items()}
+        draft.set("aliases", one)
+
+
+def _deployment(
+    draft: Draft,
+    where: str,
+    entry: Any,
+    pools: dict[str, list[dict[str, Any]]],
+    names: _Names,
+) -> None:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("litellm_params"), Mapping):
         raise draft.error(where, entry, "a mapping with model_name and litellm_params")
     params = dict(entry["litellm_params"])
@@ -138,13 +178,14 @@ def _deployment(draft: Draft, where: str, entry: Any, pools: dict[str, list[dict
         return
     if params.pop("api_key", "none") not in ("none", "", "EMPTY", "fake", None):
         draft.remark(f"{where}.api_key", "not copied; set `api_key` of the engine")
-    if served != public:
-        why = f"clients send {served}, or start the engine with --served-model-name {public}"
-        draft.remark(f"model_name {public}", why)
+    given = next((source[key] for key in _WEIGHTS[::-1] for source in (params, entry) if key in source), 1)
+    weight = float(draft.number(f"{where} weight", given))
+    targets = names.targets.setdefault(public, {})
+    targets[served] = targets.get(served, 0.0) + weight
     for key in _WEIGHTS:
         for source in (params, entry):
             if key in source:
-                draft.remark(f"{where}.{key}", "no weights: load decides; limits are per tenant", source[key])
+                names.weights.append((public, f"{where}.{key}", source[key]))
         params.pop(key, None)
     for key, value in params.items():
         draft.remark(f"{where}.{key}", "clients send request parameters themselves", value)

@@ -31,7 +31,6 @@ _REASONS = {
     "--request-stats-window": _STATS,
     "--log-stats": _STATS,
     "--log-stats-interval": _STATS,
-    "--static-aliases": "clients use the model's name; or start the engine with --served-model-name",
     "--static-model-types": "the router checks engines at `health.path`, for every type of model",
     "--static-backend-health-checks": "health checks are always on: `health`",
     "--lmcache-controller-port": "no LMCache: engines publish KV events (docs/reference/engines.md)",
@@ -124,6 +123,8 @@ def translate_flags(draft: Draft, flags: Flags) -> None:
         _static(draft, left, roles)
     elif "--k8s-label-selector" in left or left.get("--service-discovery", "").startswith("k8s"):
         _pods(draft, left, roles)
+    if pairs := left.pop("--static-aliases", None):
+        _aliases(draft, pairs)
     left.pop("--service-discovery", None)
     if interval := left.pop("--engine-stats-interval", None):
         draft.remark("--engine-stats-interval", "`load.interval` is 1 second by default", interval)
@@ -187,6 +188,14 @@ def _static(draft: Draft, left: dict[str, str], roles: list[str]) -> None:
         draft.set("engines", pools[None])
         if named:
             draft.set("model", next(iter(named)))
+
+
+def _aliases(draft: Draft, given: str) -> None:
+    pairs = [pair.partition(":") for pair in given.split(",") if pair]
+    for alias, _, model in pairs:
+        if not alias or not model:
+            raise draft.error("--static-aliases", given, "ALIAS:MODEL, separated by commas")
+    draft.set("aliases", {alias: model for alias, _, model in pairs})
 
 
 def _pods(draft: Draft, left: dict[str, str], roles: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Errors for clients, in the format of OpenAI's API."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -140,6 +140,12 @@ def no_engine_error(model: str | None, error: NoInstanceError | None, unusable: 
         why, details = f"no usable engine: {unusable.summary}", unusable.details
     message = why if model is None else f"{model}: {why}"
     return ApiError(503, message, engines=details, code="no_engine", headers={"retry-after": "2"})
+
+
+def unserved_alias(alias: str, models: Sequence[str]) -> ApiError:
+    """Returns the 404 for an alias of models that no engine serves."""
+    message = f"model {alias!r} is an alias of {', '.join(map(repr, models))}, and no engine serves it"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def bad(message: str, param: str | None = None) -> ApiError:

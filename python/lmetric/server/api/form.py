@@ -26,7 +26,8 @@ _NEEDED = frozenset({"model", "stream"})
 def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> ParsedRequest:
     """Reads a multipart form. Raises ApiError (400, 415)."""
     values: dict[str, str] = {}
-    for name, value in _parts(body, _boundary(content_type)):
+    model_at = None
+    for name, value, start in _parts(body, _boundary(content_type)):
         if name.partition("[")[0] in INTERNAL_FIELDS:
             raise bad(f"{name} is a field for engines only", name)
         if name not in _NEEDED:
@@ -39,6 +40,8 @@ def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> Pa
             values[name] = str(value, "utf-8")
         except UnicodeDecodeError:
             raise bad(f"the field {name} is not UTF-8", name) from None
+        if name == "model":
+            model_at = start, start + len(value)
     return ParsedRequest(
         path,
         body,
@@ -54,6 +57,7 @@ def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> Pa
         more_tokens=0,
         priority=None,
         _fields={},
+        model_at=model_at,
     )
 
 
@@ -69,8 +73,8 @@ def _boundary(content_type: bytes | None) -> bytes:
     return b"--" + boundary
 
 
-def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Yields name and value of each part. Raises ApiError (400)."""
+def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview, int]]:
+    """Yields name, value and the value's place of each part. Raises ApiError (400)."""
     view = memoryview(body)
     line = b"\r\n" + boundary
     at = 0 if body.startswith(boundary) else _find(body, line, 0) + 2
@@ -87,7 +91,7 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview]]:
         end = _find(body, line, start + 4)
         if end < 0:
             raise bad("the form is cut off: its last boundary is missing")
-        yield _name(body[head + 2 : start]), view[start + 4 : end]
+        yield _name(body[head + 2 : start]), view[start + 4 : end], start + 4
         at = end + 2
     raise bad(f"the form has more than {MAX_PARTS} parts")
 

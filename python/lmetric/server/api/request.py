@@ -88,6 +88,8 @@ class ParsedRequest(Struct, eq=False, gc=False):
     first: FirstSegment | None = None  # of a large body, if its model may split it
     _fields: JSON | None = None
     _brief: JSON | None = None
+    # Place of the model's name in a form's body; None: the body is JSON.
+    model_at: tuple[int, int] | None = None
     changes: bool = False  # whether `apply_changes` has work to do
     _removed: tuple[str, ...] = ()
     _added: JSON = {}
@@ -129,6 +131,17 @@ class ParsedRequest(Struct, eq=False, gc=False):
         self.changes = True
         if len(self.body) <= LARGE_BODY:
             self.apply_changes()
+
+    def rename(self, model: str) -> None:
+        """Replaces the model's name, in the body too."""
+        self.model = model
+        if self.model_at is None:
+            self.change(remove=("model",), add={"model": model})
+        else:
+            start, end = self.model_at
+            self.body = b"".join(
+                (self.body[:start], model.encode("utf-8", "surrogateescape"), self.body[end:])
+            )
 
     def apply_changes(self) -> None:
         """Writes the changes into the body."""

@@ -70,6 +70,8 @@ class OwnProblems:
                 reason = f"it serves {moved.serves}, no longer {moved.before!r}"
                 fix = f"if that is not intended, start it with --served-model-name {moved.before}"
                 yield Problem("other model", cause, reason, fix, [name], moved.at)
+        if self.fleet.names:
+            yield from self.fleet.aliases.problems(self.fleet.names)
         if self.live is not None:
             yield from _of_refusals(self.live)
         yield from self._of_lateness()

@@ -128,7 +128,8 @@ class ClientRequest:
     keep_alive = False  # the connection stays open after the answer
     address: str | None = None  # of the client, for the access log
     model: Model | None = None
-    model_name: str | None = None  # the name in the request
+    model_name: str | None = None  # the name in the request, or what its alias stands for
+    alias: str | None = None  # the name in the request, if it is an alias
     slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed

@@ -19,6 +19,7 @@ from lmetric.config import CONFIGURED, EngineConfig, EngineTls, ModelConfig, Ser
 from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, ModelCard, read_models
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
+from lmetric.server.fleet.aliases import Aliases
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.model import Model
@@ -92,11 +93,13 @@ class Fleet:
     # Returns the number of a new model. Arguments: its name, and the number of models so far.
     number_model: Callable[[str, int], int] = lambda _, made: made
     search: NameSearch = field(init=False)
+    aliases: Aliases = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
     _page: bytes | None = None  # answer to GET /v1/models; None: the names have changed
 
     def __post_init__(self) -> None:
         self.search = NameSearch(self._read_all, lambda: self.size)
+        self.aliases = Aliases(self.config.aliases)
 
     def build(self) -> None:
         """Builds models and engines of the configuration.
@@ -180,6 +183,7 @@ class Fleet:
             model.held.configure(new.settings.admission, config.tenants)
             model.retry_budget.configure(config.retries)
         self.config = config  # new engines begin with it
+        self.aliases, self._page = Aliases(config.aliases), None
         return self._configure(list(self.engines()), gone)
 
     def _make_contexts(self, config: ServerConfig) -> None:
@@ -594,9 +598,19 @@ class Fleet:
             task.cancel()
 
     def card(self, name: str) -> dict[str, Any]:
-        """Returns the card of a known model."""
+        """Returns the card of a known model, or of an alias of one."""
+        if name not in self.names:
+            served = [each for each in self.aliases.targets(name) if each in self.names]
+            return self.aliases.card(name, {each: self.card(each) for each in served})
         names = self.names[name].model.names
         return names.card(name, self.names[name].model.created)
+
+    def named(self, name: str) -> bool:
+        """Returns whether a name is a served model's, or an alias of one."""
+        aliases = self.aliases
+        return name in self.names or (
+            name in aliases.names and any(n in self.names for n in aliases.targets(name))
+        )
 
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""
@@ -607,7 +621,9 @@ class Fleet:
     def models_page(self) -> bytes:
         """Returns the JSON answer to GET /v1/models."""
         if self._page is None:
-            data = [self.card(name) for name, served in self.names.items() if served.model.names.shown(name)]
+            shown = [name for name, served in self.names.items() if served.model.names.shown(name)]
+            shown += [name for name in self.aliases.names if name not in self.names and self.named(name)]
+            data = [self.card(name) for name in shown]
             self._page = orjson.dumps({"object": "list", "data": data})
         return self._page
 

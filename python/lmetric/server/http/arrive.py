@@ -10,7 +10,8 @@ import structlog
 
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import FirstSegment
-from lmetric.server.api.errors import ApiError
+from lmetric.server.api.conversation import beginning
+from lmetric.server.api.errors import ApiError, unserved_alias
 from lmetric.server.api.form import parse_form
 from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
@@ -93,7 +94,23 @@ class Arrivals:
         isolation = self.isolation
         if client_request.tenant and client_request.tenant in isolation.tenants:
             isolation.apply(client_request.tenant, client_request.path, call)
+        if call.model is not None and call.model in self._fleet.aliases.names:
+            self._replace_alias(client_request, call, call.model)
         return call
+
+    def _replace_alias(self, client_request: ClientRequest, call: ParsedRequest, alias: str) -> None:
+        """Puts the model's name in the place of its alias."""
+        names, aliases = self._fleet.names, self._fleet.aliases
+        if alias in names:
+            return
+
+        def key() -> bytes:
+            session = call.session_id or client_request.head.session or call.session
+            own = beginning(call) if session is None else session.encode("utf-8", "surrogateescape")
+            return b"%s\0%s" % (client_request.tenant.encode("utf-8", "surrogateescape"), own)
+
+        client_request.alias = alias
+        call.rename(aliases.choose(alias, names, key))
 
     def _read_large(
         self, client_request: ClientRequest, path: RelayedPath, body: bytes | BodyParts
@@ -127,6 +144,8 @@ class Arrivals:
 
     def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
+        if client_request.alias is not None and call.model not in self._fleet.names:
+            raise unserved_alias(client_request.alias, self._fleet.aliases.targets(client_request.alias))
         model, adapter = self._fleet.find(call.model)
         client_request.model, client_request.model_name = model, call.model
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:

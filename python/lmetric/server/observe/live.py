@@ -57,6 +57,7 @@ class EndedRequest(NamedTuple):
     predicted: bool  # prompt_tokens and cached_tokens are the router's
     output_tokens: int
     request_id: str
+    alias: str | None  # the name in the request, if it is an alias
     code: str | None  # of the error that the router answered
 
     @property
@@ -82,6 +83,7 @@ class RunningRequest(NamedTuple):
     instance: str | None
     prompt_tokens: int
     request_id: str
+    alias: str | None
 
 
 class LiveUpdate(NamedTuple):
@@ -165,7 +167,7 @@ def point(
     e2e: list[float] = []
     errors = prompt = known = cached = output = 0
     for each in requests:
-        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, _, _ = each
+        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, *_ = each
         errors += status >= 429
         if status < 400:
             e2e.append(ended - started)
@@ -267,7 +269,7 @@ class Live(Observer):
             *(request.ended_at, request.started, request.tenant),
             *(("", -1) if model is None else (model.name, model.index)),
             *(number, None if relay is None else relay.instance, request.status),
-            *(first, prompt, cached, predicted, output, request.head.request_id),
+            *(first, prompt, cached, predicted, output, request.head.request_id, request.alias),
             None if request.error is None else request.error.code,
         )
         self._new.append(_make(EndedRequest, values))
@@ -400,6 +402,7 @@ def _running(relay: RequestRunner) -> RunningRequest:
         instance=relay.instance,
         prompt_tokens=execution.decision.prompt_tokens,
         request_id=request.head.request_id,
+        alias=request.alias,
     )
 
 

@@ -45,6 +45,7 @@ class Ended(Struct, gc=False):
     draft: Draft
     at: float  # Unix time of the arrival
     model: str
+    alias: str | None
     path: str
     tenant: str
     request_id: str
@@ -162,6 +163,7 @@ class Recorder(Observer):
                 draft,
                 time.time() - (now - started),
                 model.name,
+                client_request.alias,
                 client_request.path,
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
@@ -214,6 +216,7 @@ class Recorder(Observer):
             "type": "request",
             "at": round(ended.at, 6),
             "model": ended.model,
+            "alias": ended.alias,
             "path": ended.path,
             "stream": draft.stream,
             "status": ended.status,

@@ -72,6 +72,7 @@ class RequestMetrics(Observer):
         self._classes: dict[tuple[str, str], Latencies] = {}  # by model and SLO class
         self._instances: dict[str, dict[str, InstanceRequests]] = {}  # by model and instance
         self._prioritized: Counter[str] = Counter()
+        self._aliased: Counter[tuple[str, str]] = Counter()  # by alias, and name in its place
         self._overhead: dict[str, Histogram] = {}
         self._decisions: dict[str, Histogram] = {}
         fleet.on_model_removed.append(self._forget)
@@ -100,6 +101,8 @@ class RequestMetrics(Observer):
         self.requests[model, request.tenant, request.status] += 1
         if request.priority is not None:
             self._prioritized[model] += 1
+        if request.alias is not None:
+            self._aliased[request.alias, request.model_name or ""] += 1
         usage = relay.usage if relay is not None else None
         if usage is None or relay is None:
             return
@@ -147,6 +150,14 @@ class RequestMetrics(Observer):
         for model, count in self._prioritized.items():
             prioritized.add_metric((model,), count)
         yield prioritized
+        aliased = CounterMetricFamily(
+            "lmetric_alias_requests",
+            "Requests with an alias, by the name in its place",
+            labels=("alias", "model"),
+        )
+        for names, count in self._aliased.items():
+            aliased.add_metric(names, count)
+        yield aliased
         for name, text, times in (
             (
                 "lmetric_router_overhead_seconds",

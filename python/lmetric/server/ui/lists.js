@@ -44,7 +44,8 @@ export class Requests {
 
   row(request) {
     const row = element("tr");
-    const name = element("td", { class: "id", title: request.request_id });
+    const { request_id: id, model, alias } = request;
+    const name = element("td", { class: "id", title: alias ? `${id}: ${alias}, an alias of ${model}` : `${id}: ${model}` });
     if (request.id) name.append(element("a", { href: `#request=${encodeURIComponent(request.id)}`, text: request.request_id }));
     else name.textContent = request.request_id;
     row.append(element("td", { text: clock(request.at) }), name);

@@ -112,9 +112,10 @@ async def _models(call: Call) -> web.Response:
 )
 async def _model(call: Call) -> web.Response:
     fleet, name = call.front.fleet, unquote(call.name)
-    if name not in fleet.names and (found := fleet.seek(name)) is not None:
+    if not fleet.named(name) and (found := fleet.seek(name)) is not None:
         await found
-    fleet.find(name)
+    if not fleet.named(name):
+        fleet.find(name)
     return json(fleet.card(name))
 
 
