@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from lmetric.config import ServerConfig
+from lmetric.server.app import Reloads
 from lmetric.server.fleet.aliases import Aliases
 from server_world import FakeEngine, World, strict, world
 
@@ -175,6 +176,20 @@ async def test_an_alias_without_engine_is_a_problem_with_its_fix() -> None:
         assert status == 404
         assert body["error"]["message"] == "model 'x' is an alias of 'gone', and no engine serves it"
         assert {(await w.post({"model": "half", "prompt": f"{n}"}))[0] for n in range(8)} == {200}
+
+
+async def test_a_reload_replaces_the_aliases() -> None:
+    async with world(fakes(LARGE, SMALL), aliases={"gpt": "large"}) as w:
+        values = w.server.fleet.config.model_dump(exclude_unset=True)
+        for aliases in ({"gpt": "small", "new": "large"}, {}):
+            config = ServerConfig.model_validate({**values, "aliases": aliases})
+            await Reloads(w.server, lambda config=config: config).reload()
+            listed = [card["id"] for card in orjson.loads((await w.get("/v1/models"))[1])["data"]]
+            assert listed == ["large", "small", *aliases]
+            for alias, model in aliases.items():
+                assert (await w.post({"model": alias, "prompt": "x"}))[0] == 200
+                assert model in models(w)
+        assert (await w.post({"model": "gpt", "prompt": "x"}))[0] == 404
 
 
 async def test_a_model_with_the_name_of_an_alias_keeps_its_name() -> None:

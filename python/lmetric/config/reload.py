@@ -23,7 +23,18 @@ RELOADED = frozenset(
     {
         *_OF_MODELS,
         *(f"models.{name}" for name in _OF_MODELS),
-        *("admin", "auth", "cors", "discovery.api_key", "errors", "forwarded", "health", "limits", "load"),
+        *(
+            "admin",
+            "aliases",
+            "auth",
+            "cors",
+            "discovery.api_key",
+            "errors",
+            "forwarded",
+            "health",
+            "limits",
+            "load",
+        ),
         *("log", "paths", "retries", "tenants", "timeouts", "tls"),
     }
 )
