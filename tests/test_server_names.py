@@ -236,6 +236,39 @@ async def test_an_engine_that_comes_back_with_another_model_moves_to_its_pool() 
         assert problem.reason == "it serves 'new', no longer 'old'"
 
 
+@pytest.mark.parametrize("alone", [True, False])
+async def test_an_engine_that_returns_to_its_model_leaves_no_trace(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a problem, nor a model that was served only in between, nor repeated log lines."""
+    monkeypatch.setattr(monitor, "REMINDER_SECONDS", 0.05)
+    with capture_logs() as log:
+        async with world(fakes(*[[{"id": "old"}]] * (1 if alone else 2)), health=FAST) as w:
+            fleet = w.server.fleet
+            for between in ("a", "b", "old"):
+                await w.engines[0].stop()
+                w.engines[0].cards = [{"id": between}]
+                await w.engines[0].start()
+                await w.until(
+                    lambda name=between: name in fleet.names and "e0" in fleet.names[name].model.engines
+                )
+                await w.until(lambda name=between: fleet.names[name].model.engines["e0"].in_service)
+                await w.until(lambda name=between: set(fleet.names) <= {"old", name})
+                assert set(await cards(w)) == {"old", between}
+                reads = len(w.engines[0].page_reads)
+                await w.until(lambda reads=reads: len(w.engines[0].page_reads) > reads + 20)
+                reasons = [problem.reason for problem in fleet.own_problems()]
+                assert reasons == ([] if between == "old" else [f"it serves '{between}', no longer 'old'"])
+            assert await ask(w, "a") == {(404, None): 1}
+            assert b"other model" not in (await w.get("/ready"))[1]
+            shown = orjson.loads((await w.get("/debug/live"))[1])
+            assert not [each for each in shown["problems"] if "other model" in each["what"]]
+    assert len([each for each in log if each.get("reason") == "there are no engines"]) <= alone
+    assert len([each for each in log if each["event"].endswith("it moves")]) == 2
+    back = [each for each in log if each["event"] == "the engine serves its model again"]
+    assert [(each["engine"], each["model"]) for each in back] == [("e0", "old")]
+
+
 async def test_requests_in_flight_on_an_engine_that_moves_end_properly() -> None:
     go = asyncio.Event()
 

@@ -85,12 +85,19 @@ class Monitor:
         return reasons or {None: self.fleet.unusable}
 
     def _remind(self, now: float) -> None:
-        """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS`."""
+        """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS`.
+
+        A model that neither the configuration nor an engine names any more is logged once, as long
+        as the fleet has engines.
+        """
         reasons = self._unusable()
+        gone = {each.name for each in self.fleet.models if not (each.engines or each.names.configured)}
         for model, reason in reasons.items():
+            last = self._reminded.get(model)
+            repeats = model not in gone or not self.fleet.size
             if reason is None:
                 self._reminded.pop(model, None)
-            elif now - self._reminded.get(model, -math.inf) >= REMINDER_SECONDS:
+            elif last is None or (repeats and now - last >= REMINDER_SECONDS):
                 self._reminded[model] = now
                 log.warning("no usable engine", model=model, reason=reason.details)
         for model in self._reminded.keys() - reasons.keys():

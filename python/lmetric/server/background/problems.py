@@ -21,9 +21,6 @@ from lmetric.server.observe.problems import FIXES, meaning_of
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 
-# A move to another model is shown as long: whoever is called when latencies rise still sees it,
-# and an upgrade to another model does not stay a problem.
-MOVED_SECONDS = 3600.0
 # A share of refusals is a problem above the bound of the alert LmetricRequestsRefused. With fewer
 # requests, one client at its limit would be one.
 REFUSED_SHARE = 0.05
@@ -50,7 +47,6 @@ class OwnProblems:
 
     def __call__(self) -> Iterator[Problem]:
         """Yields the present problems."""
-        now = time.time()
         for certificate in self.certificates():
             yield from _of_certificate(certificate)
         yield from self._of_replicas()
@@ -65,7 +61,7 @@ class OwnProblems:
             fix = "free space there, or set records.path or records.total_bytes; traffic continues"
             yield Problem("records", "records cannot be written", reason, fix, since=failure.since)
         for name, moved in self.fleet.moved.items():
-            if now - moved.at < MOVED_SECONDS:
+            if moved.is_recent:
                 cause = "the engine serves another model than before"
                 reason = f"it serves {moved.serves}, no longer {moved.before!r}"
                 fix = f"if that is not intended, start it with --served-model-name {moved.before}"

@@ -41,6 +41,9 @@ HINT_NAMES = 500
 # Names of a message that lists an engine's models.
 NAMED_MODELS = 5
 
+# A move to another model is shown as long: whoever is called when latencies rise still sees it,
+# and an upgrade to another model does not stay a problem.
+MOVED_SECONDS = 3600.0
 # A model without engines, or a name whose last engine was removed, is forgotten after this time
 # (until then: 503). Loading a model takes less.
 UNSERVED_SECONDS = 3600.0
@@ -57,11 +60,19 @@ class Served(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The move of an engine that began to serve another model. ``at``: Unix time in seconds."""
+    """The move of an engine that began to serve another model. ``at``: Unix time in seconds.
+
+    ``before``: the model before the first of its moves in `MOVED_SECONDS`.
+    """
 
     before: str
     serves: str
     at: float
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether the move was in the last `MOVED_SECONDS`."""
+        return time.time() - self.at < MOVED_SECONDS
 
 
 @dataclass(slots=True)
@@ -86,7 +97,7 @@ class Fleet:
     check: Callable[[Engine], Awaitable[None] | None] = lambda engine: None
     # Returns the problems of the router itself.
     own_problems: Callable[[], Iterable[Problem]] = lambda: ()
-    # By engine: its last move to another model.
+    # By engine: its last move to another model, until it serves the model before it again.
     moved: dict[str, Moved] = field(default_factory=dict)
     on_model_removed: list[Callable[[str], object]] = field(default_factory=list)
     on_model_made: list[Callable[[Model], object]] = field(default_factory=list)
@@ -256,7 +267,8 @@ class Fleet:
     def forget_unserved(self, now: float) -> None:
         """Removes models without engines for `UNSERVED_SECONDS`, except configured ones.
 
-        Names whose last engine was removed so long ago are removed, too.
+        A model that an engine served only between two moves is removed at once. Names whose last
+        engine was removed so long ago are removed, too.
         """
         named = {self.config.model, *(entry.name for entry in self.config.models)}
         unserved: list[tuple[float, Model]] = []
@@ -267,7 +279,7 @@ class Fleet:
                 unserved.append((model.unserved_since, model))
         unserved.sort(key=lambda each: -each[0])
         for number, (since, model) in enumerate(unserved):
-            if number >= MOST_UNSERVED or now - since >= UNSERVED_SECONDS:
+            if number >= MOST_UNSERVED or now - since >= UNSERVED_SECONDS or model.is_passing:
                 self.models.remove(model)
                 model.kv.close()
                 self._names_changed(model.names.known)
@@ -576,17 +588,24 @@ class Fleet:
         """
         if engine.leaving or engine.switches:
             return None
-        log.warning(
-            "the engine serves another model; it moves",
-            engine=engine.name,
-            model=model.name,
-            serves=_listed(engine.capabilities.models),
-        )
         new = Engine(engine.config, self.config, engine.source, None, self.contexts)
         new.role_set, new.ready, new.draining = engine.role_set, engine.ready, engine.draining
         new.quiet = engine.quiet
+        last, cards = self.moved.get(engine.name), engine.capabilities.models
         self.remove(engine)
-        self.moved[new.name] = Moved(model.name, _listed(engine.capabilities.models), time.time())
+        before = model.name
+        if last is not None and last.is_recent:
+            before, model.is_passing = last.before, not model.engines
+        if any(card.name == before for card in cards):
+            log.info("the engine serves its model again", engine=engine.name, model=before)
+        else:
+            self.moved[new.name] = moved = Moved(before, _listed(cards), time.time())
+            log.warning(
+                "the engine serves another model; it moves",
+                engine=engine.name,
+                model=model.name,
+                serves=moved.serves,
+            )
         self.unplaced[new.name] = new
         self.check(new)
         return new

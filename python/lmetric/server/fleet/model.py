@@ -161,6 +161,7 @@ class Model:
         # Called with an engine that answered that it does not serve a model that it lists.
         self.look_again: Callable[[Engine], None] = lambda engine: None
         self.unserved_since: float | None = time.monotonic()  # None: the model has engines
+        self.is_passing = False  # it has no engines, and had one only between two moves
         self.logged: dict[str, tuple[int, float]] = {}  # by message: decisions so far, and log time
         # By property, the names of the engines that have it (`_note`).
         self._with: dict[str, set[str]] = {"one role": set(), "at once": set(), "in turn": set()}
@@ -234,7 +235,7 @@ class Model:
         engine.service.in_service = False
         engine.model = self
         self.engines[engine.name] = engine
-        self.unserved_since = None
+        self.unserved_since, self.is_passing = None, False
         self._apply_role(engine)
         if engine.healthy:  # an engine that is down changes the service of no other engine
             self.review(engine)
