@@ -21,10 +21,11 @@ from lmetric.server import app
 from lmetric.server.api.openapi import ERRORS
 from lmetric.server.background import problems as own_problems
 from lmetric.server.background.problems import LATE_SHARE, OwnProblems
+from lmetric.server.fleet import queues
 from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
-from lmetric.server.observe.lateness import Lateness
+from lmetric.server.observe.lateness import Late, Lateness
 from lmetric.server.observe.live import EndedRequest, LiveUpdate, point, quantile
 from lmetric.server.observe.problems import FIXES, EngineState, of_engines
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
@@ -168,9 +169,12 @@ async def test_a_lost_feed_is_a_problem_and_engines_without_events_a_note() -> N
     assert levels == {"e1: approximate": "warn", "e0: approximate": "note"}
 
 
-def update(requests: list[EndedRequest], late_seconds: float = 0.0) -> LiveUpdate:
+IN_TIME = Late(0.0, 0.0)
+
+
+def update(requests: list[EndedRequest], late: Late = IN_TIME) -> LiveUpdate:
     """The message of another worker."""
-    return LiveUpdate(requests, 0, 0, [], {}, late_seconds)
+    return LiveUpdate(requests, 0, 0, [], {}, late)
 
 
 async def test_many_refusals_are_a_problem_until_a_minute_without_them(
@@ -227,13 +231,13 @@ def test_each_refusal_of_the_router_has_a_fix() -> None:
 
 def test_a_late_timer_counts_with_its_whole_time() -> None:
     late = Lateness()
-    late.note(0.0, 0.1, 0.14)  # a busy loop, not a late one
-    assert late.seconds(0.14) == 0
-    late.note(1.0, 1.1, 4.0)
-    late.note(4.0, 4.1, 4.5)
-    assert late.seconds(4.5) == pytest.approx(3.5)
-    assert late.seconds(12.0) == pytest.approx(2.5)  # since 2.0
-    assert late.seconds(15.0) == 0
+    late.note(0.0, 0.1, 0.14, 0.14)  # a busy loop, not a late one
+    assert late.recent(0.14) == (0, 0)
+    late.note(1.0, 1.1, 4.0, 0.3)
+    late.note(4.0, 4.1, 4.5, 0.4)
+    assert late.recent(4.5) == pytest.approx((3.5, 0.2))
+    assert late.recent(12.0) == pytest.approx((2.5, 0.24))  # since 2.0
+    assert late.recent(15.0) == (0, 0)
 
 
 async def test_a_late_event_loop_is_a_problem_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +250,13 @@ async def test_a_late_event_loop_is_a_problem_while_it_lasts(monkeypatch: pytest
         problems.clock = lambda: now
         late = it.server.metrics.lateness
         for began in (now - 9, now - 7):
-            late.note(began, began + 0.1, began + 2)
+            late.note(began, began + 0.1, began + 2, 2.0)
         assert [*problems()] == []  # a burst: 4 of 10 s
-        late.note(now - 3, now - 2.9, now)
+        late.note(now - 3, now - 2.9, now, 3.0)
         (problem,) = problems()
-        assert problem.cause == "the router lacks CPU: its event loop is late"
-        assert problem.reason == "late by over 50 ms for 7 of the last 10 s"
-        assert problem.fix is not None
-        assert problem.fix.startswith("raise workers (now 1), give the router more CPU")
+        assert problem.cause == "the router's event loop is late: the router adds time to each request"
+        assert problem.reason == "late by over 50 ms for 7 of the last 10 s; its CPU core was busy"
+        assert problem.fix == "raise workers (now 1), or start another router"
         await ticked(it)
         assert problem.cause in [each["what"] for each in (await state(it))["problems"]]
         assert problem.shown(True) in orjson.loads((await it.get("/ready"))[1])["warnings"]
@@ -261,10 +264,70 @@ async def test_a_late_event_loop_is_a_problem_while_it_lasts(monkeypatch: pytest
         assert [*problems()] == []
         # Another worker, which may take no new connection for this page.
         now = time.monotonic()
-        shown.receive(1, update([], late_seconds=8.0))
-        assert [each.reason for each in problems()] == ["late by over 50 ms for 8 of the last 10 s"]
+        shown.receive(1, update([], Late(8.0, 0.2)))
+        (problem,) = problems()
+        assert problem.reason.endswith("for 8 of the last 10 s; other processes of this machine had the CPU")
+        assert problem.fix is not None
+        assert "workers" not in problem.fix  # they would get no CPU either
         now += 7200
         assert [*problems()] == []  # it has ended
+
+
+WAITING = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="tiny"} 8.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{model_name="tiny"} %d.0
+"""
+VLLM = {"/version": (200, b'{"version": "0.32.0"}')}
+
+
+async def test_queues_at_all_engines_are_a_problem_while_they_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "WAIT_SECONDS", 1.5)
+    engines = [FakeEngine(metrics=WAITING % count, extra_pages=VLLM) for count in (0, 30, 7)]
+    async with world(engines, admin=True, load={"interval": 0.05}) as it:
+        shown, problems = it.server.front.live, it.server.fleet.own_problems
+        router = it.server.fleet.models[0].router
+        assert shown is not None
+        for _ in range(3):
+            await it.post({"model": "tiny", "prompt": "a", "stream": True})
+
+        def waiting() -> list[float]:
+            return [float(each) for each in router.indicators(names=["reported_waiting"])["reported_waiting"]]
+
+        await it.until(lambda: waiting() == [0, 30, 7])
+        began = time.monotonic()
+        await it.until(lambda: time.monotonic() - began > 4)
+        assert [*problems()] == [], "an engine has room"
+        # An engine that gets no requests does not count.
+        assert (await it.post({}, "/admin/engines/e0/drain"))[0] == 200
+        drained = time.time()
+        await it.until(lambda: [*problems()])
+        (problem,) = problems()
+        assert problem.cause.startswith("all engines of a model have waiting requests")
+        assert problem.reason.startswith("tiny: 37 requests wait at all 2 engines; TTFT p50 ")
+        assert problem.fix is not None
+        assert problem.fix.startswith("add engines, or set admission.ttft_seconds")
+        assert problem.since is not None
+        assert drained - 1 <= problem.since <= time.time() - 1
+        status, ready = await it.get("/ready")
+        assert (status, orjson.loads(ready)["ready"]) == (200, True)
+        assert problem.shown(True) in orjson.loads(ready)["warnings"]
+        assert b"37 requests wait at all 2 engines" in (await it.get("/", {"accept": "text/html"}))[1]
+        await ticked(it)
+        live_page = await state(it)
+        line = next(each for each in live_page["problems"] if each["what"] == problem.cause)
+        assert (line["level"], line["since"], line["fix"]) == ("warn", problem.since, problem.fix)
+        assert "37 requests wait" in " ".join(each.plain for each in top_screen._problems(live_page))
+        # A late event loop costs less time than the queues.
+        monkeypatch.setattr(own_problems, "LATE_SHARE", LATE_SHARE)
+        shown.receive(1, update([], Late(8.0, 0.9)))
+        assert [each.what for each in problems()] == ["queue", "cpu"]
+        assert [(each.fix or "").partition(",")[0] for each in problems()] == [
+            "add engines",
+            "first add engines",
+        ]
+        engines[2].metrics = WAITING % 0
+        await it.until(lambda: "queue" not in [each.what for each in problems()])
 
 
 def test_many_engines_with_one_reason_are_one_problem() -> None:

@@ -117,6 +117,7 @@ class Monitor:
             periodic("time limits", lambda: _sweep_seconds(self.config.timeouts), self._sweep),
             periodic("load", lambda: self.config.load.interval or NO_LOAD_SECONDS, self._load),
             periodic("KV events", 1.0, self._kv),
+            periodic("queues", 1.0, self._queues),
             periodic("tokenizer downloads", 1.0, self._downloads.begin),
             periodic("policy files", FILE_WATCH_SECONDS, self._watch_policies),
             periodic("TLS files", FILE_WATCH_SECONDS, self._watch_certificates),
@@ -254,6 +255,10 @@ class Monitor:
             model.wire()
             await self._checks.begin_all(model.kv.watch(model.engines.values()))
 
+    async def _queues(self) -> None:
+        for model in self.fleet.models:
+            model.queues.look(time.monotonic())
+
     async def _admission(self) -> None:
         now = time.monotonic()
         for model in self.fleet.models:
@@ -310,12 +315,12 @@ class Monitor:
         """Measures the delay of the event loop, forever."""
         clock = asyncio.get_running_loop().time
         while True:
-            began = clock()
+            began, busy = clock(), time.thread_time()
             due = began + LAG_PERIOD_SECONDS
             await asyncio.sleep(LAG_PERIOD_SECONDS)
             now = clock()
             self.metrics.loop_lag.observe(max(now - due, 0.0))
-            self.metrics.lateness.note(began, due, now)
+            self.metrics.lateness.note(began, due, now, time.thread_time() - busy)
 
     async def _tick(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 REFUSED_SHARE = 0.05
 REFUSED_LEAST = 20  # requests in `REFUSED_SECONDS`
 LATE_SHARE = 0.5  # of the last seconds: shorter than that, and a burst or a reload is enough
+BUSY_SHARE = 0.5  # of the time in which the event loop was late: less, and it waited for a CPU
 
 
 @dataclass(slots=True)
@@ -70,7 +71,10 @@ class OwnProblems:
             yield from self.fleet.aliases.problems(self.fleet.names)
         if self.live is not None:
             yield from _of_refusals(self.live)
-        yield from self._of_lateness()
+        now = self.clock()
+        queues = [*self._of_queues(now)]
+        yield from queues
+        yield from self._of_lateness(now, queued=bool(queues))
 
     def _of_replicas(self) -> Iterator[Problem]:
         fix = "start that router, or take it out of replicas.urls; its load does not count meanwhile"
@@ -81,15 +85,40 @@ class OwnProblems:
                 cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
                 yield Problem("replica", cause, reason, fix, since=address.lost_at)
 
-    def _of_lateness(self) -> Iterator[Problem]:
-        now = self.clock()
-        late = self.lateness.seconds(now) if self.live is None else self.live.late_seconds(now)
-        if late <= LATE_SHARE * WINDOW_SECONDS:
+    def _of_queues(self, now: float) -> Iterator[Problem]:
+        """Yields the problem that all engines of a role have waiting requests for a while."""
+        cause = "all engines of a model have waiting requests: more arrive than they serve"
+        for model in self.fleet.models:
+            for role, engines, waiting, since in model.queues.long(now):
+                kind = "" if role == "both" else f"{role} "
+                reason = f"{model.name}: {waiting} requests wait at all {engines} {kind}engines"
+                if engines == 1:
+                    reason = f"{model.name}: {waiting} requests wait at its only {kind}engine"
+                ttft = None if self.live is None else self.live.ttft_p50(model.name, now)
+                if ttft is not None:
+                    reason += f"; TTFT p50 {ttft:.1f} s in the last minute"
+                fix = "add engines"
+                if model.settings.admission is None:
+                    fix += ", or set admission.ttft_seconds: requests that would wait longer get a 429"
+                yield Problem("queue", cause, reason, fix, since=unix_of(since))
+
+    def _of_lateness(self, now: float, *, queued: bool) -> Iterator[Problem]:
+        """``queued``: requests wait at engines, which costs more time than a late event loop."""
+        late = self.lateness.recent(now) if self.live is None else self.live.late(now)
+        if late.seconds <= LATE_SHARE * WINDOW_SECONDS:
             return
-        cause = "the router lacks CPU: its event loop is late"
-        reason = f"late by over {LATE_SECONDS * 1000:g} ms for {late:.0f} of the last {WINDOW_SECONDS:.0f} s"
-        workers = self.fleet.config.worker_count
-        fix = f"raise workers (now {workers}), give the router more CPU, or start another router"
+        cause = "the router's event loop is late: the router adds time to each request"
+        window = f"{late.seconds:.0f} of the last {WINDOW_SECONDS:.0f} s"
+        reason = f"late by over {LATE_SECONDS * 1000:g} ms for {window}"
+        if late.busy < BUSY_SHARE:
+            reason += "; other processes of this machine had the CPU"
+            fix = "move the other processes to other machines, or reserve a CPU core for the router"
+        else:
+            reason += "; its CPU core was busy"
+            workers = self.fleet.config.worker_count
+            fix = f"raise workers (now {workers}), or start another router"
+        if queued:
+            fix = f"first add engines, because their queues cost more time; then {fix}"
         yield Problem("cpu", cause, reason, fix)
 
 

@@ -41,6 +41,7 @@ from lmetric.server.fleet.names import ModelNames
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import ProgramWatch
+from lmetric.server.fleet.queues import Queues
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
@@ -128,6 +129,7 @@ class Model:
         self.programs = ProgramWatch(name, self.router, routing.programs, self.held)
         self.kv = KvFeed(self.router)
         self.engines: dict[str, Engine] = {}
+        self.queues = Queues(self.router, self.engines)
         # Set if running requests may move, and if engines join and leave warm.
         self.mover: Rebalancer | None = None
         self.changes: FleetChanges | None = None

@@ -21,7 +21,7 @@ from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.activity import ActivityEvent
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
-from lmetric.server.observe.lateness import Lateness
+from lmetric.server.observe.lateness import Late, Lateness
 
 POINT_SECONDS = 1.0
 POINTS_KEPT = 900  # 15 minutes
@@ -32,6 +32,7 @@ UPDATES_KEPT = 100  # messages of other workers between two points
 SILENT_SECONDS = 5.0  # a worker without a message for this time has ended
 NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
 FAILURES_SECONDS = 300  # refused and failed requests are counted by their cause for this time
+TTFT_SECONDS = 60.0  # window of `Live.ttft_p50`
 REFUSED_SECONDS = 60.0  # without a refused request, a series of them has ended
 REFUSED = frozenset({429, 503})  # statuses of requests that no engine was to serve
 
@@ -93,7 +94,7 @@ class LiveUpdate(NamedTuple):
         more: requests that ended besides.
         running: the newest ones.
         events: by model.
-        late_seconds: for how many of the last 10 s the worker's event loop was late.
+        late: how long the worker's event loop was late recently.
     """
 
     ended: list[EndedRequest]
@@ -101,7 +102,7 @@ class LiveUpdate(NamedTuple):
     in_flight: int
     running: list[RunningRequest]
     events: dict[str, list[ActivityEvent]]
-    late_seconds: float
+    late: Late
 
 
 class Second(NamedTuple):
@@ -290,7 +291,7 @@ class Live(Observer):
                     in_flight=in_flight,
                     running=running,
                     events=self._fresh_events(),
-                    late_seconds=self.lateness.seconds(now),
+                    late=self.lateness.recent(now),
                 )
             )
             received, self._received = self._received, []
@@ -334,10 +335,16 @@ class Live(Observer):
             failed.update(each.failed)
         return requests, failed
 
-    def late_seconds(self, now: float) -> float:
-        """Returns for how many of the last 10 s the event loop was late, in the worst worker."""
-        others = (update.late_seconds for _, update in self._latest(now))
-        return max([self.lateness.seconds(now), *others])
+    def late(self, now: float) -> Late:
+        """Returns how long the event loop was late recently, in the worst worker."""
+        return max([self.lateness.recent(now), *(update.late for _, update in self._latest(now))])
+
+    def ttft_p50(self, model: str, now: float) -> float | None:
+        """Returns the median TTFT of a model's streams that ended in the last minute, seconds."""
+        recent = self.within(TTFT_SECONDS, now)
+        return quantile(
+            sorted(each.ttft_seconds for each in recent if each.model == model and each.ttft_seconds), 0.5
+        )
 
     def running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
         """Returns the newest routed requests that have not ended, newest first.
