@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lmetric.server.fleet.summary import summary
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, Request, World, answer, chunk, token, world
 
 STREAM = {"model": "tiny", "prompt": "x", "stream": True}
@@ -76,6 +77,17 @@ async def test_requests_without_a_token_move() -> None:
         assert model.retry_budget.outcomes == {"free": 8}
         assert model.router.stats()["retries"] == 8
         assert not model.outliers.ejected
+
+
+async def test_the_problem_of_a_frozen_engine_names_what_to_do() -> None:
+    async with frozen(STREAM) as (w, _, running):
+        assert (await running[0])[0] == 200
+        [problem] = [
+            each for each in summary(w.server.fleet, names=True)["warnings"] if each["names"] == ["e0"]
+        ]
+        assert (problem["what"], problem["cause"]) == ("not usable", "no answer in time")
+        assert problem["fix"].startswith("restart the engine if its process hangs")
+        assert "other engines get its requests" in problem["fix"]
 
 
 async def test_streams_with_a_token_stay() -> None:

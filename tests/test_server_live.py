@@ -7,6 +7,7 @@ import contextlib
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from lmetric.server.api.openapi import ERRORS
 from lmetric.server.background import problems as own_problems
 from lmetric.server.background.problems import LATE_SHARE, OwnProblems
 from lmetric.server.fleet import queues
+from lmetric.server.fleet.engine import _CAUSES
 from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
 from lmetric.server.observe.lateness import Late, Lateness
 from lmetric.server.observe.live import EndedRequest, LiveUpdate, point, quantile
-from lmetric.server.observe.problems import FIXES, EngineState, of_engines
+from lmetric.server.observe.problems import FIXES, EngineState, of_engines, of_requests
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import PATIENCE_SECONDS, until
 
@@ -227,6 +229,16 @@ def test_each_refusal_of_the_router_has_a_fix() -> None:
     refusals = {code for code, (status, _) in ERRORS.items() if {"429", "503"} & set(status.split(", "))}
     # Of other pages, of a router that ends, or of engines.
     assert refusals - FIXES.keys() == {"not_ready", "shutting_down", "too_many_viewers", "status"}
+
+
+def test_each_fix_names_an_action() -> None:
+    """An operator does something, rather than to see a log."""
+    fixes = [*FIXES.values(), *(fix for _, fix in _CAUSES.values())]
+    begins = {fix.partition(" ")[0] for fix in fixes}
+    actions = {"add", "allow", "check", "correct", "find", "raise", "restart", "start", "wait"}
+    assert begins <= actions | {"POST"}
+    failed = of_requests(Counter({(502, "engine_error"): 1, (500, None): 1, (429, None): 1}), 5)
+    assert [str(each["fix"]).partition(" ")[0] for each in failed] == ["restart", "restart", "add"]
 
 
 def test_a_late_timer_counts_with_its_whole_time() -> None:

@@ -36,7 +36,7 @@ async def check_reachable(subject: Subject) -> None:
         subject.failed(
             "reachable",
             cause,
-            "see the engine's log: its core may have crashed" if answer.status >= 500 else None,
+            "restart the engine: its core may have crashed" if answer.status >= 500 else None,
         )
         return
     subject.passed("reachable", f"GET /health {answer.status} in {(after - before) * 1e3:.0f} ms")

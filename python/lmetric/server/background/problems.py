@@ -55,7 +55,8 @@ class OwnProblems:
             if row["problem"] is not None:
                 cause = "a source of engines cannot be read; its last engines stay"
                 reason = f"{row['source']}: {row['problem']}"
-                yield Problem("discovery", cause, reason, None, since=row["problem_since"])
+                fix = "correct what the reason names; the router reads the source again by itself"
+                yield Problem("discovery", cause, reason, fix, since=row["problem_since"])
         failure = self.recorder.writer.failure if self.recorder is not None else None
         if failure is not None:
             reason = f"{failure.folder}: {failure.reason}"

@@ -41,25 +41,37 @@ from lmetric.tokens import PromptTokenizer
 
 NAMED_ENGINES = 5  # most engines named in one message
 
+_FIX_FAILED = "restart the engine; its log has the cause"
+_FIX_NOT_READY = "mend what its source reports; in Kubernetes, kubectl describe pod has the reason"
 # By kind of failure: the cause, for any client, and the fix.
 _CAUSES = {
     "refused": ("connection refused", "start the engine, or correct its URL"),
     "dns": ("host name not found", "correct the host name in its URL"),
     "tls": ("no secure connection", "correct the scheme of its URL, or its certificate"),
     "unreachable": ("no connection", "allow the router's connections to it in the network"),
-    "timeout": ("no answer in time", "see the engine's log"),
-    "reset": ("connection broken", "see the engine's log"),
-    "status": ("health check failed", "see the engine's log"),
+    "timeout": (
+        "no answer in time",
+        "restart the engine if its process hangs, or allow the router's connections to it in the network; "
+        "other engines get its requests",
+    ),
+    "reset": ("connection broken", "restart the engine, or correct the port or scheme of its URL"),
+    "status": ("health check failed", _FIX_FAILED),
     "unidentified": ("model not known", "check that its URL has the OpenAI API: GET /v1/models"),
-    "unfit": ("not suited to its role", None),
+    "unfit": (
+        "not suited to its role",
+        "start the engine with the settings of its role, or correct its entry in the configuration",
+    ),
     "other_model": (
         "serves another model",
         "start the engine with --served-model-name of this model, or correct the model (serve: --model) in "
         "the configuration",
     ),
-    "stalled": ("stopped generating", "see the engine's log; restart it if it hangs"),
+    "stalled": ("stopped generating", "restart the engine; other engines get its requests"),
     "paused": ("paused or asleep", "POST /resume or /wake_up to the engine"),
-    "ejected": ("ejected after failed requests", "see the engine's log; it returns when it works again"),
+    "ejected": (
+        "ejected after failed requests",
+        "wait until it works again and returns, or drain and repair it: POST /admin/engines/NAME/drain",
+    ),
     "saturated": ("full", "add engines, or send fewer requests"),
 }
 
@@ -238,9 +250,11 @@ class Engine:
         if self.switches:
             return NotUsable("changing its role", "changing its role")
         if self.leaving:
-            return NotUsable("no longer listed", f"no longer listed by {self.source}")
+            return NotUsable(
+                "no longer listed", f"no longer listed by {self.source}", "list it again to keep it"
+            )
         if not self.ready:
-            return NotUsable("not ready", f"not ready, according to {self.source}")
+            return NotUsable("not ready", f"not ready, according to {self.source}", _FIX_NOT_READY)
         if self.in_service:
             return None
         if self.healthy:
@@ -249,7 +263,7 @@ class Engine:
             return NotUsable(cause, f"{cause}: {self.service.reason}" if ejected else cause, fix)
         if self.last_error is None:
             return NotUsable("not checked yet", "not checked yet")
-        cause, fix = _CAUSES.get(self.last_failure, ("requests failed", "see the engine's log"))
+        cause, fix = _CAUSES.get(self.last_failure, ("requests failed", _FIX_FAILED))
         return NotUsable(cause, self.last_error, fix)
 
     @property

@@ -46,10 +46,10 @@ _FIX_CONNECT = (
     "let the engine listen at this endpoint, and allow the router's connections to it in the network"
 )
 _FIX_SILENT = "check that the port and the topic belong to this engine, with lmetric-router doctor URL"
-_FIX_STOPPED = "see the engine's log for errors of its event publisher, and restart the engine"
+_FIX_STOPPED = "restart the engine; its log has the error of its event publisher"
 _FIX_OVER_LIMIT = (
-    "see the engine's log and the version of its KV events; the router subscribes again by itself after some "
-    "minutes"
+    "use an engine whose version has KV events as lmetric-router doctor URL expects; the router subscribes "
+    "again by itself after some minutes"
 )
 _FIX_THREAD = "restart the router, and report the error"
 _FIX_ALLOWED = "let the engine use the addresses of admin.allowed_engines, or add this address there"

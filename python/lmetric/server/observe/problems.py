@@ -14,6 +14,9 @@ from lmetric.server.observe.live import REFUSED
 Level = Literal["bad", "warn", "note"]
 NAMES = 3  # most engines named in a problem
 PROBLEMS = 8  # most problems shown, the worst first
+_FIX_FAILING = "restart or drain the engines that fail; lmetric_failures_total names them"
+_FIX_NO_CONNECTION = "start the engines, or correct their URLs"
+_FIX_FULL = "add engines: they refuse requests"
 # By code of an error: what an operator can do about it, if it is always the same.
 FIXES = {
     "deadline": "add engines, or raise admission.ttft_seconds",
@@ -25,7 +28,15 @@ FIXES = {
     "too_many_connections": "raise limits.max_connections, or start another router",
     "timeout": "add engines, or raise timeouts.request",
     "no_engine": "start the engines that are down",
-    "retry_budget": "repair the engines that fail",
+    "retry_budget": _FIX_FAILING,
+    "reset": _FIX_FAILING,
+    "engine_error": _FIX_FAILING,
+    "refused": _FIX_NO_CONNECTION,
+    "dns": _FIX_NO_CONNECTION,
+    "tls": _FIX_NO_CONNECTION,
+    "unreachable": _FIX_NO_CONNECTION,
+    "failed_twice": "find the client in the access log (code=failed_twice): its requests break engines",
+    "router_broken": "restart the router",
     "resources": "raise the limit of open files of the router, or start another router",
 }
 _ORDER: tuple[Level, ...] = ("bad", "warn", "note")
@@ -116,7 +127,7 @@ def of_requests(failed: Counter[tuple[int, str | None]], minutes: int) -> list[d
                 "what": f"{count} request{'s' * (count != 1)} {verb} in the last {minutes} minutes",
                 "since": None,
                 "reason": f"{status} {code}: {meaning}" if code else f"{status}: {meaning}",
-                "fix": FIXES.get(code or ""),
+                "fix": FIXES.get(code or "", _FIX_FULL if refused else _FIX_FAILING),
                 "count": count,
             }
         )
