@@ -29,7 +29,7 @@ def no_router(url: str, error: BaseException, otherwise: str) -> str:
 
     otherwise: the reason, if the error has none.
     """
-    inner = _inner(error) or error
+    inner = system_error(error) or error
     check = "check its URL, and that it runs"
     if isinstance(inner, ssl.SSLCertVerificationError):
         check = "check its certificate"
@@ -47,7 +47,7 @@ def no_router(url: str, error: BaseException, otherwise: str) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Returns the reason of a failed connection, such as "Connection refused"; "": none."""
-    if (inner := _inner(error)) is not None:
+    if (inner := system_error(error)) is not None:
         return reason_of(inner)
     if isinstance(error, OSError) and not isinstance(error, socket.gaierror | ssl.SSLError):
         numbers = sorted(error_numbers(error))
@@ -56,8 +56,8 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _inner(error: BaseException) -> OSError | None:
-    """The system's error within an error of aiohttp."""
+def system_error(error: BaseException) -> OSError | None:
+    """Returns the system's error within an error of aiohttp; None: it has none."""
     for name in ("certificate_error", "os_error"):
         if isinstance(inner := getattr(error, name, None), OSError):
             return inner

@@ -31,6 +31,7 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.tls.contexts import outgoing_context
+from lmetric.server.upstream.connection import connect_error, request_error
 
 log = structlog.get_logger("lmetric.replicas")
 
@@ -218,13 +219,14 @@ class Replicas:
                 body = await _read(answer)
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}: {body[:200].decode(errors='replace')}")
-            told = orjson.loads(body)
-            address.own = told["router"] == self.id
-            if told["version"] != version:
+            router, counted = _sender(body)
+            address.own = router == self.id
+            if counted != version:
                 address.version = None
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             address.version = None
-            reason = str(error) or type(error).__name__
+            own_words = isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError)
+            reason = str(error) if own_words else request_error(error, self.config.silent_after)
             self._counts["sent", "failed"] += 1
             if address.reached is not False:
                 log.warning("cannot reach another router", address=address.place, reason=reason)
@@ -249,9 +251,10 @@ class Replicas:
             try:
                 infos = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
             except OSError as error:
-                if self.not_found.get(url) != str(error):
-                    self.not_found[url] = str(error)
-                    log.warning("cannot look up the address of replicas", url=url, reason=str(error))
+                reason = str(connect_error(error))
+                if self.not_found.get(url) != reason:
+                    self.not_found[url] = reason
+                    log.warning("cannot look up the address of replicas", url=url, reason=reason)
                 found |= {key: known for key, known in self.addresses.items() if key[0] == url}
                 continue
             self.not_found.pop(url, None)
@@ -294,6 +297,15 @@ class Replicas:
         for (direction, outcome), count in self._counts.items():
             messages.add_metric((direction, outcome), count)
         yield messages
+
+
+def _sender(body: bytes) -> tuple[object, object]:
+    """Returns the id and the version in an answer. Raises ValueError if it is not a router's."""
+    try:
+        told = orjson.loads(body)
+        return told["router"], told["version"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError("the answer is not a router's") from None
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

@@ -19,6 +19,7 @@ import structlog
 from lmetric.config import DiscoverySource, KubernetesSource
 from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, load_credentials
 from lmetric.server.discovery.source import Found, Sink, SourceError
+from lmetric.server.upstream.connection import request_error
 
 # The import of `kubernetes` has reported a missing package.
 from kubernetes_asyncio import client  # isort: skip
@@ -69,7 +70,7 @@ class PoolEngines:
                     if pods.done():
                         await pods  # raises its error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = str(error) or type(error).__name__
+            why = request_error(error)
             raise SourceError(f"the API server at {settings.host} does not answer: {why}") from None
         finally:
             await _end(pods)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from lmetric.config import ConfigError, DiscoverySource, EngineConfig, KubernetesSource, explain
 from lmetric.server.discovery.source import Found, Sink, SourceError
+from lmetric.server.upstream.connection import request_error
 
 try:
     from kubernetes_asyncio import client
@@ -69,7 +70,7 @@ class Pods:
                 while True:
                     await self._follow(sink, request, namespace)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = str(error) or type(error).__name__
+            why = request_error(error)
             raise SourceError(f"the API server at {settings.host} does not answer: {why}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"invalid answer of the API server at {settings.host}: {error!r}") from None

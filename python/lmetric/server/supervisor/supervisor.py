@@ -28,6 +28,7 @@ from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.supervisor.merge import merge
+from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
 from lmetric.server.worker.worker import MARK, AdminChange, Copies, Start, socket_path
@@ -311,7 +312,7 @@ class Supervisor:
         try:
             status, said = await self._ask(worker, change)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return f"worker {worker.place}: {error or type(error).__name__}"
+            return f"worker {worker.place}: {request_error(error)}"
         if status < 300:
             return None
         return f"worker {worker.place}: status {status}: {said[:200].decode(errors='replace')}"
