@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from lmetric.server.fleet.summary import summary
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, Request, World, answer, chunk, token, world
@@ -121,3 +123,25 @@ async def test_an_engine_that_answers_keeps_its_requests(kind: str) -> None:
         status, headers, _ = await running[0]
         assert (status, headers["x-lmetric-instance"]) == (200, "e0")
         assert not w.engines[1].requests
+
+
+@pytest.mark.parametrize("drained", [True, False])
+async def test_an_engine_that_was_drained_and_then_stopped_is_no_warning(drained: bool) -> None:
+    with capture_logs() as log:
+        async with world(2, admin=True, health=HEALTH) as w:
+            if drained:
+                assert (await w.post({}, "/admin/engines/e0/drain"))[0] == 200
+            log.clear()
+            await w.engines[0].stop()
+            await w.until(lambda: down(w))
+            it = w.server.fleet.models[0].engines["e0"]
+            failures = it.failures
+            await w.until(lambda: it.failures > failures + 2)
+            shown = orjson.loads((await w.get("/debug/live"))[1])
+            (problem,) = [each for each in shown["problems"] if each["what"].startswith("e0: ")]
+    assert (problem["what"], problem["level"]) == (
+        ("e0: draining", "note") if drained else ("e0: down", "bad")
+    )
+    lines = {(each["event"], each["log_level"]) for each in log if each.get("engine") == "e0"}
+    assert ("engine down", "info" if drained else "warning") in lines
+    assert ("warning" in {level for _, level in lines}) is not drained

@@ -1,7 +1,6 @@
 """Periodic tasks: engine checks, engine load, time limits, the hot-spot guard, rebalancing."""
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -171,7 +170,7 @@ class Monitor:
                 self._lacks_resources(reason)
                 return
             if not engine.healthy and engine.last_error != reason:
-                level = engine.quiet or logging.WARNING
+                level = engine.quiet or engine.down_level
                 log.log(level, "engine not usable", engine=engine.name, reason=reason)
             if isinstance(error, UpstreamError):
                 kind = error.kind

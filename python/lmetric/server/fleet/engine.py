@@ -215,6 +215,11 @@ class Engine:
         return self.draining or self.switches > 0 or self.leaving or not self.ready
 
     @property
+    def down_level(self) -> int:
+        """The log level of its failures: without a warning if it gets no requests on purpose."""
+        return logging.INFO if self.held else logging.WARNING
+
+    @property
     def healthy(self) -> bool:
         """Whether it passes its health checks."""
         return self.service.state != "DOWN"
@@ -448,7 +453,8 @@ class Engine:
             if healthy:
                 log.log(self.quiet or logging.INFO, "engine up", model=self.model.name, engine=self.name)
             else:
-                log.warning(
+                log.log(
+                    self.down_level,
                     "engine down",
                     engine=self.name,
                     reason=reason,
