@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from rich.table import Table
 from structlog.testing import capture_logs
 
 import lmetric as lm
 from constants import configured
 from lmetric.canary import Outcome
+from lmetric.canary.client import lines
 from lmetric.config import CanaryConfig, ServerConfig
 from lmetric.record_files import read_records
 from lmetric.server.fleet.canary import (
@@ -341,6 +344,36 @@ async def test_a_canary_without_results_is_not_promoted(mine: dict[str, Any]) ->
         assert (await command(w, "promote"))[0] == 200
 
 
+@pytest.mark.parametrize("end", ["promote", "rollback", "undo"])
+async def test_a_canary_that_has_ended_shows_when_and_nothing_live(end: str, mine: dict[str, Any]) -> None:
+    async with world(2, **mine) as w:
+        await command(w, "start", **QUICK)
+        with_results(w)
+        live = lines(await state(w))
+        assert (live[0], type(live[-1])) == ("tiny: running", Table)
+        before = time.time()
+        for verb in ("promote", "rollback") if end == "undo" else (end,):
+            assert (await command(w, verb))[0] == 200
+        first = await state(w)
+        assert before <= first["canary"]["ended_at"] <= time.time()
+        assert first["canary"]["seconds"] == (await state(w))["canary"]["seconds"], "it has ended"
+        head, now, past, *rest = lines(first)
+        assert isinstance(head, str)
+        verb = "promoted" if end == "promote" else "rolled back by command"
+        assert re.fullmatch(rf"tiny: {verb} at \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", head)
+        if end == "promote":
+            assert now == "last decides all requests; before, it was first"
+            assert past == "the canary last had 20 stable, 20 canary requests"
+            assert rest == [], "no table"
+        else:
+            assert now == "first decides all requests"
+            assert str(past).startswith("results of the canary last until then")
+            assert [type(each) for each in rest] == [Table]
+        text = (await w.get("/metrics"))[1]
+        assert b"lmetric_canary_value{" not in text
+        assert b'lmetric_canary_requests{arm="canary",model="tiny"} 20.0' in text
+
+
 async def test_of_several_commands_at_once_one_wins(mine: dict[str, Any]) -> None:
     async with world(2, **mine) as w:
         for verb, body in (("start", QUICK), ("promote", {})):
@@ -464,7 +497,9 @@ def test_a_worker_that_starts_later_goes_on_with_the_canary(
     if wanted is State.PROMOTED and not replaced:
         for canary in (one, two):
             canary.roll_back()
-        assert two.shown(now) == one.shown(now)
+        first, second = one.shown(now)["canary"], two.shown(now)["canary"]
+        assert None not in [each.pop("ended_at") for each in (first, second)]
+        assert second == first
     elif wanted is State.PROMOTED:
         with pytest.raises(CanaryError, match="the policy has changed since the promotion"):
             two.roll_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,22 +79,44 @@ def lines(state: Mapping[str, Any]) -> list[str | Table]:
     """Returns the state of a model's canary and shadow, for a terminal."""
     model, run = state["model"] or "any model", state["canary"]
     head = f"{model}: {state['state'].replace('_', ' ')}"
-    if state["reason"]:
-        head += f", because {state['reason']}" if state["reason"] != "by command" else " by command"
+    if state["reason"] == "by command":
+        head += " by command"
+    ended = run is not None and run["ended_at"] is not None
+    if ended:
+        head += time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(run["ended_at"]))
+    if state["reason"] and state["reason"] != "by command":
+        head += f", because {state['reason']}"
     found: list[str | Table] = [head]
     if run is not None:
-        stable, canary = (_policy(each) for each in (state["stable_policy"], run["policy"]))
-        found.append(f"stable {stable}, canary {canary}, share {run['share']:.0%}, salt {run['salt']}")
-        counts = ", ".join(f"{run['requests'][arm]:,} {arm}" for arm in ARMS)
-        groups = " and ".join(f"{run['groups'][arm]:,}" for arm in ARMS)
-        found.append(f"{counts} requests, in {groups} groups of sessions or prefixes")
-        if run["warmup_left_seconds"]:
-            found.append(f"results count in {run['warmup_left_seconds']:.0f} s")
-        found += [f"warning: {warning}" for warning in run["warnings"]]
-        found.append(_table(run["metrics"]))
+        found += _ended(state, run) if ended else _running(state, run)
     if (shadow := state.get("shadow")) is not None:
         found.append(_shadow(shadow))
     return found
+
+
+def _running(state: Mapping[str, Any], run: Mapping[str, Any]) -> list[str | Table]:
+    stable, canary = (_policy(each) for each in (state["stable_policy"], run["policy"]))
+    groups = " and ".join(f"{run['groups'][arm]:,}" for arm in ARMS)
+    found: list[str | Table] = [
+        f"stable {stable}, canary {canary}, share {run['share']:.0%}, salt {run['salt']}",
+        f"{_counts(run)}, in {groups} groups of sessions or prefixes",
+    ]
+    if run["warmup_left_seconds"]:
+        found.append(f"results count in {run['warmup_left_seconds']:.0f} s")
+    return [*found, *(f"warning: {warning}" for warning in run["warnings"]), _table(run["metrics"])]
+
+
+def _ended(state: Mapping[str, Any], run: Mapping[str, Any]) -> list[str | Table]:
+    """Returns what decides requests now. Only a canary that failed still shows its results."""
+    stable, canary = _policy(run["stable_policy"]), _policy(run["policy"])
+    now = f"{_policy(state['stable_policy'])} decides all requests"
+    if state["state"] == "promoted":
+        return [f"{now}; before, it was {stable}", f"the canary {canary} had {_counts(run)}"]
+    return [now, f"results of the canary {canary} until then, over {_counts(run)}:", _table(run["metrics"])]
+
+
+def _counts(run: Mapping[str, Any]) -> str:
+    return ", ".join(f"{run['requests'][arm]:,} {arm}" for arm in ARMS) + " requests"
 
 
 def _policy(value: object) -> str:

@@ -96,6 +96,20 @@ class Update(Struct):
     alarm: tuple[str, str] | None = None  # cause and reason if this worker rolled it back
 
 
+class End(Struct, frozen=True):
+    """The end of a canary's comparison.
+
+    Attributes:
+        at: time of the last command or rollback, Unix time in seconds.
+        seconds: length of the canary.
+        stable_policy: the policy of the stable arm.
+    """
+
+    at: float
+    seconds: float
+    stable_policy: str | dict[str, Any]
+
+
 class Copy(Struct):
     """The canary of one worker, for a worker that starts later."""
 
@@ -110,6 +124,7 @@ class Copy(Struct):
     rollbacks: dict[str, int]
     promotions: int
     decides: bool  # whether its policy, once promoted, still decides all requests
+    end: End | None
 
 
 class Run:
@@ -124,6 +139,12 @@ class Run:
         self.counts_from = now + config.warmup_seconds
         self.keys: Counter[str] = Counter()  # requests by the kind of their key
         self.own_keys: Counter[str] = Counter()  # of them, those that other workers do not know
+        self.end: End | None = None
+
+    def finish(self, stable_policy: str | dict[str, Any]) -> None:
+        """Records that the canary ends now, or that its promotion is undone now."""
+        seconds = time.monotonic() - self.started if self.end is None else self.end.seconds
+        self.end = End(time.time(), seconds, stable_policy)
 
     def draw(self, request: Request) -> CanaryRequest | None:
         """Returns the arm of a request; None: no policy decides it."""
@@ -197,8 +218,10 @@ class Run:
         return {
             **self.config.model_dump(exclude={"salt"}),
             "salt": self.salt,
-            "seconds": now - self.started,
-            "warmup_left_seconds": max(0.0, self.counts_from - now),
+            "ended_at": None if self.end is None else self.end.at,
+            "seconds": now - self.started if self.end is None else self.end.seconds,
+            "stable_policy": None if self.end is None else self.end.stable_policy,
+            "warmup_left_seconds": max(0.0, self.counts_from - now) if self.end is None else 0.0,
             "requests": dict(zip(ARMS, comparison.requests, strict=True)),
             "errors": dict(zip(ARMS, comparison.errors, strict=True)),
             "groups": dict(zip(ARMS, comparison.groups, strict=True)),
@@ -314,6 +337,7 @@ class Canary:
         self._before, self._promoted = before, promoted
         self.promotions += 1
         self.state = after
+        run.finish(before.settings.policy)
         log.warning(
             "canary promoted; a restart or reload brings the configured policy back",
             model=self._model,
@@ -340,6 +364,7 @@ class Canary:
         else:
             self._router.set_canary(None)
         self.state, self.reason = after, reason
+        run.finish(self._policies().settings.policy)
         self.rollbacks[cause] += 1
         (log.info if cause == "command" else log.error)(
             "canary rolled back", model=self._model, policy=run.config.policy, reason=reason
@@ -362,6 +387,8 @@ class Canary:
                 report("canary ended by the configuration", model=self._model, state=str(self.state))
             self._router.set_canary(None)
             self.state = self.check(Event.CONFIGURE)
+            if was_running and self.run is not None:
+                self.run.finish(self._policies().settings.policy)
         self._configured = config
         if config is not None and (changed or was_running):
             self.start(config)
@@ -435,6 +462,7 @@ class Canary:
             rollbacks=dict(self.rollbacks),
             promotions=self.promotions,
             decides=self._promoted is not None and self._policies() is self._promoted,
+            end=run.end,
         )
 
     def give_way(self, copy: Copy) -> None:
@@ -455,6 +483,7 @@ class Canary:
         if run is None or run.salt != copy.config.salt:
             run = self.run = Run(copy.config, copy.started)
         run.comparison, run.counts_from, run.keys = copy.comparison, copy.counts_from, Counter(copy.keys)
+        run.end = copy.end
         if copy.state is State.PROMOTED and not copy.decides:
             self._before = self._policies()
         self.state, self.reason = copy.state, copy.reason

@@ -103,7 +103,7 @@ def _canaries(models: list[Model]) -> Iterator[Metric]:
     )
     value = GaugeMetricFamily(
         "lmetric_canary_value",
-        "Mean or ratio of each compared metric, by arm: seconds, or shares from 0 to 1",
+        "Mean or ratio of each compared metric while a canary runs, by arm: seconds, or shares from 0 to 1",
         labels=("model", "metric", "arm"),
     )
     difference = GaugeMetricFamily(
@@ -126,6 +126,8 @@ def _canaries(models: list[Model]) -> Iterator[Metric]:
         for index, arm in enumerate(ARMS):
             requests.add_metric((model_name, arm), comparison.requests[index])
             errors.add_metric((model_name, arm), comparison.errors[index])
+        if not canary.running:
+            continue  # values of the past would look like present ones
         for metric, values in comparison.values().items():
             for arm, number in zip(ARMS, values, strict=True):
                 if number is not None:
