@@ -18,6 +18,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -37,9 +39,9 @@ from train_lengths.samples import Samples, load_samples, save_samples, split_by_
 sys.path += [str(ROOT / "tests" / "real"), str(ROOT / "integrations" / "vllm")]
 
 from lmetric_vllm.folder import EVERY
+from make_model import HIDDEN, LAYERS
 from vllm_process import MODEL, VllmEngine, hidden_states, model
 
-LAYERS = 2  # of the model; its states have 64 numbers
 FLAGS: dict[str, Any] = {
     "kv_events_config": None,
     "scheduling_policy": "fcfs",
@@ -75,25 +77,38 @@ def workload(seed: int, count: int, at: str) -> list[Asked]:
 
 async def play(url: str, asked: list[Asked]) -> float:
     """Answer tokens per second, with all requests at once."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def one(each: Asked) -> None:
             body = {"model": MODEL, "prompt": each.prompt, "max_tokens": each.tokens, "ignore_eos": True}
             async with session.post(f"{url}/v1/completions", json=body | {"temperature": 0}) as answer:
-                answer.raise_for_status()
-                await answer.read()
+                text = await answer.text()
+                if answer.status != 200:
+                    raise RuntimeError(f"the engine answered {answer.status}: {text}")
 
         begun = time.monotonic()
         await asyncio.gather(*map(one, asked))
         return sum(each.tokens for each in asked) / (time.monotonic() - begun)
 
 
-def engine_of(venv: Path, folder: Path, share: float | None) -> VllmEngine:
-    """An engine that writes this share; None: vLLM without the connector."""
+@contextmanager
+def running(venv: Path, folder: Path, share: float | None) -> Iterator[VllmEngine]:
+    """An engine that writes this share; None: vLLM without the connector. Errors get its log."""
     flags = dict(FLAGS)
     if share is not None:
         flags |= hidden_states(folder, [LAYERS], share=share)
-    return VllmEngine(venv, model(venv), folder.parent, flags, flags.pop("environ", {}))
+    engine = VllmEngine(venv, model(venv), folder.parent, flags, flags.pop("environ", {}))
+    engine.start()
+    try:
+        engine.wait()
+        yield engine
+    except Exception as error:
+        error.add_note(f"The engine's log:\n{engine.said(50_000)}")
+        raise
+    finally:
+        engine.stop()
 
 
 def cost(venv: Path, rounds: int, count: int) -> dict[str, list[float]]:
@@ -104,14 +119,9 @@ def cost(venv: Path, rounds: int, count: int) -> dict[str, list[float]]:
         for name in list(shares)[:: 1 if number % 2 else -1]:
             with TemporaryDirectory() as top:
                 (folder := Path(top) / "states").mkdir()
-                engine = engine_of(venv, folder, shares[name])
-                engine.start()
-                try:
-                    engine.wait()
+                with running(venv, folder, shares[name]) as engine:
                     asyncio.run(play(engine.url, workload(1000, 60, "end")))
                     found[name].append(asyncio.run(play(engine.url, workload(number, count, "end"))))
-                finally:
-                    engine.stop()
             print(f"{name}: {found[name][-1]:,.0f} tokens/s", file=sys.stderr)
     return found
 
@@ -119,20 +129,18 @@ def cost(venv: Path, rounds: int, count: int) -> dict[str, list[float]]:
 def collected(venv: Path, folder: Path, workloads: list[list[Asked]]) -> list[Samples]:
     """The samples of each workload, by way of one engine and the collector."""
     (states := folder / "states").mkdir()
-    engine, found = engine_of(venv, states, 1.0), []
-    engine.start()
-    try:
-        engine.wait()
+    found = []
+    with running(venv, states, 1.0) as engine:
         for seed, asked in enumerate(workloads):
             asyncio.run(play(engine.url, asked))
             skipped: list[str] = []
-            out, count = folder / f"{seed}.npz", 0
+            out, count, deadline = folder / f"{seed}.npz", 0, time.monotonic() + 120
             while count < len(asked):  # the last files come after the answers
-                count += collect(states, out, skipped)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"states of {count} requests, expected {len(asked)}")
+                count += collect(states, out, skipped, hidden_size=HIDDEN)
             assert not skipped, skipped
             found.append(load_samples(out))
-    finally:
-        engine.stop()
     return found
 
 

@@ -18,15 +18,16 @@ from safetensors.numpy import save
 import train_lengths.collect
 import train_lengths.samples
 from lmetric.lengths import LengthsError
+from lmetric.lengths.files import STATES_FORMAT
 from lmetric_vllm.folder import EVERY, StatesFolder, is_collected, name_of
 from lmetric_vllm.settings import SettingsError, read_connector_settings
 from train_lengths.append import locked_samples
 from train_lengths.collect import collect, request_of
 from train_lengths.samples import Samples, load_samples, save_samples
-from train_lengths.states import FORMAT, read_states
+from train_lengths.states import read_states
 
 ROOT = Path(__file__).parents[1]
-ABOUT = {"format": FORMAT, "prompt_tokens": "7", "answer_tokens": "50", "every": str(EVERY)}
+ABOUT = {"format": STATES_FORMAT, "prompt_tokens": "7", "answer_tokens": "50", "every": str(EVERY)}
 
 
 def states(seed: int, rows: int = 3, width: int = 4) -> Any:
@@ -111,11 +112,11 @@ def test_files_become_samples_and_are_deleted(tmp_path: Path, folder: Path) -> N
     out = tmp_path / "samples.npz"
     first, second = states(1), states(2)
     one = a_file(folder, "a", save({"hidden_states": first}, ABOUT))
-    assert collect(folder, out, skipped := []) == 1
+    assert collect(folder, out, skipped := [], hidden_size=4) == 1
     assert not list(folder.iterdir())
     two = a_file(folder, "b", save({"hidden_states": second.astype(np.float16)}, ABOUT))
     (folder / "not_ready.partial").write_bytes(b"half")
-    assert collect(folder, out, skipped) == 1
+    assert collect(folder, out, skipped, hidden_size=4) == 1
     assert [path.name for path in folder.iterdir()] == ["not_ready.partial"]
     assert skipped == []
     samples = load_samples(out)
@@ -134,7 +135,7 @@ def test_16_bit_states_are_read(folder: Path) -> None:
     about = ABOUT | {"answer_tokens": "1"}
     tensor = {"dtype": "BF16", "shape": [1, 3], "data_offsets": [0, 6]}
     path = a_file(folder, "a", by_hand({"__metadata__": about, "hidden_states": tensor}, upper))
-    assert read_states(path).states[0].tolist() == pytest.approx(given[0].tolist(), rel=0.01)
+    assert read_states(path, 3).states[0].tolist() == pytest.approx(given[0].tolist(), rel=0.01)
 
 
 def test_an_interrupted_run_is_repeated(
@@ -156,11 +157,11 @@ def test_an_interrupted_run_is_repeated(
 
     monkeypatch.setattr(Path, "unlink", ends_at_the_third)
     with pytest.raises(KeyboardInterrupt):  # when two batches are on the disk, and one is deleted
-        collect(folder, out, [])
+        collect(folder, out, [], hidden_size=4)
     monkeypatch.undo()
     assert len(load_samples(out)) == 4 * 3
     assert len(list(folder.iterdir())) == 3
-    assert collect(folder, out, []) == 1
+    assert collect(folder, out, [], hidden_size=4) == 1
     assert not list(folder.iterdir())
     samples = load_samples(out)
     assert len(samples) == 5 * 3
@@ -210,7 +211,7 @@ def test_broken_files_are_skipped_with_a_reason(tmp_path: Path, folder: Path, na
     broken = a_file(folder, "broken", data)
     good = a_file(folder, "good", with_about())
     skipped: list[str] = []
-    assert collect(folder, tmp_path / "samples.npz", skipped) == 1
+    assert collect(folder, tmp_path / "samples.npz", skipped, hidden_size=4) == 1
     assert broken.exists()
     assert not good.exists()
     (said,) = skipped
@@ -227,20 +228,26 @@ def test_what_is_no_file_is_skipped(tmp_path: Path, folder: Path, monkeypatch: p
     paths[2].mkdir()
     paths[3].write_bytes(b"x" * 1001)
     monkeypatch.setattr(train_lengths.states, "MAX_FILE_BYTES", 1000)
-    assert collect(folder, out := tmp_path / "samples.npz", skipped := []) == 0
+    assert collect(folder, out := tmp_path / "samples.npz", skipped := [], hidden_size=4) == 0
     assert len(skipped) == 4
     assert any("has 1,001 bytes, at most 1,000 are read" in reason for reason in skipped)
     assert not out.exists()
     assert secret.exists()
 
 
-def test_states_of_another_width_are_skipped(tmp_path: Path, folder: Path) -> None:
+def test_a_file_cannot_choose_the_size_of_states(tmp_path: Path, folder: Path) -> None:
+    """Neither the first file of a samples file, nor the first one of a run."""
     out = tmp_path / "samples.npz"
-    a_file(folder, "a", with_about())
-    collect(folder, out, [])
-    wide = a_file(folder, "b", save({"hidden_states": states(1, width=5)}, ABOUT))
-    assert collect(folder, out, skipped := []) == 0
-    assert skipped == [f"{wide}: states of 5 numbers, expected 4"]
+    for number in range(2):
+        wide = folder / f"{number:032x}.safetensors"  # read before the others
+        wide.write_bytes(save({"hidden_states": states(1, width=5)}, ABOUT))
+        a_file(folder, str(number), with_about())
+        assert collect(folder, out, skipped := [], hidden_size=4) == 1
+        reason = "the states are not those of 50 tokens, one in 20, with 4 numbers each"
+        assert skipped == [f"{folder / f'{each:032x}.safetensors'}: {reason}" for each in range(number + 1)]
+    assert load_samples(out).features.shape == (2 * 3, 4 + 2)
+    with pytest.raises(LengthsError, match="other features than those in the file"):
+        collect(folder, out, [], hidden_size=5)
 
 
 def small(**changes: Any) -> Samples:
@@ -288,6 +295,12 @@ def test_the_command(tmp_path: Path, folder: Path) -> None:
     a_file(folder, "a", with_about())
     broken = a_file(folder, "b", b"")
     reason = f"skipped: {broken}: not a safetensors file\n"
-    assert ran(folder, "--out", out) == (0, f"{reason}{out}: 1 more requests; 1 files skipped\n")
+    assert ran(folder, "--hidden-size", 4, "--out", out) == (
+        0,
+        f"{reason}{out}: 1 more requests; 1 files skipped\n",
+    )
     none = tmp_path / "none"
-    assert ran(none, "--out", out) == (2, f"train_lengths: {none}: No such file or directory\n")
+    assert ran(none, "--hidden-size", 4, "--out", out) == (
+        2,
+        f"train_lengths: {none}: No such file or directory\n",
+    )

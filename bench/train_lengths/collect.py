@@ -1,8 +1,8 @@
 """Turns files of hidden states into training samples, and deletes them.
 
-Run it: ``python -m train_lengths.collect FOLDER --out SAMPLES.npz``, again and again while an
-engine with `lmetric_vllm.HiddenStatesConnector` runs. A file is deleted when its rows are on the
-disk. A run that was interrupted can be repeated: rows are never added twice.
+Run it: ``python -m train_lengths.collect FOLDER --hidden-size N --out SAMPLES.npz``, again and
+again while an engine with `lmetric_vllm.HiddenStatesConnector` runs. A file is deleted when its
+rows are on the disk. A run that was interrupted can be repeated: rows are never added twice.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ def request_of(path: Path) -> int:
     return int(path.name[:16], 16) >> 1
 
 
-def collect(folder: Path, out: Path, skipped: list[str]) -> int:
+def collect(folder: Path, out: Path, skipped: list[str], *, hidden_size: int) -> int:
     """Appends the states of the files in `folder` to the samples in `out`, and deletes the files.
 
     Args:
         skipped: gets the reason for each file that could not be used. Such files stay.
+        hidden_size: numbers of a state. Files with another size are skipped.
 
-    Returns the number of requests. Raises `LengthsError` if `out` is no samples file or would
-    become too large, `OSError` if the folder or `out` cannot be used.
+    Returns the number of requests. Raises `LengthsError` if `out` is no samples file, has other
+    features or would become too large, `OSError` if the folder or `out` cannot be used.
     """
     count = 0
     with locked_samples(out) as samples:
-        for paths, parts in _batches(folder, samples, skipped):
+        for paths, parts in _batches(folder, samples, skipped, hidden_size=hidden_size):
             if parts:
                 samples.append(parts)
             for path in paths:
@@ -68,29 +69,22 @@ def collect(folder: Path, out: Path, skipped: list[str]) -> int:
 
 
 def _batches(
-    folder: Path, samples: SamplesFile, skipped: list[str]
+    folder: Path, samples: SamplesFile, skipped: list[str], *, hidden_size: int
 ) -> Iterator[tuple[list[Path], list[Samples]]]:
     """Files to delete, and their samples, to append before: about `BATCH_BYTES` at once."""
     paths: list[Path] = []
     parts: list[Samples] = []
     held = 0  # bytes of `parts`
-    names = samples.feature_names
     for path in sorted(path for path in folder.iterdir() if FILE_NAME.fullmatch(path.name)):
         if request_of(path) in samples.requests:  # a run ended before it deleted the file
             paths.append(path)
             continue
         try:
-            part = samples_of(read_states(path), request_of(path))
+            part = samples_of(read_states(path, hidden_size), request_of(path))
         except FileNotFoundError:
             continue  # deleted since
         except (LengthsError, OSError) as error:
             skipped.append(str(error))
-            continue
-        names = names or part.feature_names
-        if part.feature_names != names:
-            skipped.append(
-                f"{path}: states of {len(part.feature_names) - 2} numbers, expected {len(names) - 2}"
-            )
             continue
         paths.append(path)
         parts.append(part)
@@ -103,11 +97,14 @@ def _batches(
 
 def command(
     folder: Annotated[Path, typer.Argument(help="The connector's shared_storage_path.")],
+    hidden_size: Annotated[
+        int, typer.Option(min=1, help="Numbers of a state: hidden_size in the model's config.json.")
+    ],
     out: Annotated[Path, typer.Option(help="Samples file, .npz; rows are added if it exists.")],
 ) -> None:
     """Add the hidden states of finished requests to a samples file, and delete their files."""
     skipped: list[str] = []
-    count = collect(folder, out, skipped)
+    count = collect(folder, out, skipped, hidden_size=hidden_size)
     for reason in skipped:
         typer.echo(f"skipped: {reason}", err=True)
     typer.echo(f"{out}: {count} more requests; {len(skipped)} files skipped", err=True)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.lengths.files import STATES_FORMAT
 from lmetric.lengths.predictor import LengthsError
 
 FILE_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-FORMAT = "lmetric-hidden-states"
 MAX_FILE_BYTES = 128 << 20
 """Of one request: 1,600 states (an answer of 32,000 tokens) of 16,384 numbers take 105 MB."""
 
@@ -31,17 +31,19 @@ _MOST_TOKENS = 100_000_000
 class States(NamedTuple):
     """The states of one request after 0, `every`, 2 x `every`, ... generated tokens."""
 
-    states: NDArray[np.float32]  # shape (n, d), finite
+    states: NDArray[np.float32]  # shape (n, hidden_size), finite
     prompt_tokens: int
     answer_tokens: int
     every: int
 
 
-def read_states(path: Path) -> States:
-    """The states of a file. Raises `LengthsError` if it is not whole or not of this kind, `OSError`
-    if it cannot be read."""
+def read_states(path: Path, hidden_size: int) -> States:
+    """The states of a file, each of `hidden_size` numbers.
+
+    Raises `LengthsError` if it is not whole or not of this kind, `OSError` if it cannot be read.
+    """
     try:
-        return _parsed(_bytes(path))
+        return _parsed(_bytes(path), hidden_size)
     except LengthsError as error:
         raise LengthsError(f"{path}: {error}") from None
 
@@ -57,7 +59,7 @@ def _bytes(path: Path) -> bytes:
         return file.read(MAX_FILE_BYTES)
 
 
-def _parsed(data: bytes) -> States:
+def _parsed(data: bytes, hidden_size: int) -> States:
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 0 < length <= min(_HEADER_BYTES, len(data) - 8):
         raise LengthsError("not a safetensors file")
@@ -65,8 +67,8 @@ def _parsed(data: bytes) -> States:
         header = json.loads(data[8 : 8 + length])
         about, tensor = header["__metadata__"], header["hidden_states"]
         kind, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
-        if about["format"] != FORMAT:
-            raise LengthsError(f"format is not {FORMAT!r}")
+        if about["format"] != STATES_FORMAT:
+            raise LengthsError(f"format is not {STATES_FORMAT!r}")
         counts = [_count(about, name) for name in ("prompt_tokens", "answer_tokens", "every")]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise LengthsError("a header without the fields of this format") from None
@@ -74,11 +76,13 @@ def _parsed(data: bytes) -> States:
     if not isinstance(kind, str) or kind not in _TYPES:
         raise LengthsError(f"the type is not one of {', '.join(_TYPES)}")
     rows, body = -(-answer // every), memoryview(data)[8 + length :]
-    width = len(body) // (rows * _TYPES[kind])
-    whole = rows * width * _TYPES[kind]
-    if not width or shape != [rows, width] or offsets != [0, whole] or whole != len(body):
-        raise LengthsError(f"the states are not those of {answer:,} tokens, one in {every:,}")
-    states = _floats(body, kind).reshape(rows, width)
+    whole = rows * hidden_size * _TYPES[kind]
+    if shape != [rows, hidden_size] or offsets != [0, whole] or whole != len(body):
+        raise LengthsError(
+            f"the states are not those of {answer:,} tokens, one in {every:,}, "
+            f"with {hidden_size:,} numbers each"
+        )
+    states = _floats(body, kind).reshape(rows, hidden_size)
     if not np.isfinite(states).all():
         raise LengthsError("a state has a number that is not finite")
     return States(states, prompt, answer, every)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from make_model import HIDDEN
 from train_lengths.collect import collect
 from train_lengths.samples import Samples, load_samples
 from vllm_process import MODEL, VllmEngine, hidden_states
@@ -83,7 +84,7 @@ async def test_states_are_those_of_the_model(vllm_engines: Start, tmp_path: Path
     assert not differ, f"answers {differ[:10]} differ"
     assert await preemptions(engine) > 0, "no request went back"
     assert len(finished(tmp_path / "states", len(bodies))) == len(bodies)
-    assert collect(tmp_path / "states", tmp_path / "samples.npz", []) == len(bodies)
+    assert collect(tmp_path / "states", tmp_path / "samples.npz", [], hidden_size=HIDDEN) == len(bodies)
     assert list((tmp_path / "states").iterdir()) == [], "files stay after reading"
     assert not (tmp_path / "own.safetensors").exists()
     samples = load_samples(tmp_path / "samples.npz")
@@ -133,16 +134,16 @@ async def test_a_share_within_the_limit_of_bytes(vllm_engines: Start, tmp_path: 
     await answers(engine, few)
     files = settled(states)
     assert 6 <= len(files) <= 24, "not half of 30"
-    assert collect(states, out, []) == len(files)
+    assert collect(states, out, [], hidden_size=HIDDEN) == len(files)
     await answers(engine, bodies)
     files = settled(states)
     assert most - 1000 < sum(path.stat().st_size for path in files) <= most
     assert len(files) < 50
     said = engine.log.read_text()
     assert said.count("the files have max_bytes; no state is written until some are deleted") == 1
-    assert collect(states, out, []) == len(files)
+    assert collect(states, out, [], hidden_size=HIDDEN) == len(files)
     await answers(engine, few)
-    assert len(settled(states)) == collect(states, out, []) > 0
+    assert len(settled(states)) == collect(states, out, [], hidden_size=HIDDEN) > 0
     await aborted(engine)
     assert settled(states) == [], "an aborted request was written"
 

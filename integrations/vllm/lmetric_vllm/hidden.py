@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.request import RequestStatus
 
+from lmetric.lengths.files import STATES_FORMAT
 from lmetric_vllm.checks import check_collection
 from lmetric_vllm.folder import EVERY, StatesFolder, is_collected, name_of
 from lmetric_vllm.settings import read_connector_settings
@@ -143,7 +144,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
     def _write(self, pending: FinishedRequest, states: torch.Tensor, copied: Any) -> None:
         copied.synchronize()
         about = {
-            "format": "lmetric-hidden-states",
+            "format": STATES_FORMAT,
             "prompt_tokens": str(pending.prompt_tokens),
             "answer_tokens": str(pending.answer_tokens),
             "every": str(EVERY),

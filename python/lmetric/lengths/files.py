@@ -15,6 +15,8 @@ from lmetric.lengths.predictor import LengthPredictor, LengthsError, check_names
 
 FORMAT = "lmetric-lengths-predictor"
 VERSION = 1
+STATES_FORMAT = "lmetric-hidden-states"
+"""Of files that `lmetric_vllm.HiddenStatesConnector` writes and `train_lengths.collect` reads."""
 MAX_BYTES = 1 << 30
 """A file that says it holds more is not read: 30 times the paper's network."""
 
