@@ -22,7 +22,7 @@ PATH = "/v1/completions"
 class Gateway:
     def __init__(self, http: aiohttp.ClientSession, engines: dict[str, str]) -> None:
         self.http, self.engines = http, engines
-        self.router = lm.Router("lmetric")
+        self.router = lm.Router()
         for name in engines:
             self.router.add_instance(name)
 

@@ -146,6 +146,12 @@ def test_simulate_shows_the_defaults_of_the_function() -> None:
         assert re.search(rf"\[default: {re.escape(words)}[;\]]", shown[flag]), shown[flag]
 
 
+@pytest.mark.parametrize("name", ["simulate", "whatif", "report", "bench", "demo"])
+def test_commands_that_compare_show_the_default_policy(name: str) -> None:
+    (shown,) = re.findall(r"\[default: ([^\]]*)\]", entries(help_of(name))["--policy"])
+    assert set(shown.split(", ")) - {"round_robin", "vllm"} == {ServerConfig().policy}
+
+
 def test_engine_has_a_group_and_a_default_for_each_field() -> None:
     text = help_of("engine")
     shown = entries(text)

@@ -19,6 +19,7 @@ import pytest
 
 from lmetric import LmetricError, UnknownNameError
 from lmetric.config import ConfigError
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.options import Guard, LibraSplit, Star, UniBoost
 from lmetric_lab.sim import max_load
 from lmetric_lab.sim.backends import Ray, Threads
@@ -505,8 +506,11 @@ def test_the_report_ranks_whole_policies_and_names_equal_ones(tmp_path: Path) ->
     shown = [name.replace("\u200b", "").strip() for name in shown]
     best = sorted(latency, key=lambda name: latency[name])[:10]
     assert [latency[name] for name in shown[:10]] == [latency[name] for name in best]
-    assert "lmetric" in shown
     assert first.count("★</span>") == 1
+    starred = re.search(r'</i>([^<]*?) <span class="lead">★', first)
+    assert starred is not None
+    assert starred[1].replace("\u200b", "").strip() == DEFAULT_POLICY, "the star marks the router's default"
+    assert f"Gap: difference of {DEFAULT_POLICY} to the best policy" in page
     (equal,) = (
         line for line in first.split("<p") if "session_affinity, " in line or ", session_affinity" in line
     )

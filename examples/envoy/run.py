@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from lmetric.defaults import DEFAULT_POLICY
+
 CONFIG = Path(__file__).with_name("envoy.yaml")
 PLACE = "{endpoint: {address: {socket_address: {address: %s, port_value: %s}}}}"
 LMETRIC = [sys.executable, "-m", "lmetric.cli"]
@@ -119,7 +121,7 @@ def wait_for(url: str, *processes: subprocess.Popen[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", action="append", metavar="URL", help="an engine, IP and port; repeatable")
-    parser.add_argument("--policy", default="lmetric", help="policy of the picker (default lmetric)")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="policy of the picker (default %(default)s)")
     ports = [8000, 9901, 8080, 9002]
     parser.add_argument(
         "--ports",

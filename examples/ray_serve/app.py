@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.emulated import EngineOptions, EngineServer
 
 MODEL = "emulated"
@@ -81,7 +82,7 @@ class Arguments(BaseModel):
     """Arguments of `build`, as in ``serve run app:build replicas=8 policy=vllm``."""
 
     replicas: int = 4
-    policy: str = "lmetric"
+    policy: str = DEFAULT_POLICY
     cache_blocks: int | None = None  # KV blocks of a replica
 
 

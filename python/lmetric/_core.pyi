@@ -312,7 +312,7 @@ def encode_load(
 class Router:
     def __new__(
         cls,
-        policy: PolicyLike | None = None,  # default: "lmetric"
+        policy: PolicyLike | None = None,  # None: the default policy
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,

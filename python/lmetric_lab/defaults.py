@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.public_traces import PUBLIC_TRACES
+
+COMPARED = ("vllm", DEFAULT_POLICY)
+"""The policies of simulations without an option."""
 
 SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 """The trace in the package; data/README.md describes its origin."""

@@ -14,7 +14,7 @@ STAGES = ("hash", "match", "score", "commit", "total")
 def command(
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Policy name; repeatable.", show_default="lmetric, round_robin, vllm"),
+        typer.Option(help="Policy name; repeatable.", show_default=f"{DEFAULT_POLICY}, round_robin, vllm"),
     ] = None,
     instances: Annotated[
         list[int] | None,

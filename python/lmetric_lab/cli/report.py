@@ -9,7 +9,6 @@ import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, RESULTS
 from lmetric.cli.records import RecordPaths
-from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.cli.options import AllowCode, check_file
 from lmetric_lab.cli.whatif import (
     CacheBlocks,
@@ -27,6 +26,7 @@ from lmetric_lab.cli.whatif import (
     fitted,
     fleets,
 )
+from lmetric_lab.defaults import COMPARED
 
 
 def command(
@@ -37,7 +37,7 @@ def command(
         typer.Option(
             metavar="A,B,…",
             help="Policies to simulate besides the recorded one; repeatable.",
-            show_default="vllm, lmetric",
+            show_default=", ".join(COMPARED),
             rich_help_panel=BASIC,
         ),
     ] = None,
@@ -103,7 +103,7 @@ def command(
     if simulate and not report.reached:
         try:
             recording = recording_of(one, code=None if allow_code else ())
-            choices = chosen(policy or ["vllm", DEFAULT_POLICY], recording.policy)
+            choices = chosen(policy or COMPARED, recording.policy)
             fit, check = fitted(
                 recording,
                 seeds,

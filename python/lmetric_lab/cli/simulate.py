@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
-from lmetric.defaults import DEFAULT_POLICY, PLANNER
+from lmetric.defaults import PLANNER
 from lmetric_lab.cli.options import (
     ClosedLoop,
     Format,
@@ -25,7 +25,7 @@ from lmetric_lab.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric_lab.defaults import DEFAULT_PROFILE, SLICE
+from lmetric_lab.defaults import COMPARED, DEFAULT_PROFILE, SLICE
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.setups import PolicyChoice, Result, Setup
@@ -60,7 +60,7 @@ def _command(
         typer.Option(
             metavar="A,B,…",
             help="Policy names, linear(lam=0.7), scores, or all; repeatable.",
-            show_default="vllm, lmetric",
+            show_default=", ".join(COMPARED),
             rich_help_panel=BASIC,
         ),
     ] = None,
@@ -155,7 +155,7 @@ def _command(
     pools = None if roles is None else Roles.of(roles)
     split_settings = more["split_settings"]
     pooled = pools is not None and bool(pools.decode)
-    choices = _choices(policy or ["vllm", DEFAULT_POLICY])
+    choices = _choices(policy or COMPARED)
     planned = not pooled and not more["split"] and any(choice.base == PLANNER for choice in choices)
     if planned:
         more["split_settings"] = None  # the planner's default split
@@ -235,7 +235,7 @@ def _command(
             note(f"wrote {path}")
 
 
-def _choices(texts: list[str]) -> list[PolicyChoice]:
+def _choices(texts: Iterable[str]) -> list[PolicyChoice]:
     """The policies in these texts, without duplicates."""
     from lmetric_lab.sim.setups import PolicyChoice, split_policies
 

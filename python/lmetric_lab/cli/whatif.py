@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +10,8 @@ import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
 from lmetric.cli.records import RecordPaths
-from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.cli.options import AllowCode, SloTpot, SloTtft, check_file
+from lmetric_lab.defaults import COMPARED
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.setups import PolicyChoice, Result
@@ -107,7 +107,7 @@ def command(
         typer.Option(
             metavar="A,B,…",
             help="Policy names, linear(lam=0.7), or scores; repeatable.",
-            show_default="vllm, lmetric",
+            show_default=", ".join(COMPARED),
             rich_help_panel=BASIC,
         ),
     ] = None,
@@ -168,7 +168,7 @@ def command(
     pools = fleets([] if roles is None else [roles], transfer, kv_bytes_per_token)
     recording = read(records, model, allow_code=allow_code)
     fleet = pools[0] if pools else Fleet(instances or len(recording.engines))
-    choices = chosen(policy or ["vllm", DEFAULT_POLICY], recording.policy)
+    choices = chosen(policy or COMPARED, recording.policy)
     fit, check = fitted(
         recording, seeds, max_error, batch=max_batch_tokens, sequences=max_sequences, blocks=cache_blocks,
         kv_bytes=kv_bytes_per_token,
@@ -236,7 +236,7 @@ def fleets(roles: Sequence[str], transfer: str | None, kv_bytes: int | None) -> 
     return found
 
 
-def chosen(texts: list[str], recorded: PolicyChoice) -> list[PolicyChoice]:
+def chosen(texts: Iterable[str], recorded: PolicyChoice) -> list[PolicyChoice]:
     """The policies in these texts, after the recorded one, without duplicates."""
     from lmetric_lab.sim.setups import PolicyChoice, split_policies
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.sim.max_load import MaxLoad
 from lmetric_lab.sim.plots import COLOURS, DASHES, INK, RC, legend
 from lmetric_lab.sim.setups import QUANTILES, Result
@@ -23,8 +24,7 @@ from lmetric_lab.sim.study import Cell, latency
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEADER = "lmetric"
-_ALWAYS = (LEADER, "vllm")  # in every figure with lines, if they were run
+_ALWAYS = (DEFAULT_POLICY, "vllm")  # in every figure with lines, if they were run
 _LEADER_COLOUR = "#c8102e"
 _MOST_LINES = 10
 
@@ -62,7 +62,7 @@ class Styles:
     color."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
-        self._known: dict[str, tuple[str, str]] = {LEADER: (_LEADER_COLOUR, "-")}
+        self._known: dict[str, tuple[str, str]] = {DEFAULT_POLICY: (_LEADER_COLOUR, "-")}
         for cell in cells:
             number = len(self._known) - 1
             style = (COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)])
@@ -75,7 +75,7 @@ class Styles:
     def line(self, cell: Cell) -> dict[str, Any]:
         """Arguments of a line. The leader's line is thicker and on top."""
         colour, dash = self._known[base(cell)]
-        leads = base(cell) == LEADER
+        leads = base(cell) == DEFAULT_POLICY
         width, order = (2.4, 5) if leads else (1.6, 3)
         return {"color": colour, "linestyle": dash, "linewidth": width, "zorder": order}
 
@@ -83,8 +83,8 @@ class Styles:
 def shown(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of one load for figures with lines.
 
-    These are the best ten policies by mean TTFT, each with its best variant. `LEADER` and vllm are
-    always included.
+    These are the best ten policies by mean TTFT, each with its best variant. The default
+    policy and vllm are always included.
     """
     ranked = sorted(cells, key=lambda cell: _mean(cell) or float("inf"))
     best: dict[str, Cell] = {}

@@ -9,9 +9,10 @@ from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.profiles import Profile
 from lmetric_lab.sim import figures
-from lmetric_lab.sim.figures import LEADER, Drawing, Styles, shown
+from lmetric_lab.sim.figures import Drawing, Styles, shown
 from lmetric_lab.sim.max_load import MaxLoad
 from lmetric_lab.sim.ranking import KEEP_UP, Measured, equal, ranking
 from lmetric_lab.sim.setups import Result
@@ -54,7 +55,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The best policy by a figure, and the position of `LEADER`."""
+    """The best policy by a figure, and the position of `DEFAULT_POLICY`."""
 
     figure: str
     best: str
@@ -136,7 +137,7 @@ def build(
         measure=setups[0].measure,
         slo=str(setups[0].slo),
         rule=max_loads[0].rule if max_loads else None,
-        leader=LEADER,
+        leader=DEFAULT_POLICY,
         most=_BEST,
         whole=[title for title, _ in _WHOLE],
         keep_up=KEEP_UP,
@@ -171,7 +172,9 @@ def _section(
     if len(lines) < len(here):
         chosen = "Lines: of each policy the variant with the lowest mean TTFT at this load"
         chosen += (
-            f"; of the {rivals} policies {LEADER}, vllm and the best others." if rivals > len(lines) else "."
+            f"; of the {rivals} policies {DEFAULT_POLICY}, vllm and the best others."
+            if rivals > len(lines)
+            else "."
         )
     return Section(
         anchor=f"s{index}",
@@ -238,7 +241,7 @@ def _at(members: list[Cell], load: str) -> list[Cell]:
 
 
 def _leader(members: list[Cell]) -> Cell | None:
-    return next((cell for cell in members if cell.policy == LEADER), None)
+    return next((cell for cell in members if cell.policy == DEFAULT_POLICY), None)
 
 
 # The columns of the table of whole policies, from `TABLE`.
@@ -252,9 +255,9 @@ _WHOLE = (
 
 
 def _best(members: list[Cell], styles: Styles) -> list[Best]:
-    """The best whole policies, and `LEADER` if it is not among them."""
+    """The best whole policies, and `DEFAULT_POLICY` if it is not among them."""
     placed = list(enumerate(ranking(members), start=1))
-    kept = [each for each in placed if each[0] <= _BEST or each[1].policy.policy == LEADER]
+    kept = [each for each in placed if each[0] <= _BEST or each[1].policy.policy == DEFAULT_POLICY]
     return [
         Best(
             place,
@@ -365,7 +368,7 @@ def _over_time(here: list[Cell], lines: list[Cell], styles: Styles) -> list[Draw
     policy."""
     ranked = sorted(lines, key=lambda cell: (cell.over_seeds(_uneven) or (0.0,))[0])
     vllm = next((cell for cell in lines if cell.policy == "vllm"), None)
-    rival = next((cell for cell in lines if cell.policy not in (LEADER, "vllm")), None)
+    rival = next((cell for cell in lines if cell.policy not in (DEFAULT_POLICY, "vllm")), None)
     several = (_leader(here), vllm, rival, ranked[-1])
     chosen = list({cell.policy: cell for cell in several if cell is not None}.values())
     views = [r.unevenness for cell in chosen for r in cell.results if r.unevenness is not None]

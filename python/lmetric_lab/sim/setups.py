@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -97,7 +97,7 @@ class PolicyChoice:
         return built
 
 
-def split_policies(texts: list[str]) -> Iterator[str]:
+def split_policies(texts: Iterable[str]) -> Iterator[str]:
     """Splits at commas outside parentheses: ``lmetric,linear(lam=0.7),where(bs > 4, 1, 0)`` has
     three parts."""
     for text in texts:
