@@ -132,5 +132,5 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: 
     convert_records([some_records(tmp_path)], out)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for call in (lambda: read_records(out), lambda: convert_records([tmp_path], out)):
-        with pytest.raises(RecordError, match=r"pip install 'lmetric-router\[parquet\]'"):
+        with pytest.raises(RecordError, match=r"pip install 'pyarrow>="):
             call()

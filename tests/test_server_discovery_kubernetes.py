@@ -199,7 +199,7 @@ def test_without_the_package_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
     monkeypatch.delitem(sys.modules, kubernetes.__name__)
     config = DiscoverySource.model_validate({"kubernetes": {"selector": "a", "port": 1}})
-    with pytest.raises(ConfigError, match=r"pip install 'lmetric-router\[kubernetes\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kubernetes-asyncio>="):
         follow.make_source(config)
 
 

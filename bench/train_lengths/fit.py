@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.extras import install
 from lmetric.lengths.network import PAPER_HIDDEN, MlpPredictor, error_table, layer_shapes
 from lmetric.lengths.predictor import LengthsError
 from train_lengths.samples import Samples, split_by_request
@@ -71,7 +72,7 @@ def need_torch() -> None:
     """Raises `LengthsError` with the remedy if PyTorch is not installed."""
     if find_spec("torch") is None:
         raise LengthsError(
-            "training needs PyTorch: install lmetric-router[train], or torch itself "
+            f"training needs PyTorch; run: {install('train')} "
             "(pytorch.org has builds without CUDA, which are much smaller)"
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from lmetric.extras import install
 from lmetric.record_schema import REQUEST, RecordError, Records, check_header, check_line, hashes_of
 
 SUFFIX = ".parquet"
@@ -153,6 +154,6 @@ def _parquet() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise RecordError(
-            "Parquet files need pyarrow, which is not installed: pip install 'lmetric-router[parquet]'"
+            f"Parquet files need pyarrow, which is not installed: {install('parquet')}"
         ) from None
     return pyarrow.parquet

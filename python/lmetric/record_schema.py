@@ -18,6 +18,7 @@ import orjson
 from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
+from lmetric.extras import install
 
 if TYPE_CHECKING:
     import pandas
@@ -212,8 +213,7 @@ class Records:
             import pandas
         except ImportError:
             raise ImportError(
-                "Records.to_pandas needs pandas, which is not installed; "
-                "run: pip install 'lmetric-router[pandas]'"
+                f"Records.to_pandas needs pandas, which is not installed; run: {install('pandas')}"
             ) from None
         return pandas.json_normalize(self.requests, max_level=1)
 

@@ -126,7 +126,7 @@ $ lmetric-router simulate --trace slice --profile mine.yaml
 $ lmetric-router serve --engine http://10.0.0.1:8000 --profile mine.yaml
 ```
 
-It needs `scipy` (`pip install lmetric-router[calibrate]`) and an engine without other load. It refuses a busy engine, and stops if other
+It needs `scipy` (`pip install scipy`) and an engine without other load. It refuses a busy engine, and stops if other
 requests arrive (`--force` continues). It first prints its cost: tokens within `--tokens-budget` (200,000), requests at once within `--max-batch` (32).
 
 - **Probes**: prompts of many lengths, new tokens after cached tokens, batches of several sizes with short and long contexts, and a long

@@ -29,7 +29,7 @@ def convert(
     """Write records as one Parquet file, with one row per request.
 
     `whatif` and `report` read the file like the records themselves.
-    The command needs pyarrow: pip install 'lmetric-router[parquet]'.
+    The command needs pyarrow: pip install pyarrow.
     """
     from lmetric.cli.show import note
     from lmetric.record_files import convert_records, record_paths

@@ -1,6 +1,6 @@
 """Predictors as ``.onnx`` files, for other runtimes and other models than an MLP.
 
-Needs the extra ``lmetric-router[onnx]``. The graph has the input ``features``, float32 of shape (n,
+Needs the extra ``onnx``. The graph has the input ``features``, float32 of shape (n,
 d), which it normalizes itself. The output is ``remaining``, float32 of shape (n,), tokens. The
 metadata key `METADATA` has names and errors as JSON.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.extras import install
 from lmetric.lengths.network import ErrorTable, MlpPredictor
 from lmetric.lengths.predictor import LengthsError, check_names, checked_features
 
@@ -54,7 +55,7 @@ def load_onnx(
     be read.
     """
     if find_spec("onnxruntime") is None:
-        raise LengthsError(f"{path}: needs onnxruntime: install lmetric-router[onnx], or use the .npz")
+        raise LengthsError(f"{path}: needs onnxruntime; run: {install('onnx')}, or use the .npz")
     import onnxruntime
 
     with Path(path).open("rb"):
@@ -116,7 +117,7 @@ def _check_ports(path: str | Path, session: Any, features: int) -> None:
 def need_onnx() -> None:
     """Raises `LengthsError` if ``.onnx`` files cannot be written, before a training."""
     if find_spec("onnx") is None:
-        raise LengthsError("writing .onnx needs the package onnx: install lmetric-router[onnx]")
+        raise LengthsError(f"writing .onnx needs the package onnx; run: {install('onnx')}")
 
 
 def write_onnx(predictor: MlpPredictor, path: str | Path) -> None:

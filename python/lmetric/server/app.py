@@ -24,6 +24,7 @@ from lmetric.config import (
     embedded_engines,
     needs_restart,
 )
+from lmetric.extras import install
 from lmetric.server.api.auth import Keys
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
@@ -418,9 +419,7 @@ def _load_epp() -> ModuleType:
     try:
         from lmetric.server.epp import picker
     except ImportError as missing:
-        raise ConfigError(
-            f"`epp` needs another package ({missing}): pip install 'lmetric-router[epp]'"
-        ) from None
+        raise ConfigError(f"`epp` needs another package ({missing}): {install('epp')}") from None
     return picker
 
 

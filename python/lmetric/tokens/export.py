@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmetric._core import LmetricError
+from lmetric.extras import install
 from lmetric.tokens.files import EXPORT_FILE, EXPORT_FORMAT, digest, own_chat
 from lmetric.tokens.hub import download, is_hub_id
 from lmetric.tokens.prompt import PromptTokenizer
@@ -101,8 +102,8 @@ def _library() -> Any:
         import transformers
     except ImportError:
         raise ExportError(
-            "transformers is not installed; install the extra: pip install 'lmetric-router[tokenizer]', "
-            "with the transformers version of your engines"
+            f"transformers is not installed; run: {install('tokenizer')}, "
+            "or better, install the transformers version of your engines"
         ) from None
     return transformers
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.extras import install
 from lmetric_lab.calibrate.plan import CalibrationError, Kind
 
 CONSTANTS = (
@@ -139,7 +140,7 @@ def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | Non
     try:
         from scipy.optimize import least_squares, nnls
     except ModuleNotFoundError as error:
-        raise CalibrationError("calibrate needs scipy: install lmetric-router[calibrate] or scipy") from error
+        raise CalibrationError(f"calibrate needs scipy; run: {install('calibrate')}") from error
     kinds = {observation.kind for observation in observations}
     if len(observations) < _LEAST_OBSERVATIONS or not {"prefill", "decode"} <= kinds:
         raise CalibrationError(

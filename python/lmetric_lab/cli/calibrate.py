@@ -170,10 +170,11 @@ def _need_scipy() -> None:
     """Checks for scipy before any probe is sent."""
     from importlib.util import find_spec
 
+    from lmetric.extras import install
     from lmetric_lab.calibrate import CalibrationError
 
     if find_spec("scipy") is None:
-        raise CalibrationError("calibrate needs scipy: install lmetric-router[calibrate] or scipy")
+        raise CalibrationError(f"calibrate needs scipy; run: {install('calibrate')}")
 
 
 def _run(calibrator: Calibrator) -> Calibration:

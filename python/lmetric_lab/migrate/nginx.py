@@ -9,6 +9,7 @@ from typing import Any
 
 from lmetric.config import ConfigError, Ejection
 from lmetric.defaults import DEFAULT_POLICY
+from lmetric.extras import install
 from lmetric_lab.migrate.draft import OLD_RULE, Draft
 
 _Block = list[dict[str, Any]]
@@ -55,9 +56,7 @@ def _parse(file: Path) -> _Block:
     try:
         import crossplane
     except ImportError:
-        raise ConfigError(
-            f"{file}: reading nginx files needs crossplane: pip install 'lmetric-router[nginx]'"
-        ) from None
+        raise ConfigError(f"{file}: reading nginx files needs crossplane; run: {install('nginx')}") from None
     parsed = crossplane.parse(str(file), single=True, check_ctx=False, check_args=False)
     for error in parsed["errors"]:
         line = f":{error['line']}" if error.get("line") else ""

@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lmetric._core import BadValueError, LmetricError
+from lmetric.extras import install
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.traces import Trace
@@ -76,7 +77,7 @@ class Ray:
             import ray
         except ImportError:
             raise LmetricError(
-                "Ray is not installed: pip install 'lmetric-router[ray]', or leave --backend out"
+                f"Ray is not installed; run: {install('ray')}, or leave --backend out"
             ) from None
         self._ray: Any = ray
         self.started_here = not ray.is_initialized()

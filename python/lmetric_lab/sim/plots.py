@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmetric._core import LmetricError
+from lmetric.extras import install
 from lmetric_lab.sim.columns import Columns
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise LmetricError(
-            "reports need matplotlib, which is not installed: pip install 'lmetric-router[studies]'"
-        ) from None
+        raise LmetricError(f"reports need matplotlib, which is not installed: {install('studies')}") from None
 
 
 def plot_runs(runs: Sequence[Columns]) -> Figure:

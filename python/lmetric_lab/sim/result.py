@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lmetric.extras import install
 from lmetric_lab.sim.columns import Columns
 from lmetric_lab.sim.programs import PROGRAM_SHARE
 from lmetric_lab.sim.summary import RunFigures, Slo, figures, optimal_assignment_ratio
@@ -68,8 +69,7 @@ class Run(Columns):
             import pandas
         except ImportError:
             raise ImportError(
-                "Run.to_pandas needs pandas, which is not installed; "
-                "run: pip install 'lmetric-router[pandas]'"
+                f"Run.to_pandas needs pandas, which is not installed; run: {install('pandas')}"
             ) from None
         columns = {
             each.name: column

@@ -14,6 +14,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from lmetric._core import LmetricError
+from lmetric.extras import install
 from lmetric.options import shown
 from lmetric_lab.sim.max_load import MaxLoad
 from lmetric_lab.sim.setups import Result
@@ -100,7 +101,7 @@ def require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise LmetricError(
-            "Parquet files need pyarrow, which is not installed: pip install 'lmetric-router[parquet]'"
+            f"Parquet files need pyarrow, which is not installed: {install('parquet')}"
         ) from None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.extras import install
 from lmetric.profiles import Profile, load_profile
 from lmetric_lab.calibrate.fit import CONSTANTS, Observation, fit_profile
 from lmetric_lab.calibrate.plan import CalibrationError
@@ -86,7 +87,7 @@ def fit_engine(
             "needed, and only streams have them: record streamed requests"
         )
     if find_spec("scipy") is None:
-        raise WhatIfError("whatif needs scipy; run: pip install 'lmetric-router[calibrate]'")
+        raise WhatIfError(f"whatif needs scipy; run: {install('calibrate')}")
     tokens = recording.block_tokens * (recording.cache_blocks or 0) or DEFAULT_CACHE_TOKENS
     sequences = max_sequences or MAX_SEQUENCES
     base = load_profile(DEFAULT_PROFILE).model_copy(

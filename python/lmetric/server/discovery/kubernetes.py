@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from lmetric.config import ConfigError, DiscoverySource, EngineConfig, KubernetesSource, explain
+from lmetric.extras import install
 from lmetric.server.discovery.source import Found, Sink, SourceError
 from lmetric.server.upstream.connection import request_error
 
@@ -31,7 +32,7 @@ try:
     )
 except ImportError as missing:
     raise ConfigError(
-        f"discovery by kubernetes needs another package ({missing}): pip install 'lmetric-router[kubernetes]'"
+        f"discovery by kubernetes needs another package ({missing}): {install('kubernetes')}"
     ) from None
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")

@@ -15,6 +15,7 @@ import structlog
 
 from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
+from lmetric.extras import install
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
@@ -30,9 +31,7 @@ try:
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
     from opentelemetry.trace.span import TraceState
 except ImportError as missing:
-    raise ConfigError(
-        f"tracing needs another package ({missing}): pip install 'lmetric-router[otel]'"
-    ) from None
+    raise ConfigError(f"tracing needs another package ({missing}): {install('otel')}") from None
 
 PATH = "/v1/traces"
 BATCH_SPANS = 512
