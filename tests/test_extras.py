@@ -1,4 +1,4 @@
-"""What errors and documentation say about missing optional packages."""
+"""Missing optional packages: their errors and the documentation."""
 
 from __future__ import annotations
 
