@@ -389,10 +389,13 @@ def parts(request: Request, last: str = "length") -> list[bytes]:
     return [*events, event(FRAME | {"choices": [], "usage": usage}), event(b"[DONE]")]
 
 
-def cut(at: int, then: bytes = b"", *, last: str = "length", wait: float = 0.02) -> Behaviour:
+def cut(
+    at: int, then: bytes = b"", *, last: str = "length", wait: float = 0.02, together: int = 0
+) -> Behaviour:
     """Sends the whole stream, or its first `at` events if it is the first request, and resets.
 
-    `then`: bytes before the reset.
+    `then`: bytes before the reset; a router that was busy reads them with the last `together`
+    events.
     """
 
     async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -402,7 +405,7 @@ def cut(at: int, then: bytes = b"", *, last: str = "length", wait: float = 0.02)
         events = parts(request, last)
         first = len(request.json["prompt"]) == len(START)
         writer.write(STREAM_HEAD)
-        for each in events[: at if first else None]:
+        for each in events[: at - together if first else None]:
             writer.write(chunk(each))
             await writer.drain()
             for _ in range(2):  # the router reads each event by itself, under each event loop
@@ -410,7 +413,7 @@ def cut(at: int, then: bytes = b"", *, last: str = "length", wait: float = 0.02)
         if not first:
             writer.write(b"0\r\n\r\n")
             return True
-        writer.write(then)
+        writer.write(b"".join([*map(chunk, events[at - together : at]), then]))
         await writer.drain()
         await asyncio.sleep(wait)
         writer.transport.abort()
@@ -428,6 +431,7 @@ async def story(w: World, **changes: Any) -> dict[str, Any]:
     # Without events that carry nothing.
     events = [each for each in got.split(b"\n\n") if b'"id"' in each or b'"error"' in each]
     assert got.endswith(b"data: [DONE]\n\n")
+    assert got.count(b"data: [DONE]\n\n") == 1
     return heard(b"\n\n".join([*events, b"data: [DONE]\n\n"]))
 
 
@@ -459,10 +463,28 @@ async def test_no_token_is_lost_or_doubled_wherever_the_answer_breaks(at: int, t
         assert model(w).failovers == {"continued": 1}
 
 
-@pytest.mark.parametrize("at", [40, 41])
-async def test_an_answer_that_lacks_only_its_end_is_whole(at: int) -> None:
-    """The engine dies between the last token, the usage and the end mark."""
-    behave = cut(at)
+GARBAGE = b"\xa7\x00garbage\r\n"
+
+
+@pytest.mark.parametrize("together", [0, 1, 4])
+@pytest.mark.parametrize("at", [5, 20, 39])
+async def test_events_before_garbage_reach_the_client(at: int, together: int) -> None:
+    """Such events were recorded, so the next engine does not send them again."""
+    behave = cut(at, GARBAGE, together=together)
+    async with fakes(behave, behave) as w:
+        said = await story(w)
+        assert "error" not in said
+        assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
+        assert said["usage"]["completion_tokens"] == 40
+        assert model(w).failovers == {"continued": 1}
+
+
+@pytest.mark.parametrize("then", [b"", GARBAGE], ids=["cut", "garbage"])
+@pytest.mark.parametrize("together", [0, 3])
+@pytest.mark.parametrize("at", [40, 41, 42])
+async def test_an_answer_that_lacks_only_its_end_is_whole(at: int, together: int, then: bytes) -> None:
+    """The engine dies between the last token, the usage, the end mark and the last chunk."""
+    behave = cut(at, then, together=together)
     async with fakes(behave, behave) as w:
         said = await story(w)
         assert "error" not in said

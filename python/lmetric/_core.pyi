@@ -930,6 +930,8 @@ class ResponseReader:
     @property
     def observed_usage(self) -> bool: ...  # whether the usage followed the finish_reason
     @property
+    def observed_done(self) -> bool: ...  # whether the event [DONE] was observed
+    @property
     def withheld(self) -> bytes: ...  # data of the event with which the engine failed, or empty
     @property
     def progress(self) -> int: ...  # grows with each part of the answer; comments do not count

@@ -109,14 +109,23 @@ impl ResponseReader {
         let step = this.scanner.feed(data.as_bytes());
         let step = this.stepped(py, step);
         let write = this.write.as_ref().map(|write| write.clone_ref(py));
+        if step.is_err() && write.is_some() {
+            this.tell(py)?;
+        }
         let framed = match (&step, &write) {
             (Ok(OUT), Some(_)) => Some(this.take(py)),
+            // The events before the fault are observed, so the client must get them.
+            (Err(_), Some(_)) => Some(this.take(py)).filter(|framed| !framed.as_bytes().is_empty()),
             _ => None,
         };
         // The callee may call back into this object.
         drop(this);
         let done = match (step, write) {
             (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
+            (Err(error), Some(write)) => match framed {
+                Some(framed) => write.call1(py, (framed,)).and(Err(error.into())),
+                None => Err(error.into()),
+            },
             (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
             (Err(error), _) => Err(error.into()),
         };
@@ -294,6 +303,12 @@ impl ResponseReader {
     #[getter]
     fn observed_usage(&self) -> bool {
         self.scanner.observer().is_some_and(Observer::usage_sent)
+    }
+
+    /// Whether the event `[DONE]` was observed.
+    #[getter]
+    fn observed_done(&self) -> bool {
+        self.scanner.observer().is_some_and(Observer::done_sent)
     }
 
     /// The data of the event with which the engine failed in an observed stream; empty without one.

@@ -42,6 +42,8 @@ pub struct Observer {
     over: bool,
     /// An event without choices followed the `finish_reason`: the usage.
     usage_sent: bool,
+    /// The event `[DONE]` was read.
+    done_sent: bool,
     lost: Option<String>,
     /// The loss was reported.
     told: bool,
@@ -95,6 +97,11 @@ impl Observer {
     /// Whether the usage followed the `finish_reason`.
     pub fn usage_sent(&self) -> bool {
         self.usage_sent
+    }
+
+    /// Whether the event `[DONE]` was read.
+    pub fn done_sent(&self) -> bool {
+        self.done_sent
     }
 
     /// Why the stream is no longer observed; `None`: it is observed.
@@ -152,7 +159,7 @@ impl Observer {
                 match &blocks[data.clone()] {
                     _ if line.start - start > OBSERVED_LIMIT => self.lose(TOO_LONG),
                     _ if several => self.lose(SEVERAL_LINES),
-                    b"[DONE]" => {}
+                    b"[DONE]" => self.done_sent = true,
                     value => {
                         let hidden = self.hidden.len();
                         if let Some((text, ids)) = self.event(value, data.start) {

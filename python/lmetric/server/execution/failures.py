@@ -248,8 +248,11 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
 def _complete(p: Progress) -> None:
     """Ends a stream whose engine failed after the last token: only the end mark is missing."""
     transcript, answered = p.merged(), p.answered
-    usage_sent = p.observing is not None and p.observing.reader.observed_usage
-    p.acts.append(Write(transcript.closing(usage=not usage_sent), last=True))
+    reader = p.observing.reader if p.observing is not None else None
+    end = b""
+    if reader is None or not reader.observed_done:
+        end = transcript.closing(usage=reader is None or not reader.observed_usage)
+    p.acts.append(Write(end, last=True))
     if answered is not None:
         answered.reader.finish_ticket()
     else:
