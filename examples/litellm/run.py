@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 from proxy import Proxy
 
-from lmetric.engines.embedded import EmbeddedEngines
+from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated.options import EngineOptions
 
 HERE = Path(__file__).parent
