@@ -335,6 +335,42 @@ async def test_a_wrong_model_is_in_the_start_block_and_ready() -> None:
         await it.__aexit__(None, None, None)
 
 
+async def test_one_name_for_two_models_is_a_problem_until_it_is_over() -> None:
+    right, other = [{"id": "m", "root": "/data/Qwen3-8B/"}], [{"id": "m", "root": "meta/Llama-3-8B"}]
+    same = [{"id": "m", "root": "/hub/models--Qwen--Qwen3-8B/snapshots/0123abcd"}]
+    with capture_logs() as log:
+        async with world(fakes(right, same, other), health=FAST) as w:
+            (problem,) = w.server.fleet.own_problems()
+            assert (problem.what, problem.engines) == ("other weights", ["e2"])
+            assert problem.reason == "m: meta/Llama-3-8B at them, /data/Qwen3-8B/ at most engines"
+            assert problem.fix is not None
+            assert "--served-model-name" in problem.fix
+            assert problem.shown(True) in orjson.loads((await w.get("/ready"))[1])["warnings"]
+            assert "e2: other weights" in [
+                each["what"] for each in orjson.loads((await w.get("/debug/live"))[1])["problems"]
+            ]
+            w.engines[2].cards = right
+            await w.until(lambda: not [*w.server.fleet.own_problems()])
+    lines = [each for each in log if each["event"].startswith("the engine reports other weights")]
+    assert [(each["engine"], each["weights"]) for each in lines] == [("e2", "meta/Llama-3-8B")]
+    block = startup_block(next(event for event in log if event["event"] == "listening"))
+    assert "WARNING  e2: other weights: m: meta/Llama-3-8B at them" in block
+
+
+async def test_several_models_in_one_list_are_in_the_start_block() -> None:
+    with capture_logs() as log:
+        async with world(fakes([{"id": "a"}], [{"id": "b"}], [{"id": "b"}])) as w:
+            assert await ask(w, "a") == {(200, "e0"): 1}
+            assert not [*w.server.fleet.own_problems()]
+    block = startup_block(next(event for event in log if event["event"] == "listening"))
+    for line in (
+        "model    a (1 of 3 engines)",
+        "model    b (2 of 3 engines)",
+        "NOTE     the engines serve several",
+    ):
+        assert line in block
+
+
 async def test_a_model_that_was_removed_leaves_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 6.12."""
     async with world(fakes([{"id": "old"}]), health=FAST) as w:

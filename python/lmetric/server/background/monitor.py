@@ -257,6 +257,7 @@ class Monitor:
     async def _queues(self) -> None:
         for model in self.fleet.models:
             model.queues.look(time.monotonic())
+            model.weights.look()
 
     async def _admission(self) -> None:
         now = time.monotonic()

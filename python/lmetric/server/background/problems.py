@@ -17,7 +17,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness
 from lmetric.server.observe.live import REFUSED, REFUSED_SECONDS, Live
-from lmetric.server.observe.problems import FIXES, meaning_of
+from lmetric.server.observe.problems import FIXES, NAMES, meaning_of
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 
@@ -70,6 +70,13 @@ class OwnProblems:
                 yield Problem("other model", cause, reason, fix, [name], moved.at)
         if self.fleet.names:
             yield from self.fleet.aliases.problems(self.fleet.names)
+        for model in self.fleet.models:
+            usual, others = model.weights.look()
+            if others:
+                cause = "engines of one model report different weights"
+                reason = f"{model.name}: {_first(others.values())} at them, {usual} at most engines"
+                fix = "if these are different models, start them with different --served-model-name"
+                yield Problem("other weights", cause, reason, fix, [*others])
         if self.live is not None:
             yield from _of_refusals(self.live)
         now = self.clock()
@@ -121,6 +128,14 @@ class OwnProblems:
         if queued:
             fix = f"first add engines, because their queues cost more time; then {fix}"
         yield Problem("cpu", cause, reason, fix)
+
+
+def _first(roots: Iterable[str]) -> str:
+    """Returns the first different roots."""
+    different = [*dict.fromkeys(roots)]
+    return ", ".join(different[:NAMES]) + (
+        f" and {len(different) - NAMES} more" if len(different) > NAMES else ""
+    )
 
 
 def _of_refusals(live: Live) -> Iterator[Problem]:

@@ -548,6 +548,7 @@ class Fleet:
         model, cards = self.model_of(engine), engine.capabilities.models
         if model is None or cards == before:
             return None  # removed meanwhile, or no change
+        model.weights.due = True
         if before and cards:
             was, now = ({each.name for each in some} for some in (before, cards))
             gone, come = ([*sorted(names)[:NAMED_MODELS]] for names in (was - now, now - was))

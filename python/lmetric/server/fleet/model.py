@@ -47,6 +47,7 @@ from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
+from lmetric.server.fleet.weights import Weights
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -130,6 +131,7 @@ class Model:
         self.kv = KvFeed(self.router)
         self.engines: dict[str, Engine] = {}
         self.queues = Queues(self.router, self.engines)
+        self.weights = Weights(name, self.engines)
         # Set if running requests may move, and if engines join and leave warm.
         self.mover: Rebalancer | None = None
         self.changes: FleetChanges | None = None
@@ -238,6 +240,7 @@ class Model:
         engine.model = self
         self.engines[engine.name] = engine
         self.unserved_since, self.is_passing = None, False
+        self.weights.due = True
         self._apply_role(engine)
         if engine.healthy:  # an engine that is down changes the service of no other engine
             self.review(engine)
@@ -325,6 +328,7 @@ class Model:
         engine.upstream.close()
         self.router.remove_instance(name)
         self._see_cuts()
+        self.weights.due = True
         if not self.engines:
             self.unserved_since = time.monotonic()
         return self.names.remove(name)

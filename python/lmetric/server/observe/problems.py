@@ -67,16 +67,19 @@ class _Group:
 
     def shown(self) -> dict[str, Any]:
         count, first = len(self.names), self.first
-        named = ", ".join(self.names[:NAMES])
-        more = f" and {count - NAMES} more" if count > NAMES else ""
         return {
             "level": first.level,
-            "what": f"{named}{more}: {first.state}",
+            "what": f"{_named(self.names)}: {first.state}",
             "since": self.since,
             "reason": "" if first.reason == first.state else first.reason,
             "fix": first.fix,
             "count": count,
         }
+
+
+def _named(engines: list[str]) -> str:
+    more = len(engines) - NAMES
+    return ", ".join(engines[:NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def of_engines(states: Iterable[EngineState]) -> list[dict[str, Any]]:
@@ -95,7 +98,7 @@ def of_router(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     return [
         {
             "level": "bad" if each.is_bad else "warn",
-            "what": f"{each.engines[0]}: {each.what}" if each.engines else each.cause,
+            "what": f"{_named(each.engines)}: {each.what}" if each.engines else each.cause,
             "since": each.since,
             "reason": each.reason,
             "fix": each.fix,

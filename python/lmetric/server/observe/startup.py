@@ -50,6 +50,7 @@ def startup_report(config: ServerConfig, fleet: Fleet, port: int, keys_needed: b
     report = {"version": __version__, "url": url, "host": config.host, "port": port}
     report |= {"policy": config.policy, **summary(fleet, names=True)}
     report["open"] = not keys_needed and unix_path(config.host) is None and not is_loopback(config.host)
+    report["configured"] = bool(config.models)
     report["workers"] = config.worker_count
     report["page"] = f"{url}/ui" if config.ui.enabled and unix_path(config.host) is None else None
     report["curl"] = sample_request(url, fleet.models[0].name, keys_needed) if fleet.models else None
@@ -63,9 +64,11 @@ def startup_block(event: Mapping[str, Any]) -> str:
     rows = [("URL", event["url"])]
     if not event["models"]:  # no engine has reported its model
         rows.append(("policy", str(event["policy"])))
+    several = len(event["models"]) > 1
     for model in event["models"]:
         decode = f", decode policy {model['decode_policy']}" if model["decode_policy"] else ""
-        rows.append(("model", model["model"]))
+        engines = f" ({model['engines']} of {event['engines']} engines)" if several else ""
+        rows.append(("model", f"{model['model']}{engines}"))
         rows.append(("policy", f"{model['policy']}{decode}, hot-spot guard {model['guard']}"))
     if event["page"] is not None:
         rows.append(("page", event["page"]))
@@ -79,6 +82,9 @@ def startup_block(event: Mapping[str, Any]) -> str:
         rows.append(("WARNING", f"{who}{problem['what']}: {problem['reason']}"))
         if problem["fix"] is not None:
             rows.append(("", f"fix: {problem['fix']}"))
+    if several and not event["configured"]:
+        rows.append(("NOTE", "the engines serve several models, and each request must name one"))
+        rows.append(("", "fix: if that is not intended, start them with the same --served-model-name"))
     if event["open"]:
         rows.append(("NOTE", "there are no API keys: whoever reaches this port can use the engines"))
         rows.append(("", "fix: set auth.keys_file, or listen on loopback only (--host 127.0.0.1)"))
