@@ -25,8 +25,10 @@ from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 # requests, one client at its limit would be one.
 REFUSED_SHARE = 0.05
 REFUSED_LEAST = 20  # requests in `REFUSED_SECONDS`
-LATE_SHARE = 0.5  # of the last seconds. For less than that, a burst or a reload is enough.
-BUSY_SHARE = 0.5  # of the time in which the event loop was late. With less, it waited for a CPU.
+# Of the last seconds: shorter than that, and a burst or a reload is enough.
+LATE_SHARE = 0.5
+# Of the time in which the event loop was late. With less, it waited for a CPU.
+BUSY_SHARE = 0.5
 
 
 @dataclass(slots=True)
