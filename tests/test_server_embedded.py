@@ -205,7 +205,9 @@ async def test_moved_requests_say_what_others_say() -> None:
     whole, _, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert counted == 0
     flags += ["--rebalance", "star", "--rebalance-settings", "period_seconds=0.1"]
-    moved, records, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
+    moved, records, counted = await streamed(
+        counter, prompts, *flags, max_tokens=400, session="rivers", run=RUN_TUNED
+    )
     assert moved == whole
     assert counted == sum(len(record["migrations"]) for record in records) > 0
     assert len({record["instance"] for record in records}) == 1

@@ -21,7 +21,7 @@ figure = RERUN.figure
 
 HOUR = [Stage(speed) for speed in (1.5, 2.2, 3.0)]
 COSTS = (0.05, 0.30)  # share of a token's prefill
-FREE = "at_once"  # the holder's memory is read without work of the holder
+FREE = "waits=false"  # the holder's memory is read without work of the holder
 
 
 def rows(
@@ -86,7 +86,7 @@ def holder(world: Pool) -> Row:
         ),
         *(replace(at, pull=f"most={most}", label=f"{most} at once") for most in (1, 64)),
         *(replace(at, pull=f"least={least}", label=f"of {least:,} tokens or more") for least in (2048, 8192)),
-        replace(at, pull="unpinned", label="unpinned"),
+        replace(at, pull="pinned=false", label="unpinned"),
     ]
     shown = ["ttft", "ttft_p50", "tpot", "pulled", "pulls", "wait"]
     return rows(world, HOUR[1:2], rivals, columns=shown)
@@ -104,7 +104,7 @@ def live(world: Pool) -> Row:
         LMETRIC,
         WEIGHING.pulling("on", FAST, "lmetric_pull, 25 GB/s"),
         WEIGHING.pulling("on", SLOW, "lmetric_pull, 3.125 GB/s"),
-        WEIGHING.pulling(f"{FREE}, unpinned", FAST, "lmetric_pull, 25 GB/s, at once, unpinned"),
+        WEIGHING.pulling(f"{FREE}, pinned=false", FAST, "lmetric_pull, 25 GB/s, at once, unpinned"),
     ]
     shown = ["ttft", "ttft_p50", "ttft_p99", "tpot", "found", "pulled", "pulls", "wait"]
     return rows(world, stages, rivals, columns=shown)
