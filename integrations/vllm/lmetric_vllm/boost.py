@@ -114,7 +114,6 @@ class UniBoostScheduler(MeasuredScheduler):
         self.settings = read_settings(BoostSettings, self.vllm_config.additional_config)
         self.boost = EngineBoost(self.settings.model_dump(exclude_none=True))
         self._known: dict[str, Known] = {}
-        self._routed = False  # whether a router has sent gamma
         self.waiting = BoostQueue()
         self.waiting.ranked = self._rank
         logger.info("UniBoostScheduler: gamma %g per second", self.boost.gamma)
@@ -161,9 +160,7 @@ class UniBoostScheduler(MeasuredScheduler):
         try:
             gamma = number_of(extra, GAMMA, 1e-6, 1e6)
             if gamma is not None:
-                if not self._routed:
-                    logger.info("UniBoostScheduler: the router sends gamma, now %g per second", gamma)
-                self._routed = True
+                logger.info_once("UniBoostScheduler: the router sends gamma")
                 self.boost.give(gamma)
             arrival += number_of(extra, HANDICAP, -1e6, 1e6) or 0.0
         except SettingsError as error:
