@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from make_model import HIDDEN
 from train_lengths.collect import collect
 from train_lengths.samples import Samples, load_samples
-from vllm_process import MODEL, VllmEngine, hidden_states
+from vllm_process import ENVIRONMENT, MODEL, VllmEngine, environment, hidden_states
 from vllm_process import model as model_folder
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -170,6 +171,33 @@ async def aborted(engine: VllmEngine) -> None:
                 await answer.content.readline()
 
         await asyncio.gather(*map(one, range(20)))
+
+
+ASYNCHRONOUS = """\
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from lmetric_vllm.checks import check_collection
+config = EngineArgs(**json.loads(sys.argv[1])).create_engine_config()
+check_collection("HiddenStatesConnector", config)
+print("accepted")
+config.scheduler_config.async_scheduling = True  # no flag does this on CPU
+check_collection("HiddenStatesConnector", config)
+"""
+
+
+def test_asynchronous_scheduling_is_refused(tmp_path: Path) -> None:
+    flags = hidden_states(tmp_path, LAYERS, share=1)
+    venv, own = environment(), flags.pop("environ")
+    given = json.dumps(flags | {"model": str(model_folder(venv)), "dtype": "float32"})
+    command = [venv / "bin" / "python", "-c", ASYNCHRONOUS, given]
+    done = subprocess.run(command, env=ENVIRONMENT | own, capture_output=True, text=True, timeout=600)
+    assert "accepted" in done.stdout, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "NotSupportedError: lmetric_vllm.HiddenStatesConnector is not tested with asynchronous" in last
+    assert last.endswith(
+        "add --no-async-scheduling; start it without --kv-transfer-config for "
+        "lmetric_vllm.HiddenStatesConnector, or without that"
+    )
 
 
 @pytest.mark.parametrize(

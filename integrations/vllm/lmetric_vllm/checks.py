@@ -39,7 +39,10 @@ def check_collection(name: str, config: VllmConfig) -> None:
     Raises:
         NotSupportedError: the version or the feature, and what to do.
     """
-    _check(name, config, "--kv-transfer-config", [])
+    # The drafter of hidden states then counts one token of a step that gave two.
+    repeats = "it repeats tokens in answers (vllm-project/vllm#56417); add --no-async-scheduling"
+    asynchronous = config.scheduler_config.async_scheduling, f"asynchronous scheduling: {repeats}"
+    _check(name, config, "--kv-transfer-config", [asynchronous])
     speculative = config.speculative_config
     found: Sequence[int] = ()
     if speculative is not None and speculative.method == "extract_hidden_states":
