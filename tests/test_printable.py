@@ -7,6 +7,7 @@ shown with escapes.
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -73,6 +74,10 @@ def test_log_lines_have_escapes(more: str) -> None:
     text = HOSTILE.replace("\r\n", "") + more
     assert harmless(rendered({"event": "x", "reason": text, "names": [text]}))
     assert rendered({"event": "x", "exception": "Traceback\n  line"}).count("\n") == 2
+
+
+def test_log_lines_show_paths_as_texts() -> None:
+    assert "file=/etc/router.yaml" in rendered({"event": "x", "file": Path("/etc/router.yaml")})
 
 
 def test_tables_and_notes_of_commands_have_escapes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import errno
 import gzip
 import hashlib
 import itertools
+import os
 import resource
 import threading
 import time
@@ -155,20 +156,42 @@ async def test_no_records_without_the_setting(tmp_path: Path) -> None:
 
 
 async def test_an_unwritable_folder_costs_records_and_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    async with world(1, records={"path": str(tmp_path / "file" / "records")}) as it:
+    folder = tmp_path / "file" / "records"
+    monkeypatch.chdir(tmp_path)
+    async with world(1, records={"path": "file/records"}) as it:
         for _ in range(3):
             assert (await it.post())[0] == 200
         await it.settled()
         recorder = it.server.recorder
         assert recorder is not None
         await until(lambda: recorder.writer.outcomes["disk"] == 3)
+        (problem,) = (each for each in it.server.fleet.own_problems() if each.what == "records")
+        assert str(folder) in problem.reason
+        assert problem.fix.startswith("a part of the path is a file: move it, or set records.path to another")
         assert b'lmetric_records_total{outcome="disk"} 3.0' in (await it.get("/metrics"))[1]
     assert (caplog.text + "".join(capsys.readouterr())).count(
         "records cannot be written; traffic continues"
     ) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "free space there"),
+        (errno.EACCES, "write permission"),
+        (errno.EROFS, "mount it for writing"),
+        (errno.EMFILE, "limit of open files"),
+        (errno.ELOOP, "check the folder and its disk"),
+    ],
+)
+def test_each_reason_has_its_own_fix(tmp_path: Path, number: int, fix: str) -> None:
+    writer = RecordWriter(RecordsConfig(path=tmp_path), tmp_path, list, dict)
+    writer._fail(OSError(number, os.strerror(number)), 1)
+    assert writer.failure is not None
+    assert fix in writer.failure.fix
 
 
 def limit_files() -> None:

@@ -197,6 +197,8 @@ async def test_an_expired_certificate_is_logged_and_its_successor_is_used(author
             assert (await post(w, unchecked))[0] == 200, "clients decide whether they accept it"
             assert metric(await page_of(w, unchecked), expiry_metric) < time.time()
             await until(lambda: any("has expired" in line["event"] for line in logs))
+            (problem,) = w.server.fleet.own_problems()
+            assert "expired on 20" in problem.reason
             old.replace(new)
             tls = w.server.front.tls
             assert tls is not None
@@ -212,7 +214,10 @@ def test_a_wall_clock_that_is_set_back_hides_no_warning(
     """A warning of a clock that was a year ahead is no reason for a year without warnings."""
     pair = authority.issue("router", days=5)
     began, ahead, later = time.time(), 365 * 86_400.0, 0.0
-    clock = SimpleNamespace(time=lambda: began + ahead + later, monotonic=lambda: 1e6 + later)
+    clock = SimpleNamespace(
+        time=lambda: began + ahead + later, monotonic=lambda: 1e6 + later,
+        strftime=time.strftime, gmtime=time.gmtime,
+    )  # fmt: skip
     monkeypatch.setattr(contexts, "time", clock)
     config = ServerConfig.model_validate({"tls": pair.files, "embedded": 1})
     assert config.tls is not None
@@ -222,6 +227,31 @@ def test_a_wall_clock_that_is_set_back_hides_no_warning(
         ahead, later = 0.0, 2 * 86_400.0
         context.refresh()
     assert ["expired" in line["event"] for line in logs] == [True, False], logs
+
+
+def test_the_end_of_a_certificate_is_logged_when_it_comes(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning of the last day does not delay the error, and no text has days below 0."""
+    pair = authority.issue("router", days=1)
+    began, later = time.time(), 0.0
+    clock = SimpleNamespace(
+        time=lambda: began + later, monotonic=lambda: 1e6 + later,
+        strftime=time.strftime, gmtime=time.gmtime,
+    )  # fmt: skip
+    monkeypatch.setattr(contexts, "time", clock)
+    config = ServerConfig.model_validate({"tls": pair.files, "embedded": 1})
+    assert config.tls is not None
+    context = contexts.listener_context(config.tls)
+    with capture_logs() as logs:
+        for later in (86_000.0, 86_500.0, 86_600.0):  # noqa: B007 (the clock reads it)
+            context.refresh()
+    assert [(line["log_level"], line["event"].rpartition(" ")[2]) for line in logs] == [
+        ("warning", "soon"),
+        ("error", "expired"),
+    ]
+    assert logs[0]["days"] == 0.0
+    assert logs[1]["expired"] == context.expiry_text()
 
 
 async def test_connections_without_a_handshake_are_bounded(

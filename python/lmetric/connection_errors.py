@@ -13,6 +13,7 @@ import aiohttp
 # Reasons of OpenSSL if the server has no TLS.
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 _UNKNOWN_ISSUER = (18, 19, 20, 21)  # verify codes of OpenSSL
+_EXPIRED, _NOT_YET_VALID, _OTHER_NAMES = 10, 9, (62, 64)
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
@@ -35,6 +36,14 @@ def no_router(url: str, error: BaseException, otherwise: str) -> str:
         check = "check its certificate"
         if inner.verify_code in _UNKNOWN_ISSUER:
             check = "if a private CA signed its certificate, set SSL_CERT_FILE to the file of the CA"
+        elif inner.verify_code == _EXPIRED:
+            check = (
+                f"renew the files of its `tls`, which it reads again; until then: curl -k {url}/debug/live"
+            )
+        elif inner.verify_code == _NOT_YET_VALID:
+            check = "check the clocks of both machines"
+        elif inner.verify_code in _OTHER_NAMES:
+            check = "use a host name of its certificate in the URL"
     elif isinstance(inner, ssl.SSLError) and inner.reason in _NO_TLS:
         check = f"if it has no TLS, use http{url.removeprefix('https')}"
     elif url.startswith("http:") and (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,7 +59,7 @@ def screen(
         rows = min(rows, max((free - events) * 3 // 5, 2))
         requests = max(free - events - rows, 2)
     narrow = width < _WIDE
-    parts: list[RenderableType] = [*about, _head(state), *problems, *_hot(state)]
+    parts: list[RenderableType] = [*problems, *about, _head(state), *_hot(state)]
     parts.append(_rates(state, rates, narrow))
     if listed:
         parts.append(_engines(listed[:rows], narrow))
@@ -151,11 +150,9 @@ def _rates(state: State, rates: Sequence[Rate], narrow: bool) -> Table:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     table.add_column("last 5 min", no_wrap=True)
     for title, key in (("TTFT p50, p95", "ttft"), ("TPOT p50, p95", "tpot"), ("E2E p50, p95", "e2e")):
-        cells = [f"{seconds(now[f'{key}_p50'])}, {seconds(now[f'{key}_p95'])}"]
-        for since in windows:
-            both = (_median(column(f"{key}_{rank}", since)) for rank in ("p50", "p95"))
-            cells.append(", ".join(map(seconds, both)))
-        table.add_row(title, *cells, _trend(points, fields.index(f"{key}_p50"), end))
+        cell = f"{seconds(now[f'{key}_p50'])}, {seconds(now[f'{key}_p95'])}"
+        # The points hold quantiles of one second each, which give no quantile of a longer window.
+        table.add_row(title, cell, *("" for _ in windows), _trend(points, fields.index(f"{key}_p50"), end))
     for title, key, unit in rates:
         cells = [unit(now[key])]
         for since in windows:
@@ -167,11 +164,6 @@ def _rates(state: State, rates: Sequence[Rate], narrow: bool) -> Table:
 
 def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-
-
-def _median(values: Series) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _mean(values: Series, weights: Series | None = None) -> float | None:

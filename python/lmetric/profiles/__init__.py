@@ -158,10 +158,10 @@ def load_profile(name_or_path: str) -> Profile:
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        near = difflib.get_close_matches(name_or_path, names, n=1)
+        near = difflib.get_close_matches(str(name_or_path), names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`lmetric-router profiles` lists the names"
         raise ProfileError(
-            f"profile {name_or_path!r}: neither a shipped profile nor a readable file; {hint}"
+            f"profile {str(name_or_path)!r}: neither a shipped profile nor a readable file; {hint}"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path}: not YAML: {' '.join(str(error).split())}") from error

@@ -62,7 +62,7 @@ class OwnProblems:
         failure = self.recorder.writer.failure if self.recorder is not None else None
         if failure is not None:
             reason = f"{failure.folder}: {failure.reason}"
-            fix = "free space there, or set records.path or records.total_bytes; traffic continues"
+            fix = f"{failure.fix}; traffic continues"
             yield Problem("records", "records cannot be written", reason, fix, since=failure.since)
         for name, moved in self.fleet.moved.items():
             if moved.is_recent:
@@ -168,7 +168,7 @@ def _of_certificate(context: TlsContext) -> Iterator[Problem]:
     days = context.days_left()
     if days < WARN_DAYS:
         cause = "a TLS certificate has expired" if days <= 0 else "a TLS certificate expires soon"
-        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(context.expires_at))
-        reason = f"{context.name}: {context.certificate} expires on {when}"
+        verb = "expired" if days <= 0 else "expires"
+        reason = f"{context.name}: {context.certificate} {verb} on {context.expiry_text()}"
         since = context.expires_at if days <= 0 else None
         yield Problem("certificate", cause, reason, fix, since=since, is_bad=days <= 0)

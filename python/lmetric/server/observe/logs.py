@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import PurePath
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
@@ -196,11 +197,13 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
 
 
 def _escape(logger: Any, name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Escapes control characters in texts that the renderer writes as they are.
+    """Escapes control characters in texts that the renderer writes as they are. Paths become texts.
 
     It writes texts with spaces, quotes, line ends or `=` as Python literals, which have escapes.
     """
     for key, value in event.items():
+        if isinstance(value, PurePath):
+            value = event[key] = str(value)
         if isinstance(value, str) and not value.isprintable() and not _QUOTED & set(value):
             event[key] = printable(value)
     return event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -28,11 +29,28 @@ BATCH = 64  # records written at once
 Line = dict[str, Any]
 
 
+_ELSEWHERE = "or set records.path to another folder"
+_FIXES = {
+    errno.ENOSPC: "free space there, or set a lower records.total_bytes",
+    errno.EDQUOT: "raise the disk quota of the router's user, or set a lower records.total_bytes",
+    errno.EACCES: f"give the router's user write permission there, {_ELSEWHERE}",
+    errno.EPERM: f"give the router's user write permission there, {_ELSEWHERE}",
+    errno.EROFS: f"mount it for writing, {_ELSEWHERE}",
+    errno.EEXIST: f"a file has the name of the folder: move it, {_ELSEWHERE}",
+    errno.ENOTDIR: f"a part of the path is a file: move it, {_ELSEWHERE}",
+    errno.ENOENT: f"create the folder, {_ELSEWHERE}",
+    errno.EMFILE: "raise the limit of open files (ulimit -n, systemd: LimitNOFILE)",
+    errno.ENFILE: "raise the system's limit of open files (sysctl fs.file-max)",
+    errno.EIO: f"check the disk, {_ELSEWHERE}",
+}
+
+
 class WriteFailure(NamedTuple):
     """Why records cannot be written now. ``since``: Unix time in seconds."""
 
     folder: str
     reason: str
+    fix: str
     since: float
 
 
@@ -47,7 +65,7 @@ class RecordWriter:
     def __init__(
         self, config: RecordsConfig, folder: Path, head: Callable[[], list[Line]], line: Callable[[Any], Line]
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config, self._folder = config, folder.absolute()
         self._head, self._line = head, line
         self.outcomes = Counter({"written": 0, "queue_full": 0, "disk": 0, "error": 0})
         self.written_bytes = 0
@@ -206,5 +224,7 @@ class RecordWriter:
         self._retry_at = time.monotonic() + RETRY_SECONDS
         if self.failure is None:
             reason = error.strerror or str(error)
-            self.failure = WriteFailure(str(self._folder), reason, time.time())
-            log.error("records cannot be written; traffic continues", folder=str(self._folder), reason=reason)
+            fix = _FIXES.get(error.errno or 0, f"check the folder and its disk, {_ELSEWHERE}")
+            folder = str(self._folder)
+            self.failure = WriteFailure(folder, reason, fix, time.time())
+            log.error("records cannot be written; traffic continues", folder=folder, reason=reason, fix=fix)

@@ -53,6 +53,7 @@ class TlsContext:
         self._files = [file for file in files if file is not None]
         self._stamps = self._read_stamps()
         self._warned_at = -math.inf
+        self._warned_expired = False
         self.context = self._load()
 
     def _load(self) -> ssl.SSLContext:
@@ -81,21 +82,29 @@ class TlsContext:
             else:
                 self.refused = None
                 self._warned_at = -math.inf
-                log.info("TLS files read again", section=self.name, certificate=self.certificate)
+                log.info("TLS files read again", section=self.name, certificate=str(self.certificate))
         self._warn()
 
     def days_left(self) -> float:
         """Returns the days until its certificate expires; infinite without a certificate."""
         return (self.expires_at - time.time()) / _DAY_SECONDS
 
+    def expiry_text(self) -> str:
+        """Returns when its certificate expires, for people."""
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
+
     def _warn(self) -> None:
         now = time.monotonic()  # the wall clock may be set back
-        days = self.days_left()
-        if days >= WARN_DAYS or now - self._warned_at < _DAY_SECONDS:
+        expired = (days := self.days_left()) <= 0
+        warned = now - self._warned_at < _DAY_SECONDS and (self._warned_expired or not expired)
+        if days >= WARN_DAYS or warned:
             return
-        self._warned_at = now
-        message = "the TLS certificate has expired" if days <= 0 else "the TLS certificate expires soon"
-        log.warning(message, section=self.name, certificate=str(self.certificate), days=round(days, 1))
+        self._warned_at, self._warned_expired = now, expired
+        named = {"section": self.name, "certificate": str(self.certificate)}
+        if expired:
+            log.error("the TLS certificate has expired", **named, expired=self.expiry_text())
+        else:
+            log.warning("the TLS certificate expires soon", **named, days=round(days, 1))
 
 
 class EngineContexts:
