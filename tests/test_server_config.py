@@ -90,7 +90,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
         ("cors: {origins: [crash]}", {}, {}, "cors.origins[0] = 'crash'"),
-        ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': expected 'auto' or 'off'"),
+        ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': expected auto, off, or a mapping"),
         ("kv_events: {endpont: a}", {}, {}, "unknown key; did you mean 'endpoint'?"),
         ("kv_events: {endpoint: 'tcp://*'}", {}, {}, "kv_events.endpoint = 'tcp://*': a ZMQ endpoint"),
         ("kv_events: {bind: true}", {}, {}, "bind needs an endpoint"),
@@ -115,6 +115,16 @@ def test_kv_events_in_each_form(tmp_path: Path) -> None:
     assert (config.pool_settings(model).kv_events, config.kv_events) == ("off", "auto")
     assert isinstance(model.engines[0].kv_events, KvEvents)
     assert load(render(config), tmp_path) == config
+
+
+@pytest.mark.parametrize("value", ["bogus", 7, ["off"]])
+def test_a_wrong_kv_events_names_each_form(tmp_path: Path, value: Any) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"engines: ['http://127.0.0.1:1']\nkv_events: {value}\n")
+    with pytest.raises(
+        ConfigError, match=r"expected auto, off, or a mapping of endpoint, .*without_tokenizer"
+    ):
+        load_config(file)
 
 
 def test_an_engine_may_be_its_url(tmp_path: Path) -> None:

@@ -218,6 +218,11 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
         (["--json", "no/such/directory/o.json"], 2, "there is no directory"),
         (["--start", "1e9"], 1, "the filters exclude all 1000 requests"),
         (["--trace", "none.jsonl"], 2, "none.jsonl: No such file"),
+        (
+            ["--trace", "agents"],
+            2,
+            "did you mean the trace coding-agents? Names of traces: slice, coding-agents",
+        ),
     ],
 )
 def test_wrong_usage_is_said_in_words(arguments: list[str], code: int, message: str) -> None:

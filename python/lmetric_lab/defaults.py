@@ -1,5 +1,8 @@
 """Defaults that the commands of the laboratory show, separate from the modules that use them."""
 
+import difflib
+import errno
+import os
 from pathlib import Path
 
 from lmetric.defaults import DEFAULT_POLICY
@@ -15,6 +18,9 @@ CODING_AGENTS = SLICE.parent / "coding_agents.yaml"
 """The synthetic workload in the package; data/README.md describes its origin."""
 
 
+_SHIPPED = {"slice": SLICE, "coding-agents": CODING_AGENTS}
+
+
 def trace_path(name: str | Path, folder: Path = Path()) -> Path:
     """The file of a trace.
 
@@ -22,10 +28,19 @@ def trace_path(name: str | Path, folder: Path = Path()) -> Path:
     file of a public trace is in the folder of public traces, and may have to be downloaded. Other
     names are files, relative to `folder`.
     """
-    if (shipped := {"slice": SLICE, "coding-agents": CODING_AGENTS}.get(str(name))) is not None:
+    if (shipped := _SHIPPED.get(str(name))) is not None:
         return shipped
     public = PUBLIC_TRACES.get(str(name))
     return folder / name if public is None else public.path
+
+
+def no_trace(path: Path) -> FileNotFoundError:
+    """The error that a trace is neither a file nor a known name. It has the names."""
+    names = [*_SHIPPED, *PUBLIC_TRACES]
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    hint = f"did you mean the trace {near[0]}? " if near else ""
+    text = f"{os.strerror(errno.ENOENT)}; {hint}Names of traces: {', '.join(names)}"
+    return FileNotFoundError(errno.ENOENT, text, str(path))
 
 
 DEFAULT_PROFILE = "independent-sim"

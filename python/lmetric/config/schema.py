@@ -112,10 +112,20 @@ class KvEvents(Strict):
         return self
 
 
+def _kv_events_form(value: object) -> str | None:
+    if isinstance(value, dict | KvEvents):
+        return "[mapping]"
+    return "[word]" if value in ("auto", "off") or value is False else None
+
+
 # The tags have brackets, so that error messages do not show them as keys.
 KvEventsSetting = Annotated[
     Annotated[Literal["auto", "off"], OFF_IS_A_WORD, Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
-    Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
+    Discriminator(
+        _kv_events_form,
+        custom_error_type="kv_events",
+        custom_error_message=f"expected auto, off, or a mapping of {', '.join(KvEvents.model_fields)}",
+    ),
 ]
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from lmetric.validation import expected
-from lmetric_lab.defaults import trace_path
+from lmetric_lab.defaults import no_trace, trace_path
 from lmetric_lab.sim.agents import AgentsTrace
 from lmetric_lab.sim.distributions import (
     LENGTHS,
@@ -393,6 +393,8 @@ def read_synthetic(
     where = "on the command line" if inline else description
     try:
         content = yaml.safe_load(description if inline else trace_path(description).read_text("utf-8"))
+    except FileNotFoundError:
+        raise no_trace(trace_path(description)) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SyntheticError(f"synthetic trace {where}: not YAML: {' '.join(str(error).split())}") from None
     described = check_synthetic(content, where)

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric_lab.defaults import trace_path
+from lmetric_lab.defaults import no_trace, trace_path
 from lmetric_lab.errors import TraceError
 from lmetric_lab.packed import DAMAGED, open_packed
 from lmetric_lab.public_traces import available
@@ -83,6 +83,8 @@ def load_trace(
         OSError: the file is missing or unreadable.
     """
     path = available(trace_path(path))
+    if not path.exists():
+        raise no_trace(path)
     if path.suffix in (".yaml", ".yml"):
         return _synthetic(path, format, block_tokens, closed_loop, session_rate)
     recognised, own_block_tokens = recognise(path)
