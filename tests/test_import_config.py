@@ -308,7 +308,7 @@ def test_nginx_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         return actual(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match="pip install .*crossplane"):
+    with pytest.raises(ConfigError, match=r"pip install 'crossplane>="):
         import_config(FOLDER / "nginx_vllm.conf")
 
 
@@ -353,3 +353,15 @@ def test_litellms_names_and_weights_become_aliases(tmp_path: Path) -> None:
     assert "alias small: engines serve a model of this name, so it stays small" in printed
     assert "model_list[3].weight 2: no weights: load decides" in printed
     assert "model_list[0].weight" not in printed
+
+
+def test_losses_come_first_and_an_nginx_file_needs_an_upstream(tmp_path: Path) -> None:
+    file = tmp_path / "nginx.conf"
+    file.write_text("upstream a { server h:1; }\nupstream b { server h:2; }\n")
+    text = import_config(file).render()
+    assert text.index("# - upstream b: one fleet per import") < text.index("engines:")
+    file.write_text("server {\n    location / { proxy_pass http://10.0.0.1:80; }\n}\n")
+    with pytest.raises(
+        ConfigError, match=r"an nginx configuration without upstream; expected `upstream NAME"
+    ):
+        import_config(file)

@@ -384,7 +384,7 @@ def test_training_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import train_lengths.fit as module
 
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(LengthsError, match=r"needs PyTorch: install lmetric-router\[train\]"):
+    with pytest.raises(LengthsError, match=r"training needs PyTorch; run: pip install"):
         fit(make_samples(), Training())
 
 

@@ -133,7 +133,8 @@ def _from_command(file: Path, kind: str | None, found: list[Command]) -> Draft:
 
 
 def _is_nginx(text: str) -> bool:
-    return re.search(r"^[ \t]*+upstream\s++[^\s{]++\s*+\{", text, re.MULTILINE) is not None
+    block = r"(?:upstream\s++[^\s{]++|server|http|location\s++[^\s{][^{\n]*+)\s*+\{"
+    return re.search(rf"^[ \t]*+{block}", text, re.MULTILINE) is not None
 
 
 def _documents(text: str) -> list[Any]:

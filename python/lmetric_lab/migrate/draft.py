@@ -135,17 +135,18 @@ class Draft:
 
     def _lines(self) -> Iterator[str]:
         yield from _comment(f"Imported from {self.source} ({self.kind}).")
+        if self.remarks:
+            yield from _comment("Without an equivalent:")
+        for what, why in self.remarks:
+            yield from _comment(f"{what}: {why}", head="# - ")
+        if self.remarks:
+            yield ""
         for key, value in self.settings.items():
             for note in self.notes.get(key, ()):
                 yield from _comment(note)
             yield from _yaml({key: value})
         if not self.settings:
             yield "{}"
-        if self.remarks:
-            yield ""
-            yield from _comment("Without an equivalent:")
-        for what, why in self.remarks:
-            yield from _comment(f"{what}: {why}", head="# - ")
 
 
 def _yaml(value: dict[str, Any]) -> list[str]:

@@ -36,7 +36,8 @@ def translate(draft: Draft, file: Path, text: str) -> None:
     upstreams = {each["args"][0]: each["block"] for each in blocks}
     if not upstreams:
         raise ConfigError(
-            f"{file}: no upstream; expected an nginx configuration with `upstream NAME {{ ... }}`"
+            f"{file}: an nginx configuration without upstream; expected `upstream NAME {{ server HOST; }}`. "
+            "If an included file has it, import that file. For one engine, use `serve --engine URL`"
         )
     scheme = "http"
     used: list[str] = []
