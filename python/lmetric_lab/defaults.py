@@ -35,7 +35,12 @@ def trace_path(name: str | Path, folder: Path = Path()) -> Path:
 
 
 def no_trace(path: Path) -> FileNotFoundError:
-    """The error that a trace is neither a file nor a known name. It has the names."""
+    """The error that a trace is neither a file nor a known name.
+
+    It has the names, unless the path is clearly that of a file.
+    """
+    if path.suffix or len(path.parts) > 1:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     names = [*_SHIPPED, *PUBLIC_TRACES]
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
     hint = f"did you mean the trace {near[0]}? " if near else ""
