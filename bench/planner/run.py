@@ -81,11 +81,18 @@ def holder(world: Pool) -> Row:
         LMETRIC,
         at,
         *(
-            replace(at, pull=f"holder={seconds:g}", label=f"each takes {seconds * 1e3:g} ms of its next step")
+            replace(
+                at,
+                pull=f"holder_seconds={seconds:g}",
+                label=f"each takes {seconds * 1e3:g} ms of its next step",
+            )
             for seconds in (0.005, 0.02, 0.1)
         ),
-        *(replace(at, pull=f"most={most}", label=f"{most} at once") for most in (1, 64)),
-        *(replace(at, pull=f"least={least}", label=f"of {least:,} tokens or more") for least in (2048, 8192)),
+        *(replace(at, pull=f"max_fetches={most}", label=f"{most} at once") for most in (1, 64)),
+        *(
+            replace(at, pull=f"min_tokens={least}", label=f"of {least:,} tokens or more")
+            for least in (2048, 8192)
+        ),
         replace(at, pull="pinned=false", label="unpinned"),
     ]
     shown = ["ttft", "ttft_p50", "tpot", "pulled", "pulls", "wait"]
