@@ -45,9 +45,8 @@ def configured(values: Mapping[str, Any], root: type[BaseModel] = ServerConfig) 
 @contextlib.contextmanager
 def constant_options() -> Iterator[None]:
     """Makes the constants of routing options settings of servers, while in the block."""
-    is_study = options.is_study
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "is_study", lambda each: is_study(each) and not options.is_constant(each))
+        patch.setattr(options, "is_study", options.is_simulated)
         yield
 
 

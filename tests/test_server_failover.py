@@ -435,6 +435,13 @@ async def story(w: World, **changes: Any) -> dict[str, Any]:
     return heard(b"\n\n".join([*events, b"data: [DONE]\n\n"]))
 
 
+def is_whole(said: dict[str, Any]) -> None:
+    """The client has the story, as from one engine."""
+    assert "error" not in said
+    assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
+    assert said["usage"]["completion_tokens"] == 40
+
+
 @pytest.mark.parametrize("at", [1, 7, 39])
 @pytest.mark.parametrize(
     "then",
@@ -456,10 +463,7 @@ async def story(w: World, **changes: Any) -> dict[str, Any]:
 async def test_no_token_is_lost_or_doubled_wherever_the_answer_breaks(at: int, then: bytes) -> None:
     behave = cut(at, then)
     async with fakes(behave, behave) as w:
-        said = await story(w)
-        assert "error" not in said
-        assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
-        assert said["usage"]["completion_tokens"] == 40
+        is_whole(await story(w))
         assert model(w).failovers == {"continued": 1}
 
 
@@ -472,10 +476,7 @@ async def test_events_before_garbage_reach_the_client(at: int, together: int) ->
     """Such events were recorded, so the next engine does not send them again."""
     behave = cut(at, GARBAGE, together=together)
     async with fakes(behave, behave) as w:
-        said = await story(w)
-        assert "error" not in said
-        assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
-        assert said["usage"]["completion_tokens"] == 40
+        is_whole(await story(w))
         assert model(w).failovers == {"continued": 1}
 
 
@@ -486,10 +487,7 @@ async def test_an_answer_that_lacks_only_its_end_is_whole(at: int, together: int
     """The engine dies between the last token, the usage, the end mark and the last chunk."""
     behave = cut(at, then, together=together)
     async with fakes(behave, behave) as w:
-        said = await story(w)
-        assert "error" not in said
-        assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
-        assert said["usage"]["completion_tokens"] == 40
+        is_whole(await story(w))
         assert model(w).failovers == {"complete": 1}
 
 

@@ -20,10 +20,7 @@ RUN = (
 )
 
 # A router whose constants of options can be set, as in `constants.constant_options`.
-RUN_TUNED = (
-    "from lmetric import options; study = options.is_study; "
-    f"options.is_study = lambda each: study(each) and not options.is_constant(each); {RUN}"
-)
+RUN_TUNED = f"from lmetric_lab.tuned import accept_constants; accept_constants(); {RUN}"
 
 # Such a router that splits every request at a fraction: servers refuse this planner in
 # configurations.

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,20 +208,24 @@ async def test_an_expired_certificate_is_logged_and_its_successor_is_used(author
     assert len([line for line in logs if "has expired" in line["event"]]) == 1
 
 
+def with_clock(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair, wall: Callable[[], float], monotonic: Callable[[], float]
+) -> contexts.TlsContext:
+    """The context of a listener that reads these clocks."""
+    clock = SimpleNamespace(time=wall, monotonic=monotonic, strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr(contexts, "time", clock)
+    config = ServerConfig.model_validate({"tls": pair.files, "embedded": 1})
+    assert config.tls is not None
+    return contexts.listener_context(config.tls)
+
+
 def test_a_wall_clock_that_is_set_back_hides_no_warning(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warning of a clock that was a year ahead is no reason for a year without warnings."""
     pair = authority.issue("router", days=5)
     began, ahead, later = time.time(), 365 * 86_400.0, 0.0
-    clock = SimpleNamespace(
-        time=lambda: began + ahead + later, monotonic=lambda: 1e6 + later,
-        strftime=time.strftime, gmtime=time.gmtime,
-    )  # fmt: skip
-    monkeypatch.setattr(contexts, "time", clock)
-    config = ServerConfig.model_validate({"tls": pair.files, "embedded": 1})
-    assert config.tls is not None
-    context = contexts.listener_context(config.tls)
+    context = with_clock(monkeypatch, pair, lambda: began + ahead + later, lambda: 1e6 + later)
     with capture_logs() as logs:
         context.refresh()
         ahead, later = 0.0, 2 * 86_400.0
@@ -235,14 +239,7 @@ def test_the_end_of_a_certificate_is_logged_when_it_comes(
     """The warning of the last day does not delay the error, and no text has days below 0."""
     pair = authority.issue("router", days=1)
     began, later = time.time(), 0.0
-    clock = SimpleNamespace(
-        time=lambda: began + later, monotonic=lambda: 1e6 + later,
-        strftime=time.strftime, gmtime=time.gmtime,
-    )  # fmt: skip
-    monkeypatch.setattr(contexts, "time", clock)
-    config = ServerConfig.model_validate({"tls": pair.files, "embedded": 1})
-    assert config.tls is not None
-    context = contexts.listener_context(config.tls)
+    context = with_clock(monkeypatch, pair, lambda: began + later, lambda: 1e6 + later)
     with capture_logs() as logs:
         for later in (86_000.0, 86_500.0, 86_600.0):  # noqa: B007 (the clock reads it)
             context.refresh()

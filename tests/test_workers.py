@@ -435,7 +435,7 @@ async def test_programs_are_held_over_all_workers_until_any_of_them_has_room() -
         return True
 
     async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS, behave=one_at_a_time) as (_, client, _):
-        # Where all instances have room, the policy chooses. Two workers that choose within the same
+        # The policy chooses where all instances have room. Two workers that choose within the same
         # 0.1 ms may choose alike, so the first program runs before the others come.
         tasks = [asyncio.create_task(client.ask(turn(0), **FINAL))]
         await until_programs(client, running=1)

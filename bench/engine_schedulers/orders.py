@@ -6,11 +6,12 @@ requests in turn, so that the orders differ in nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,8 @@ def rate_of(profile: Profile, mix: Mix, engines: int, load: float) -> float:
     return load * len(trace) / float(run.finished_seconds.max())
 
 
-def start(
+@contextlib.contextmanager
+def running(
     order: str,
     count: int,
     make: Callable[[dict[str, Any], dict[str, str]], VllmEngine],
@@ -239,8 +241,8 @@ def start(
     sequences: int,
     slo_ms: float,
     profile: Path,
-) -> list[VllmEngine]:
-    """Starts engines with an order. ``make`` makes one from flags and environment."""
+) -> Iterator[list[VllmEngine]]:
+    """Engines with an order, which are ready. ``make`` makes one from flags and environment."""
     chosen = ORDERS[order]
     flags = {
         "scheduling_policy": "fcfs",
@@ -257,24 +259,23 @@ def start(
         settings = {"token_slo_ms": round(slo_ms, 1), "profile": str(profile)}
         flags["additional_config"] = {"lmetric": settings}
     engines = [make(flags, environ) for _ in range(count)]
-    for engine in engines:
-        engine.start()
     try:
         for engine in engines:
+            engine.start()
+        for engine in engines:
             engine.wait()
-    except BaseException:
+        yield engines
+    finally:
         for engine in engines:
             engine.stop()
-        raise
-    return engines
 
 
 class Table:
-    """A CSV file of rows; a run that is there is not played again."""
+    """A CSV file of rows, dataclasses of one kind; a run that is there is not played again."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[Any]) -> None:
         self._path = path
-        self._names = [each.name for each in dataclasses.fields(Row)]
+        self._names = [each.name for each in dataclasses.fields(kind)]
         if not path.exists():
             path.write_text(",".join(self._names) + "\n")
 
@@ -283,12 +284,12 @@ class Table:
         with self._path.open() as file:
             return list(csv.DictReader(file))
 
-    def has(self, order: str, seed: int) -> bool:
-        """Whether a live run is there."""
-        key = (order, "live", str(seed))
-        return any((row["order"], row["side"], row["seed"]) == key for row in self.rows())
+    def has(self, **values: object) -> bool:
+        """Whether a row with these values is there."""
+        wanted = {name: str(value) for name, value in values.items()}
+        return any(wanted.items() <= row.items() for row in self.rows())
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Any) -> None:
         """Writes and prints a row."""
         values = {n: f"{v:.4f}" if isinstance(v, float) else v for n, v in dataclasses.asdict(row).items()}
         with self._path.open("a", newline="") as file:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from orders import ORDERS, Mix, Table, compared, played, rate_of, shuffled, simulated, slo_of, start
+from orders import ORDERS, Mix, Row, Table, compared, played, rate_of, running, shuffled, simulated, slo_of
 
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import as_yaml
@@ -58,7 +58,7 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     shape, mix = model(given.venv, LAYERS, HIDDEN), Mix(requests=given.requests)
-    table, path = Table(given.out / "orders.csv"), (given.out / "engine.yaml").resolve()
+    table, path = Table(given.out / "orders.csv", Row), (given.out / "engine.yaml").resolve()
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
 
@@ -66,26 +66,20 @@ def main() -> None:
             return VllmEngine(given.venv, shape, folder, FLAGS | flags, environ)
 
         if not path.exists():
-            engines = start("fcfs", given.engines, make, sequences=SLOTS, slo_ms=0.0, profile=path)
-            try:
+            with running("fcfs", given.engines, make, sequences=SLOTS, slo_ms=0.0, profile=path) as engines:
                 path.write_text(as_yaml(asyncio.run(calibrated(engines, given.calibrate_tokens))))
-            finally:
-                for engine in engines:
-                    engine.stop()
         profile = load_profile(str(path))
         slo, rate = slo_of(profile, mix), rate_of(profile, mix, given.engines, given.load)
         print(f"token SLO {slo * 1e3:.0f} ms, {rate:.2f} requests/s", flush=True)
         for seed in given.seeds:
             trace = mix.trace(seed, rate, BLOCK)
             for order in shuffled(given.orders, seed):
-                if table.has(order, seed):
+                if table.has(order=order, side="live", seed=seed):
                     continue
-                engines = start(order, given.engines, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path)
-                try:
+                with running(
+                    order, given.engines, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path
+                ) as engines:
                     table.add(asyncio.run(played(order, trace, mix, seed, engines)))
-                finally:
-                    for engine in engines:
-                        engine.stop()
                 table.add(simulated(order, trace, mix, seed, given.engines, profile, slo))
     print(compared(table.rows()))
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import functools
 import json
 import random
@@ -30,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine_schedulers"))
 
 import orders
 from live import Live, play
+from orders import Table
 
 from lmetric.profiles import Profile, check_profile, load_profile
 from lmetric.profiles.roofline import as_yaml
@@ -193,28 +193,6 @@ class Row:
         )
 
 
-class Table:
-    """A CSV file of rows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.names = [each.name for each in fields(Row)]
-        if not path.exists():
-            path.write_text(",".join(self.names) + "\n")
-
-    def has(self, what: str, seed: int) -> bool:
-        """Returns whether a run is there."""
-        with self._path.open() as file:
-            return any((row["what"], int(row["seed"])) == (what, seed) for row in csv.DictReader(file))
-
-    def add(self, row: Row) -> None:
-        """Writes and prints a row."""
-        values = {n: f"{v:.4f}" if isinstance(v, float) else v for n, v in asdict(row).items()}
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self.names).writerow(values)
-        print(" ".join(f"{name}={value}" for name, value in values.items()), flush=True)
-
-
 async def emptied(engines: Sequence[VllmEngine]) -> None:
     """Empties the caches of idle engines."""
     async with aiohttp.ClientSession() as session:
@@ -330,7 +308,7 @@ def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Calla
     mix = orders.Mix(long_prompt=(4_000, 16_000))
     slo, rate = orders.slo_of(profile, mix), orders.rate_of(profile, mix, ORDERED, given.load)
     print(f"token SLO {slo * 1e3:.0f} ms, {rate:.2f} requests/s", flush=True)
-    table = orders.Table(given.out / "orders.csv")
+    table = Table(given.out / "orders.csv", orders.Row)
 
     def make(flags_of_order: dict[str, Any], environ: dict[str, str]) -> VllmEngine:
         all_flags = flags(ORDERED, given.cache_tokens) | given.flags | flags_of_order
@@ -339,16 +317,17 @@ def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Calla
     for seed in given.seeds:
         trace = mix.trace(seed, rate, BLOCK)
         for order in orders.shuffled(given.orders, seed):
-            if table.has(order, seed) or late():
+            if table.has(order=order, side="live", seed=seed) or late():
                 continue
-            engines = orders.start(order, ORDERED, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path)
-            try:
-                asyncio.run(warm(engines))
-                table.add(asyncio.run(orders.played(order, trace, mix, seed, engines)))
-            finally:
-                for engine in engines:
-                    shutil.copy(engine.log, given.out / f"{order}-{seed}-{engine.port}.log")
-                    engine.stop()
+            with orders.running(
+                order, ORDERED, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path
+            ) as engines:
+                try:
+                    asyncio.run(warm(engines))
+                    table.add(asyncio.run(orders.played(order, trace, mix, seed, engines)))
+                finally:
+                    for engine in engines:
+                        shutil.copy(engine.log, given.out / f"{order}-{seed}-{engine.port}.log")
             table.add(orders.simulated(order, trace, mix, seed, ORDERED, profile, slo))
     print(orders.compared(table.rows()), flush=True)
 
@@ -397,17 +376,17 @@ def main() -> None:
                 profile_file.write_text(as_yaml(asyncio.run(calibrated(engines[0], given.calibrate_tokens))))
             profile = load_profile(str(profile_file))
             print(f"calibrated after {time.monotonic() - begun:.0f} s", flush=True)
-            alone = Table(given.out / "alone.csv")
-            if not alone.has("alone", 1):
+            alone = Table(given.out / "alone.csv", Row)
+            if not alone.has(what="alone", seed=1):
                 trace = agents(given.alone, given.seconds, seed=1)
                 asyncio.run(emptied(engines))
                 alone.add(asyncio.run(played("alone", trace, engines[0].url, seed=1)))
                 alone.add(simulated(trace, profile, seed=1))
-            table = Table(given.out / "policies.csv")
+            table = Table(given.out / "policies.csv", Row)
             for seed in given.seeds:
                 trace = agents(given.sessions, given.seconds, seed)
                 for policy in random.Random(seed).sample(given.policies, len(given.policies)):
-                    if not table.has(policy, seed) and not late():
+                    if not table.has(what=policy, seed=seed) and not late():
                         table.add(asyncio.run(routed(trace, policy, seed, engines)))
         finally:
             for engine in engines:

@@ -618,6 +618,11 @@ def is_study(field: FieldInfo) -> bool:
     return _mark(field, Served) is None
 
 
+def is_simulated(field: FieldInfo) -> bool:
+    """Whether a setting is for simulations only."""
+    return _mark(field, Served) is None and _mark(field, Study) is not None
+
+
 def is_constant(field: FieldInfo) -> bool:
     """Whether a setting is a constant of servers."""
     return _mark(field, Served) is None and _mark(field, Study) is None

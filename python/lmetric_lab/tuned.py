@@ -4,21 +4,15 @@ Servers do not offer them. The demo sets times by the engines' clock, and tests 
 frequent.
 """
 
-from __future__ import annotations
-
-from pydantic.fields import FieldInfo
-
 from lmetric import options
 from lmetric.cli import main
 
-_is_study = options.is_study
 
-
-def _is_refused(field: FieldInfo) -> bool:
-    """Whether a setting is for simulations only."""
-    return _is_study(field) and not options.is_constant(field)
+def accept_constants() -> None:
+    """Makes the constants of routing options settings of servers, in this process."""
+    options.is_study = options.is_simulated
 
 
 if __name__ == "__main__":
-    options.is_study = _is_refused
+    accept_constants()
     main()

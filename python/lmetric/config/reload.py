@@ -23,19 +23,8 @@ RELOADED = frozenset(
     {
         *_OF_MODELS,
         *(f"models.{name}" for name in _OF_MODELS),
-        *(
-            "admin",
-            "aliases",
-            "auth",
-            "cors",
-            "discovery.api_key",
-            "errors",
-            "forwarded",
-            "health",
-            "limits",
-            "load",
-        ),
-        *("log", "paths", "retries", "tenants", "timeouts", "tls"),
+        *("admin", "aliases", "auth", "cors", "discovery.api_key", "errors", "forwarded", "health"),
+        *("limits", "load", "log", "paths", "retries", "tenants", "timeouts", "tls"),
     }
 )
 """The settings that a reload applies. A section stands for all of its keys."""

@@ -25,9 +25,9 @@ def beginning(call: ParsedRequest) -> bytes:
         heads = [fields.get("system"), fields.get("instructions")]
         return orjson.dumps([*heads, *_until_user(turns)])
     if call.text is not None:
-        return bytes(call.text[:FIRST_BYTES])
+        return call.text[:FIRST_BYTES]
     if call.tokens is not None:
-        return bytes(call.tokens[: FIRST_BYTES // 4].tobytes())
+        return call.tokens[: FIRST_BYTES // 4].tobytes()
     return call.body[:FIRST_BYTES]
 
 

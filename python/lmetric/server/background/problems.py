@@ -17,7 +17,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness
 from lmetric.server.observe.live import REFUSED, REFUSED_SECONDS, Live
-from lmetric.server.observe.problems import FIXES, NAMES, meaning_of
+from lmetric.server.observe.problems import FIXES, first_of, meaning_of
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 
@@ -76,7 +76,8 @@ class OwnProblems:
             usual, others = model.weights.look()
             if others:
                 cause = "engines of one model report different weights"
-                reason = f"{model.name}: {_first(others.values())} at them, {usual} at most engines"
+                different = first_of([*dict.fromkeys(others.values())])
+                reason = f"{model.name}: {different} at them, {usual} at most engines"
                 fix = "if these are different models, start them with different --served-model-name"
                 yield Problem("other weights", cause, reason, fix, [*others])
         if self.live is not None:
@@ -130,14 +131,6 @@ class OwnProblems:
         if queued:
             fix = f"first add engines, because their queues cost more time; then {fix}"
         yield Problem("cpu", cause, reason, fix)
-
-
-def _first(roots: Iterable[str]) -> str:
-    """Returns the first different roots."""
-    different = [*dict.fromkeys(roots)]
-    return ", ".join(different[:NAMES]) + (
-        f" and {len(different) - NAMES} more" if len(different) > NAMES else ""
-    )
 
 
 def _of_refusals(live: Live) -> Iterator[Problem]:

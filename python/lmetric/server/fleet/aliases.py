@@ -24,6 +24,10 @@ class Aliases:
         weights = self._targets[alias]
         return sorted(weights, key=weights.__getitem__, reverse=True)
 
+    def served(self, alias: str, known: Collection[str]) -> list[str]:
+        """Returns the models of an alias that engines serve. ``known``: as in `choose`."""
+        return [name for name in self._targets[alias] if name in known]
+
     def choose(self, alias: str, known: Collection[str], key: Callable[[], bytes]) -> str:
         """Returns the model of a request.
 
@@ -32,7 +36,7 @@ class Aliases:
         its own keys move. ``known``: the names that engines serve.
         """
         weights = self._targets[alias]
-        served = [name for name in weights if name in known] or list(weights)
+        served = self.served(alias, known) or list(weights)
         if len(served) == 1:
             return served[0]
         base = blake2b(key(), digest_size=32).digest()

@@ -620,7 +620,7 @@ class Fleet:
     def card(self, name: str) -> dict[str, Any]:
         """Returns the card of a known model, or of an alias of one."""
         if name not in self.names:
-            served = [each for each in self.aliases.targets(name) if each in self.names]
+            served = self.aliases.served(name, self.names)
             return self.aliases.card(name, {each: self.card(each) for each in served})
         names = self.names[name].model.names
         return names.card(name, self.names[name].model.created)
@@ -628,9 +628,7 @@ class Fleet:
     def named(self, name: str) -> bool:
         """Returns whether a name is a served model's, or an alias of one."""
         aliases = self.aliases
-        return name in self.names or (
-            name in aliases.names and any(n in self.names for n in aliases.targets(name))
-        )
+        return name in self.names or (name in aliases.names and bool(aliases.served(name, self.names)))
 
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,7 +69,7 @@ class _Group:
         count, first = len(self.names), self.first
         return {
             "level": first.level,
-            "what": f"{_named(self.names)}: {first.state}",
+            "what": f"{first_of(self.names)}: {first.state}",
             "since": self.since,
             "reason": "" if first.reason == first.state else first.reason,
             "fix": first.fix,
@@ -77,9 +77,10 @@ class _Group:
         }
 
 
-def _named(engines: list[str]) -> str:
-    more = len(engines) - NAMES
-    return ", ".join(engines[:NAMES]) + (f" and {more} more" if more > 0 else "")
+def first_of(names: Sequence[str]) -> str:
+    """Returns the first `NAMES` names, and how many more there are."""
+    more = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def of_engines(states: Iterable[EngineState]) -> list[dict[str, Any]]:
@@ -98,7 +99,7 @@ def of_router(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     return [
         {
             "level": "bad" if each.is_bad else "warn",
-            "what": f"{_named(each.engines)}: {each.what}" if each.engines else each.cause,
+            "what": f"{first_of(each.engines)}: {each.what}" if each.engines else each.cause,
             "since": each.since,
             "reason": each.reason,
             "fix": each.fix,
