@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -115,7 +116,7 @@ def test_a_reference_may_name_any_kind_of_policy(tmp_path: Path) -> None:
     assert fleet(f"{file}:policy").stats()["policy"] == "named"
     with pytest.raises(lm.UnknownNameError, match=r"parameter 'c' is not an indicator.*policy_function"):
         lm.Router(f"{file}:columns")
-    with pytest.raises(lm.BadValueError, match="expected a Policy, an expression or a function"):
+    with pytest.raises(lm.BadValueError, match=r"expected a function, an lmetric\.Policy or an expression"):
         lm.Router(f"{file}:number")
 
 
@@ -414,7 +415,11 @@ async def test_a_failing_policy_falls_back_and_is_counted(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("body", "problem"),
-    [("return bz", "name 'bz' is not defined"), ("return bs[:1]", "returned 1 scores for 2 instances")],
+    [
+        ("return bz", "name 'bz' is not defined"),
+        ("return bs[:1]", "returned 1 scores for 2 instances"),
+        ("return 7", r"it returned 7 \(int\)"),
+    ],
 )
 def test_a_policy_is_called_once_before_it_is_used(tmp_path: Path, body: str, problem: str) -> None:
     """UX papercut 8: an error in the body showed only when the fallback decided."""
@@ -476,3 +481,31 @@ async def test_sighup_replaces_the_policy(tmp_path: Path) -> None:
             write("rond_robin")
             process.process.send_signal(signal.SIGHUP)
             assert "round_robin" in await logged(process, "cannot reload the configuration")
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return 7", r"it returned 7 \(int\); expected 2 numbers, one score per instance \(FILE:1\)"),
+        ("return 'x'", r"it returned 'x' \(str\); expected 2 numbers, .* \(FILE:1\)"),
+        ("return None", r"it returned None \(NoneType\); expected 2 numbers, .* \(FILE:1\)"),
+        ("return [[1.0], [2.0]]", r"it returned \[\[1.0\], \[2.0\]\] \(list\); expected 2 numbers"),
+        ("return bs[:1]", r"it returned 1 scores for 2 instances; expected 2 numbers, .* \(FILE:1\)"),
+        ("return 1 / 0", r"ZeroDivisionError: division by zero \(FILE:2\)"),
+    ],
+)
+def test_a_wrong_result_is_shown_with_file_and_line(tmp_path: Path, body: str, problem: str) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(f"def score(bs):\n    {body}\n")
+    router = lm.Router(f"{file}:score")
+    for name in ("a", "b"):
+        router.add_instance(name)
+    with pytest.raises(lm.PolicyError, match=problem.replace("FILE", re.escape(str(file)))):
+        router.route(lm.Request(text="x"))
+
+
+def test_a_class_is_no_policy(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text("class Best:\n    def score(self, bs):\n        return bs\n")
+    with pytest.raises(lm.BadValueError, match=r"it is a class; expected a function, an lmetric.Policy"):
+        lm.Router(f"{file}:Best")

@@ -3,16 +3,20 @@ point."""
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import re
+import reprlib
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+
+import numpy as np
 
 from lmetric import _core
 
@@ -92,7 +96,7 @@ def load_object(text: str) -> object:
     except _core.LmetricError:
         raise
     except Exception as error:
-        raise _core.BadValueError(f"{text}: it cannot be loaded: {_described(error)}") from error
+        raise _core.BadValueError(f"{text}: it cannot be loaded: {described(error)}") from error
     try:
         return getattr(module, found["name"])
     except AttributeError:
@@ -119,7 +123,7 @@ def entry_point(name: str) -> object | None:
         loaded: object = found[0].load()
     except Exception as error:
         raise _core.BadValueError(
-            f"policy {name!r}: {found[0].value} cannot be loaded: {_described(error)}"
+            f"policy {name!r}: {found[0].value} cannot be loaded: {described(error)}"
         ) from error
     return loaded
 
@@ -156,8 +160,11 @@ def _import(name: str) -> ModuleType:
     return module
 
 
-def _described(error: Exception) -> str:
-    """Type and text of an error, and the last line of the file's code in its traceback."""
+def described(error: Exception) -> str:
+    """Type and text of an error, and the last line of the file's code in its traceback.
+
+    The core calls it, too.
+    """
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -165,3 +172,18 @@ def _described(error: Exception) -> str:
     if isinstance(error, OSError | SyntaxError | ImportError):
         where = ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+def bad_scores(fn: Callable[..., object], result: object, instances: int) -> str:
+    """What is wrong with the result of a policy function, with its file and line.
+
+    The core calls it.
+    """
+    found = f"{reprlib.repr(result)} ({type(result).__name__})"
+    with suppress(TypeError, ValueError):
+        scores = np.asarray(result, np.float64)
+        found = f"{len(scores)} scores for {instances} instances" if scores.ndim == 1 else found
+    fn = inspect.unwrap(fn)
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"it returned {found}; expected {instances} numbers, one score per instance{where}"

@@ -1,5 +1,6 @@
 """Custom policies: expressions (`Policy`) and Python functions over columns (`policy_function`)."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -315,9 +316,12 @@ def referenced(text: str) -> Policy | PolicyFunction | str | None:
         return found
     if isinstance(found, Expr | str):
         return Policy(found)
+    expected = "a function, an lmetric.Policy or an expression"
+    if isinstance(found, type):
+        raise _core.BadValueError(f"policy {text}: it is a class; expected {expected}")
     if callable(found):
         return policy_function(found, name=text.strip())
-    raise _bad(f"policy {text}", found, "a Policy, an expression or a function")
+    raise _bad(f"policy {text}", found, expected)
 
 
 def is_code(policy: object) -> bool:
@@ -354,7 +358,12 @@ def _by_parameters(
             )
     if not reads:
         raise _bad(f"policy {name}", "a function without parameters", "one parameter per indicator")
-    return (lambda columns: fn(*(columns[each] for each in reads))), reads
+
+    @functools.wraps(fn)
+    def of_columns(columns: Columns) -> ArrayLike:
+        return fn(*(columns[each] for each in reads))
+
+    return of_columns, reads
 
 
 def _bad(what: str, got: object, expected: str) -> Exception:

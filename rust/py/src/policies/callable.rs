@@ -46,7 +46,13 @@ impl Callable {
         Ok(Callable { spec, function, reads, declared })
     }
 
-    fn call(&self, py: Python<'_>, snapshot: &Snapshot<'_>, scores: &mut Scores) -> PyResult<()> {
+    /// Fills `scores`. The inner error is what is wrong with the function's result.
+    fn call(
+        &self,
+        py: Python<'_>,
+        snapshot: &Snapshot<'_>,
+        scores: &mut Scores,
+    ) -> PyResult<std::result::Result<(), String>> {
         let slots: Vec<usize> = snapshot.eligible_slots().collect();
         let columns = PyDict::new(py);
         for &id in &self.reads {
@@ -63,22 +69,18 @@ impl Callable {
             let values = PyArray1::from_iter(py, slots.iter().map(|&slot| column[slot]));
             columns.set_item(id.decl().name, values)?;
         }
-        let numpy = py.import("numpy")?;
-        let result = numpy.call_method1("asarray", (self.function.call1(py, (columns,))?, "float64"))?;
-        let result = result.cast::<PyArray1<f64>>()?.readonly();
-        let values = result.as_slice()?;
-        if values.len() != slots.len() {
-            return Err(crate::errors::BadValueError::new_err(format!(
-                "policy {}: returned {} scores for {} instances; expected one each",
-                self.spec.name,
-                values.len(),
-                slots.len()
-            )));
-        }
-        for (&slot, &value) in slots.iter().zip(values) {
+        let result = self.function.call1(py, (columns,))?;
+        let array = py.import("numpy")?.call_method1("asarray", (&result, "float64")).ok();
+        let array = array.and_then(|array| array.cast_into::<PyArray1<f64>>().ok());
+        let Some(array) = array.filter(|array| array.len().is_ok_and(|length| length == slots.len())) else {
+            let problem = (&self.function, result, slots.len());
+            return Ok(Err(plugins(py)?.call_method1("bad_scores", problem)?.extract()?));
+        };
+        let array = array.readonly();
+        for (&slot, &value) in slots.iter().zip(array.as_slice()?) {
             scores.score[slot] = value;
         }
-        Ok(())
+        Ok(Ok(()))
     }
 }
 
@@ -102,10 +104,20 @@ impl Policy for Callable {
         scores: &mut Scores,
     ) -> std::result::Result<(), CoreError> {
         Python::attach(|py| {
-            self.call(py, snapshot, scores).map_err(|error| CoreError::Policy {
-                policy: self.spec.name.to_string(),
-                problem: error.to_string(),
-            })
+            self.call(py, snapshot, scores)
+                .unwrap_or_else(|error| Err(described(py, error)))
+                .map_err(|problem| CoreError::Policy { policy: self.spec.name.to_string(), problem })
         })
     }
+}
+
+fn plugins(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
+    py.import("lmetric.plugins")
+}
+
+/// An exception of the function with its file and line.
+fn described(py: Python<'_>, error: PyErr) -> String {
+    let text = error.to_string();
+    let error = error.into_value(py); // with its traceback
+    plugins(py).and_then(|module| module.call_method1("described", (error,))?.extract()).unwrap_or(text)
 }
