@@ -444,7 +444,8 @@ def test_parquet_without_pyarrow_fails_before_the_runs(tmp_path: Path) -> None:
 
 
 def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
-    text = STUDY + "max_load: {each_policy: true, keep_up: 0.9}\nslo: {ttft_seconds: 2}\n"
+    text = STUDY.replace("[lmetric,", f"[{DEFAULT_POLICY},")
+    text += f"max_load: {{reference: {DEFAULT_POLICY}, each_policy: true, keep_up: 0.9}}\nslo: {{ttft_seconds: 2}}\n"
     write(tmp_path / "s.yaml", text)
     done = study("s.yaml", "--figures", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -464,7 +465,7 @@ def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert heading in page
     for label in (
-        "lmetric",
+        DEFAULT_POLICY,
         "vllm",
         "linear(",
         "TTFT &lt;= 2 s",
@@ -506,6 +507,12 @@ def test_the_report_ranks_whole_policies_and_names_equal_ones(tmp_path: Path) ->
     shown = [name.replace("\u200b", "").strip() for name in shown]
     best = sorted(latency, key=lambda name: latency[name])[:10]
     assert [latency[name] for name in shown[:10]] == [latency[name] for name in best]
+    # The command ends with the same ranking.
+    printed = done.stdout[done.stdout.index("ranking by latency") :].splitlines()
+    assert max(map(len, printed)) <= 80
+    places = [line.split()[:2] for line in printed if re.match(r" +\d+ +\S", line)]
+    assert places[:10] == [[str(place), name] for place, name in enumerate(shown[:10], start=1)]
+    assert DEFAULT_POLICY in [name for _, name in places]
     assert first.count("★</span>") == 1
     starred = re.search(r'</i>([^<]*?) <span class="lead">★', first)
     assert starred is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import BASIC, RESULTS
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.cli.options import AllowCode
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.backends import Backend
     from lmetric_lab.sim.store import Store
-    from lmetric_lab.sim.study import Outcome
+    from lmetric_lab.sim.study import Cell, Outcome
     from lmetric_lab.sim.study_file import Study
 
 _EXECUTION = "Execution"
+_RANKED = 10  # policies of the printed ranking; the default policy is always in it
 BackendName = StrEnum("BackendName", {"threads": "threads", "ray": "ray"})
 
 
@@ -180,7 +183,8 @@ def _run(study: Study, store: Store, backend: Backend) -> Outcome:
 
 
 def _print(outcome: Outcome) -> None:
-    """Prints mean TTFT and TPOT by policy and load; the files have the other figures."""
+    """Prints mean TTFT and TPOT by policy and load, then the ranking; the files have the other
+    figures."""
     from functools import partial
 
     from lmetric.cli.show import print_table, print_text
@@ -206,3 +210,30 @@ def _print(outcome: Outcome) -> None:
                 rows.append([policy, *("–" if s is None else f"{s[0] * scale:.{digits}f}" for s in spreads)])
             title = f"mean {name.partition('_')[0].upper()}, {unit}: {', '.join(filter(None, group))}"
             print_table(["policy", *loads], rows, title=title)
+        _print_ranking(members, loads)
+
+
+def _print_ranking(members: Sequence[Cell], loads: Sequence[str]) -> None:
+    from lmetric.cli.show import note, print_table
+    from lmetric_lab.sim.ranking import over_loads
+
+    ranked = over_loads(members)
+    rows, excluded = [], False
+    for place, (policy, standings) in enumerate(ranked, start=1):
+        if place > _RANKED and policy != DEFAULT_POLICY:
+            continue
+        row = [str(place), policy]
+        for load in loads:
+            standing = standings.get(load)
+            latency = None if standing is None else standing.latency
+            mark = "*" if standing is not None and standing.measured.is_excluded else ""
+            excluded |= bool(mark)
+            row.append("–" if latency is None else f"{latency:.2f}{mark}")
+        rows.append(row)
+    title = "ranking by latency: mean TTFT and TPOT relative to the lowest (geometric mean)"
+    columns = [load.replace(" of the maximum", " max") for load in loads]  # to fit 80 columns
+    print_table(["place", "policy", *columns], rows, title=title, keys=2)
+    if excluded:
+        note("* unfinished requests, or cannot keep up: such policies come last")
+    if (more := len(ranked) - len(rows)) > 0:
+        note(f"{more} more policies are in the report")

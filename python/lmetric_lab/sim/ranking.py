@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,12 @@ class Measured:
         """Whether the fleet sustains the load: the default of `lmetric_lab.sim.max_load.Rule`."""
         return self.first_token_share >= KEEP_UP
 
+    @property
+    def is_excluded(self) -> bool:
+        """Whether the policy comes last, because its means leave out requests or depend on the
+        length of the trace."""
+        return self.unfinished > 0 or not self.keeps_up
+
 
 @dataclass(frozen=True, slots=True)
 class Standing(Generic[T]):
@@ -54,8 +61,7 @@ class Standing(Generic[T]):
 def rank(policies: Iterable[T], measure: Callable[[T], Measured]) -> list[Standing[T]]:
     """Sorts policies by `latency`, best first.
 
-    Policies with unfinished requests, or that cannot keep up, come last, because their means leave
-    out requests or depend on the length of the trace.
+    Policies with unfinished requests, or that cannot keep up, come last.
     """
     found = [(policy, measure(policy)) for policy in policies]
     columns = [[each.ttft_seconds for _, each in found], [each.tpot_seconds for _, each in found]]
@@ -77,14 +83,32 @@ def rank(policies: Iterable[T], measure: Callable[[T], Measured]) -> list[Standi
 
 
 def _place(standing: Standing[T]) -> tuple[bool, float]:
-    measured = standing.measured
-    last = measured.unfinished > 0 or not measured.keeps_up
-    return last, float("inf") if standing.latency is None else standing.latency
+    return standing.measured.is_excluded, float("inf") if standing.latency is None else standing.latency
 
 
 def ranking(cells: Sequence[Cell]) -> list[Standing[Cell]]:
     """The policies of one load of a study, best first: `rank` by means over the seeds."""
     return rank(cells, measured_of)
+
+
+def over_loads(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Standing[Cell]]]]:
+    """The policies of all loads of a study, best first, with their standing by load.
+
+    The order is by the geometric mean of `latency` over the loads. A policy that is excluded at a
+    load, or lacks it, comes last.
+    """
+    found: dict[str, dict[str, Standing[Cell]]] = {cell.policy: {} for cell in cells}
+    loads = list(dict.fromkeys(cell.load for cell in cells))
+    for load in loads:
+        for standing in ranking([cell for cell in cells if cell.load == load]):
+            found[standing.policy.policy][load] = standing
+
+    def place(entry: tuple[str, dict[str, Standing[Cell]]]) -> tuple[bool, float]:
+        standings = entry[1].values()
+        last = len(standings) < len(loads) or any(each.measured.is_excluded for each in standings)
+        return last, math.prod(math.inf if each.latency is None else each.latency for each in standings)
+
+    return sorted(found.items(), key=place)
 
 
 def measured_of(cell: Cell) -> Measured:
