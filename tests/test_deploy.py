@@ -342,5 +342,6 @@ def test_the_image_holds_the_runtime_lock_and_a_wheel_only() -> None:
     make = (DEPLOY / "make_rootfs").read_text()
     steps = re.findall(r'^"\$\{pip\[@\]\}" (.*)$', make, re.MULTILINE)
     assert steps == ['--require-hashes -r "$lock"', '--no-deps --upgrade "$wheel"']
+    assert "--no-warn-conflicts" in make, "this machine's packages are not those of the image"
     assert "requirements-runtime.lock" in make
     assert int(re.findall(r"^USER (\d+)", text, re.MULTILINE)[0]) == pod()["securityContext"]["runAsUser"]
