@@ -509,3 +509,13 @@ def test_a_class_is_no_policy(tmp_path: Path) -> None:
     file.write_text("class Best:\n    def score(self, bs):\n        return bs\n")
     with pytest.raises(lm.BadValueError, match=r"it is a class; expected a function, an lmetric.Policy"):
         lm.Router(f"{file}:Best")
+
+
+def test_scores_may_be_any_array_of_numbers(tmp_path: Path) -> None:
+    """A reversed array has a negative stride."""
+    file = tmp_path / "reversed.py"
+    file.write_text("import numpy as np\ndef score(bs):\n    return np.arange(len(bs))[::-1]\n")
+    router = lm.Router(f"{file}:score")
+    for name in ("a", "b"):
+        router.add_instance(name)
+    assert router.route(lm.Request(text="x")).instance == "b"

@@ -77,7 +77,7 @@ impl Callable {
             return Ok(Err(plugins(py)?.call_method1("bad_scores", problem)?.extract()?));
         };
         let array = array.readonly();
-        for (&slot, &value) in slots.iter().zip(array.as_slice()?) {
+        for (&slot, &value) in slots.iter().zip(array.as_array()) {
             scores.score[slot] = value;
         }
         Ok(Ok(()))
