@@ -518,4 +518,4 @@ def test_scores_may_be_any_array_of_numbers(tmp_path: Path) -> None:
     router = lm.Router(f"{file}:score")
     for name in ("a", "b"):
         router.add_instance(name)
-    assert router.route(lm.Request(text="x")).instance == "b"
+    assert router.route(lm.Request(text="x"))[0].instance == "b"

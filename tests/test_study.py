@@ -445,7 +445,8 @@ def test_parquet_without_pyarrow_fails_before_the_runs(tmp_path: Path) -> None:
 
 def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     text = STUDY.replace("[lmetric,", f"[{DEFAULT_POLICY},")
-    text += f"max_load: {{reference: {DEFAULT_POLICY}, each_policy: true, keep_up: 0.9}}\nslo: {{ttft_seconds: 2}}\n"
+    text += f"max_load: {{reference: {DEFAULT_POLICY}, each_policy: true, keep_up: 0.9}}\n"
+    text += "slo: {ttft_seconds: 2}\n"
     write(tmp_path / "s.yaml", text)
     done = study("s.yaml", "--figures", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -175,7 +175,7 @@ def described(error: Exception) -> str:
 
 
 def bad_scores(fn: Callable[..., object], result: object, instances: int) -> str:
-    """What is wrong with the result of a policy function, with its file and line.
+    """Describes a wrong result of a policy function, with file and line.
 
     The core calls it.
     """
