@@ -386,8 +386,16 @@ class Barrier:
 
 
 async def begin_programs(client: Client, programs: range) -> dict[int, str]:
-    """Sends the first turns of programs at once, so that each goes to another engine."""
-    answers = await asyncio.gather(*(client.ask(turn(program)) for program in programs))
+    """Sends first turns of programs, each while those before it run: no two share an engine.
+
+    Two workers that choose within the same 0.1 ms may choose alike.
+    """
+    turns = []
+    for program in programs:
+        turns.append(asyncio.create_task(client.ask(turn(program))))
+        if len(turns) < len(programs):  # the last one opens the barrier of the engines
+            await until_programs(client, running=len(turns))
+    answers = await asyncio.gather(*turns)
     return {program: engine for program, (engine, _) in zip(programs, answers, strict=True)}
 
 
