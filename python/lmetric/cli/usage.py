@@ -29,6 +29,10 @@ def _problem(error: Any) -> str:
     if kind == "MissingParameter":
         return f"{_name(error)}: missing; give a value"
     if kind == "BadParameter":
+        if (choice := re.search(r"('.*?') is not one of (.*?)\.?$", message)) is not None:
+            possible = choice[2].replace("'", "")
+            of = "one of " * ("," in possible)
+            return f"{_name(error)} = {choice[1]}: expected {of}{possible}"
         found = getattr(error.__cause__, "errors", None)
         if found is not None:
             from lmetric.validation import expected
@@ -37,6 +41,8 @@ def _problem(error: Any) -> str:
             return f"{_name(error)} = {first['input']!r}: {expected(first)}"
         name = _name(error)
         return f"{name}: {message}" if name else message
+    if (extra := re.match(r"Got unexpected extra arguments? ?(?:\(s\) )?\((.*)\)", message)) is not None:
+        return f"{extra[1]!r}: not an argument of this command"
     if (given := re.match(r"No such command '(.*?)'\.?(.*)", message)) is not None:
         near = re.findall(r"'([\w-]+)'", given[2])
         return f"{given[1]!r} is not a command{_near(near)}"
@@ -50,7 +56,8 @@ def _name(error: Any) -> str:
     hint = error.param_hint
     if hint is None and error.param is not None:
         options = [each for each in error.param.opts if each.startswith("-")]
-        hint = max(options, key=len) if options else error.param.make_metavar(error.ctx).strip("[]{}.")
+        written = error.param.metavar or error.param.name.upper()
+        hint = max(options, key=len) if options else written.strip("[].")
     return hint if isinstance(hint, str) else ", ".join(hint or ())
 
 
