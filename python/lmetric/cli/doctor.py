@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lmetric.cli.usage import above_zero
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,6 +41,7 @@ def command(
         float | None,
         typer.Option(
             help="Also compare the times between tokens (P99) with this goal, in milliseconds.",
+            callback=above_zero,
             show_default="none",
         ),
     ] = None,
@@ -74,8 +77,6 @@ def command(
     from lmetric.doctor import Level, examine
 
     level = Level(require)
-    if token_slo_ms is not None and not token_slo_ms > 0:
-        raise typer.BadParameter(f"{token_slo_ms:g} is not above 0", param_hint="--token-slo-ms")
     targets = _targets(url or [], config, {"tokenizer": tokenizer, "profile": profile})
     if token_slo_ms is not None:
         targets = [_with_goal(target, token_slo_ms / 1e3) for target in targets]

@@ -13,6 +13,16 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _MANY = 10  # most options named as possible
 
 
+def above_zero(value: float | None) -> float | None:
+    """The callback of an option whose value must be above 0.
+
+    Raises BadParameter.
+    """
+    if value is not None and not value > 0:
+        raise typer.BadParameter(f"{value:g} is not above 0")
+    return value
+
+
 def usage_line(error: Any) -> str:
     """The message of a `UsageError`, with its command before it."""
     command = error.ctx.command_path if error.ctx is not None else "lmetric-router"

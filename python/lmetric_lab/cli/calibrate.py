@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli.help import BASIC, ENGINES
+from lmetric.cli.usage import above_zero
 from lmetric_lab.cli.options import check_file
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def command(
         float | None,
         typer.Option(
             help="Also recommend --max-num-batched-tokens for this time between tokens, in milliseconds.",
+            callback=above_zero,
             show_default="none",
             rich_help_panel=BASIC,
         ),
@@ -96,12 +98,17 @@ def command(
         float,
         typer.Option(
             help="Emulated engines: the engine's clock runs N times as fast as real time.",
+            callback=above_zero,
             rich_help_panel=ENGINES,
         ),
     ] = 1.0,
     timeout: Annotated[
         float,
-        typer.Option(help="Fail after S seconds without data from the engine.", rich_help_panel=_LIMITS),
+        typer.Option(
+            help="Fail after S seconds without data from the engine.",
+            callback=above_zero,
+            rich_help_panel=_LIMITS,
+        ),
     ] = 120.0,
     api_key: Annotated[
         str | None,
@@ -127,10 +134,6 @@ def command(
     from lmetric.profiles.roofline import as_yaml
     from lmetric_lab.calibrate import Calibrator
 
-    positive = (("--clock-speed", clock_speed), ("--timeout", timeout), ("--token-slo-ms", token_slo_ms))
-    for name, value in positive:
-        if value is not None and not value > 0:
-            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
     check_file("--out", out)
     _need_scipy()
     sizes = {

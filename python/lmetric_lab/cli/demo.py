@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import BASIC, ENGINES, EXPERIMENTAL, TRACE
+from lmetric.cli.usage import above_zero
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric_lab.defaults import AGENTS_PROFILE, DEFAULT_PROFILE, TOUR_ENGINES
 
@@ -65,7 +66,9 @@ def command(
     speed: Annotated[
         float,
         typer.Option(
-            help="Arrival rate relative to the trace, on the engines' clock.", rich_help_panel=BASIC
+            help="Arrival rate relative to the trace, on the engines' clock.",
+            callback=above_zero,
+            rich_help_panel=BASIC,
         ),
     ] = SPEED,
     clock_speed: Annotated[
@@ -73,6 +76,7 @@ def command(
         typer.Option(
             max=1000,
             help="Speed of the engines' clock relative to real time.",
+            callback=above_zero,
             show_default=f"{CLOCK_SPEED:g}; with --agents: {AGENTS_CLOCK_SPEED:g}",
             rich_help_panel=ENGINES,
         ),
@@ -156,9 +160,6 @@ def command(
         return
     if clock_speed is None:
         clock_speed = AGENTS_CLOCK_SPEED if agents else CLOCK_SPEED
-    for name, value in (("--speed", speed), ("--clock-speed", clock_speed)):
-        if not value > 0:
-            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
     if agents:
         for name, given in (
             ("--policy", policy is not None),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lmetric.cli.help import BASIC, RESULTS, TRACE
+from lmetric.cli.usage import above_zero
 from lmetric_lab.defaults import trace_path
 
 TRACE_HELP = (
@@ -52,11 +53,21 @@ BlockTokens = Annotated[
 ]
 SloTtft = Annotated[
     float | None,
-    typer.Option(help="Goodput: maximum TTFT, seconds.", show_default="no SLO", rich_help_panel=RESULTS),
+    typer.Option(
+        help="Goodput: maximum TTFT, seconds.",
+        callback=above_zero,
+        show_default="no SLO",
+        rich_help_panel=RESULTS,
+    ),
 ]
 SloTpot = Annotated[
     float | None,
-    typer.Option(help="Goodput: maximum TPOT, seconds.", show_default="no SLO", rich_help_panel=RESULTS),
+    typer.Option(
+        help="Goodput: maximum TPOT, seconds.",
+        callback=above_zero,
+        show_default="no SLO",
+        rich_help_panel=RESULTS,
+    ),
 ]
 Requests = Annotated[
     int | None,
@@ -71,7 +82,10 @@ MaxInputTokens = Annotated[
 Start = Annotated[
     float, typer.Option(min=0, help="Skip the first S seconds of the trace.", rich_help_panel=TRACE)
 ]
-Speed = Annotated[float, typer.Option(help="Arrival rate relative to the trace.", rich_help_panel=BASIC)]
+Speed = Annotated[
+    float,
+    typer.Option(help="Arrival rate relative to the trace.", callback=above_zero, rich_help_panel=BASIC),
+]
 SkipBadLines = Annotated[
     bool, typer.Option(help="Skip and count invalid lines instead of failing.", rich_help_panel=TRACE)
 ]

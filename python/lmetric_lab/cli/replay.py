@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import BASIC, ENGINES
+from lmetric.cli.usage import above_zero
 from lmetric_lab.cli.options import (
     ClosedLoop,
     Format,
@@ -56,6 +57,7 @@ def command(
         float,
         typer.Option(
             help="Emulated engines: their clock runs N times as fast; report times on it.",
+            callback=above_zero,
             rich_help_panel=ENGINES,
         ),
     ] = 1.0,
@@ -77,7 +79,12 @@ def command(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Abort a request after S seconds without data.", rich_help_panel=_CLIENT)
+        float,
+        typer.Option(
+            help="Abort a request after S seconds without data.",
+            callback=above_zero,
+            rich_help_panel=_CLIENT,
+        ),
     ] = 300.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompt texts.", rich_help_panel=_CLIENT)] = 0,
     skip_bad_lines: SkipBadLines = False,
@@ -98,9 +105,6 @@ def command(
     from lmetric_lab.cli.verdict import sentence
     from lmetric_lab.replay import Client, Slo, summarize
 
-    for name, value in (("--speed", speed), ("--clock-speed", clock_speed), ("--timeout", timeout)):
-        if not value > 0:
-            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
     loaded = load_noting(
         trace, skip_bad_lines, format=format, closed_loop=closed_loop, session_rate=session_rate
     )

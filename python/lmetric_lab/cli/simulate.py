@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
+from lmetric.cli.usage import above_zero
 from lmetric.defaults import PLANNER
 from lmetric_lab.cli.options import (
     ClosedLoop,
@@ -94,7 +95,12 @@ def _command(
     start: Start = 0.0,
     duration: Annotated[
         float | None,
-        typer.Option(help="Use S seconds of the trace.", show_default="all", rich_help_panel=TRACE),
+        typer.Option(
+            help="Use S seconds of the trace.",
+            callback=above_zero,
+            show_default="all",
+            rich_help_panel=TRACE,
+        ),
     ] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
@@ -181,9 +187,6 @@ def _command(
                     "needs --roles with a decode pool (16P64D), or --split, --rebalance or --prefix-fetch",
                     param_hint=name,
                 )
-    for name, value in (("--speed", speed), ("--duration", duration)):
-        if value is not None and not value > 0:
-            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
     to_stdout = json_ is not None and str(json_) == "-"
     check_file("--json", None if to_stdout else json_)
     check_file("--report", report)

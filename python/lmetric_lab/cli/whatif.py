@@ -10,6 +10,7 @@ import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
 from lmetric.cli.records import RecordPaths
+from lmetric.cli.usage import above_zero
 from lmetric_lab.cli.options import AllowCode, SloTpot, SloTtft, check_file
 from lmetric_lab.defaults import COMPARED
 
@@ -36,6 +37,7 @@ MaxError = Annotated[
     float | None,
     typer.Option(
         help="Largest error of the fit's mean TTFT, mean TPOT and hit rate.",
+        callback=above_zero,
         show_default="0.25, 0.15 and 0.05",
         rich_help_panel=RESULTS,
     ),
@@ -272,13 +274,11 @@ def fitted(
 
 
 def limits_of(max_error: float | None) -> Limits:
-    """The largest errors of a good fit. Raises BadParameter unless ``max_error`` is above 0."""
+    """The largest errors of a good fit."""
     from lmetric_lab.whatif import Limits
 
     if max_error is None:
         return Limits()
-    if not max_error > 0:
-        raise typer.BadParameter(f"{max_error:g} is not above 0", param_hint="--max-error")
     return Limits(max_error, max_error, max_error)
 
 
