@@ -150,7 +150,8 @@ impl Fleet {
 /// A prompt of a program: a system prompt that many programs share, and its own context.
 fn prompt(root: u64, program: u64, turn: usize) -> Vec<u64> {
     let mut blocks = chain(1 + root * 1_000_000, ROOT_BLOCKS);
-    blocks.extend(chain(10_000_000 + program * 100_000 + root, OWN_BLOCKS + 10 * turn));
+    // A hash names a block behind all blocks before it, so no two places in prompts share one.
+    blocks.extend(chain(10_000_000 + program * 100_000 + root * 1_000, OWN_BLOCKS + 10 * turn));
     blocks
 }
 
