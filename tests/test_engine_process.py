@@ -125,7 +125,7 @@ def run(flags: list[str]) -> int | str | None:
         (["--profile", "qwen3-30b-a3b-h2"], 1, "did you mean 'qwen3-30b-a3b-h20'?"),
         (["--max-sequences", "5000"], 1, "max_batch_tokens must be max_sequences (5000) or more"),
         (["--max-model-len", "9000000"], 1, "the KV blocks hold 2048000"),
-        (["--kv-events-endpoint", "nonsense"], 1, "cannot connect to KV events endpoint nonsense"),
+        (["--kv-events-endpoint", "nonsense"], 1, "cannot connect to KV events endpoint 'nonsense'"),
         (["--host", "203.0.113.1", "--port", "0"], 1, "cannot listen on 203.0.113.1:0"),
     ],
 )

@@ -55,7 +55,7 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, BadValueError | ConfigError | ExpressionError | ProfileError | UnknownNameError):
         return USAGE
     if isinstance(error, EngineStartError) and isinstance(error.__cause__, Exception):
-        return exit_code(error.__cause__)
+        return exit_code(error.__cause__) or FAILED
     if isinstance(error, LmetricError | EngineStartError):
         return FAILED
     if isinstance(error, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,7 +57,10 @@ def open_socket(socket: zmq.Socket[bytes], endpoint: str, bind: bool, what: str 
         socket.bind(chosen)
     except zmq.ZMQError as error:
         verb = "bind" if bind else "connect to"
-        raise EngineStartError(f"cannot {verb} {what} endpoint {endpoint}: {error.strerror}") from error
+        reason = zmq.strerror(error.errno or 0)
+        if error.errno in (errno.EINVAL, errno.EPROTONOSUPPORT):
+            reason = "expected tcp://HOST:PORT or ipc://PATH"
+        raise EngineStartError(f"cannot {verb} {what} endpoint {endpoint!r}: {reason}") from error
     if not chosen.endswith(":*"):
         return endpoint
     port = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode().rpartition(":")[2]

@@ -38,7 +38,8 @@ def port_error(host: str, port: int, error: Exception, setting: str = "--port") 
     ``host``, ``port``: as in the configuration. ``setting``: name of the port's setting.
     """
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
-    reason = os.strerror(number) if number > 0 else error
+    # Errors of the resolver have negative numbers.
+    reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
     if unix_path(host) is not None:
         fix = "stop the process that listens there, or set another --host"
         fix = fix if number == errno.EADDRINUSE else _UNIX_FIX
