@@ -66,8 +66,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Returns the system's error within an error of aiohttp; None: it has none."""
-    for name in ("certificate_error", "os_error"):
+    """Returns the system's error within an error of aiohttp or urllib; None: it has none."""
+    for name in ("certificate_error", "os_error", "reason"):
         if isinstance(inner := getattr(error, name, None), OSError):
             return inner
     return None

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmetric.connection_errors import reason_of
 from lmetric.defaults import TRACE_DIR
 from lmetric_lab.packed import SUFFIXES, open_packed
 
@@ -137,7 +138,7 @@ def _download(trace: PublicTrace) -> None:
                 raise _error(trace, f"the address returned a file with the sha256 {found}")
             part.replace(target)
     except (OSError, HTTPException) as error:
-        raise _error(trace, f"cannot be downloaded: {error}") from None
+        raise _error(trace, f"cannot be downloaded: {reason_of(error)}") from None
 
 
 def _error(trace: PublicTrace, problem: str) -> Exception:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from lmetric._core import EventFeed, LmetricError, Request, Router
 from lmetric.config import KvEvents
+from lmetric.connection_errors import reason_of
 from lmetric.doctor.subject import Subject
 from lmetric.server.fleet.kv_mode import Mode, ModelFacts, Subscription, choose, mismatch
 
@@ -148,7 +149,7 @@ async def _closed(endpoint: str) -> str | None:
     except TimeoutError:
         return "no answer within 3 s"
     except OSError as error:
-        return error.strerror or str(error)
+        return reason_of(error)
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()

@@ -10,7 +10,7 @@ import structlog
 from aiohttp import web
 from google.protobuf.message import DecodeError
 
-from lmetric.config import ConfigError, ServerConfig
+from lmetric.config import ServerConfig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import stored_response
 from lmetric.server.epp.ext_proc_pb2 import (
@@ -22,6 +22,7 @@ from lmetric.server.epp.shared import Shared
 from lmetric.server.epp.stream import GatewayStream
 from lmetric.server.http.connection import ClientConnection
 from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.port import bind_error, port_error
 from lmetric.server.http.protocol import origin_form
 from lmetric.server.http.running import DRAINING
 
@@ -65,7 +66,7 @@ class Picker:
         self._leaving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens. Raises ConfigError if the address or the certificate is not usable."""
+        """Listens. Raises PortError for the address, and ConfigError for the certificate."""
         config = self._config
         epp, limit = config.epp, config.limits.max_body_bytes
         server = grpc.aio.server(
@@ -93,14 +94,16 @@ class Picker:
             )
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
-        address = f"{host}:{epp.port if self._shared_port is None else self._shared_port}"
+        port = epp.port if self._shared_port is None else self._shared_port
+        address = f"{host}:{port}"
         try:
             if epp.tls is None:
                 self.port = server.add_insecure_port(address)
             else:
                 self.port = server.add_secure_port(address, _credentials(epp.tls))
         except (RuntimeError, OSError) as error:
-            raise ConfigError(f"cannot listen for gateways at {address} (epp.port): {error}") from None
+            why = bind_error(config.host, port) or error
+            raise port_error(config.host, port, why, "epp.port") from None
         await server.start()
         self._server = server
         log.info("listening for gateways", address=f"{host}:{self.port}", tls=epp.tls is not None)

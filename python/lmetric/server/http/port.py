@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmetric.config import UNIX, ServerConfig, is_loopback, unix_path
+from lmetric.connection_errors import reason_of
 
 _FIXES = {
     errno.EADDRINUSE: "stop the process that uses the port, or set another {setting}",
@@ -38,14 +39,23 @@ def port_error(host: str, port: int, error: Exception, setting: str = "--port") 
     ``host``, ``port``: as in the configuration. ``setting``: name of the port's setting.
     """
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
-    # Errors of the resolver have negative numbers.
-    reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
+    reason = reason_of(error)
     if unix_path(host) is not None:
         fix = "stop the process that listens there, or set another --host"
         fix = fix if number == errno.EADDRINUSE else _UNIX_FIX
         return PortError(number, f"cannot listen on {host}: {reason}; {fix}")
     fix = _FIXES.get(number, "set --host to an address of this machine").format(setting=setting)
     return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Returns the error of a bind to an address, for listeners that hide it; None: it succeeds."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error
+    return None
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
+from lmetric.connection_errors import reason_of
 from lmetric.server.api.errors import ApiError, bad
 
 RESOLVE_SECONDS = 5.0
@@ -65,7 +66,7 @@ class AllowedEngines:
             async with asyncio.timeout(RESOLVE_SECONDS):
                 found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, TimeoutError) as error:
-            reason = str(error) or f"no answer within {RESOLVE_SECONDS:g} s"
+            reason = reason_of(error) or f"no answer within {RESOLVE_SECONDS:g} s"
             raise bad(f"cannot look up the address of {host!r}: {reason}", "url") from None
         for *_, place in found:
             if not self.permits(host, str(place[0])):
