@@ -160,7 +160,7 @@ async def test_unknown_models_are_not_compared_at_any_length(monkeypatch: pytest
         compared: list[int] = []
         monkeypatch.setattr("difflib.get_close_matches", lambda _, names, n: compared.append(len(names)))
         with pytest.raises(ApiError):
-            w.server.fleet.find("adapter-x")
+            w.server.fleet.catalog.find("adapter-x")
         assert compared == []
 
 

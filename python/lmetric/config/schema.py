@@ -1185,6 +1185,13 @@ class TenantConfig(Strict):
         description="class of requests without the header x-slo-class (`admission.classes`)",
         json_schema_extra={"when": "a tenant cannot set headers"},
     )
+    models: list[ModelName] | None = Field(
+        None,
+        min_length=1,
+        description="the only models, adapters and aliases that the tenant sees and uses; others are unknown "
+        "to it (404); null: all",
+        json_schema_extra={"when": "a tenant must not use some models"},
+    )
 
     @model_validator(mode="after")
     def _burst_of_a_rate(self) -> Self:
@@ -1487,13 +1494,21 @@ class ServerConfig(PoolSettings):
         self._check_aliases(names if self.model is None else {*names, self.model})
 
     def _check_aliases(self, models: set[str]) -> None:
-        """Refuses aliases with the name of a model, and aliases of aliases."""
+        """Refuses aliases of models' names, of aliases, and of models that a tenant may not use."""
         for alias, targets in self.aliases.items():
             if alias in models:
                 raise ValueError(f"aliases.{alias}: a model has this name; rename the alias")
             if chain := next((target for target in targets if target in self.aliases), None):
                 what = "itself" if chain == alias else f"the alias {chain!r}"
                 raise ValueError(f"aliases.{alias}: it names {what}; expected names of models")
+        for name, tenant in self.tenants.items():
+            allowed = tenant.models or []
+            for alias in (each for each in allowed if each in self.aliases):
+                if missing := [target for target in self.aliases[alias] if target not in allowed]:
+                    raise ValueError(
+                        f"tenants.{name}.models: it has the alias {alias!r}, but not its models "
+                        f"{', '.join(map(repr, missing))}; add them, or remove the alias"
+                    )
 
     def _check_workers(self) -> None:
         """Refuses settings whose state one process must hold alone."""

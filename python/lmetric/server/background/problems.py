@@ -70,8 +70,7 @@ class OwnProblems:
                 reason = f"it serves {moved.serves}, no longer {moved.before!r}"
                 fix = f"if that is not intended, start it with --served-model-name {moved.before}"
                 yield Problem("other model", cause, reason, fix, [name], moved.at)
-        if self.fleet.names:
-            yield from self.fleet.aliases.problems(self.fleet.names)
+        yield from self.fleet.catalog.problems()
         for model in self.fleet.models:
             usual, others = model.weights.look()
             if others:

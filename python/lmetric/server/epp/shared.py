@@ -78,7 +78,7 @@ class Shared:
         elif stored is not None:
             self.front.stored.serve(request, stored, fields.method)
         else:
-            models = self.front.fleet.models_page()
+            models = self.front.fleet.catalog.page(request.tenant)
             request.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + models)
 
     def address(self, engine: Engine) -> str:

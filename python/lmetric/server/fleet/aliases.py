@@ -47,14 +47,14 @@ class Aliases:
         for alias, weights in self._targets.items():
             if alias in known:
                 cause = "an alias has the name of a model, so it has no effect"
-                fix = f"rename aliases.{alias}, or serve that model under another name"
+                fix = "rename it in aliases, or serve that model under another name"
                 yield Problem("alias", cause, f"engines serve {alias!r}", fix)
                 continue
             missing = [name for name in weights if name not in known]
             if missing:
                 cause = "an alias names a model that no engine serves"
                 reason = f"{alias}: {', '.join(missing)}"
-                fix = f"start an engine with that model, or correct aliases.{alias}"
+                fix = "start an engine with that model, or correct the alias"
                 yield Problem("alias", cause, reason, fix, is_bad=len(missing) == len(weights))
 
     def card(self, alias: str, cards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

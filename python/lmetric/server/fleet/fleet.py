@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import math
 import re
@@ -11,15 +10,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import orjson
 import structlog
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, EngineTls, ModelConfig, ServerConfig
 from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, ModelCard, read_models
 from lmetric.engines.identify import UNKNOWN, identify
-from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
-from lmetric.server.fleet.aliases import Aliases
+from lmetric.server.api.errors import Unusable
+from lmetric.server.fleet.catalog import Catalog, Served
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.model import Model
@@ -34,10 +32,6 @@ ASK_AGAIN_SECONDS = 30.0  # pause before a repeated identification, if a page di
 
 log = structlog.get_logger("lmetric.fleet")
 
-# Limits for the search of a similar model name: characters of the unknown name, known names.
-HINT_NAME_LENGTH = 200
-HINT_NAMES = 500
-
 # Names of a message that lists an engine's models.
 NAMED_MODELS = 5
 
@@ -50,13 +44,6 @@ UNSERVED_SECONDS = 3600.0
 # Models without engines that are kept. An engine that changes its model's name again and again
 # would otherwise fill the memory.
 MOST_UNSERVED = 32
-
-
-class Served(NamedTuple):
-    """The model of a name in requests. ``adapter``: the name, if it is an adapter's."""
-
-    model: Model
-    adapter: str | None
 
 
 class Moved(NamedTuple):
@@ -104,13 +91,12 @@ class Fleet:
     # Returns the number of a new model. Arguments: its name, and the number of models so far.
     number_model: Callable[[str, int], int] = lambda _, made: made
     search: NameSearch = field(init=False)
-    aliases: Aliases = field(init=False)
+    catalog: Catalog = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
-    _page: bytes | None = None  # answer to GET /v1/models; None: the names have changed
 
     def __post_init__(self) -> None:
         self.search = NameSearch(self._read_all, lambda: self.size)
-        self.aliases = Aliases(self.config.aliases)
+        self.catalog = Catalog(self.config, self.names, self.models, lambda: self.unusable)
 
     def build(self) -> None:
         """Builds models and engines of the configuration.
@@ -194,7 +180,7 @@ class Fleet:
             model.held.configure(new.settings.admission, config.tenants)
             model.retry_budget.configure(config.retries)
         self.config = config  # new engines begin with it
-        self.aliases, self._page = Aliases(config.aliases), None
+        self.catalog.configure(config)
         return self._configure(list(self.engines()), gone)
 
     def _make_contexts(self, config: ServerConfig) -> None:
@@ -221,7 +207,7 @@ class Fleet:
 
         Returns the models. Raises LmetricError.
         """
-        models = self.models if model_name is None else [self.find(model_name).model]
+        models = self.models if model_name is None else [self.catalog.find(model_name).model]
         for model in models:
             if model.trials.canary.running:
                 raise BadValueError(f"{model.name}: a canary runs; promote it or roll it back first")
@@ -289,7 +275,7 @@ class Fleet:
 
     def _names_changed(self, names: Iterable[str]) -> None:
         """Finds the models of names that have appeared or vanished anywhere."""
-        self._page = None
+        self.catalog.changed()
         for name in names:
             claims = [
                 (claim, model) for model in self.models if (claim := model.names.claim(name)) is not None
@@ -330,31 +316,6 @@ class Fleet:
     def unusable(self) -> Unusable | None:
         """The reasons why no engine gets new requests; None: one of them does."""
         return self._unusable.get(self.size, lambda: unusable(self.engines()))
-
-    def find(self, model: str | None) -> Served:
-        """Returns the model of a name, and whether the name is an adapter's.
-
-        Raises ApiError (400, 404, 503).
-        """
-        known = self.names.get(model) if model is not None else None
-        if known is not None:
-            return known
-        if not self.models:
-            raise no_engine_error(None, None, self.unusable)
-        if model is None:
-            if len(self.models) == 1:
-                return Served(self.models[0], None)
-            raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
-        # The time of difflib grows with both: clients choose the length, and adapters may be many.
-        comparable = len(model) <= HINT_NAME_LENGTH and len(self.names) <= HINT_NAMES
-        near = difflib.get_close_matches(model, self.names, n=1) if comparable else []
-        hint = f"did you mean {near[0]!r}?" if near else f"served here: {self._list()}"
-        shown = repr(model if len(model) <= HINT_NAME_LENGTH else model[:HINT_NAME_LENGTH] + "…")
-        raise ApiError(404, f"model {shown} is unknown; {hint}", param="model", code="model_not_found")
-
-    def _list(self) -> str:
-        names = sorted(self.names)
-        return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
 
     async def identify(self, engine: Engine) -> None:
         """Identifies an engine, adds it to its model, and sets up its events and role.
@@ -617,33 +578,11 @@ class Fleet:
         for task in self._reads.values():
             task.cancel()
 
-    def card(self, name: str) -> dict[str, Any]:
-        """Returns the card of a known model, or of an alias of one."""
-        if name not in self.names:
-            served = self.aliases.served(name, self.names)
-            return self.aliases.card(name, {each: self.card(each) for each in served})
-        names = self.names[name].model.names
-        return names.card(name, self.names[name].model.created)
-
-    def named(self, name: str) -> bool:
-        """Returns whether a name is a served model's, or an alias of one."""
-        aliases = self.aliases
-        return name in self.names or (name in aliases.names and bool(aliases.served(name, self.names)))
-
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""
         return any(
             engine.in_service and not engine.held for p in self.models for engine in p.engines.values()
         )
-
-    def models_page(self) -> bytes:
-        """Returns the JSON answer to GET /v1/models."""
-        if self._page is None:
-            shown = [name for name, served in self.names.items() if served.model.names.shown(name)]
-            shown += [name for name in self.aliases.names if name not in self.names and self.named(name)]
-            data = [self.card(name) for name in shown]
-            self._page = orjson.dumps({"object": "list", "data": data})
-        return self._page
 
 
 def _misfit(engine: Engine) -> str | None:

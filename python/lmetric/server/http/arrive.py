@@ -94,13 +94,17 @@ class Arrivals:
         isolation = self.isolation
         if client_request.tenant and client_request.tenant in isolation.tenants:
             isolation.apply(client_request.tenant, client_request.path, call)
-        if call.model is not None and call.model in self._fleet.aliases.names:
-            self._replace_alias(client_request, call, call.model)
+        if (name := call.model) is not None:
+            catalog = self._fleet.catalog
+            if not catalog.allows(client_request.tenant, name):
+                raise catalog.unknown(name, client_request.tenant)
+            if name in catalog.aliases.names:
+                self._replace_alias(client_request, call, name)
         return call
 
     def _replace_alias(self, client_request: ClientRequest, call: ParsedRequest, alias: str) -> None:
         """Puts the model's name in the place of its alias."""
-        names, aliases = self._fleet.names, self._fleet.aliases
+        names, aliases = self._fleet.names, self._fleet.catalog.aliases
         if alias in names:
             return
 
@@ -145,8 +149,9 @@ class Arrivals:
     def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
         if client_request.alias is not None and call.model not in self._fleet.names:
-            raise unserved_alias(client_request.alias, self._fleet.aliases.targets(client_request.alias))
-        model, adapter = self._fleet.find(call.model)
+            aliases = self._fleet.catalog.aliases
+            raise unserved_alias(client_request.alias, aliases.targets(client_request.alias))
+        model, adapter = self._fleet.catalog.find(call.model, client_request.tenant)
         client_request.model, client_request.model_name = model, call.model
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
             raise not_isolated(client_request.tenant, client_request.path)

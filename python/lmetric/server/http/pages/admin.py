@@ -311,7 +311,7 @@ async def _set_policy(call: Call) -> web.Response:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for model in fleet.models if model_name is None else [fleet.find(model_name).model]:
+        for model in fleet.models if model_name is None else [fleet.catalog.find(model_name).model]:
             settings = model.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))

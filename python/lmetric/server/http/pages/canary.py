@@ -97,7 +97,7 @@ def _model(front: Frontend, model: object) -> Model:
     """Returns the model of a command. Raises ApiError."""
     if model is not None and not isinstance(model, str):
         raise bad("model must be a name, a string", "model")
-    return front.fleet.find(model).model
+    return front.fleet.catalog.find(model).model
 
 
 def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:

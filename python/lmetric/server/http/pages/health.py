@@ -100,7 +100,8 @@ async def _file(call: Call) -> web.Response:
     "GET", "List the served models", answer("Models", schema("Models")), 401
 )
 async def _models(call: Call) -> web.Response:
-    return json(call.front.fleet.models_page())
+    front = call.front
+    return json(front.fleet.catalog.page(front.access.tenant(call.request.headers)))
 
 
 @PAGES.page("/v1/models/{model}", "models", "tenant").on(
@@ -112,11 +113,14 @@ async def _models(call: Call) -> web.Response:
 )
 async def _model(call: Call) -> web.Response:
     fleet, name = call.front.fleet, unquote(call.name)
-    if not fleet.named(name) and (found := fleet.seek(name)) is not None:
+    catalog, tenant = fleet.catalog, call.front.access.tenant(call.request.headers)
+    if not catalog.allows(tenant, name):
+        raise catalog.unknown(name, tenant)
+    if not catalog.serves(name, tenant) and (found := fleet.seek(name)) is not None:
         await found
-    if not fleet.named(name):
-        fleet.find(name)
-    return json(fleet.card(name))
+    if not catalog.serves(name, tenant):
+        raise catalog.unknown(name, tenant)
+    return json(catalog.card(name))
 
 
 @PAGES.page("/openapi.json", "health", "open", "OpenAPI document of all paths").on(

@@ -1,0 +1,149 @@
+"""The names that requests may use: models, adapters and aliases, for each tenant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from lmetric.config import ServerConfig
+from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
+from lmetric.server.fleet.aliases import Aliases
+from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.problem import Problem
+
+# Limits for the search of a similar name: characters of the unknown name, known names.
+HINT_NAME_LENGTH = 200
+HINT_NAMES = 500
+# Names of a message that lists them.
+NAMES_LISTED = 20
+
+
+class Served(NamedTuple):
+    """The model of a name in requests. ``adapter``: the name, if it is an adapter's."""
+
+    model: Model
+    adapter: str | None
+
+
+class Catalog:
+    """The names that requests may use.
+
+    A tenant with a list of models (`tenants.NAME.models`) sees and uses only names of its list:
+    all others are unknown to it. ``names``, ``models``: the fleet's, which change. ``unusable``:
+    returns the reasons why no engine gets new requests.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        names: Mapping[str, Served],
+        models: Sequence[Model],
+        unusable: Callable[[], Unusable | None],
+    ) -> None:
+        self._names = names
+        self._models = models
+        self._unusable = unusable
+        self._pages: dict[frozenset[str] | None, bytes] = {}  # answers to GET /v1/models, by list
+        self.configure(config)
+
+    def configure(self, config: ServerConfig) -> None:
+        """Applies settings to new requests."""
+        self.aliases = Aliases(config.aliases)
+        tenants = config.tenants.items()
+        self._allowed = {name: frozenset(each.models) for name, each in tenants if each.models is not None}
+        self.changed()
+
+    def changed(self) -> None:
+        """Handles a change of the names or of their cards."""
+        self._pages.clear()
+
+    def allows(self, tenant: str, name: str) -> bool:
+        """Returns whether a tenant may use a name."""
+        allowed = self._allowed.get(tenant)
+        return allowed is None or name in allowed
+
+    def serves(self, name: str, tenant: str) -> bool:
+        """Returns whether a tenant may use a name, and it is a known model's or an alias of one."""
+        aliases = self.aliases
+        known = name in self._names or (name in aliases.names and bool(aliases.served(name, self._names)))
+        return known and self.allows(tenant, name)
+
+    def listed(self, tenant: str) -> Iterator[str]:
+        """Yields the names that a tenant sees: those of models, then aliases."""
+        for name, served in self._names.items():
+            if served.model.names.shown(name) and self.allows(tenant, name):
+                yield name
+        for name in self.aliases.names:
+            if name not in self._names and self.serves(name, tenant):
+                yield name
+
+    def find(self, name: str | None, tenant: str = "") -> Served:
+        """Returns the model of a name, and whether the name is an adapter's.
+
+        Raises ApiError (400, 404, 503).
+        """
+        known = self._names.get(name) if name is not None else None
+        if name is not None:
+            if known is None or not self.allows(tenant, name):
+                raise self.unknown(name, tenant)
+            return known
+        if not self._models:
+            raise no_engine_error(None, None, self._unusable())
+        if len(self._models) == 1 and self.allows(tenant, self._models[0].name):
+            return Served(self._models[0], None)
+        raise ApiError(400, f"model is missing; {self._hint(None, tenant)}", param="model")
+
+    def unknown(self, name: str, tenant: str) -> ApiError:
+        """Returns the error for an unknown name.
+
+        A name that the tenant may not use gets the same error: otherwise it would reveal the name.
+        """
+        if not self._models:
+            return no_engine_error(None, None, self._unusable())
+        shown = repr(name if len(name) <= HINT_NAME_LENGTH else name[:HINT_NAME_LENGTH] + "…")
+        what = "is unknown, or this tenant may not use it" if tenant in self._allowed else "is unknown"
+        message = f"model {shown} {what}; {self._hint(name, tenant)}"
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def _hint(self, name: str | None, tenant: str) -> str:
+        """Returns a similar name, or the names that the tenant may use."""
+        names = sorted(self.listed(tenant))
+        # The time of difflib grows with both: clients choose the length, and adapters may be many.
+        comparable = name is not None and len(name) <= HINT_NAME_LENGTH and len(names) <= HINT_NAMES
+        if comparable and (near := difflib.get_close_matches(name or "", names, n=1)):
+            return f"did you mean {near[0]!r}?"
+        more = ", …" if len(names) > NAMES_LISTED else ""
+        return f"served here: {', '.join(names[:NAMES_LISTED]) or 'no model'}{more}"
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Returns the card of a known model, or of an alias of one."""
+        if name not in self._names:
+            served = self.aliases.served(name, self._names)
+            return self.aliases.card(name, {each: self.card(each) for each in served})
+        names = self._names[name].model.names
+        return names.card(name, self._names[name].model.created)
+
+    def page(self, tenant: str = "") -> bytes:
+        """Returns the JSON answer to a tenant's GET /v1/models."""
+        allowed = self._allowed.get(tenant)
+        page = self._pages.get(allowed)
+        if page is None:
+            data = [self.card(name) for name in self.listed(tenant)]
+            page = self._pages[allowed] = orjson.dumps({"object": "list", "data": data})
+        return page
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields the settings with names that no engine serves."""
+        if not self._names:
+            return
+        yield from self.aliases.problems(self._names)
+        for tenant, allowed in self._allowed.items():
+            missing = sorted(name for name in allowed if not self.serves(name, tenant))
+            if missing:
+                cause = "a tenant may use a model that no engine serves"
+                fix = "start an engine with that model, or correct models of the tenant"
+                reason = f"{tenant}: {', '.join(missing)}"
+                yield Problem("tenant", cause, reason, fix, is_bad=len(missing) == len(allowed))
