@@ -601,6 +601,8 @@ def ended(number: int, **values: Any) -> EndedRequest:
         "output_tokens": 0,
         "request_id": "r",
         "alias": None,
+        "fallback_from": None,
+        "fallback_reason": None,
         "code": None,
     }
     return EndedRequest(**{**given, **values})

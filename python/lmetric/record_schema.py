@@ -102,6 +102,8 @@ REQUEST = {
     "at": Key("number", "arrival, Unix time", "s", always=True),
     "model": Key("text", "model of the request", always=True),
     "alias": Key("text", "name in the request, if it is an alias"),
+    "fallback_from": Key("text", "model before the first fallback; `model` served the request in its place"),
+    "fallback_reason": Key("text", "why that model did not serve it, as in `lmetric_model_fallbacks_total`"),
     "path": Key("text", "path of the API", always=True),
     "stream": Key("true or false", "whether the client requested a stream", always=True),
     "status": Key("integer", "HTTP status; 499: the client left", always=True),

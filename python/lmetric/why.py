@@ -60,6 +60,7 @@ def because(record: Mapping[str, Any], formula: str | None = None) -> str:
         tokens = f" ({number(end - start)} tokens)" if start is not None and end is not None else ""
         parts.append(f"its cached prefix is fetched from {holder}{tokens}")
     parts += _on_trial(record)
+    parts += _renamed(record)
     return f"because {'; '.join(parts)}."
 
 
@@ -291,6 +292,16 @@ def _on_trial(record: Mapping[str, Any]) -> list[str]:
         instance, first = shadow["instance"], (record.get("tried") or [record["instance"]])[0]
         choice = "agreed" if instance == first else f"preferred {instance}"
         found.append(f"the shadow {shadow['policy']} {'failed' if instance is None else choice}")
+    return found
+
+
+def _renamed(record: Mapping[str, Any]) -> list[str]:
+    """Returns the clauses about an alias and a fallback that gave the request its model."""
+    first, model = record.get("fallback_from"), record.get("model")
+    alias = record.get("alias")
+    found = [] if alias is None else [f"{alias} is an alias of {first or model}"]
+    if first is not None:
+        found.append(f"{first} did not serve it ({record['fallback_reason']}), and {model} is a fallback")
     return found
 
 

@@ -308,6 +308,12 @@ AliasTargets = Annotated[
     Field(min_length=1, max_length=16),
     BeforeValidator(lambda value: {value: 1.0} if isinstance(value, str) else value),
 ]
+# A name alone stands for the only model.
+FallbackModels = Annotated[
+    list[ModelName],
+    Field(min_length=1, max_length=16),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 OFF_IS_A_WORD = BeforeValidator(_off)
 
 

@@ -23,7 +23,17 @@ RELOADED = frozenset(
     {
         *_OF_MODELS,
         *(f"models.{name}" for name in _OF_MODELS),
-        *("admin", "aliases", "auth", "cors", "discovery.api_key", "errors", "forwarded", "health"),
+        *(
+            "admin",
+            "aliases",
+            "auth",
+            "cors",
+            "discovery.api_key",
+            "errors",
+            "fallbacks",
+            "forwarded",
+            "health",
+        ),
         *("limits", "load", "log", "paths", "retries", "tenants", "timeouts", "tls"),
     }
 )

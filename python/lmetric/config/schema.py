@@ -26,6 +26,7 @@ from lmetric.config.kinds import (
     Embedded,
     EngineRule,
     EngineUrl,
+    FallbackModels,
     FileMode,
     Host,
     IndicatorSource,
@@ -1357,6 +1358,13 @@ class ServerConfig(PoolSettings):
         "A conversation keeps its model, by its session or by its first messages",
         json_schema_extra={"when": "clients ask for names that no engine serves"},
     )
+    fallbacks: dict[ModelName, FallbackModels] = Field(
+        default_factory=dict,
+        description="other models of a model or alias, in order, `NAME: [OTHER, ...]`. They serve requests "
+        "before any token, if no engine serves the model, admission or its engines refuse the request, or "
+        "the request is too long for it",
+        json_schema_extra={"when": "clients should get another model's answer instead of an error"},
+    )
     embedded: Embedded | None = Field(
         None,
         description="emulated engines to start as child processes: a number, or e.g. 2P4D for 2 prefill and "
@@ -1491,16 +1499,24 @@ class ServerConfig(PoolSettings):
             if name in names:
                 raise ValueError(f"two models are named {name!r}; rename one")
             names.add(name)
-        self._check_aliases(names if self.model is None else {*names, self.model})
+        self._check_names(names if self.model is None else {*names, self.model})
 
-    def _check_aliases(self, models: set[str]) -> None:
-        """Refuses aliases of models' names, of aliases, and of models that a tenant may not use."""
+    def _check_names(self, models: set[str]) -> None:
+        """Refuses aliases and fallbacks that lead back or nowhere, or that a tenant may not use."""
         for alias, targets in self.aliases.items():
             if alias in models:
                 raise ValueError(f"aliases.{alias}: a model has this name; rename the alias")
             if chain := next((target for target in targets if target in self.aliases), None):
                 what = "itself" if chain == alias else f"the alias {chain!r}"
                 raise ValueError(f"aliases.{alias}: it names {what}; expected names of models")
+        for name, others in self.fallbacks.items():
+            only = [*self.aliases.get(name, [name])]
+            if chain := next((other for other in others if other in self.aliases), None):
+                raise ValueError(f"fallbacks.{name}: it names the alias {chain!r}; expected names of models")
+            if name in others or (len(only) == 1 and only[0] in others):
+                raise ValueError(f"fallbacks.{name}: it leads back to {only[0]!r}; expected other models")
+            if twice := next((other for other in others if others.count(other) > 1), None):
+                raise ValueError(f"fallbacks.{name}: it names {twice!r} twice; remove one")
         for name, tenant in self.tenants.items():
             allowed = tenant.models or []
             for alias in (each for each in allowed if each in self.aliases):

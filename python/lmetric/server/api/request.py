@@ -139,9 +139,9 @@ class ParsedRequest(Struct, eq=False, gc=False):
             self.change(remove=("model",), add={"model": model})
         else:
             start, end = self.model_at
-            self.body = b"".join(
-                (self.body[:start], model.encode("utf-8", "surrogateescape"), self.body[end:])
-            )
+            name = model.encode("utf-8", "surrogateescape")
+            self.body = b"".join((self.body[:start], name, self.body[end:]))
+            self.model_at = start, start + len(name)
 
     def apply_changes(self) -> None:
         """Writes the changes into the body."""

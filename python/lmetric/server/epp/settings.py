@@ -51,6 +51,10 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
         raise ConfigError(
             "aliases are not possible in `epp`: a gateway rewrites names of models; remove them"
         )
+    if config.fallbacks:
+        raise ConfigError(
+            "fallbacks are not possible in `epp`: a gateway rewrites names of models; remove them"
+        )
     if config.host.startswith("unix:"):
         raise ConfigError("host is a unix socket; `epp` needs an IP address to listen on")
     if config.worker_count > 1 and sys.platform != "linux":

@@ -22,6 +22,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
+    from lmetric.server.execution.fallback import Fallback, FallbackStep
     from lmetric.server.execution.plan import Step
 
 FAILED = "internal error of the router; see its log for the reason"
@@ -130,6 +131,7 @@ class ClientRequest:
     model: Model | None = None
     model_name: str | None = None  # the name in the request, or what its alias stands for
     alias: str | None = None  # the name in the request, if it is an alias
+    fallback: Fallback | None = None  # None: no other model may serve it
     slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
@@ -177,6 +179,20 @@ class ClientRequest:
         self.tenant = ""
         self.cors = b""  # lines of the answer's head; empty: CORS is off
         self.started = time.monotonic()  # seconds
+
+    @property
+    def fell_back(self) -> FallbackStep | None:
+        """The change from its first model to another one; None: it kept its model."""
+        fallback = self.fallback
+        return fallback.steps[0] if fallback is not None and fallback.steps else None
+
+    @property
+    def earlier_names(self) -> dict[str, str]:
+        """Its names before that of its model, with the keys of its records."""
+        found = {} if self.alias is None else {"alias": self.alias}
+        if (step := self.fell_back) is not None:
+            found |= {"fallback_from": step.model, "fallback_reason": step.reason}
+        return found
 
     @property
     def client_key(self) -> str:

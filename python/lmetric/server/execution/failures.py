@@ -17,6 +17,7 @@ from lmetric._core import (
 )
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
+from lmetric.server.execution.fallback import CONTEXT, is_too_long
 from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Step, Write
 from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
@@ -76,6 +77,11 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
         raise _lost(step, "not_served", f"status 404{attempt.error_words()}")
     if step.kv is not None and step.kv.broke(status, reader.error_code):
         raise NoTransfer
+    if status == 400 and flags & END and p.client_request.fallback is not None and _too_long(attempt):
+        attempt.answer = reader.payload()
+        p.main = None
+        attempt.begun = True  # the attempt closes itself
+        pass_refusal(p, attempt)
     if flags & ENGINE_ERROR and step.merges and not reader.tokens:
         raise _lost(step, "status", f"error {reader.error_code} as the first event")
     if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
@@ -147,6 +153,11 @@ def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     kv.useless("other_tokens", why)
     kv.tokens = 0
     raise NoTransfer
+
+
+def _too_long(attempt: Attempt) -> bool:
+    """Whether a 400 says that the request is too long for its model."""
+    return is_too_long(attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held))
 
 
 def _lacks_model(p: Progress, attempt: Attempt) -> bool:
@@ -405,7 +416,10 @@ def _refusal_of(p: Progress, attempt: Attempt) -> EngineRefusal:
 
 def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
     """Ends the request with an engine's error answer."""
-    raise _refused(p, _refusal_of(p, attempt), attempt.error_words())
+    refusal = _refusal_of(p, attempt)
+    if refusal.status == 400 and p.client_request.fallback is not None and _too_long(attempt):
+        refusal.code = CONTEXT
+    raise _refused(p, refusal, attempt.error_words())
 
 
 def _refused(p: Progress, refusal: EngineRefusal, words: str, *, failure: str = "engine_error") -> Ended:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from math import inf, log
-from typing import Any
 
 from lmetric.server.fleet.problem import Problem
 
@@ -25,8 +24,11 @@ class Aliases:
         return sorted(weights, key=weights.__getitem__, reverse=True)
 
     def served(self, alias: str, known: Collection[str]) -> list[str]:
-        """Returns the models of an alias that engines serve. ``known``: as in `choose`."""
-        return [name for name in self._targets[alias] if name in known]
+        """Returns the models of an alias that engines serve, those with the highest weights first.
+
+        ``known``: the names that engines serve.
+        """
+        return [name for name in self.targets(alias) if name in known]
 
     def choose(self, alias: str, known: Collection[str], key: Callable[[], bytes]) -> str:
         """Returns the model of a request.
@@ -56,13 +58,6 @@ class Aliases:
                 reason = f"{alias}: {', '.join(missing)}"
                 fix = "start an engine with that model, or correct the alias"
                 yield Problem("alias", cause, reason, fix, is_bad=len(missing) == len(weights))
-
-    def card(self, alias: str, cards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the card of an alias. ``cards``: of its models that engines serve."""
-        first = cards[next(name for name in self.targets(alias) if name in cards)]
-        lengths = [card["max_model_len"] for card in cards.values() if "max_model_len" in card]
-        card = {**first, "id": alias, "root": first["id"], "parent": None}
-        return card | ({"max_model_len": min(lengths)} if lengths else {})
 
 
 def _rank(name: str, weight: float, base: bytes) -> float:

@@ -52,6 +52,7 @@ class Catalog:
     def configure(self, config: ServerConfig) -> None:
         """Applies settings to new requests."""
         self.aliases = Aliases(config.aliases)
+        self._fallbacks: Mapping[str, Sequence[str]] = config.fallbacks
         tenants = config.tenants.items()
         self._allowed = {name: frozenset(each.models) for name, each in tenants if each.models is not None}
         self.changed()
@@ -66,17 +67,39 @@ class Catalog:
         return allowed is None or name in allowed
 
     def serves(self, name: str, tenant: str) -> bool:
-        """Returns whether a tenant may use a name, and it is a known model's or an alias of one."""
+        """Returns whether a tenant may use a name, and engines serve it or a model in its place."""
+        return self.allows(tenant, name) and (name in self._names or bool(self._in_place(name, tenant)))
+
+    def _in_place(self, name: str, tenant: str) -> list[str]:
+        """Returns the served models of an alias, or else the first served fallback of a name."""
         aliases = self.aliases
-        known = name in self._names or (name in aliases.names and bool(aliases.served(name, self._names)))
-        return known and self.allows(tenant, name)
+        if name in aliases.names and (served := aliases.served(name, self._names)):
+            return served
+        return [
+            each
+            for each in self._fallbacks.get(name, ())
+            if each in self._names and self.allows(tenant, each)
+        ][:1]
+
+    @property
+    def has_fallbacks(self) -> bool:
+        """Whether some names have fallbacks."""
+        return bool(self._fallbacks)
+
+    def fallbacks(self, name: str, alias: str | None, tenant: str) -> list[str]:
+        """Returns the models that may serve a tenant's request for a model in its place, in order.
+
+        Those of its alias, if the alias has some. Fallbacks of a fallback are not used.
+        """
+        found = self._fallbacks.get(alias or name) or self._fallbacks.get(name, ())
+        return [each for each in found if each != name and self.allows(tenant, each)]
 
     def listed(self, tenant: str) -> Iterator[str]:
-        """Yields the names that a tenant sees: those of models, then aliases."""
+        """Yields the names that a tenant sees: first the engines', then the others."""
         for name, served in self._names.items():
             if served.model.names.shown(name) and self.allows(tenant, name):
                 yield name
-        for name in self.aliases.names:
+        for name in {**dict.fromkeys(self.aliases.names), **self._fallbacks}:
             if name not in self._names and self.serves(name, tenant):
                 yield name
 
@@ -118,11 +141,13 @@ class Catalog:
         more = ", …" if len(names) > NAMES_LISTED else ""
         return f"served here: {', '.join(names[:NAMES_LISTED]) or 'no model'}{more}"
 
-    def card(self, name: str) -> dict[str, Any]:
-        """Returns the card of a known model, or of an alias of one."""
+    def card(self, name: str, tenant: str = "") -> dict[str, Any]:
+        """Returns the card of a name that `serves` a tenant."""
         if name not in self._names:
-            served = self.aliases.served(name, self._names)
-            return self.aliases.card(name, {each: self.card(each) for each in served})
+            first, *others = (self.card(each) for each in self._in_place(name, tenant))
+            lengths = [card["max_model_len"] for card in (first, *others) if "max_model_len" in card]
+            card = {**first, "id": name, "root": first["id"], "parent": None}
+            return card | ({"max_model_len": min(lengths)} if lengths else {})
         names = self._names[name].model.names
         return names.card(name, self._names[name].model.created)
 
@@ -131,7 +156,7 @@ class Catalog:
         allowed = self._allowed.get(tenant)
         page = self._pages.get(allowed)
         if page is None:
-            data = [self.card(name) for name in self.listed(tenant)]
+            data = [self.card(name, tenant) for name in self.listed(tenant)]
             page = self._pages[allowed] = orjson.dumps({"object": "list", "data": data})
         return page
 
@@ -140,6 +165,14 @@ class Catalog:
         if not self._names:
             return
         yield from self.aliases.problems(self._names)
+        for name, models in self._fallbacks.items():
+            missing = [each for each in models if each not in self._names]
+            if name not in self._names and name not in self.aliases.names:
+                missing.insert(0, name)
+            if missing:
+                cause = "fallbacks name a model that no engine serves"
+                fix = "start an engine with that model, or correct the fallbacks"
+                yield Problem("fallback", cause, f"{name}: {', '.join(missing)}", fix)
         for tenant, allowed in self._allowed.items():
             missing = sorted(name for name in allowed if not self.serves(name, tenant))
             if missing:

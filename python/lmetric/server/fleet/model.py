@@ -44,6 +44,7 @@ from lmetric.server.fleet.programs import ProgramWatch
 from lmetric.server.fleet.queues import Queues
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
+from lmetric.server.fleet.renamed import RenamedRequests
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
@@ -145,6 +146,7 @@ class Model:
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
         self.hedging = Hedging(settings.hedging)
+        self.renamed = RenamedRequests()
         # Whether requests may be split between engines of role both, whether engines fetch prefixes
         # from each other, and whether several engines of role both may produce one answer.
         self.splits = routing.split is not None
@@ -431,6 +433,14 @@ class Model:
     def salts_messages(self) -> bool:
         """Whether all engines read `cache_salt` on /v1/messages."""
         return all(engine.adapter.salts_messages for engine in self.engines.values())
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest `max_model_len` of its engines; None: an engine does not report it."""
+        cards = [engine.capabilities.base(self.name) for engine in self.engines.values()]
+        lengths = [card.max_model_len if card is not None else None for card in cards]
+        known = [length for length in lengths if length is not None]
+        return max(known) if known and len(known) == len(lengths) else None
 
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""

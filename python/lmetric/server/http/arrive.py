@@ -18,11 +18,13 @@ from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest
+from lmetric.server.execution.fallback import Fallback
 from lmetric.server.execution.intent import Intent
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
+from lmetric.server.http.falling_back import FallingBack
 from lmetric.server.http.place import Placement
 from lmetric.server.http.searching import PendingSearch
 from lmetric.server.http.stored import StoredRequests
@@ -59,6 +61,7 @@ class Arrivals:
         self._stored = stored
         self._placement = placement
         self._threads = threads
+        self._falling_back = FallingBack(fleet.names, self._running, threads, serve=self._serve_model)
         self.configure(config, isolation)
 
     def configure(self, config: ServerConfig, isolation: Isolation) -> None:
@@ -100,7 +103,19 @@ class Arrivals:
                 raise catalog.unknown(name, client_request.tenant)
             if name in catalog.aliases.names:
                 self._replace_alias(client_request, call, name)
+            if catalog.has_fallbacks:
+                self._add_fallback(client_request, call)
         return call
+
+    def _add_fallback(self, client_request: ClientRequest, call: ParsedRequest) -> None:
+        """Notes the models that may serve the request in place of its own.
+
+        Token IDs of a prompt, or as an answer, mean nothing to another model.
+        """
+        name, alias = call.model or "", client_request.alias
+        models = self._fleet.catalog.fallbacks(name, alias, client_request.tenant)
+        if models and call.tokens is None and call.path.prompt != "nothing":
+            client_request.fallback = Fallback(call, models)
 
     def _replace_alias(self, client_request: ClientRequest, call: ParsedRequest, alias: str) -> None:
         """Puts the model's name in the place of its alias."""
@@ -142,7 +157,8 @@ class Arrivals:
 
     def _serve_call(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Serves a request whose body was read. Raises ApiError."""
-        if call.model not in self._fleet.names and self._search(client_request, call):
+        unknown = call.model not in self._fleet.names and client_request.fallback is None
+        if unknown and self._search(client_request, call):
             return
         self._serve_model(client_request, call, now)
 
@@ -166,7 +182,7 @@ class Arrivals:
         splits = len(call.body) > LARGE_BODY and model.cuts
         intent = Intent(client_request, call, model, adapter=adapter)
         if in_thread is None and not call.changes and not splits:
-            self._placement.place(intent, now)
+            self._place(intent, now)
         else:
             if splits:
                 in_thread = partial(_read_first, intent, in_thread)
@@ -205,6 +221,12 @@ class Arrivals:
             return None
         return partial(tokenizer.encode, text) if call.tokens is None else None
 
+    def _place(self, intent: Intent, now: float) -> None:
+        """Places a request whose prompt was read. Raises ApiError."""
+        if intent.client_request.fallback is not None:
+            self._falling_back.check_length(intent)
+        self._placement.place(intent, now)
+
     def _prepare_in_thread(self, intent: Intent, read: Callable[[], Tokens | None] | None) -> None:
         """Changes the body in a thread, and renders or tokenizes its prompt; then places it.
 
@@ -222,7 +244,7 @@ class Arrivals:
             else:
                 log_tokens.error("cannot tokenize a prompt", exc_info=error)
                 count_text_prompt(model, NotPredictable("tokenizer", str(error)))
-            self._placement.place(intent, now)
+            self._place(intent, now)
 
         work = self._threads.begin(partial(_prepare, call, read))
         self._running.add(

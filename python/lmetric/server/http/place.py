@@ -172,6 +172,8 @@ class Placement:
             else:
                 routed = decision, ticket = model.router.route(asked, now=now, arrival=intent.arrival)
             client_request.decision_ended = time.monotonic()
+            if client_request.alias is not None or client_request.fallback is not None:
+                model.renamed.note(decision.id, client_request.earlier_names)
             if model.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model_name = asked.lora_name or model.name
                 model.changes.note(ticket.prompt_key, call.tokens, str(model_name), salt=call.salt)

@@ -47,6 +47,8 @@ class RunningRequests:
         self.tenants: Counter[str] = Counter()  # running requests by tenant
         self.observers = Observers()
         self.tracing: Tracing | None = None  # set by the server
+        # Returns whether a request goes on with another model. Set by `FallingBack`.
+        self.fall_back: Callable[[ClientRequest, InFlightRequest | None, ApiError], bool]
         self._access_log = AccessLog()
         self._refusals = RefusalLog()
         self._idle = asyncio.Event()
@@ -118,6 +120,9 @@ class RunningRequests:
             if client_request.trace is None:
                 guarded(self.tracing.context, client_request)
             request_log.in_request(client_request, self.ended, client_request, relay, error)
+            return
+        has_fallback = client_request.fallback is not None
+        if has_fallback and error is not None and self.fall_back(client_request, relay, error):
             return
         # The head of the answer may have kept the connection open. Closing it would then lose the
         # client's next request.

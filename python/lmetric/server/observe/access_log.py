@@ -35,7 +35,7 @@ class AccessLog(Observer):
             "duration_seconds": round(request.ended_at - request.started, 6),
             "note": note or None,
             "model": (request.model.name if request.model is not None else None) or None,
-            "alias": request.alias,
+            **request.earlier_names,
             "prompt_tokens": usage.prompt_tokens if usage is not None else None,
             "cached_tokens": usage.cached_tokens if usage is not None else None,
             "output_tokens": usage.output_tokens if usage is not None else None,

@@ -59,6 +59,8 @@ class EndedRequest(NamedTuple):
     output_tokens: int
     request_id: str
     alias: str | None  # the name in the request, if it is an alias
+    fallback_from: str | None  # the model before the first fallback
+    fallback_reason: str | None
     code: str | None  # of the error that the router answered
 
     @property
@@ -85,6 +87,8 @@ class RunningRequest(NamedTuple):
     prompt_tokens: int
     request_id: str
     alias: str | None
+    fallback_from: str | None
+    fallback_reason: str | None
 
 
 class LiveUpdate(NamedTuple):
@@ -119,6 +123,7 @@ class Second(NamedTuple):
 
 
 # `EndedRequest` without the call of its own `__new__`: requests run this.
+_KEPT = (None, None)  # of a request that kept its model
 _make = tuple.__new__
 
 
@@ -266,11 +271,13 @@ class Live(Observer):
             if cached is None and usage is not None:  # most streams report no usage
                 predicted = True
                 prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
+        fell_back = request.fell_back
         values = (
             *(request.ended_at, request.started, request.tenant),
             *(("", -1) if model is None else (model.name, model.index)),
             *(number, None if relay is None else relay.instance, request.status),
             *(first, prompt, cached, predicted, output, request.head.request_id, request.alias),
+            *(_KEPT if fell_back is None else (fell_back.model, fell_back.reason)),
             None if request.error is None else request.error.code,
         )
         self._new.append(_make(EndedRequest, values))
@@ -400,6 +407,7 @@ def _request(relay: RequestRunner) -> ClientRequest:
 
 def _running(relay: RequestRunner) -> RunningRequest:
     execution, request = relay.execution, relay.execution.client_request
+    fell_back = request.fell_back
     return RunningRequest(
         started=request.started,
         tenant=request.tenant,
@@ -410,6 +418,8 @@ def _running(relay: RequestRunner) -> RunningRequest:
         prompt_tokens=execution.decision.prompt_tokens,
         request_id=request.head.request_id,
         alias=request.alias,
+        fallback_from=None if fell_back is None else fell_back.model,
+        fallback_reason=None if fell_back is None else fell_back.reason,
     )
 
 

@@ -45,7 +45,7 @@ class Ended(Struct, gc=False):
     draft: Draft
     at: float  # Unix time of the arrival
     model: str
-    alias: str | None
+    names: dict[str, str]  # before that of its model
     path: str
     tenant: str
     request_id: str
@@ -163,7 +163,7 @@ class Recorder(Observer):
                 draft,
                 time.time() - (now - started),
                 model.name,
-                client_request.alias,
+                client_request.earlier_names,
                 client_request.path,
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
@@ -216,7 +216,7 @@ class Recorder(Observer):
             "type": "request",
             "at": round(ended.at, 6),
             "model": ended.model,
-            "alias": ended.alias,
+            **ended.names,
             "path": ended.path,
             "stream": draft.stream,
             "status": ended.status,

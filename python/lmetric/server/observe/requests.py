@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.fallback import FallbackStep
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.exposition import HistogramTable, Table, labels_text
@@ -73,6 +74,7 @@ class RequestMetrics(Observer):
         self._instances: dict[str, dict[str, InstanceRequests]] = {}  # by model and instance
         self._prioritized: Counter[str] = Counter()
         self._aliased: Counter[tuple[str, str]] = Counter()  # by alias, and name in its place
+        self._fallbacks: Counter[FallbackStep] = Counter()
         self._overhead: dict[str, Histogram] = {}
         self._decisions: dict[str, Histogram] = {}
         fleet.on_model_removed.append(self._forget)
@@ -92,7 +94,7 @@ class RequestMetrics(Observer):
             decisions = self._decisions[model] = Histogram(SHORT_SECONDS)
             self._overhead[model] = Histogram(SHORT_SECONDS)
         decisions.observe(request.decision_ended - request.decision_began)
-        if not request.was_held:
+        if not request.was_held and request.fell_back is None:
             self._overhead[model].observe(time.monotonic() - request.started)
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
@@ -102,7 +104,11 @@ class RequestMetrics(Observer):
         if request.priority is not None:
             self._prioritized[model] += 1
         if request.alias is not None:
-            self._aliased[request.alias, request.model_name or ""] += 1
+            fell_back = request.fell_back
+            name = request.model_name if fell_back is None else fell_back.model
+            self._aliased[request.alias, name or ""] += 1
+        if request.fallback is not None:
+            self._fallbacks.update(request.fallback.steps)
         usage = relay.usage if relay is not None else None
         if usage is None or relay is None:
             return
@@ -158,6 +164,14 @@ class RequestMetrics(Observer):
         for names, count in self._aliased.items():
             aliased.add_metric(names, count)
         yield aliased
+        fallbacks = CounterMetricFamily(
+            "lmetric_model_fallbacks",
+            "Requests that changed to another model, by why the model before did not serve them",
+            labels=("model", "to", "reason"),
+        )
+        for step, count in self._fallbacks.items():
+            fallbacks.add_metric(step, count)
+        yield fallbacks
         for name, text, times in (
             (
                 "lmetric_router_overhead_seconds",

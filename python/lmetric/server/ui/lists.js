@@ -44,8 +44,10 @@ export class Requests {
 
   row(request) {
     const row = element("tr");
-    const { request_id: id, model, alias } = request;
-    const name = element("td", { class: "id", title: alias ? `${id}: ${alias}, an alias of ${model}` : `${id}: ${model}` });
+    const { request_id: id, model, alias, fallback_from: first = null, fallback_reason: reason } = request;
+    const chosen = first ?? model;
+    const asked = alias ? `${alias}, an alias of ${chosen}` : chosen;
+    const name = element("td", { class: "id", title: `${id}: ${asked}${first === null ? "" : `; fallback to ${model} (${reason})`}` });
     if (request.id) name.append(element("a", { href: `#request=${encodeURIComponent(request.id)}`, text: request.request_id }));
     else name.textContent = request.request_id;
     row.append(element("td", { text: clock(request.at) }), name);

@@ -36,9 +36,10 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Fields of a tenant's own record with `errors.show_engines: false`.
 _WITHOUT_ENGINES = frozenset(
     (
-        *("id", "model", "request_id", "trace_id", "at_seconds", "held_seconds", "priority", "program"),
-        *("program_tokens", "prompt_tokens", "predicted_cached_tokens", "predicted_tier_tokens"),
-        *("cached_tokens", "output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+        *("id", "model", "alias", "fallback_from", "fallback_reason", "request_id", "trace_id"),
+        *("at_seconds", "held_seconds", "priority", "program", "program_tokens", "prompt_tokens"),
+        *("predicted_cached_tokens", "predicted_tier_tokens", "cached_tokens", "output_tokens"),
+        *("ttft_seconds", "e2e_seconds", "outcome"),
     )
 )
 
@@ -184,14 +185,14 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
         own = hmac.compare_digest(model.labels.label(number, tenant), label)
         record = model.router.explain(number) if own or admin else None
         if record is not None:
-            shown = {"model": model.name, **record, "id": label}
+            shown = {"model": model.name, **model.renamed.of(number), **record, "id": label}
             if (other := model.hedging.other(number)) is not None:
                 shown["other_attempt"] = model.labels.label(other, tenant)
             tracing = front.running.tracing
             if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
                 shown["trace_id"] = trace
             engine = model.engines.get(record["instance"])
-            shown["because"] = because(record, model.policies.formula)
+            shown["because"] = because(shown, model.policies.formula)
             if events := model.activity.of(number):
                 shown["events"] = [event_shown(event, record["at_seconds"]) for event in events]
             shown["timeline"] = timeline(shown)

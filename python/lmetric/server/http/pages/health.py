@@ -120,7 +120,7 @@ async def _model(call: Call) -> web.Response:
         await found
     if not catalog.serves(name, tenant):
         raise catalog.unknown(name, tenant)
-    return json(catalog.card(name))
+    return json(catalog.card(name, tenant))
 
 
 @PAGES.page("/openapi.json", "health", "open", "OpenAPI document of all paths").on(

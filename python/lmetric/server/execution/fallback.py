@@ -1,0 +1,39 @@
+"""Fallbacks: other models that may serve a request in place of its own (`fallbacks`)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from lmetric.server.api.request import ParsedRequest
+
+CONTEXT = "context_length_exceeded"  # the code of OpenAI's error, and the reason of a fallback
+# The messages of vLLM and SGLang for a prompt, or a prompt and an answer, beyond `max_model_len`.
+_TOO_LONG = re.compile(r"(maximum|model's) (context|model) length|context_length_exceeded")
+
+
+class FallbackStep(NamedTuple):
+    """A change to another model. ``reason``: why the model before did not serve the request."""
+
+    model: str
+    to: str
+    reason: str
+
+
+class Fallback:
+    """The models that may serve a request, in order, and the changes so far.
+
+    ``call``: the request. It is sent again with the name of the next model.
+    """
+
+    __slots__ = ("call", "models", "steps")
+
+    def __init__(self, call: ParsedRequest, models: list[str]) -> None:
+        self.call = call
+        self.models = models
+        self.steps: list[FallbackStep] = []
+
+
+def is_too_long(words: str) -> bool:
+    """Returns whether an engine's message says that a request is too long for its model."""
+    return _TOO_LONG.search(words) is not None

@@ -1,0 +1,109 @@
+"""Fallback of a request to another model: it is renamed and served again, before any token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Container
+
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.request import ParsedRequest
+from lmetric.server.execution.exchange import SATURATED, ClientRequest, InFlightRequest
+from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
+from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.refusal import EngineRefusal
+from lmetric.server.http.running import RunningRequests
+from lmetric.server.http.threads import PendingWork, WorkThreads
+
+# Reasons by the code of the router's own error. Errors of an engine that has begun to work on the
+# request are no reason: the request may be their cause.
+_REASONS = {
+    **dict.fromkeys(("no_engine", "model_not_found"), "no_engine"),
+    **dict.fromkeys(("refused", "dns", "tls", "unreachable"), "no_engine"),
+    **{code: code for code in ("queue_full", "deadline", "caches_full", CONTEXT)},
+}
+# Attributes that each attempt sets again.
+_OF_AN_ATTEMPT = ("draft", "trial", "not_resumable", "on_answer", "priority", "slo_class", "prompt_bytes")
+
+
+class FallingBack:
+    """Serves requests again with their next model.
+
+    ``names``: the names that engines serve. ``serve``: serves a request whose body was read.
+    """
+
+    def __init__(
+        self,
+        names: Container[str],
+        running: RunningRequests,
+        threads: WorkThreads,
+        serve: Callable[[ClientRequest, ParsedRequest, float], None],
+    ) -> None:
+        self._names = names
+        self._running = running
+        self._threads = threads
+        self._serve = serve
+        running.fall_back = self.begin
+
+    def begin(self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError) -> bool:
+        """Returns whether the request goes on with another model, in place of an error."""
+        fallback, reason = client_request.fallback, _reason_of(error)
+        if fallback is None or reason is None or (relay is not None and relay.committed):
+            return False
+        if client_request.pinned_to is not None or client_request.transport.is_closing():
+            return False
+        following = self._next(fallback)
+        if following is None:
+            return False
+        fallback.steps.append(FallbackStep(fallback.call.model or "", following, reason))
+        for name in _OF_AN_ATTEMPT:
+            client_request.__dict__.pop(name, None)
+        if relay is not None:
+            self._running.relays.discard(relay)
+
+        def then(work: asyncio.Future[None], now: float) -> None:
+            work.result()
+            self._serve(client_request, fallback.call, now)
+
+        work = self._threads.begin(lambda: _rename(fallback.call, following))
+        self._running.add(client_request, PendingWork(client_request, self._running, work, then=then))
+        return True
+
+    def check_length(self, intent: Intent) -> None:
+        """Raises ApiError (400) if a prompt is too long for the model, and there is another one.
+
+        Without another model, the engine answers. Only a known number of tokens counts.
+        """
+        client_request, tokens = intent.client_request, intent.call.tokens
+        fallback = client_request.fallback
+        if fallback is None or tokens is None or client_request.pinned_to is not None:
+            return
+        if not any(name in self._names for name in fallback.models):
+            return
+        limit = intent.model.context_tokens
+        if limit is not None and len(tokens) > limit:
+            message = f"the prompt has {len(tokens)} tokens; {intent.model.name} takes {limit}"
+            raise ApiError(400, message, param="prompt", code=CONTEXT)
+
+    def _next(self, fallback: Fallback) -> str | None:
+        while fallback.models:
+            name = fallback.models.pop(0)
+            if name in self._names:
+                return name
+        return None
+
+
+def _reason_of(error: ApiError) -> str | None:
+    """Returns the reason of a fallback after an error; None: the client gets the error."""
+    if isinstance(error, EngineRefusal) and error.status in SATURATED:
+        return "engine_full"
+    return _REASONS.get(error.code or "")
+
+
+def _rename(call: ParsedRequest, model: str) -> None:
+    """Gives a request another model. A body may be large: it changes in a thread."""
+    if call.text is not None:
+        call.tokens = None  # of the model before
+    call.first = None
+    call.rename(model)
+    if call.changes:
+        call.apply_changes()
