@@ -365,3 +365,75 @@ def test_losses_come_first_and_an_nginx_file_needs_an_upstream(tmp_path: Path) -
         ConfigError, match=r"an nginx configuration without upstream; expected `upstream NAME"
     ):
         import_config(file)
+
+
+def test_litellms_fallbacks_name_models_of_engines(tmp_path: Path) -> None:
+    given = tmp_path / "config.yaml"
+    deployment = "  - {model_name: %s, litellm_params: {model: hosted_vllm/%s, api_base: 'http://e:%d'}}\n"
+    lines = [("small", "small", 1), ("fast", "small", 1), ("big", "large", 2), ("any", "small", 1)]
+    lines += [("any", "large", 2)]
+    given.write_text(
+        "model_list:\n"
+        + "".join(deployment % line for line in lines)
+        + """
+router_settings:
+  fallbacks: [{small: [big, gpt-4o]}, {lost: [fast]}]
+litellm_settings:
+  fallbacks: [{small: [ignored]}]
+  context_window_fallbacks: [{small: [big]}, {any: [big, {model: big, messages: []}]}]
+  default_fallbacks: [big]
+"""
+    )
+    printed = import_config(given).render()
+    loaded = yaml.safe_load(printed)
+    assert loaded["aliases"] == {"fast": "small", "big": "large", "any": {"small": 1, "large": 1}}
+    assert loaded["fallbacks"] == {
+        "small": ["large"],
+        "lost": ["small"],
+        "any": ["large"],
+        "fast": ["large"],
+    }
+    assert ServerConfig(**loaded).fallbacks["small"] == ["large"]
+    assert "fallbacks.small: gpt-4o: no engine of yours serves it" in printed
+    assert "context_window_fallbacks.any: a fallback is a model; the request stays as it is" in printed
+
+
+@pytest.mark.parametrize(
+    ("fallbacks", "said"),
+    [
+        ("{a: [b]}", r"fallbacks = \{'a': \['b'\]\}: expected a list"),
+        ("[a]", "fallbacks = 'a': expected a mapping of a model to a list of models"),
+        ("[{a: b}]", "fallbacks.a = 'b': expected a list of models"),
+    ],
+)
+def test_fallbacks_of_another_shape_are_refused(tmp_path: Path, fallbacks: str, said: str) -> None:
+    given = tmp_path / "config.yaml"
+    given.write_text(f"model_list: []\nrouter_settings: {{fallbacks: {fallbacks}}}\n")
+    with pytest.raises(ConfigError, match=said):
+        import_config(given)
+
+
+def test_rewrites_of_llm_d_become_aliases(tmp_path: Path) -> None:
+    rule = """
+    - matches: [{model: {type: Exact, value: %s}}]
+      targets: [%s]"""
+    rules = [
+        (
+            "chat",
+            "{modelRewrite: v1, weight: 9}, {modelRewrite: v2, weight: 1}, {modelRewrite: v3, weight: 0}",
+        ),
+        ("chat", "{modelRewrite: v9}"),
+        ("code", "{modelRewrite: v1}"),
+        ("v2", "{modelRewrite: v1, weight: 1}"),
+    ]
+    given = tmp_path / "epp.yaml"
+    given.write_text(
+        (FOLDER / "llmd_prefix.yaml").read_text()
+        + "---\nkind: InferenceModelRewrite\nspec:\n  rules:"
+        + "".join(rule % each for each in rules)
+        + "\n    - {matches: [], targets: [{modelRewrite: v1}]}\n"
+    )
+    printed = import_config(given).render()
+    assert yaml.safe_load(printed)["aliases"] == {"chat": {"v1": 9, "v2": 1}, "code": "v1"}
+    assert "rewrite of all models to v1: `aliases` names each model" in printed
+    assert "rewrite of v2: a model has this name, so it stays" in printed

@@ -104,6 +104,7 @@ def translate(draft: Draft, config: dict[str, Any], documents: list[Any]) -> Non
             draft.remark(key, _WIRING)
     for key in sorted(config.keys() - _KEYS):
         draft.remark(key, "no equivalent known", config[key])
+    _aliases(draft, documents)
     _pools(draft, documents, separate=splits or bool(_ROLE_FILTERS & set(types.values())))
 
 
@@ -200,6 +201,34 @@ def _plugin(draft: Draft, name: str, kind: str, parameters: Mapping[str, Any]) -
         draft.remark(f"{name} ({kind})" if name != kind else name, _REASONS.get(kind, "no equivalent known"))
     elif parameters and kind in _STRUCTURE:
         draft.remark(f"{name}: {', '.join(parameters)}", _WIRING)
+
+
+def _aliases(draft: Draft, documents: list[Any]) -> None:
+    """Sets `aliases` from the InferenceModelRewrites. Of two rules for a name, the first counts."""
+    found: dict[str, dict[str, float]] = {}
+    for each in documents:
+        if not isinstance(each, Mapping) or each.get("kind") != "InferenceModelRewrite":
+            continue
+        for rule in (each.get("spec") or {}).get("rules") or []:
+            targets: dict[str, float] = {}
+            for target in rule.get("targets") or []:
+                given = target.get("weight")
+                weight = float(draft.number("weight", 1 if given is None else given))
+                if weight > 0:
+                    model = draft.text("modelRewrite", target.get("modelRewrite"))
+                    targets[model] = targets.get(model, 0.0) + weight
+            matches = rule.get("matches") or []
+            if not matches:
+                draft.remark(f"rewrite of all models to {', '.join(targets)}", "`aliases` names each model")
+            for match in matches if targets else []:
+                found.setdefault(draft.text("value", (match.get("model") or {}).get("value")), targets)
+    models = {model for targets in found.values() for model in targets}
+    for name in [name for name in found if name in models]:
+        draft.remark(f"rewrite of {name}", "a model has this name, so it stays; give clients another name")
+        del found[name]
+    if found:
+        one = {name: next(iter(targets)) if len(targets) == 1 else targets for name, targets in found.items()}
+        draft.set("aliases", one)
 
 
 def _pools(draft: Draft, documents: list[Any], *, separate: bool) -> None:

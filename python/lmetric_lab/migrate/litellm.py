@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmetric.defaults import DEFAULT_POLICY
+from lmetric_lab.migrate import litellm_fallbacks
 from lmetric_lab.migrate.draft import OLD_RULE, Draft
 
 # Providers whose api_base is an engine with the OpenAI API.
@@ -31,10 +32,7 @@ _REDIS = (
     "routers of the same engines exchange their load: `replicas.urls` and `replicas.token`, without Redis"
 )
 _REASONS = {
-    "fallbacks": "no fallback to another model",
-    "context_window_fallbacks": "no fallback to another model",
-    "content_policy_fallbacks": "no fallback to another model",
-    "default_fallbacks": "no fallback to another model",
+    "content_policy_fallbacks": "the router does not judge contents",
     "redis_host": _REDIS,
     "redis_port": _REDIS,
     "redis_password": _REDIS,
@@ -78,7 +76,8 @@ def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
         draft.set("models", [{"name": name, "engines": engines} for name, engines in pools.items()])
     else:
         draft.remark("model_list", "no deployment is an engine of yours; keep LiteLLM in front of providers")
-    _aliases(draft, router, pools, names)
+    aliases = _aliases(draft, router, pools, names)
+    litellm_fallbacks.translate(draft, litellm_fallbacks.take(draft, router, module), pools, aliases)
     _reliability(draft, router, module)
     for name, section in (
         ("router_settings", router),
@@ -128,8 +127,13 @@ class _Names:
     weights: list[tuple[str, str, object]] = field(default_factory=list)  # public name, key, value
 
 
-def _aliases(draft: Draft, router: dict[str, Any], pools: Mapping[str, object], names: _Names) -> None:
-    """Public names that differ from the engines', and `model_group_alias`."""
+def _aliases(
+    draft: Draft, router: dict[str, Any], pools: Mapping[str, object], names: _Names
+) -> dict[str, dict[str, float]]:
+    """Sets `aliases`: public names that differ from the engines', and `model_group_alias`.
+
+    Returns them, as weights by model.
+    """
     groups = router.pop("model_group_alias", None) or {}
     if not isinstance(groups, Mapping):
         raise draft.error("router_settings.model_group_alias", groups, "a mapping")
@@ -149,6 +153,7 @@ def _aliases(draft: Draft, router: dict[str, Any], pools: Mapping[str, object], 
     if found:
         one = {name: next(iter(targets)) if len(targets) == 1 else targets for name, targets in found.items()}
         draft.set("aliases", one)
+    return found
 
 
 def _deployment(
