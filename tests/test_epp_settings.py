@@ -26,6 +26,8 @@ def made(**values: Any) -> ServerConfig:
             {"admission": {"ttft_seconds": 4, "classes": {"quick": {"hedge_after_seconds": 1}}}},
             "admission.classes.quick.hedge_after_seconds is not possible",
         ),
+        ({"aliases": {"a": "b"}}, "aliases are not possible"),
+        ({"fallbacks": {"a": "b"}}, "fallbacks are not possible"),
         ({"host": "unix:/run/router.sock"}, "host is a unix socket"),
         ({"engines": [{"url": "http://engine:8000"}]}, "engine"),
         (

@@ -27,6 +27,7 @@ from server_world import (
     token,
     world,
 )
+from test_server_programs import SETTINGS
 
 SMALL = {"id": "small", "root": "/small", "max_model_len": 1000}
 LARGE = {"id": "large", "root": "/large", "max_model_len": 5000}
@@ -192,6 +193,36 @@ async def test_a_client_that_leaves_before_the_fallback_ends_its_request() -> No
         await asyncio.gather(asked, return_exceptions=True)
         await w.until(lambda: w.engines[1].left)
         await w.settled()
+
+
+async def test_a_stream_with_comments_of_the_router_continues_with_the_fallback() -> None:
+    settings = {**SETTINGS, "forget_seconds": 1.5, "keep_alive_seconds": 0.1}
+    caches = {"cache_blocks": 100, "text_block_bytes": 64}
+    async with world(fakes(SMALL, LARGE), programs=settings, fallbacks=FALLBACKS, **caches) as w:
+        assert (await w.post({"model": "small", "prompt": "one " * 1200}))[0] == 200
+        w.engines[0].behave = too_long(VLLM_TOO_LONG)
+        body = {"model": "small", "prompt": "two " * 1200, "stream": True}
+        status, _, said = await w.post(body)
+        assert status == 200
+        assert said.startswith(b": held for 0 s\n\n")
+        assert b'"text":"c"' in said
+        assert said.endswith(b"data: [DONE]\n\n")
+        assert await fallbacks(w) == {("small", "large", "context_length_exceeded"): 1}
+
+
+async def test_a_tenants_rate_and_stored_responses_have_no_fallback() -> None:
+    tenants = {"a": {"max_requests_per_second": 0.001}}
+    async with world(fakes(SMALL, LARGE), fallbacks=FALLBACKS, tenants=tenants) as w:
+        body = {"model": "small", "input": "x"}
+        for expected in (200, 429):
+            assert (await w.post(body, path="/v1/responses", headers={"x-tenant": "a"}))[0] == expected
+        assert (await w.post(body, path="/v1/responses"))[0] == 200
+        stored = w.engines[0].requests[-1].json["request_id"]
+        await w.engines[0].stop()
+        more = {**body, "previous_response_id": stored}
+        assert (await w.post(more, path="/v1/responses"))[0] in (502, 503)
+        assert await fallbacks(w) == {}
+        assert (await w.post(body, path="/v1/responses"))[0] == 200
 
 
 async def test_a_stream_with_a_token_keeps_its_model() -> None:
