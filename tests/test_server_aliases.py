@@ -12,7 +12,7 @@ import pytest
 from lmetric.config import ServerConfig
 from lmetric.server.app import Reloads
 from lmetric.server.fleet.aliases import Aliases
-from server_world import FakeEngine, World, strict, world
+from server_world import FakeEngine, World, hang, strict, world
 
 SMALL = {"id": "small", "root": "/small", "max_model_len": 1000}
 LARGE = {"id": "large", "root": "/large", "max_model_len": 5000}
@@ -160,6 +160,18 @@ async def test_both_names_are_shown(tmp_path: Path) -> None:
         assert 'lmetric_alias_requests_total{alias="gpt",model="large"} 1' in page
     asked = [line for line in read_lines(tmp_path) if line["type"] == "request"]
     assert [(line["model"], line.get("alias")) for line in asked] == [("large", "gpt"), ("large", None)]
+
+
+async def test_the_record_of_a_hedge_has_the_alias_too() -> None:
+    engines = fakes(LARGE, LARGE)
+    engines[0].behave = hang
+    async with world(engines, aliases=ALIASES, hedging={"after_seconds": 0.05}) as w:
+        status, headers, _ = await w.post({"model": "gpt", "prompt": "x", "stream": True})
+        assert (status, headers["x-lmetric-instance"]) == (200, "e1")
+        answered = orjson.loads((await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}"))[1])
+        first = orjson.loads((await w.get(f"/debug/decisions/{answered['other_attempt']}"))[1])
+        assert {first["alias"], answered["alias"]} == {"gpt"}
+        assert "; gpt is an alias of large." in first["because"]
 
 
 async def test_an_alias_without_engine_is_a_problem_with_its_fix() -> None:

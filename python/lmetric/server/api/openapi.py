@@ -74,7 +74,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "not_admin": ("403", "An API key does not open this page. Send the admin token."),
     "not_isolated": ("403", "The tenant is isolated, and the path does not accept `cache_salt`."),
     "engine_not_allowed": ("403", "`admin.allowed_engines` excludes the address of the added engine."),
-    "model_not_found": ("404", "No engine serves the model. The message lists the served models."),
+    "model_not_found": ("404", "No engine serves the model, or the tenant may not use it."),
     "response_not_found": ("404", "The stored response is unknown, or another tenant made it."),
     "unknown_path": ("404", "The path does not exist. The message may name a similar path."),
     "endpoint_picker": ("404", "This router picks engines for a gateway. Send the request to the gateway."),

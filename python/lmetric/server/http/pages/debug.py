@@ -185,8 +185,10 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
         own = hmac.compare_digest(model.labels.label(number, tenant), label)
         record = model.router.explain(number) if own or admin else None
         if record is not None:
-            shown = {"model": model.name, **model.renamed.of(number), **record, "id": label}
-            if (other := model.hedging.other(number)) is not None:
+            other = model.hedging.other(number)
+            names = model.renamed.of(number) or model.renamed.of(other or 0)
+            shown = {"model": model.name, **names, **record, "id": label}
+            if other is not None:
                 shown["other_attempt"] = model.labels.label(other, tenant)
             tracing = front.running.tracing
             if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
