@@ -181,8 +181,8 @@ async def test_an_alias_without_engine_is_a_problem_with_its_fix() -> None:
         problems = orjson.loads((await w.get("/ready"))[1])["warnings"]
         found = {each["reason"]: each["fix"] for each in problems if each["what"] == "alias"}
         assert found == {
-            "x: gone": "start an engine with that model, or correct the alias",
-            "half: no": "start an engine with that model, or correct the alias",
+            "x: no engine serves gone": "start an engine with that model, or correct the alias",
+            "half: no engine serves no": "start an engine with that model, or correct the alias",
         }
         status, _, body = await w.post({"model": "x", "prompt": "x"})
         assert status == 404

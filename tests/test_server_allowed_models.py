@@ -140,7 +140,7 @@ async def test_a_list_with_a_name_that_no_engine_serves_is_a_problem() -> None:
     async with world(fakes(SMALL), tenants=tenants) as w:
         problems = orjson.loads((await w.get("/ready"))[1])["warnings"]
         (found,) = [each for each in problems if each["what"] == "tenant"]
-        assert found["reason"] == "a: gone, older"
+        assert found["reason"] == "a: no engine serves gone, older"
         assert found["fix"] == "start an engine with that model, or correct models of the tenant"
 
 

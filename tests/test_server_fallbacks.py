@@ -301,7 +301,7 @@ async def test_names_that_only_a_fallback_serves_stand_in_the_list_of_models() -
         assert orjson.loads((await w.get("/v1/models/gone"))[1]) == cards["gone"]
         problems = orjson.loads((await w.get("/ready"))[1])["warnings"]
         found = [each["reason"] for each in problems if each["what"] == "fallback"]
-        assert found == ["gone: gone", "lost: lost, missing"]
+        assert found == ["gone: no engine serves gone", "lost: no engine serves lost, missing"]
 
 
 async def test_a_tenants_list_limits_its_fallbacks() -> None:

@@ -55,7 +55,7 @@ class Aliases:
             missing = [name for name in weights if name not in known]
             if missing:
                 cause = "an alias names a model that no engine serves"
-                reason = f"{alias}: {', '.join(missing)}"
+                reason = f"{alias}: no engine serves {', '.join(missing)}"
                 fix = "start an engine with that model, or correct the alias"
                 yield Problem("alias", cause, reason, fix, is_bad=len(missing) == len(weights))
 

@@ -172,11 +172,11 @@ class Catalog:
             if missing:
                 cause = "fallbacks name a model that no engine serves"
                 fix = "start an engine with that model, or correct the fallbacks"
-                yield Problem("fallback", cause, f"{name}: {', '.join(missing)}", fix)
+                yield Problem("fallback", cause, f"{name}: no engine serves {', '.join(missing)}", fix)
         for tenant, allowed in self._allowed.items():
             missing = sorted(name for name in allowed if not self.serves(name, tenant))
             if missing:
                 cause = "a tenant may use a model that no engine serves"
                 fix = "start an engine with that model, or correct models of the tenant"
-                reason = f"{tenant}: {', '.join(missing)}"
+                reason = f"{tenant}: no engine serves {', '.join(missing)}"
                 yield Problem("tenant", cause, reason, fix, is_bad=len(missing) == len(allowed))
