@@ -232,20 +232,6 @@ async def test_a_tenant_has_a_maximum_of_concurrent_requests() -> None:
         assert gate.most == 5
 
 
-async def test_a_tenant_has_a_maximum_rate() -> None:
-    tenants = {"a": {"max_requests_per_second": 0.5, "burst": 3}, "b": {}}
-    async with small(tenants=tenants) as w:
-        results = await asyncio.gather(*(post(w, "a") for _ in range(5)))
-        assert sorted(status for status, _, _ in results) == [200, 200, 200, 429, 429]
-        for status, headers, got in results:
-            if status == 429:
-                assert got["error"]["code"] == "rate_limit"
-                assert headers["retry-after"] == "2"
-        assert (await post(w, "b"))[0] == 200
-        assert (await post(w))[0] == 200
-        assert model(w).held.refused == {("a", "rate"): 2}
-
-
 @pytest.mark.parametrize("most", [0, 2])
 async def test_a_tenant_has_a_maximum_of_waiting_requests(most: int) -> None:
     gate = Gate()
@@ -359,7 +345,11 @@ async def test_a_server_that_stops_ends_held_requests() -> None:
 
 async def test_a_storm_leaves_nothing_behind() -> None:
     """Clients of three tenants leave at random moments. All counts return to zero."""
-    tenants = {"a": {"max_concurrent": 3}, "b": {"max_waiting": 5}, "c": {"max_requests_per_second": 20}}
+    tenants = {
+        "a": {"max_concurrent": 3},
+        "b": {"max_waiting": 5},
+        "c": {"budgets": [{"counts": "requests", "limit": 20, "per": "second"}]},
+    }
     admission = {"ttft_seconds": 4.0, "max_waiting": 30}
     async with emulated(2, admission=admission, tenants=tenants) as w:
 
@@ -467,7 +457,6 @@ async def test_a_hold_of_a_program_does_not_count_against_the_deadline() -> None
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ("tenants: {a: {burst: 2}}", "burst needs max_requests_per_second"),
         ("tenants: {a: {slo_class: fast}}", "no model has the class 'fast'; known: none"),
         ("admission: {ttft: 2}", "did you mean 'ttft_seconds'"),
         ("admission: {ttft_seconds: 0}", "above 0"),

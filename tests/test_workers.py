@@ -227,7 +227,7 @@ async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_d
             assert states[name]
         assert not engines[0].requests
         # A reload reaches all workers, by a request and by a signal; a bad one changes nothing.
-        file.write_text("tenants: {acme: {max_requests_per_second: 0.001, burst: 3}}\n")
+        file.write_text("tenants: {acme: {budgets: [{counts: requests, limit: 3, per: hour}]}}\n")
         status, report = await client.post("/admin/reload", None)
         assert (status, report["tenants_changed"]) == (200, ["acme"])
         statuses = [
@@ -237,10 +237,10 @@ async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_d
             for _ in range(9)
         ]
         assert Counter(statuses) == {200: 3, 429: 6}
-        file.write_text("tenants: {acme: {burst: x}}\n")
+        file.write_text("tenants: {acme: {budgets: [{counts: requests, limit: x, per: hour}]}}\n")
         status, report = await client.post("/admin/reload", None)
         assert status == 400
-        assert "burst" in report["error"]["message"]
+        assert "limit" in report["error"]["message"]
         process.process.terminate()
         assert await process.ended() == 0
 

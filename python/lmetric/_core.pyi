@@ -48,6 +48,9 @@ __all__ = [
     "BadRequestError",
     "BadValueError",
     "Board",
+    "BudgetRefusal",
+    "BudgetReservation",
+    "Budgets",
     "ChunkedBody",
     "Decision",
     "DecisionLabels",
@@ -249,6 +252,59 @@ class Board:
     def number_of(self, name: str) -> int | None: ...
     @staticmethod
     def hash(text: str) -> int: ...
+
+@final
+class Budgets:
+    """The windows of all tenants, and what they have used of them (rust/py/src/budget.rs).
+
+    ``clock_start``: Unix time minus the monotonic clock, seconds. ``times``: seconds on the
+    monotonic clock, and Unix time. Methods raise BadValueError.
+    """
+
+    def __new__(cls, clock_start: float, board: Board | None = None) -> Self: ...
+    def set(self, tenants: dict[str, list[dict[str, Any]]]) -> None: ...
+    def reserve(
+        self,
+        tenant: str,
+        model: str,
+        tokens: tuple[int, int],  # input and output
+        times: tuple[float, float],
+    ) -> BudgetReservation | BudgetRefusal | None: ...  # None: the tenant has no windows
+    def save(self) -> bytes: ...
+    def restore(self, saved: bytes) -> None: ...
+
+@final
+class BudgetReservation:
+    @property
+    def lines(self) -> bytes: ...  # lines of an HTTP head
+    @property
+    def exceeded(self) -> list[str]: ...  # names of shadow windows
+    def settle(
+        self,
+        tokens: tuple[int, int, int],  # input, the cached part of it, and output
+        times: tuple[float, float],
+    ) -> None: ...
+    def keep(self) -> None: ...  # what was reserved counts as used
+    def release(self) -> None: ...
+
+@final
+class BudgetRefusal:
+    @property
+    def window(self) -> str: ...
+    @property
+    def counts(self) -> str: ...
+    @property
+    def per(self) -> str: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def asked(self) -> int: ...
+    @property
+    def retry_after_seconds(self) -> float | None: ...  # None: more than the limit
+    @property
+    def fields(self) -> list[tuple[str, str]]: ...  # of an HTTP head
 
 @final
 class StepTable:

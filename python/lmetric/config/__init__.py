@@ -4,6 +4,7 @@ Flags override the environment, the environment overrides the file, and the file
 defaults. Errors name the source of the value, its key path, the value, and the nearest valid key.
 """
 
+from lmetric.config.budgets import BudgetConfig
 from lmetric.config.files import (
     ConfigError,
     UniqueKeys,
@@ -72,6 +73,7 @@ __all__ = [
     "Admin",
     "AdmissionConfig",
     "Auth",
+    "BudgetConfig",
     "CanaryConfig",
     "CanaryStart",
     "ConfigError",

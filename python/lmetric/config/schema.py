@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -16,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from lmetric.config.budgets import BudgetConfig, distinct
 from lmetric.config.epp import EppConfig
 from lmetric.config.kinds import (
     MOST_WORKERS,
@@ -1161,18 +1163,10 @@ class TenantConfig(Strict):
         description="maximum number of the tenant's requests on a model's engines; further requests wait",
         json_schema_extra={"when": "a tenant takes too many places on engines"},
     )
-    max_requests_per_second: float | None = Field(
-        None,
-        gt=0,
-        le=1e6,
-        description="maximum rate of the tenant's requests for a model; further requests get a 429",
-        json_schema_extra={"when": "a tenant sends too many requests"},
-    )
-    burst: Positive | None = Field(
-        None,
-        description="requests that may come at once within `max_requests_per_second`; null: those of one "
-        "second, at least 1",
-        json_schema_extra={"when": "a tenant sends its requests in bursts"},
+    budgets: Annotated[list[BudgetConfig], AfterValidator(distinct)] = Field(
+        default_factory=list,
+        description="windows that limit the tenant's requests and tokens (docs/how-to/overload.md)",
+        json_schema_extra={"when": "a tenant sends too many requests or tokens"},
     )
     max_waiting: int | None = Field(
         None,
@@ -1193,12 +1187,6 @@ class TenantConfig(Strict):
         "to it (404); null: all",
         json_schema_extra={"when": "a tenant must not use some models"},
     )
-
-    @model_validator(mode="after")
-    def _burst_of_a_rate(self) -> Self:
-        if self.burst is not None and self.max_requests_per_second is None:
-            raise ValueError("burst needs max_requests_per_second")
-        return self
 
 
 class ReplicasConfig(Strict):
@@ -1434,6 +1422,12 @@ class ServerConfig(PoolSettings):
         default_factory=dict,
         description="tenants by name: the tenant of the API key or, without API keys, of the x-tenant header",
         json_schema_extra={"when": "tenants share the fleet"},
+    )
+    state_folder: Path | None = Field(
+        None,
+        description="folder for the counts of budgets and of /admin/usage, which then survive a restart; a "
+        "crash loses at most a second of them. null: memory only",
+        json_schema_extra={"when": "budgets of days or months, or usage, must survive a restart"},
     )
     replicas: ReplicasConfig = Field(
         default_factory=ReplicasConfig,

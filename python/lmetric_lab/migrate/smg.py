@@ -84,7 +84,7 @@ _HISTORY = "the engines store responses; the router keeps no history"
 _REASONS = {
     "--queue-size": _QUEUE,
     "--queue-timeout-secs": _QUEUE,
-    "--rate-limit-tokens-per-second": "limits are per tenant: `tenants.NAME.max_requests_per_second`",
+    "--rate-limit-tokens-per-second": "limits are per tenant: `tenants.NAME.budgets`",
     "--retry-initial-backoff-ms": _BACKOFF,
     "--retry-max-backoff-ms": _BACKOFF,
     "--retry-backoff-multiplier": _BACKOFF,

@@ -7,6 +7,7 @@
 //! Values are absolute, so a missed change is never more than a late one.
 pub mod log;
 
+use crate::budget::WORDS as BUDGET_WORDS;
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
 use parking_lot::Mutex;
@@ -19,7 +20,7 @@ pub const NUMBERS: usize = 19;
 /// Rows of an area: one for each instance that the server may have.
 const ROWS: usize = MAX_INSTANCES;
 const RING: usize = 4096;
-/// Words of the memory's head: layout, and a mask of the areas in use.
+/// Words of the memory's head: layout, a mask of the areas in use, and the start of the clock.
 const HEAD: usize = 8;
 /// Words of an area's head: number of changes, and of rows in use.
 const AREA_HEAD: usize = 8;
@@ -30,26 +31,31 @@ const NOTES_AT: usize = HEAD + WRITERS * AREA;
 const NOTES: usize = 1 << 17;
 /// Places in which a note may be.
 const PLACES: usize = 16;
-/// Start of the tenants, in words, and their number. A tenant takes a key, the use of its rate, and
-/// a number of requests for each writer.
+/// Start of the tenants, in words, and their number. A tenant takes a key, and a number of requests
+/// for each writer.
 const TENANTS_AT: usize = NOTES_AT + 2 * NOTES;
 const TENANTS: usize = 1 << 14;
-const TENANT: usize = 2 + WRITERS;
+const TENANT: usize = 1 + WRITERS;
 /// Start of the names, in words, and their number.
 const NAMES_AT: usize = TENANTS_AT + TENANTS * TENANT;
 const NAMES: usize = 4096;
 /// Start of the log of programs, in words.
 const LOG_AT: usize = NAMES_AT + NAMES;
+/// Start of the budgets' keys, in words, their number, and the start of their counts.
+const BUDGETS_AT: usize = LOG_AT + log::WORDS;
+const BUDGETS: usize = 1 << 14;
+const BUDGET_COUNTS_AT: usize = BUDGETS_AT + BUDGETS;
 /// Size of the memory in bytes. Pages that nobody writes take none.
-pub const BYTES: usize = (LOG_AT + log::WORDS) * size_of::<u64>();
+pub const BYTES: usize = (BUDGET_COUNTS_AT + BUDGETS * BUDGET_WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
-const LAYOUT: u64 = 0x6c6d_6574_7269_6332;
+const LAYOUT: u64 = 0x6c6d_6574_7269_6333;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
 /// afterwards.
 const TRIES: u32 = 64;
 
 const LAYOUT_WORD: usize = 0;
 const USED_AREAS: usize = 1;
+const CLOCK_START: usize = 2;
 const CHANGES: usize = 0;
 const USED_ROWS: usize = 1;
 
@@ -297,52 +303,65 @@ impl Board {
 /// return `None` if there is no place; then each worker counts for itself.
 impl Board {
     fn tenant(&self, key: u64) -> Option<&[AtomicU64]> {
+        let row = self.row_of(TENANTS_AT, TENANTS, TENANT, key)?;
+        Some(&self.memory.words()[row..row + TENANT])
+    }
+
+    /// Returns the first word of a key's row in a table, which begins with the key; `None`: there
+    /// is no place for it.
+    fn row_of(&self, table: usize, rows: usize, words: usize, key: u64) -> Option<usize> {
         let key = key.max(1);
-        let words = self.memory.words();
-        let places = (0..PLACES).map(|step| (key as usize).wrapping_add(step) % TENANTS);
-        places.map(|place| &words[TENANTS_AT + place * TENANT..][..TENANT]).find(|tenant| {
-            let found = tenant[0].load(Ordering::Acquire);
+        let places = (0..PLACES).map(|step| table + (key as usize).wrapping_add(step) % rows * words);
+        places.into_iter().find(|place| {
+            let own = &self.memory.words()[*place];
+            let found = own.load(Ordering::Acquire);
             found == key
                 || (found == 0
-                    && tenant[0]
+                    && own
                         .compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire)
                         .map_or_else(|other| other == key, |_| true))
         })
     }
 
-    /// Counts a request against a rate. Returns the seconds until one may come if the rate is used
-    /// up, else 0. `burst`: requests that may come at once, at least 1.
-    pub fn use_rate(&self, key: u64, rate: f64, burst: f64, now: Seconds) -> Option<Seconds> {
-        // The time at which the rate is unused again is all there is to know ("generic cell rate
-        // algorithm"), so one word holds it.
-        let unused_at = &self.tenant(key)?[1];
-        let mut known = unused_at.load(Ordering::Acquire);
-        loop {
-            let ahead = (f64::from_bits(known) - now).max(0.0);
-            let wait = ahead - (burst - 1.0) / rate;
-            // A rounding error must not cost a request.
-            if wait > 1e-9 {
-                return Some(wait);
-            }
-            let next = (now + ahead + 1.0 / rate).to_bits();
-            match unused_at.compare_exchange_weak(known, next, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return Some(0.0),
-                Err(other) => known = other,
-            }
-        }
-    }
-
     /// Changes this worker's number of a tenant's requests on engines.
     pub fn set_running(&self, key: u64, running: u32) -> Option<()> {
-        self.tenant(key)?[2 + self.writer].store(running.into(), Ordering::Release);
+        self.tenant(key)?[1 + self.writer].store(running.into(), Ordering::Release);
         Some(())
     }
 
     /// Returns the number of a tenant's requests that the other workers have on engines.
     pub fn running_elsewhere(&self, key: u64) -> Option<u32> {
-        let counts = &self.tenant(key)?[2..];
+        let counts = &self.tenant(key)?[1..];
         let others = counts.iter().enumerate().filter(|(writer, _)| *writer != self.writer);
         Some(others.map(|(_, count)| count.load(Ordering::Acquire) as u32).sum())
+    }
+}
+
+/// Budgets: what all workers together have used of each window ([`crate::budget`]).
+impl Board {
+    /// Returns the row with the counts of a key; `None`: there is no place for it.
+    pub fn budget_row(&self, key: u64) -> Option<usize> {
+        Some(self.row_of(BUDGETS_AT, BUDGETS, 1, key)? - BUDGETS_AT)
+    }
+
+    /// Returns the counts of a row.
+    pub fn budget(&self, row: usize) -> &[AtomicU64] {
+        &self.memory.words()[BUDGET_COUNTS_AT + row * BUDGET_WORDS..][..BUDGET_WORDS]
+    }
+
+    /// Yields the rows in use, with their keys.
+    pub fn budgets(&self) -> impl Iterator<Item = (u64, &[AtomicU64])> {
+        let keys = self.memory.words()[BUDGETS_AT..BUDGET_COUNTS_AT].iter().enumerate();
+        let used = keys.map(|(row, key)| (row, key.load(Ordering::Acquire))).filter(|(_, key)| *key != 0);
+        used.map(|(row, key)| (key, self.budget(row)))
+    }
+
+    /// Returns the start of the clock that all workers share. `seconds`: the start if there is none
+    /// yet.
+    pub fn clock_start(&self, seconds: Seconds) -> Seconds {
+        let start = &self.memory.words()[CLOCK_START];
+        let set = start.compare_exchange(0, seconds.to_bits(), Ordering::AcqRel, Ordering::Acquire);
+        f64::from_bits(set.err().unwrap_or(seconds.to_bits()))
     }
 }
 
@@ -392,7 +411,7 @@ fn clear(words: &[AtomicU64], writer: usize) {
     words[area + CHANGES].fetch_add(2 * RING as u64, Ordering::AcqRel);
     for tenant in words[TENANTS_AT..NAMES_AT].chunks_exact(TENANT) {
         if tenant[0].load(Ordering::Acquire) != 0 {
-            tenant[2 + writer].store(0, Ordering::Release);
+            tenant[1 + writer].store(0, Ordering::Release);
         }
     }
     log::clear(words, writer);
@@ -511,20 +530,6 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_is_used_by_all_workers_together() {
-        let memory = memory();
-        let boards = [board(&memory, 0), board(&memory, 1)];
-        let at = |number: usize, now| boards[number % 2].use_rate(7, 2.0, 3.0, now).expect("a place");
-        assert_eq!([0, 1, 2].map(|number| at(number, 10.0)), [0.0; 3]);
-        assert_eq!([0, 1].map(|number| at(number, 10.0)), [0.5; 2]);
-        assert_eq!([0, 1].map(|number| at(number, 10.5)), [0.0, 0.5]);
-        // Another tenant, and a rate that was unused for long.
-        assert_eq!(boards[0].use_rate(8, 2.0, 3.0, 10.5), Some(0.0));
-        assert_eq!([0, 1, 2].map(|number| at(number, 99.0)), [0.0; 3]);
-        assert!(at(0, 99.0) > 0.0);
-    }
-
-    #[test]
     fn the_requests_of_a_tenant_on_other_workers_count_until_these_end() {
         let memory = memory();
         let (one, two) = (board(&memory, 0), board(&memory, 1));
@@ -541,10 +546,10 @@ mod tests {
         let memory = memory();
         let one = board(&memory, 0);
         for key in 1..=PLACES as u64 {
-            assert_eq!(one.use_rate(key * TENANTS as u64, 1.0, 1.0, 0.0), Some(0.0));
+            assert_eq!(one.set_running(key * TENANTS as u64, 1), Some(()));
         }
         let further = (PLACES as u64 + 1) * TENANTS as u64;
-        assert_eq!((one.use_rate(further, 1.0, 1.0, 0.0), one.running_elsewhere(further)), (None, None));
+        assert_eq!((one.set_running(further, 1), one.running_elsewhere(further)), (None, None));
     }
 
     /// One thread writes rows whose numbers are equal; a reader never sees two different ones.

@@ -34,6 +34,7 @@ extern crate self as lmetric_core;
 
 pub mod admission;
 pub mod board;
+pub mod budget;
 pub mod error;
 pub mod estimate;
 pub mod expr;

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 mod admission;
 mod api;
 mod board;
+mod budget;
 mod buffers;
 mod errors;
 mod expr;
@@ -39,6 +40,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     peers::register(module)?;
     admission::register(module)?;
     board::register(module)?;
+    budget::register(module)?;
     feed::register(module)?;
     expr::register(module)?;
     wire::register(module)?;

@@ -718,8 +718,7 @@ impl Router {
     /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always
     ///   have room.
     /// - `max_waiting`, `max_waiting_per_tenant`: bounds of the queue.
-    /// - `tenants`: limits by tenant: `max_concurrent`, `max_requests_per_second`, `burst`,
-    ///   `max_waiting`.
+    /// - `tenants`: limits by tenant: `max_concurrent`, `max_waiting`.
     ///
     /// Raises `BadValueError`. Documentation: docs/how-to/overload.md.
     fn set_admission(&self, py: Python<'_>, settings: Option<Bound<'_, PyDict>>) -> Result<()> {

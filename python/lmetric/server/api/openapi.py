@@ -122,7 +122,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     ),
     "deadline": ("429", "The first token would come after its deadline (`admission`)."),
     "queue_full": ("429", "Too many requests wait, of the tenant or of all (`max_waiting`)."),
-    "rate_limit": ("429", "The tenant's rate of requests is above `max_requests_per_second`."),
+    "rate_limit_exceeded": ("429", "A budget of the tenant has no room (`tenants.NAME.budgets`)."),
     "unknown_slo_class": ("400", "The model has no class of the name in `x-slo-class`."),
     "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
@@ -158,6 +158,10 @@ RESPONSE_HEADERS: Mapping[str, str] = {
     "x-lmetric-prefill": "Engine that computed the prompt, if another one answers. Absent with "
     "`errors.show_engines: false`.",
     "x-request-id": "ID of the request.",
+    "x-ratelimit-limit-requests": "Limit of the tenant's budget of requests with the least left, if there is "
+    "one; `-tokens`: of tokens.",
+    "x-ratelimit-remaining-requests": "The rest of this limit, after this request; also `-tokens`.",
+    "x-ratelimit-reset-requests": "Time until the whole limit is free, such as `6m0s`; also `-tokens`.",
     "retry-after": "Seconds until a retry is worth it, with 429 and 503, and if the engine of a stored "
     "response fails. An engine's own error may have a date.",
 }

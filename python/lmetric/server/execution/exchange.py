@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lmetric._core import Peer, RequestHead, ResponseReader
+from lmetric._core import BudgetReservation, Peer, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
@@ -138,6 +138,7 @@ class ClientRequest:
     handicap_seconds = 0.0  # of its tenant, in the order of `uniboost`
     session_line = b""  # head line for engines: the session that only the body names
     prompt_bytes = 0  # 0 if the prompt was given as tokens
+    prompt_tokens = 0  # of all its prompts, estimated for text
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
     draft: Draft | None = None  # of its record on disk; None: it gets none
@@ -149,6 +150,8 @@ class ClientRequest:
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     was_held = False  # it waited on purpose
+    reservation: BudgetReservation | None = None  # of its tenant's budgets; None: it has none
+    limit_lines = b""  # lines of the answer's head: what is left of the budgets
     # The times of its decision: seconds on the monotonic clock.
     decision_began = decision_ended = 0.0
     # Called with the name of the engine whose answer (status 200) the client is about to get.

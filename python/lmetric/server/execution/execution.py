@@ -253,11 +253,14 @@ class Execution(Progress):
         `engine`: the answering engine.
         """
         client_request, labels, decision = self.client_request, self.model.labels, self.decision.id
+        head, tenant, limits = client_request.head, client_request.tenant, client_request.limit_lines
         if not self.rules.show_engines:
-            return labels.answer_lines(client_request.head, decision, client_request.tenant)
-        first = self.prefill_engine or (self.kv.source if self.kv is not None else None)
-        prefill = None if first is None else first.name
-        return labels.answer_lines(client_request.head, decision, client_request.tenant, engine, prefill)
+            lines = labels.answer_lines(head, decision, tenant)
+        else:
+            first = self.prefill_engine or (self.kv.source if self.kv is not None else None)
+            prefill = None if first is None else first.name
+            lines = labels.answer_lines(head, decision, tenant, engine, prefill)
+        return lines + limits if limits else lines
 
 
 # Events after which nothing follows from an attempt.

@@ -180,5 +180,5 @@ def core_settings(
 
 
 def _limits(tenant: TenantConfig) -> dict[str, float]:
-    names = ("max_concurrent", "max_requests_per_second", "burst", "max_waiting")
+    names = ("max_concurrent", "max_waiting")
     return {name: value for name in names if (value := getattr(tenant, name)) is not None}

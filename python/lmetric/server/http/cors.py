@@ -11,7 +11,14 @@ from aiohttp import web
 from lmetric._core import RequestHead
 
 _PREFLIGHT_SECONDS = 600  # browsers keep the answer to a preflight request this long
-_EXPOSED = "x-request-id, x-lmetric-decision, x-lmetric-instance, x-lmetric-prefill, retry-after"
+_EXPOSED = (
+    "x-request-id, x-lmetric-decision, x-lmetric-instance, x-lmetric-prefill, retry-after, "
+    + ", ".join(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    )
+)
 _FIELD_NAMES = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z, -]{1,1024}")
 _ORIGIN = re.compile(rb"[!-~]*")
 

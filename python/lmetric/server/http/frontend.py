@@ -38,8 +38,10 @@ from lmetric.server.http.protocol import (
 from lmetric.server.http.running import SERVING, RunningRequests
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import WorkThreads
+from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.observe.usage import Row, Usage
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.server.worker.worker import Worker
 
@@ -87,7 +89,12 @@ class Frontend(web.Server):
         self.admission = Admission(config, keys, self.running, clients=self.clients)
         board = None if worker is None else worker.board
         self.stored = StoredRequests(config, fleet, self.admission, board=board)
-        self.placement = Placement(config, self.running)
+        self.budgets = TenantBudgets(config.tenants, board)
+        metrics.further.append(self.budgets.metrics)
+        self.usage = Usage()
+        self.running.observers.add(self.usage)
+        metrics.further.append(self.usage.metrics)
+        self.placement = Placement(config, self.running, self.budgets)
         self.arrivals = Arrivals(
             config,
             fleet,
@@ -135,6 +142,10 @@ class Frontend(web.Server):
             self.stored.responses.configure(config.limits)
 
         return apply
+
+    async def usage_rows(self) -> list[Row]:
+        """Returns the usage by day, tenant and model, of all workers."""
+        return self.usage.table.rows() if self.worker is None else await self.worker.usage_rows()
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Closes the connections and stops the threads."""

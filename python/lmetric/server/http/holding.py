@@ -34,9 +34,6 @@ _REFUSALS = {
     "queue": _Refusal(
         code="queue_full", message="overloaded: too many requests wait; try again in about {seconds} s"
     ),
-    "rate": _Refusal(
-        code="rate_limit", message="the tenant sends too many requests; try again in about {seconds} s"
-    ),
 }
 # Why a request is held, for the message of a timeout.
 _HOLDS = {

@@ -18,6 +18,7 @@ from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.running import SERVING, RunningRequests
+from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.observe.trials import TrialResults
 
 NO_SHARE = (1.0, 0.0)  # weight and handicap (s) of requests without a tenant
@@ -26,14 +27,19 @@ NO_SHARE = (1.0, 0.0)  # weight and handicap (s) of requests without a tenant
 class Placement:
     """Places requests: routes and starts them, or holds or refuses them."""
 
-    def __init__(self, config: ServerConfig, running: RunningRequests) -> None:
+    def __init__(self, config: ServerConfig, running: RunningRequests, budgets: TenantBudgets) -> None:
         self._running = running
+        self._budgets = budgets
         self._trial_results: TrialResults | None = None  # an observer once a model has trials
         self.configure(config)
 
     def configure(self, config: ServerConfig) -> None:
         """Applies settings to new requests."""
         tenants = config.tenants
+        self._limited = frozenset(name for name, each in tenants.items() if each.budgets)
+        self._budgets.configure(tenants)
+        if self._limited:
+            self._running.observers.add(self._budgets)
         self._shares = {name: (each.weight, each.handicap_seconds) for name, each in tenants.items()}
         self._classes = {name: each.slo_class for name, each in tenants.items() if each.slo_class is not None}
 
@@ -51,6 +57,7 @@ class Placement:
                 code="not_implemented",
             )
         client_request.prompt_bytes, prompt_tokens, extra_tokens = _size(model, call)
+        client_request.prompt_tokens = prompt_tokens + extra_tokens
         head = client_request.head
         joins = model.joins
         split_reason = model.split_reason(client_request.path, call) if joins else None
@@ -107,6 +114,8 @@ class Placement:
                 arrived(intent)
             except Exception:
                 failed(arrived)
+        if client_request.tenant in self._limited:
+            self._reserve(intent)
         hedge_seconds = model.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
             hedge_seconds = slo.hedge_after_seconds
@@ -123,6 +132,17 @@ class Placement:
                 self._hold(intent, arrival, now)
                 return
         self._start(intent, now)
+
+    def _reserve(self, intent: Intent) -> None:
+        """Reserves the budgets of the request's tenant. Raises ApiError (429)."""
+        client_request, call, model = intent.client_request, intent.call, intent.model
+        # An answer without a given length is charged when it ends, but for its first token.
+        output_tokens = max(1, call.max_tokens or 0) if call.path.streams else 0
+        try:
+            self._budgets.reserve(client_request, model.name, output_tokens)
+        except ApiError:
+            model.held.count_refused(client_request.tenant, "budget")
+            raise
 
     def _slo_class(self, client_request: ClientRequest, model: Model) -> SloClass | None:
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""

@@ -36,7 +36,7 @@ def admission_metrics(fleet: Fleet) -> Iterator[Metric]:
     )
     refused = CounterMetricFamily(
         "lmetric_refused_requests",
-        "Requests refused with 429, by reason: deadline, queue, rate, programs",
+        "Requests refused with 429, by reason: deadline, queue, budget, programs",
         labels=("model", "tenant", "reason"),
     )
     for model in fleet.models:

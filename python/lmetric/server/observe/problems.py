@@ -21,7 +21,7 @@ _FIX_FULL = "add engines: they refuse requests"
 FIXES = {
     "deadline": "add engines, or raise admission.ttft_seconds",
     "queue_full": "add engines, or raise admission.max_waiting",
-    "rate_limit": "raise the tenant's max_requests_per_second, if the fleet has room",
+    "rate_limit_exceeded": "raise the tenant's budgets, if the fleet has room",
     "caches_full": "add engines: the running agent programs fill the KV caches",
     "too_many": "raise limits.max_concurrent_requests, or start another router",
     "too_many_bytes": "raise limits.max_body_bytes_total, or start another router",

@@ -23,10 +23,12 @@ from typing import Any
 import aiohttp
 import structlog
 
-from lmetric._core import Board, LmetricError
+from lmetric._core import Board, Budgets, LmetricError
 from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.startup import LISTENING
+from lmetric.server.observe.state import StateFile, state_files
+from lmetric.server.observe.usage import UsageTable
 from lmetric.server.supervisor.merge import merge
 from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
@@ -93,6 +95,10 @@ class Supervisor:
         self._is_divided = self._sockets[0] is not self._sockets[-1]
         self._memory = memory.make()
         self._board = memory.board(self._memory, Board.WRITERS - 1)
+        # The clock of all workers begins here.
+        self._budgets = Budgets(time.time() - time.monotonic(), self._board)
+        self._usage = UsageTable()
+        self._state: Sequence[StateFile] = ()
         self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
@@ -107,6 +113,7 @@ class Supervisor:
 
     async def start(self) -> dict[str, Any]:
         """Starts all workers. Returns the report of the first one. Raises LmetricError."""
+        self._state = state_files(self.config.state_folder, self._budgets, self._usage)
         starts = [asyncio.create_task(self._start(place)) for place in range(self._workers)]
         try:
             reports = await asyncio.gather(*starts)
@@ -115,6 +122,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             raise
+        for file in self._state:
+            file.start()
         return reports[0]
 
     def _take_number(self) -> int:
@@ -243,6 +252,10 @@ class Supervisor:
                 return await self.find(*value)
             case "reload":
                 return await self.reload()
+            case "usage":
+                return self._usage.add_rows(value)
+            case "usage_rows":
+                return self._usage.rows()
             case "live":
                 return await self._pass_on(name, value[0], value)
             case "canaries":
@@ -398,6 +411,8 @@ class Supervisor:
         """Ends the workers that are left, and frees the memory."""
         self.end(signal.SIGKILL)
         await self.wait()
+        for file in self._state:
+            await file.stop()
         for each in () if self._gateways is None else self._gateways.sockets:
             each.close()
         self._bound.remove_file()

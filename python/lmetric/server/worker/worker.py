@@ -45,6 +45,13 @@ class Live(Protocol):
     def receive(self, worker: int, update: Any) -> None: ...
 
 
+class UsageSource(Protocol):
+    """The usage that this worker has counted."""
+
+    def take(self) -> Sequence[Any]:
+        """Returns the rows since the last call."""
+
+
 class Start(NamedTuple):
     """The first message to a worker.
 
@@ -125,6 +132,7 @@ class Worker:
         self._early: list[Results] | None = []  # messages before the copies of the canaries
         self._tasks: list[asyncio.Task[None]] = []
         self._own: asyncio.Server | None = None
+        self.usage: UsageSource | None = None  # set by the server
 
     def sockets(self, place: int) -> list[socket.socket]:
         """Returns the listening sockets of a worker, each to be closed."""
@@ -158,6 +166,7 @@ class Worker:
         self._own = await loop.create_unix_server(protocol, self.path, **more)
         await self.channel.call("catch_up", self.number)
         self._tasks.append(periodic("workers' canaries", RESULTS_SECONDS, self.send_results))
+        self._tasks.append(periodic("workers' usage", RESULTS_SECONDS, self._send_usage))
 
     async def _get_programs(self) -> None:
         """Waits until this worker knows the agent programs of the others. Raises LmetricError."""
@@ -264,6 +273,17 @@ class Worker:
     def _canaries(self, named: Mapping[str, T]) -> Iterator[tuple[Canary, T]]:
         return ((model.trials.canary, named[model.name]) for model in self._models if model.name in named)
 
+    async def _send_usage(self) -> None:
+        if self.usage is not None and (rows := self.usage.take()):
+            with contextlib.suppress(ChannelClosedError):
+                await self.channel.call("usage", rows)
+
+    async def usage_rows(self) -> list[Any]:
+        """Returns the usage of all workers; that of the others may miss the last half second."""
+        await self._send_usage()
+        rows: list[Any] = await self.channel.call("usage_rows")
+        return rows
+
     async def metrics(self, openmetrics: bool) -> str:
         """Returns the metrics of all workers."""
         text: str = await self.channel.call("metrics", openmetrics)
@@ -296,6 +316,7 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.send_results()
+        await self._send_usage()
 
 
 def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -1,12 +1,9 @@
-//! Limits of a tenant: requests on engines, and rate.
-use super::settings::TenantLimits;
+//! Limits of a tenant: requests on engines.
 use crate::board::Board;
-use crate::ids::Seconds;
 use hashbrown::HashMap;
 use std::sync::Arc;
 
-/// Tenants from which on those that lose nothing are dropped: without requests on engines, and with
-/// a full rate. The others are at most the running requests and the tenants with a configured rate.
+/// Tenants from which on those without requests on engines are dropped.
 const MAX_TENANTS: usize = 65_536;
 
 /// Use of a tenant's limits.
@@ -18,27 +15,6 @@ struct Usage {
     limited: bool,
     /// The tenant's weight, as of its last request.
     weight: f64,
-    /// Requests that may come at once, as of `at`.
-    tokens: f64,
-    at: Seconds,
-    /// Requests per second, and at most at once; infinite: no rate.
-    rate: f64,
-    burst: f64,
-}
-
-impl Usage {
-    /// Returns the requests that may come at once at `now`.
-    fn tokens_at(&self, now: Seconds) -> f64 {
-        if self.tokens == f64::INFINITY {
-            return self.burst;
-        } // no rate until now
-        (self.tokens + (now - self.at).max(0.0) * self.rate).min(self.burst)
-    }
-
-    /// Returns whether a new entry would say the same.
-    fn is_full(&self, now: Seconds) -> bool {
-        self.running == 0 && self.tokens_at(now) >= self.burst
-    }
 }
 
 /// The use of all tenants' limits, by the hash of their names.
@@ -68,30 +44,10 @@ impl Limits {
         Limits { shared, ..Limits::default() }
     }
 
-    /// Counts an arriving request against its tenant's rate. Returns the seconds until a request
-    /// may come if the rate is used up.
-    pub fn arrive(&mut self, tenant: u64, limits: &TenantLimits, now: Seconds) -> Option<Seconds> {
-        let rate = limits.max_requests_per_second?;
-        let burst = limits.burst.unwrap_or(rate).max(1.0);
-        if let Some(Shared { board, model }) = &self.shared
-            && let Some(seconds) = board.use_rate(tenant ^ model, rate, burst, now)
-        {
-            return (seconds > 0.0).then_some(seconds);
-        }
-        let usage = self.usage(tenant, now);
-        (usage.rate, usage.burst) = (rate, burst);
-        (usage.tokens, usage.at) = (usage.tokens_at(now), now);
-        if usage.tokens >= 1.0 {
-            usage.tokens -= 1.0;
-            return None;
-        }
-        Some((1.0 - usage.tokens) / rate)
-    }
-
     /// Counts a request that goes to an engine. `limited`: whether the tenant has a limit of such
     /// requests.
-    pub fn begin(&mut self, tenant: u64, weight: f64, limited: bool, now: Seconds) {
-        let usage = self.usage(tenant, now);
+    pub fn begin(&mut self, tenant: u64, weight: f64, limited: bool) {
+        let usage = self.usage(tenant);
         let old = if usage.running > 0 { usage.weight } else { 0.0 };
         usage.running += 1;
         usage.weight = weight;
@@ -154,16 +110,13 @@ impl Limits {
         f64::from(own) * others < f64::from(self.running) * weight
     }
 
-    fn usage(&mut self, tenant: u64, now: Seconds) -> &mut Usage {
+    fn usage(&mut self, tenant: u64) -> &mut Usage {
         if self.tenants.len() >= self.sweep_at.max(MAX_TENANTS) && !self.tenants.contains_key(&tenant) {
-            self.tenants.retain(|_, usage| !usage.is_full(now));
+            self.tenants.retain(|_, usage| usage.running > 0);
             // So that a table of tenants that stay is not walked through for each new one.
             self.sweep_at = 2 * self.tenants.len();
         }
-        let none = f64::INFINITY;
-        let new =
-            Usage { running: 0, limited: false, weight: 1.0, tokens: none, at: now, rate: none, burst: none };
-        self.tenants.entry(tenant).or_insert(new)
+        self.tenants.entry(tenant).or_insert(Usage { running: 0, limited: false, weight: 1.0 })
     }
 }
 
@@ -171,27 +124,16 @@ impl Limits {
 mod tests {
     use super::*;
 
-    /// Defect 23 of the core review: names of tenants, which clients may choose, do not give a
-    /// tenant its spent rate back.
+    /// Defect 23 of the core review: clients may choose names of tenants.
     #[test]
-    fn a_flood_of_tenants_resets_no_rate_and_is_bounded() {
-        let rate =
-            TenantLimits { max_requests_per_second: Some(0.01), burst: Some(2.0), ..Default::default() };
+    fn a_flood_of_tenants_is_bounded_and_forgets_no_running_request() {
         let mut limits = Limits::default();
-        assert_eq!((limits.arrive(0, &rate, 0.0), limits.arrive(0, &rate, 0.0)), (None, None));
+        limits.begin(0, 1.0, false);
         for tenant in 1..4 * MAX_TENANTS as u64 {
-            limits.begin(tenant, 1.0, false, 1.0);
+            limits.begin(tenant, 1.0, false);
             limits.end(tenant);
             assert!(limits.tenants.len() <= MAX_TENANTS);
         }
-        assert!(limits.arrive(0, &rate, 1.0).is_some());
-        // With its rate full again, its entry goes.
-        for tenant in 1..2 * MAX_TENANTS as u64 {
-            limits.begin(tenant, 1.0, false, 1000.0);
-            limits.end(tenant);
-        }
-        assert!(!limits.tenants.contains_key(&0));
-        assert_eq!((limits.arrive(0, &rate, 1000.0), limits.arrive(0, &rate, 1000.0)), (None, None));
-        assert!(limits.arrive(0, &rate, 1000.0).is_some());
+        assert_eq!(limits.running(0), 1);
     }
 }

@@ -288,12 +288,6 @@ impl Admission {
         room: &mut Room,
         now: Seconds,
     ) -> (Option<ArrivalId>, Verdict) {
-        if let Some(load) = &mut self.load
-            && let Some(limits) = load.config.tenants.get(&asked.tenant)
-            && let Some(seconds) = load.limits.arrive(asked.tenant, limits, now)
-        {
-            return (None, load.refuse(RefusedFor::Rate, seconds));
-        }
         let (turn, verdict) = match &mut self.programs {
             Some(programs) => programs.arrive(turn, now),
             None => (None, program::Verdict::Free),
@@ -518,7 +512,7 @@ impl Admission {
             load.service.took(arrival.work);
         }
         let limited = load.config.tenants.get(&tenant).is_some_and(|own| own.max_concurrent.is_some());
-        load.limits.begin(tenant, weight.max(1e-3), limited, now);
+        load.limits.begin(tenant, weight.max(1e-3), limited);
         let share = load.shares.begin(tenant, new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         arrival.slot = slot;

@@ -50,10 +50,6 @@ impl Default for LoadConfig {
 pub struct TenantLimits {
     /// Maximum number of requests on engines; further requests wait.
     pub max_concurrent: Option<u32>,
-    /// Maximum rate of requests; requests above it are refused.
-    pub max_requests_per_second: Option<f64>,
-    /// Requests that may come at once within the rate; at least 1. `None`: those of one second.
-    pub burst: Option<f64>,
     /// Maximum number of waiting requests.
     pub max_waiting: Option<usize>,
 }
@@ -70,12 +66,6 @@ impl LoadConfig {
             return bad("room_seconds", room, "at least 0 seconds");
         }
         for limits in self.tenants.values() {
-            positive("max_requests_per_second", limits.max_requests_per_second)?;
-            if let Some(burst) = limits.burst
-                && !(1.0..=1e9).contains(&burst)
-            {
-                return bad("burst", burst, "1 to 1e9 requests");
-            }
             if limits.max_concurrent == Some(0) {
                 return bad("max_concurrent", 0, "at least 1 request");
             }

@@ -201,18 +201,6 @@ fn a_waiting_request_whose_deadline_passes_is_refused() {
 }
 
 #[test]
-fn a_rate_has_a_burst_and_says_when_the_next_request_may_come() {
-    let limits = TenantLimits { max_requests_per_second: Some(0.5), burst: Some(2.0), ..Default::default() };
-    let mut admission = admission(limited(1, limits));
-    for _ in 0..2 {
-        assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
-    }
-    assert_eq!(refused(arrive(&mut admission, asked(1), 0.0, 0.5).1), (RefusedFor::Rate, 1.5));
-    assert_eq!(arrive(&mut admission, asked(2), 0.0, 0.5).1, Verdict::Free);
-    assert_eq!(arrive(&mut admission, asked(1), 0.0, 2.0).1, Verdict::Free);
-}
-
-#[test]
 fn requests_above_a_tenants_concurrency_wait_for_an_end() {
     let limits = TenantLimits { max_concurrent: Some(1), ..Default::default() };
     let mut admission = admission(limited(1, limits));
@@ -323,7 +311,6 @@ fn settings_out_of_range_are_named() {
     for (config, told) in [
         (LoadConfig { ttft_seconds: Some(0.0), ..config() }, "admission: ttft_seconds: 0"),
         (LoadConfig { room_seconds: Some(f64::NAN), ..config() }, "admission: room_seconds: NaN"),
-        (limited(1, TenantLimits { burst: Some(0.5), ..Default::default() }), "admission: burst: 0.5"),
         (
             limited(1, TenantLimits { max_concurrent: Some(0), ..Default::default() }),
             "admission: max_concurrent: 0",

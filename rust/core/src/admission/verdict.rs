@@ -21,7 +21,7 @@ macro_rules! reasons {
 
         impl RefusedFor {
             /// All reasons, with their names in metrics.
-            pub const NAMES: [(&'static str, RefusedFor); 4] = [$(($text, RefusedFor::$name)),*];
+            pub const NAMES: [(&'static str, RefusedFor); 3] = [$(($text, RefusedFor::$name)),*];
 
             /// Returns the name.
             pub fn name(self) -> &'static str {
@@ -35,7 +35,6 @@ reasons! {
     Programs "programs" "Its program would wait too long for a place in a cache.",
     Deadline "deadline" "Its first token would come after its deadline.",
     Queue "queue" "Its tenant, or all tenants together, have the maximum number of waiting requests.",
-    Rate "rate" "Its tenant's rate of requests is above its limit.",
 }
 
 /// Decision on an arriving request.
@@ -162,7 +161,7 @@ pub struct Counters {
     /// Sum of their waits in seconds.
     pub held_seconds: f64,
     /// Requests refused, by [`RefusedFor::NAMES`]; programs count their own.
-    pub refused: [u64; 4],
+    pub refused: [u64; 3],
 }
 
 /// The numbers of admission by load.

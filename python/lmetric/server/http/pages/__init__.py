@@ -11,13 +11,13 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.api.paths import REALTIME
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages import admin, canary, debug, health, peers
+from lmetric.server.http.pages import admin, canary, debug, health, peers, usage
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.worker.worker import MARK, AdminChange, Worker, forwarded
 
-PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **peers.PAGES})
+PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **usage.PAGES, **peers.PAGES})
 # Pages whose path ends with a name, by what comes before it.
 _NAMED = {
     path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")

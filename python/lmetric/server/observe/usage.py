@@ -1,0 +1,151 @@
+"""Usage per day, tenant and model: answered requests and their tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+import orjson
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from lmetric._core import BadValueError
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.observers import Observer
+
+DAYS = 400  # older days are dropped
+COUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
+COLUMNS = ("day", "tenant", "model", *COUNTS)
+
+
+class Row(NamedTuple):
+    """The usage of a tenant and a model on a day (UTC, such as 2026-01-31).
+
+    ``counts``: in the order of `COUNTS`; input tokens include the cached ones.
+    """
+
+    day: str
+    tenant: str
+    model: str
+    counts: tuple[int, ...]
+
+
+class UsageTable:
+    """Usage by day, tenant and model."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, str], list[int]] = {}
+        self._last_day = ""
+
+    def add(self, day: str, tenant: str, model: str, counts: Iterable[int]) -> None:
+        """Adds counts."""
+        known = self._counts.get((day, tenant, model))
+        if known is None:
+            known = self._counts[day, tenant, model] = [0] * len(COUNTS)
+            if day > self._last_day:
+                self._last_day = day
+                oldest = (datetime.fromisoformat(day) - timedelta(days=DAYS)).strftime("%Y-%m-%d")
+                self._counts = {key: value for key, value in self._counts.items() if key[0] > oldest}
+        for place, count in enumerate(counts):
+            known[place] += count
+
+    def rows(self) -> list[Row]:
+        """Returns the rows, ordered by day, tenant and model."""
+        return [Row(*key, tuple(self._counts[key])) for key in sorted(self._counts)]
+
+    def take(self) -> list[Row]:
+        """Returns the rows, and begins at 0."""
+        rows = self.rows()
+        self._counts.clear()
+        return rows
+
+    def add_rows(self, rows: Iterable[Row]) -> None:
+        """Adds rows of another table."""
+        for row in rows:
+            self.add(*row)
+
+    def save(self) -> bytes:
+        """Returns the table for `restore`."""
+        return orjson.dumps({"columns": COLUMNS, "rows": [[*row[:3], *row.counts] for row in self.rows()]})
+
+    def restore(self, content: bytes) -> None:
+        """Adds a saved table. Raises BadValueError for a broken one; then nothing is added."""
+        try:
+            saved = orjson.loads(content)
+            if tuple(saved["columns"]) != COLUMNS:
+                raise ValueError("other columns")
+            rows = [
+                Row(_day(day), str(tenant), str(model), tuple(map(_count, counts)))
+                for day, tenant, model, *counts in saved["rows"]
+            ]
+            if any(len(row.counts) != len(COUNTS) for row in rows):
+                raise ValueError("a row of another length")
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadValueError(
+                f"saved usage: {len(content)} bytes are not valid ({error}); expected a whole file of this "
+                "version of the router"
+            ) from None
+        self.add_rows(rows)
+
+
+def _day(text: str) -> str:
+    return datetime.strptime(text, "%Y-%m-%d").strftime("%Y-%m-%d")
+
+
+def _count(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
+
+
+class Usage(Observer):
+    """Counts the usage of requests at their ends."""
+
+    def __init__(self) -> None:
+        self.table = UsageTable()
+        self._since_start: dict[tuple[str, str], list[int]] = {}  # by tenant and model
+        self._day, self._day_ends = "", 0.0
+
+    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
+        """Counts a request with an engine's answer."""
+        usage = None if relay is None else relay.usage
+        if usage is None or request.status != 200 or request.model is None:
+            return
+        reported = usage.prompt_tokens
+        counts = (
+            1,
+            request.prompt_tokens if reported is None else reported,
+            usage.cached_tokens or 0,
+            usage.output_tokens,
+        )
+        tenant, model = request.tenant, request.model.name
+        self.table.add(self._today(), tenant, model, counts)
+        total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
+        for place, count in enumerate(counts):
+            total[place] += count
+
+    def _today(self) -> str:
+        now = time.time()
+        if not self._day_ends - 86_400 <= now < self._day_ends:
+            self._day = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d")
+            self._day_ends = (now // 86_400 + 1) * 86_400
+        return self._day
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yields the metrics, with their present values."""
+        tokens = CounterMetricFamily(
+            "lmetric_usage_tokens",
+            "Tokens of answered requests, by kind: input, cached (a part of input), output",
+            labels=("tenant", "model", "kind"),
+        )
+        requests = CounterMetricFamily(
+            "lmetric_usage_requests",
+            "Requests with an engine's answer of status 200",
+            labels=("tenant", "model"),
+        )
+        for labels, (count, *kinds) in self._since_start.items():
+            requests.add_metric(labels, count)
+            for name, amount in zip(("input", "cached", "output"), kinds, strict=True):
+                tokens.add_metric((*labels, name), amount)
+        yield from (requests, tokens)

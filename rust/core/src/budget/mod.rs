@@ -1,0 +1,315 @@
+//! Budgets: how much an account may use in a period, in requests or tokens.
+//!
+//! A request reserves what it may use at most, and settles what it has used. The reservation counts
+//! from its time on. If the request uses less, the rest is given back there; if it uses more, the
+//! excess counts from the settlement on. A request is checked against all windows of its account
+//! before any window is charged.
+//!
+//! With a [`Board`], all workers of a server share the counts. Each worker checks and then charges,
+//! so a window may be exceeded by at most one reservation for each further worker.
+mod calendar;
+mod ring;
+mod saved;
+
+use crate::board::Board;
+use crate::ids::Seconds;
+use hashbrown::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+pub use calendar::{Period, Zone};
+use ring::{CALENDAR, ROLLING, Shape, part_seconds};
+pub use ring::{MOST, PARTS, WORDS};
+
+/// Most tokens of one request that an engine can have reported in earnest.
+const MOST_TOKENS: u64 = 1 << 30;
+
+/// The unit of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Requests.
+    Requests,
+    /// Prompt tokens, cached ones by their weight.
+    InputTokens,
+    /// Tokens of answers.
+    OutputTokens,
+    /// Input and output tokens.
+    TotalTokens,
+    /// Prompt tokens that the engine had to compute.
+    UncachedInputTokens,
+}
+
+impl Unit {
+    /// All units, by name.
+    pub const NAMES: [(&'static str, Unit); 5] = [
+        ("requests", Unit::Requests),
+        ("input_tokens", Unit::InputTokens),
+        ("output_tokens", Unit::OutputTokens),
+        ("total_tokens", Unit::TotalTokens),
+        ("uncached_input_tokens", Unit::UncachedInputTokens),
+    ];
+}
+
+/// The use of a request. Before it runs: the most that it may use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Amounts {
+    /// Number of requests.
+    pub requests: u64,
+    /// Tokens of the prompts.
+    pub input_tokens: u64,
+    /// Part of `input_tokens` that the engine had in its cache.
+    pub cached_tokens: u64,
+    /// Tokens of the answer.
+    pub output_tokens: u64,
+}
+
+/// The time at which something happens.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Now {
+    /// A clock that never jumps, for rolling windows.
+    pub steady: Seconds,
+    /// The Unix time, for calendar windows.
+    pub unix: Seconds,
+}
+
+/// A window of an account.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Window {
+    /// Identity of its counts; the limit is no part of it. Different windows have different keys.
+    pub key: u64,
+    /// Name for messages.
+    pub name: String,
+    /// The unit of its counts.
+    pub unit: Unit,
+    /// Most that the account may use in a period.
+    pub limit: u64,
+    /// Length of the period.
+    pub period: Period,
+    /// Time zone of the calendar; `None`: the period is rolling.
+    pub zone: Option<Arc<Zone>>,
+    /// Weight of cached tokens in input and total tokens.
+    pub cached_weight: f64,
+    /// Whether each model has counts of its own.
+    pub per_model: bool,
+    /// Whether the window only counts, and refuses nothing.
+    pub shadow: bool,
+}
+
+impl Window {
+    fn amount(&self, amounts: &Amounts) -> u64 {
+        let Amounts { requests, input_tokens, cached_tokens, output_tokens } = *amounts;
+        let cached = cached_tokens.min(input_tokens);
+        let uncached = input_tokens - cached;
+        let input = uncached + (cached as f64 * self.cached_weight).ceil() as u64;
+        match self.unit {
+            Unit::Requests => requests,
+            Unit::InputTokens => input,
+            Unit::OutputTokens => output_tokens,
+            Unit::TotalTokens => input + output_tokens,
+            Unit::UncachedInputTokens => uncached,
+        }
+    }
+
+    fn shape(&self) -> Shape {
+        if self.zone.is_some() { CALENDAR } else { ROLLING }
+    }
+
+    /// Returns the number of the present sub-period.
+    fn part(&self, now: Now) -> i64 {
+        match &self.zone {
+            Some(zone) => zone.number(self.period, now.unix),
+            None => (now.steady / part_seconds(self.period.seconds())).floor() as i64,
+        }
+    }
+
+    /// Returns the seconds until a sub-period begins that comes `parts` after the present one.
+    fn seconds_until(&self, parts: i64, now: Now) -> Seconds {
+        match &self.zone {
+            Some(zone) => zone.end(self.period, now.unix) - now.unix,
+            None => {
+                let part = part_seconds(self.period.seconds());
+                ((self.part(now) + parts) as f64 * part - now.steady).max(0.0)
+            }
+        }
+    }
+}
+
+/// Words of a window's counts.
+#[derive(Clone, Debug)]
+enum Row {
+    Shared(Arc<Board>, usize),
+    Own(Arc<[AtomicU64; WORDS]>),
+}
+
+impl Row {
+    fn words(&self) -> &[AtomicU64] {
+        match self {
+            Row::Shared(board, row) => board.budget(*row),
+            Row::Own(words) => &words[..],
+        }
+    }
+}
+
+/// A window after a reservation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct State<'w> {
+    /// The window.
+    pub window: &'w Window,
+    /// The account's use of the window, with the reservation.
+    pub used: u64,
+    /// Seconds until the window is unused, if there are no further requests.
+    pub reset_seconds: Seconds,
+}
+
+/// A request that a window refuses.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Refusal {
+    /// The window.
+    pub window: Arc<Window>,
+    /// The account's use of the window.
+    pub used: u64,
+    /// The request's own use.
+    pub asked: u64,
+    /// Seconds until the request fits; infinite: it asks for more than the limit.
+    pub retry_after: Seconds,
+}
+
+#[derive(Debug)]
+struct Charge {
+    window: Arc<Window>,
+    row: Row,
+    part: i64,
+    amount: u64,
+    used: u64,
+    reset_seconds: Seconds,
+}
+
+/// A request's part of its account's windows. Dropped without a settlement, it gives all back.
+#[derive(Debug, Default)]
+pub struct Reservation {
+    asked: Amounts,
+    charges: Vec<Charge>,
+}
+
+impl Reservation {
+    /// Yields the windows as of the reservation.
+    pub fn states(&self) -> impl Iterator<Item = State<'_>> {
+        self.charges.iter().map(|charge| State {
+            window: &charge.window,
+            used: charge.used,
+            reset_seconds: charge.reset_seconds,
+        })
+    }
+
+    /// Replaces what the request reserved by what it used. A number of tokens that no request can
+    /// use does not count; what was reserved does.
+    pub fn settle(mut self, used: &Amounts, now: Now) {
+        let possible = |tokens: u64, asked: u64| if tokens > MOST_TOKENS { asked } else { tokens };
+        let used = Amounts {
+            requests: used.requests,
+            input_tokens: possible(used.input_tokens, self.asked.input_tokens),
+            cached_tokens: possible(used.cached_tokens, 0),
+            output_tokens: possible(used.output_tokens, self.asked.output_tokens),
+        };
+        for Charge { window, row, part, amount, .. } in std::mem::take(&mut self.charges) {
+            let owed = window.amount(&used);
+            if owed < amount {
+                window.shape().take(row.words(), part, amount - owed);
+            } else if owed > amount {
+                window.shape().add(row.words(), window.part(now), owed - amount);
+            }
+        }
+    }
+}
+
+impl Reservation {
+    /// Counts what the request reserved as used.
+    pub fn keep(mut self) {
+        self.charges.clear();
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        for Charge { window, row, part, amount, .. } in &self.charges {
+            window.shape().take(row.words(), *part, *amount);
+        }
+    }
+}
+
+/// The windows of all accounts, and their counts.
+#[derive(Debug, Default)]
+pub struct Budgets {
+    board: Option<Arc<Board>>,
+    accounts: HashMap<u64, Vec<Arc<Window>>>,
+    rows: HashMap<u64, Row>,
+}
+
+impl Budgets {
+    /// Creates budgets without windows. `board`: memory with the counts of all workers.
+    pub fn new(board: Option<Arc<Board>>) -> Budgets {
+        Budgets { board, ..Budgets::default() }
+    }
+
+    /// Replaces the windows of all accounts. Counts stay, by the keys of their windows. Open
+    /// reservations settle in the windows that they were made in.
+    pub fn set(&mut self, accounts: impl IntoIterator<Item = (u64, Vec<Window>)>) {
+        let shared =
+            |(account, windows): (u64, Vec<Window>)| (account, windows.into_iter().map(Arc::new).collect());
+        self.accounts = accounts.into_iter().map(shared).collect();
+    }
+
+    /// Reserves what a request may use at most. Returns `None` for an account without windows.
+    /// `model`: a hash of the model's name.
+    ///
+    /// # Errors
+    /// The window without room that makes the request wait for longest. Then nothing is charged.
+    pub fn reserve(
+        &mut self,
+        account: u64,
+        model: u64,
+        asked: Amounts,
+        now: Now,
+    ) -> Result<Option<Reservation>, Refusal> {
+        let Some(windows) = self.accounts.get(&account) else { return Ok(None) };
+        let mut charges = Vec::with_capacity(windows.len());
+        let mut refusal: Option<Refusal> = None;
+        for window in windows {
+            let key = if window.per_model { window.key ^ model } else { window.key };
+            let row = self.rows.entry(key).or_insert_with(|| row(self.board.as_ref(), key)).clone();
+            let (part, amount) = (window.part(now), window.amount(&asked));
+            let used = window.shape().used(row.words(), part);
+            if used + amount > window.limit && amount > 0 && !window.shadow {
+                let excess = used + amount - window.limit;
+                let parts = window.shape().wait(row.words(), part, excess).filter(|_| amount <= window.limit);
+                let retry_after = parts.map_or(f64::INFINITY, |parts| window.seconds_until(parts, now));
+                if refusal.as_ref().is_none_or(|other| other.retry_after < retry_after) {
+                    refusal = Some(Refusal { window: window.clone(), used, asked: amount, retry_after });
+                }
+            }
+            let reset_seconds = window.seconds_until(PARTS as i64 + 1, now);
+            charges.push(Charge {
+                window: window.clone(),
+                row,
+                part,
+                amount,
+                used: used + amount,
+                reset_seconds,
+            });
+        }
+        if let Some(refusal) = refusal {
+            return Err(refusal);
+        }
+        for charge in &mut charges {
+            charge.part = charge.window.shape().add(charge.row.words(), charge.part, charge.amount);
+        }
+        Ok(Some(Reservation { asked, charges }))
+    }
+}
+
+/// Returns the words with the counts of a window. Without room on the board, the counts are this
+/// worker's own.
+fn row(board: Option<&Arc<Board>>, key: u64) -> Row {
+    let shared = board.and_then(|board| Some(Row::Shared(board.clone(), board.budget_row(key)?)));
+    shared.unwrap_or_else(|| Row::Own(Arc::new(std::array::from_fn(|_| AtomicU64::new(0)))))
+}

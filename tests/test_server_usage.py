@@ -1,0 +1,168 @@
+"""Usage by day, tenant and model, and the files with which usage and budgets survive a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import os
+import signal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric._core import BadValueError
+from lmetric.config import ConfigError
+from lmetric.server.observe.usage import DAYS, UsageTable
+from server_world import FakeEngine, World, answer, plain, world
+from test_server_budgets import ask, budget, left, tenants
+from test_workers import serving, workers_of
+from waiting import until
+
+ADMIN_ON = {"enabled": True}
+WINDOWS = (budget("requests", 10, "month"), budget("total_tokens", 1000, "day", time_zone="UTC"))
+
+
+async def usage(w: World, query: str = "") -> Any:
+    status, page = await w.get(f"/admin/usage{query}")
+    assert status == 200, page
+    return page.decode() if "csv" in query else orjson.loads(page)
+
+
+async def test_usage_counts_answered_requests_by_tenant_and_model() -> None:
+    async with world(1, tenants={"a": {}, "b": {}}, admin=ADMIN_ON) as w:
+        day = datetime.now(UTC).strftime("%Y-%m-%d")
+        for tenant, body in (("a", {}), ("a", {"stream": True}), ("b", {}), ("", {})):
+            assert (await ask(w, tenant, **body))[0] == 200
+
+        async def refuse(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(plain(400, {"error": {"message": "no"}}))
+            return True
+
+        w.engines[0].behave = refuse
+        assert (await ask(w))[0] == 400
+        rows = await usage(w)
+        if datetime.now(UTC).strftime("%Y-%m-%d") != day:
+            pytest.skip("the day ended meanwhile")
+        one = {"model": "tiny", "day": day, "requests": 1, "input_tokens": 10, "output_tokens": 3}
+        assert rows == [
+            {**one, "tenant": "", "cached_tokens": 4},
+            {**one, "tenant": "a", "requests": 2, "input_tokens": 20, "cached_tokens": 4, "output_tokens": 6},
+            {**one, "tenant": "b", "cached_tokens": 4},
+        ]
+        table = [*csv.reader(io.StringIO(await usage(w, "?format=csv")))]
+        assert table[0] == [
+            "day",
+            "tenant",
+            "model",
+            "requests",
+            "input_tokens",
+            "cached_tokens",
+            "output_tokens",
+        ]
+        assert table[2] == [day, "a", "tiny", "2", "20", "4", "6"]
+        _, text = await w.get("/metrics")
+        assert b'lmetric_usage_tokens_total{kind="cached",model="tiny",tenant="a"} 4.0' in text
+        assert b'lmetric_usage_requests_total{model="tiny",tenant="a"} 2.0' in text
+        for query in ("?format=xml", "?format=csv&format=json", "?day=1"):
+            assert (await w.get(f"/admin/usage{query}"))[0] == 400
+
+
+async def test_a_restart_keeps_budgets_and_usage(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    settings: dict[str, Any] = {
+        "tenants": tenants(*WINDOWS),
+        "admin": ADMIN_ON,
+        "state_folder": str(folder),
+    }
+    async with world(1, **settings) as w:
+        for _ in range(3):
+            assert (await ask(w))[0] == 200
+        before = await usage(w)
+        # Also without a proper end: the files follow the counts.
+        await until(lambda: b'"a"' in (folder / "usage.json").read_bytes())
+    async with world(1, **settings) as w:
+        assert await usage(w) == before
+        _, headers, _ = await ask(w)
+        assert (left(headers, "requests"), left(headers)) == (6, 1000 - 4 * 13)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"[1]", b'{"columns": 1}', bytes(range(256))])
+async def test_a_broken_file_is_set_aside_and_the_counts_begin_at_zero(
+    tmp_path: Path, content: bytes
+) -> None:
+    for name in ("budgets.bin", "usage.json"):
+        (tmp_path / name).write_bytes(content)
+    settings: dict[str, Any] = {
+        "tenants": tenants(*WINDOWS),
+        "admin": ADMIN_ON,
+        "state_folder": str(tmp_path),
+    }
+    async with world(1, **settings) as w:
+        assert await usage(w) == []
+        _, headers, _ = await ask(w)
+        assert left(headers, "requests") == 9
+    if content:
+        assert (tmp_path / "budgets.broken").read_bytes() == content
+        assert (tmp_path / "usage.broken").read_bytes() == content
+    async with world(1, **settings) as w:
+        assert len(await usage(w)) == 1
+
+
+async def test_a_folder_that_is_not_usable_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"state_folder: cannot use .*file/budgets.bin: "):
+        async with world(1, state_folder=str(file)):
+            pass
+
+
+def test_old_days_are_dropped_and_bad_tables_refused() -> None:
+    table = UsageTable()
+    table.add("2026-01-01", "a", "m", (1, 2, 3, 4))
+    table.add("2027-02-04", "a", "m", (1, 2, 3, 4))
+    assert [row.day for row in table.rows()] == ["2026-01-01", "2027-02-04"]
+    table.add("2027-02-05", "a", "m", (1, 2, 3, 4))
+    assert [row.day for row in table.rows()] == ["2027-02-04", "2027-02-05"]
+    assert (datetime(2027, 2, 5) - datetime(2026, 1, 1)).days == DAYS
+    other = UsageTable()
+    other.restore(table.save())
+    assert other.rows() == table.rows()
+    for broken in (
+        table.save()[:-4],
+        table.save().replace(b"2,3", b"-2,3"),
+        table.save().replace(b"02-0", b"13-0"),
+    ):
+        with pytest.raises(BadValueError, match="saved usage"):
+            UsageTable().restore(broken)
+
+
+async def test_workers_share_budgets_and_usage_and_a_killed_server_loses_less_than_a_second(
+    tmp_path: Path,
+) -> None:
+    limits = "tenants={acme: {budgets: [{counts: requests, limit: 5, per: month}]}}"
+    flags = ("--set", limits, "--set", f"state_folder={tmp_path}")
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3}
+    async with serving(*flags, behave=answer) as (process, client, _):
+        asked = [await client.post("/v1/completions", body, **{"x-tenant": "acme"}) for _ in range(4)]
+        assert [status for status, _ in asked] == [200] * 4
+        async with asyncio.timeout(60):
+            rows: list[dict[str, Any]] = []
+            while sum(row["requests"] for row in rows) < 4:
+                await asyncio.sleep(0.05)
+                rows = await client.get("/admin/usage")
+        assert [row["input_tokens"] for row in rows] == [40]
+        # A killed worker loses no count of a budget.
+        old = workers_of(process)
+        os.kill(old[0], signal.SIGKILL)
+        await until(lambda: len(workers_of(process)) == 2 and workers_of(process) != old)
+        await asyncio.sleep(1.0)  # what the documentation promises
+        process.process.kill()
+        await process.ended()
+    async with serving(*flags, behave=answer) as (process, client, _):
+        asked = [await client.post("/v1/completions", body, **{"x-tenant": "acme"}) for _ in range(3)]
+        assert [status for status, _ in asked] == [200, 429, 429]
+        assert (await client.get("/admin/usage"))[0]["requests"] >= 4
