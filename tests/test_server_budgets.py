@@ -17,7 +17,19 @@ import pytest
 from lmetric._core import BudgetRefusal, BudgetReservation, Budgets
 from lmetric.config import ConfigError, ServerConfig, load_config
 from lmetric.server.observe.budgets import TenantBudgets
-from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, hang, plain, reset, token, world
+from server_world import (
+    STREAM_HEAD,
+    FakeEngine,
+    World,
+    answer,
+    chunk,
+    hang,
+    plain,
+    reset,
+    token,
+    usage,
+    world,
+)
 
 PROMPT = [5] * 10  # the engines report 10 tokens, 4 of them cached, and 3 output tokens
 
@@ -148,6 +160,21 @@ async def _first(request: Any) -> Any:
 
 def reserve(core: Budgets) -> BudgetReservation | BudgetRefusal | None:
     return core.reserve("a", "tiny", (10, 3), (time.monotonic(), time.time()))
+
+
+@pytest.mark.parametrize("reported", [usage(-5, -3, -2), usage(10**15, 10**15, 10**15), usage(10, 3, 99)])
+async def test_impossible_usage_of_an_engine_gives_no_tenant_room_and_takes_none(reported: Any) -> None:
+    async def lie(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
+        choices = [{"index": 0, "text": "a", "finish_reason": "length"}]
+        writer.write(plain(200, {"id": "x", "choices": choices, "usage": reported}))
+        return True
+
+    windows = (budget("total_tokens", 1000), budget("requests", 100))
+    async with world([FakeEngine(behave=lie)], tenants=tenants(*windows)) as w:
+        for number in range(1, 5):
+            _, headers, _ = await ask(w)
+            assert left(headers, "requests") == 100 - number
+            assert 1000 - 13 * number <= left(headers) <= 1000 - 10 * number - 3
 
 
 async def test_a_failover_is_charged_once() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
@@ -64,6 +66,10 @@ async def test_usage_counts_answered_requests_by_tenant_and_model() -> None:
             "output_tokens",
         ]
         assert table[2] == [day, "a", "tiny", "2", "20", "4", "6"]
+        status, file = await w.get("/admin/usage?format=parquet")
+        assert status == 200
+        read: Any = parquet.read_table(pyarrow.BufferReader(file))
+        assert read.to_pylist() == rows
         _, text = await w.get("/metrics")
         assert b'lmetric_usage_tokens_total{kind="cached",model="tiny",tenant="a"} 4.0' in text
         assert b'lmetric_usage_requests_total{model="tiny",tenant="a"} 2.0' in text

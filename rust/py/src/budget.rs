@@ -8,7 +8,7 @@ use lmetric_core::budget::{
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -153,12 +153,15 @@ impl BudgetReservation {
                 *least = Some((window.limit, left, state.reset_seconds));
             }
         }
-        let mut lines = String::new();
+        let mut lines = String::with_capacity(256);
         for (what, found) in [("requests", requests), ("tokens", tokens)] {
             if let Some((limit, left, reset)) = found {
-                for (name, value) in fields(what, limit, left, reset) {
-                    let _ = write!(lines, "{name}: {value}\r\n");
-                }
+                let _ = write!(
+                    lines,
+                    "x-ratelimit-limit-{what}: {limit}\r\nx-ratelimit-remaining-{what}: {left}\r\n\
+                     x-ratelimit-reset-{what}: {}\r\n",
+                    Duration(reset)
+                );
             }
         }
         BudgetReservation { inner: Mutex::new(Some(made)), clock_start, lines, exceeded }
@@ -241,20 +244,24 @@ fn fields(what: &str, limit: u64, left: u64, reset: f64) -> [(String, String); 3
     [
         (format!("x-ratelimit-limit-{what}"), limit.to_string()),
         (format!("x-ratelimit-remaining-{what}"), left.to_string()),
-        (format!("x-ratelimit-reset-{what}"), duration(reset)),
+        (format!("x-ratelimit-reset-{what}"), Duration(reset).to_string()),
     ]
 }
 
-/// Returns a duration as OpenAI writes it: `20ms`, `6m0s`, `1h30m0s`.
-fn duration(seconds: f64) -> String {
-    if seconds < 1.0 {
-        return format!("{}ms", (seconds * 1000.0).ceil());
-    }
-    let seconds = seconds.ceil() as u64;
-    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
-        (0, 0, seconds) => format!("{seconds}s"),
-        (0, minutes, seconds) => format!("{minutes}m{seconds}s"),
-        (hours, minutes, seconds) => format!("{hours}h{minutes}m{seconds}s"),
+/// Seconds as OpenAI writes durations: `20ms`, `6m0s`, `1h30m0s`.
+struct Duration(f64);
+
+impl fmt::Display for Duration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 < 1.0 {
+            return write!(f, "{}ms", (self.0 * 1000.0).ceil() as u64);
+        }
+        let seconds = self.0.ceil() as u64;
+        match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+            (0, 0, seconds) => write!(f, "{seconds}s"),
+            (0, minutes, seconds) => write!(f, "{minutes}m{seconds}s"),
+            (hours, minutes, seconds) => write!(f, "{hours}h{minutes}m{seconds}s"),
+        }
     }
 }
 

@@ -94,8 +94,8 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "router_broken": ("500", "The core failed. Restart the router."),
     "not_implemented": (
         "501",
-        "The router does not support this: a transfer-encoding, `/v1/realtime` (WebSocket), or audio with "
-        "prefill/decode disaggregation.",
+        "The router does not support this: a transfer-encoding, `/v1/realtime` (WebSocket), audio with "
+        "prefill/decode disaggregation, or Parquet without pyarrow.",
     ),
     "refused": ("502", "The last tried engine refused the connection."),
     "dns": ("502", "The last tried engine's host name does not resolve."),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+from typing import Any
 from urllib.parse import parse_qs
 
 from aiohttp import web
 
-from lmetric.server.api.errors import bad
+from lmetric.extras import install
+from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import ARRAY, Pages, answer, in_query
 from lmetric.server.http.pages.call import Call, large_json
 from lmetric.server.observe.usage import COLUMNS
 
 PAGES = Pages()
-_FORMATS = ("json", "csv")
+_FORMATS = ("json", "csv", "parquet")
 
 
 @PAGES.page("/admin/usage", "admin", "admin").on(
@@ -24,17 +27,41 @@ _FORMATS = ("json", "csv")
     400,
     401,
     403,
-    parameters=(in_query("format", "json or csv", {"enum": list(_FORMATS), "default": "json"}),),
+    501,
+    parameters=(
+        in_query("format", "parquet needs the extra `parquet`", {"enum": list(_FORMATS), "default": "json"}),
+    ),
 )
 async def _usage(call: Call) -> web.Response:
     given = parse_qs(call.query, keep_blank_values=True)
     (shape, *more) = given.pop("format", ["json"])
     if given or more or shape not in _FORMATS:
-        raise bad("the query must be empty, format=json or format=csv", "format")
+        raise bad(f"the query must be empty or format=FORMAT, one of {', '.join(_FORMATS)}", "format")
     rows = [[*row[:3], *row.counts] for row in await call.front.usage_rows()]
     if shape == "json":
         return await large_json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
+    if shape == "parquet":
+        body = await asyncio.to_thread(_parquet, rows)
+        return web.Response(body=body, content_type="application/vnd.apache.parquet")
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerows([COLUMNS, *rows])
     return web.Response(text=text.getvalue(), content_type="text/csv")
+
+
+def _parquet(rows: list[list[Any]]) -> bytes:
+    """Returns the rows as a Parquet file. Raises ApiError (501) without pyarrow."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ApiError(
+            501, f"format=parquet needs pyarrow: {install('parquet')}", code="not_implemented"
+        ) from None
+    kinds = [pyarrow.string()] * 3 + [pyarrow.int64()] * (len(COLUMNS) - 3)
+    schema = pyarrow.schema([*zip(COLUMNS, kinds, strict=True)])
+    table = pyarrow.Table.from_pylist([dict(zip(COLUMNS, row, strict=True)) for row in rows], schema)
+    file = pyarrow.BufferOutputStream()
+    parquet.write_table(table, file, compression="zstd")
+    content: bytes = file.getvalue().to_pybytes()
+    return content
