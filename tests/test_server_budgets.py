@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import openai
+import orjson
 import pytest
 
 from lmetric._core import BudgetRefusal, BudgetReservation, Budgets
@@ -159,7 +161,7 @@ async def _first(request: Any) -> Any:
 
 
 def reserve(core: Budgets) -> BudgetReservation | BudgetRefusal | None:
-    return core.reserve("a", "tiny", (10, 3), (time.monotonic(), time.time()))
+    return core.reserve("a", ("tiny", ""), (10, 3), (time.monotonic(), time.time()))
 
 
 @pytest.mark.parametrize("reported", [usage(-5, -3, -2), usage(10**15, 10**15, 10**15), usage(10, 3, 99)])
@@ -193,6 +195,27 @@ async def test_a_request_above_the_limit_is_told_not_to_try_again() -> None:
         status, headers, got = await ask(w, max_tokens=11)
         assert (status, headers["x-should-retry"], "retry-after" in headers) == (429, "false", False)
         assert "it never fits" in got["error"]["message"]
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+async def test_keys_of_a_tenant_have_counts_of_their_own_if_the_budget_says_so(
+    tmp_path: Path, per_key: bool
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("one: a\ntwo: a\n")
+    window = budget("requests", 1, per_key=per_key)
+    config: dict[str, Any] = {"auth": {"keys_file": str(file)}, "admin": {"enabled": True, "token": "secret"}}
+    async with world(1, tenants=tenants(window), **config) as w:
+        statuses = [(await by_key(w, key))[0] for key in ("one", "two", "one")]
+        assert statuses == ([200, 200, 429] if per_key else [200, 429, 429])
+        _, page = await w.get("/admin/usage", {"authorization": "Bearer secret"})
+        keys = [hashlib.sha256(key.encode()).hexdigest()[:12] for key in ("one", "two")]
+        assert {row["key"] for row in orjson.loads(page)} == set(keys[: 1 + per_key])
+
+
+async def by_key(w: World, key: str) -> tuple[int, dict[str, Any], Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
+    return await w.post(body, headers={"authorization": f"Bearer {key}"})
 
 
 async def test_a_shadow_budget_counts_and_refuses_nothing() -> None:
@@ -242,7 +265,7 @@ def test_calendar_days_of_many_years_begin_at_midnight() -> None:
 
     def granted(at: datetime) -> bool:
         unix = at.timestamp()
-        made = core.reserve("a", "tiny", (1, 1), (time.monotonic(), unix))
+        made = core.reserve("a", ("tiny", ""), (1, 1), (time.monotonic(), unix))
         if isinstance(made, BudgetReservation):
             made.settle((1, 0, 1), (time.monotonic(), unix))
             return True

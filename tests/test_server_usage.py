@@ -49,7 +49,7 @@ async def test_usage_counts_answered_requests_by_tenant_and_model() -> None:
         rows = await usage(w)
         if datetime.now(UTC).strftime("%Y-%m-%d") != day:
             pytest.skip("the day ended meanwhile")
-        one = {"model": "tiny", "day": day, "requests": 1, "input_tokens": 10, "output_tokens": 3}
+        one = {"model": "tiny", "key": "", "day": day, "requests": 1, "input_tokens": 10, "output_tokens": 3}
         assert rows == [
             {**one, "tenant": "", "cached_tokens": 4},
             {**one, "tenant": "a", "requests": 2, "input_tokens": 20, "cached_tokens": 4, "output_tokens": 6},
@@ -59,13 +59,14 @@ async def test_usage_counts_answered_requests_by_tenant_and_model() -> None:
         assert table[0] == [
             "day",
             "tenant",
+            "key",
             "model",
             "requests",
             "input_tokens",
             "cached_tokens",
             "output_tokens",
         ]
-        assert table[2] == [day, "a", "tiny", "2", "20", "4", "6"]
+        assert table[2] == [day, "a", "", "tiny", "2", "20", "4", "6"]
         status, file = await w.get("/admin/usage?format=parquet")
         assert status == 200
         read: Any = parquet.read_table(pyarrow.BufferReader(file))
@@ -128,10 +129,10 @@ async def test_a_folder_that_is_not_usable_is_named(tmp_path: Path) -> None:
 
 def test_old_days_are_dropped_and_bad_tables_refused() -> None:
     table = UsageTable()
-    table.add("2026-01-01", "a", "m", (1, 2, 3, 4))
-    table.add("2027-02-04", "a", "m", (1, 2, 3, 4))
+    table.add(("2026-01-01", "a", "", "m"), (1, 2, 3, 4))
+    table.add(("2027-02-04", "a", "", "m"), (1, 2, 3, 4))
     assert [row.day for row in table.rows()] == ["2026-01-01", "2027-02-04"]
-    table.add("2027-02-05", "a", "m", (1, 2, 3, 4))
+    table.add(("2027-02-05", "a", "", "m"), (1, 2, 3, 4))
     assert [row.day for row in table.rows()] == ["2027-02-04", "2027-02-05"]
     assert (datetime(2027, 2, 5) - datetime(2026, 1, 1)).days == DAYS
     other = UsageTable()

@@ -266,7 +266,7 @@ class Budgets:
     def reserve(
         self,
         tenant: str,
-        model: str,
+        scope: tuple[str, str],  # model, and ID of the API key
         tokens: tuple[int, int],  # input and output
         times: tuple[float, float],
     ) -> BudgetReservation | BudgetRefusal | None: ...  # None: the tenant has no windows

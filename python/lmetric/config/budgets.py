@@ -56,6 +56,11 @@ class BudgetConfig(Strict):
         description="count each model for itself; false: all models together",
         json_schema_extra={"when": "the limit is for each model"},
     )
+    per_key: bool = Field(
+        False,
+        description="count each API key for itself; false: all keys of the tenant together",
+        json_schema_extra={"when": "a tenant has several keys"},
+    )
     shadow: bool = Field(
         False,
         description="count, and refuse nothing; lmetric_tenant_budget_exceeded_total has the requests that a "

@@ -1,6 +1,6 @@
 //! Budgets against an exact ledger that keeps every event.
 use lmetric_core::board::{BYTES, Board, Memory};
-use lmetric_core::budget::{Amounts, Budgets, Now, PARTS, Period, Reservation, Unit, Window, Zone};
+use lmetric_core::budget::{Amounts, Budgets, Now, PARTS, Period, Reservation, Scope, Unit, Window, Zone};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -10,7 +10,18 @@ const START: f64 = 1_700_000_000.0;
 
 fn window(key: u64, unit: Unit, limit: u64, period: Period) -> Window {
     let name = format!("window {key}");
-    Window { key, name, unit, limit, period, zone: None, cached_weight: 1.0, per_model: false, shadow: false }
+    Window {
+        key,
+        name,
+        unit,
+        limit,
+        period,
+        zone: None,
+        cached_weight: 1.0,
+        per_model: false,
+        per_key: false,
+        shadow: false,
+    }
 }
 
 fn calendar(window: Window) -> Window {
@@ -32,7 +43,10 @@ fn budgets(windows: &[Window]) -> Budgets {
 }
 
 fn reserve(budgets: &mut Budgets, amounts: Amounts, seconds: f64) -> Option<Reservation> {
-    budgets.reserve(ACCOUNT, 0, amounts, at(seconds)).ok().map(|made| made.expect("an account with windows"))
+    budgets
+        .reserve(ACCOUNT, Scope::default(), amounts, at(seconds))
+        .ok()
+        .map(|made| made.expect("an account with windows"))
 }
 
 fn used(budgets: &mut Budgets, seconds: f64) -> Vec<u64> {
@@ -40,7 +54,8 @@ fn used(budgets: &mut Budgets, seconds: f64) -> Vec<u64> {
 }
 
 fn used_at(budgets: &mut Budgets, now: Now) -> Vec<u64> {
-    let probe = budgets.reserve(ACCOUNT, 0, Amounts::default(), now).expect("room").expect("windows");
+    let probe =
+        budgets.reserve(ACCOUNT, Scope::default(), Amounts::default(), now).expect("room").expect("windows");
     probe.states().map(|state| state.used).collect()
 }
 
@@ -196,7 +211,7 @@ proptest! {
                         *amount == 0
                             || ledger.used_at_most(window, clock.of(window)) + amount + slack <= 100 * window.limit
                     });
-                    match budgets.reserve(ACCOUNT, 0, asked, clock.now()) {
+                    match budgets.reserve(ACCOUNT, Scope::default(), asked, clock.now()) {
                         Ok(made) => {
                             prop_assert!(fits, "granted above the budget: {asked:?} at {}", clock.steady);
                             for ((window, ledger), amount) in known.iter().zip(&mut ledgers).zip(&amounts) {
@@ -252,16 +267,16 @@ fn a_refused_request_is_charged_nowhere() {
         window(3, Unit::OutputTokens, 40, Period::Minute),
     ]);
     let held = reserve(&mut budgets, ask(50, 30), 0.0).expect("room");
-    let refusal = budgets.reserve(ACCOUNT, 0, ask(5, 15), at(30.0)).expect_err("no room");
+    let refusal = budgets.reserve(ACCOUNT, Scope::default(), ask(5, 15), at(30.0)).expect_err("no room");
     assert_eq!((&*refusal.window.name, refusal.used, refusal.asked), ("window 3", 30, 15));
     // The error names the window with the longest wait.
-    let refusal = budgets.reserve(ACCOUNT, 0, ask(20, 20), at(30.0)).expect_err("no room");
+    let refusal = budgets.reserve(ACCOUNT, Scope::default(), ask(20, 20), at(30.0)).expect_err("no room");
     assert_eq!((&*refusal.window.name, refusal.used, refusal.asked), ("window 2", 80, 40));
     assert!((3570.0..3631.0).contains(&refusal.retry_after), "{refusal:?}");
     assert_eq!(used(&mut budgets, 30.0), [1, 80, 30]);
     drop(held);
     assert_eq!(used(&mut budgets, 30.0), [0, 0, 0]);
-    let refusal = budgets.reserve(ACCOUNT, 0, ask(101, 0), at(30.0)).expect_err("never fits");
+    let refusal = budgets.reserve(ACCOUNT, Scope::default(), ask(101, 0), at(30.0)).expect_err("never fits");
     assert_eq!(refusal.retry_after, f64::INFINITY);
 }
 
@@ -293,11 +308,18 @@ fn a_shadow_window_counts_and_refuses_nothing() {
 }
 
 #[test]
-fn models_have_counts_of_their_own_if_the_window_says_so() {
-    let mut budgets = budgets(&[Window { per_model: true, ..window(1, Unit::Requests, 1, Period::Day) }]);
-    let mut ask_for = |model| budgets.reserve(ACCOUNT, model, ask(1, 1), at(0.0)).map(|made| made.is_some());
-    let [first, second] = [ask_for(5), ask_for(6)];
-    assert_eq!((first, second), (Ok(true), Ok(true)));
+fn models_and_keys_have_counts_of_their_own_if_the_window_says_so() {
+    for (per_model, per_key, granted) in
+        [(false, false, 1), (true, false, 2), (false, true, 2), (true, true, 4)]
+    {
+        let one = window(1, Unit::Requests, 1, Period::Day);
+        let mut budgets = budgets(&[Window { per_model, per_key, ..one }]);
+        let mut held = Vec::new();
+        for (model, key) in [(5, 6), (5, 7), (8, 6), (8, 7), (5, 6)] {
+            held.extend(budgets.reserve(ACCOUNT, Scope { model, key }, ask(1, 1), at(0.0)));
+        }
+        assert_eq!(held.len(), granted, "{per_model} {per_key}");
+    }
 }
 
 #[test]
@@ -317,7 +339,7 @@ fn a_clock_that_jumps_ahead_and_back_locks_no_one_out() {
 fn an_account_without_windows_reserves_nothing() {
     let mut budgets = budgets(&[]);
     budgets.set([]);
-    assert!(budgets.reserve(ACCOUNT, 0, ask(1, 1), at(0.0)).expect("no refusal").is_none());
+    assert!(budgets.reserve(ACCOUNT, Scope::default(), ask(1, 1), at(0.0)).expect("no refusal").is_none());
 }
 
 struct Shared(Arc<Box<[AtomicU64]>>);

@@ -185,10 +185,7 @@ fn a_tenants_limits_count_the_requests_of_all_workers() {
         .map(|number| {
             let mut router = router(&["x", "y"]);
             router.join(board(&memory, number), 1).unwrap();
-            let limits = TenantLimits {
-                max_concurrent: Some(2),
-                max_waiting: None,
-            };
+            let limits = TenantLimits { max_concurrent: Some(2), max_waiting: None };
             let config = LoadConfig {
                 room_seconds: Some(f64::INFINITY),
                 tenants: [(ACME.id, limits)].into_iter().collect(),

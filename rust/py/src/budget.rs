@@ -3,7 +3,7 @@ use crate::board::Board;
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::budget::{
-    Amounts, Budgets as CoreBudgets, Now, Period, Refusal, Reservation, Unit, Window, Zone,
+    Amounts, Budgets as CoreBudgets, Now, Period, Refusal, Reservation, Scope, Unit, Window, Zone,
 };
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -41,12 +41,13 @@ struct Given {
     time_zone: Option<(String, Vec<(f64, f64)>)>,
     cached_weight: f64,
     per_model: bool,
+    per_key: bool,
     shadow: bool,
 }
 
 impl Given {
     fn window(self, tenant: &str) -> Result<Window> {
-        let Given { name, counts, limit, per, time_zone, cached_weight, per_model, shadow } = self;
+        let Given { name, counts, limit, per, time_zone, cached_weight, per_model, per_key, shadow } = self;
         let zone = time_zone.as_ref().map_or("", |(zone, _)| zone);
         let key = xxh3_64([tenant, &name, &counts, &per, zone].join("\0").as_bytes());
         Ok(Window {
@@ -58,6 +59,7 @@ impl Given {
             limit,
             cached_weight,
             per_model,
+            per_key,
             shadow,
         })
     }
@@ -86,19 +88,21 @@ impl Budgets {
         Ok(())
     }
 
-    /// Reserves what a request may use at most. None: its tenant has no windows.
+    /// Reserves what a request may use at most. None: its tenant has no windows. `scope`: the model
+    /// and the ID of the API key.
     fn reserve(
         &self,
         py: Python<'_>,
         tenant: &str,
-        model: &str,
+        scope: (&str, &str),
         tokens: (u64, u64),
         times: (f64, f64),
     ) -> PyResult<Option<Py<PyAny>>> {
         let (input_tokens, output_tokens) = tokens;
         let asked = Amounts { requests: 1, input_tokens, cached_tokens: 0, output_tokens };
         let now = self.now(times);
-        Ok(match self.inner.lock().reserve(hash(tenant), hash(model), asked, now) {
+        let scope = Scope { model: hash(scope.0), key: hash(scope.1) };
+        Ok(match self.inner.lock().reserve(hash(tenant), scope, asked, now) {
             Ok(made) => match made {
                 Some(made) => Some(Py::new(py, BudgetReservation::new(made, self.clock_start))?.into_any()),
                 None => None,

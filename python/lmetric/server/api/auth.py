@@ -21,6 +21,9 @@ def bearer(authorization: str | None) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
+KEY_ID_BYTES = 6
+
+
 class BearerToken:
     """A secret token that requests carry as `Authorization: Bearer TOKEN`.
 
@@ -90,14 +93,17 @@ class Keys:
         return len(new - old), len(old - new)
 
     def tenant(self, authorization: str | None, *api_keys: str | None) -> str:
-        """Returns the tenant of a request with these headers; ``api_keys``: `x-api-key`, `api-key`.
+        """Returns the tenant of a request with these headers. Raises ApiError (401)."""
+        return self.identify(authorization, *api_keys)[0]
 
-        One known key is enough: some clients send a second credential for another service.
+    def identify(self, authorization: str | None, *api_keys: str | None) -> tuple[str, str]:
+        """Returns the tenant of a request with these headers, and the ID of its key.
 
-        Raises ApiError (401).
+        ``api_keys``: `x-api-key`, `api-key`. The ID begins the key's SHA-256 hash. One known key is
+        enough: some clients send a second credential for another service. Raises ApiError (401).
         """
         if self._tenants is None:
-            return NO_TENANT
+            return NO_TENANT, ""
         keys = [key for key in (bearer(authorization), *api_keys) if key]
         if not keys:
             raise ApiError(
@@ -106,9 +112,9 @@ class Keys:
                 headers={"www-authenticate": "Bearer"},
             )
         for key in keys:
-            tenant = self._tenants.get(_digest(key))
+            tenant = self._tenants.get(digest := _digest(key))
             if tenant is not None:
-                return tenant
+                return tenant, digest[:KEY_ID_BYTES].hex()
         raise ApiError(401, "unknown API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 

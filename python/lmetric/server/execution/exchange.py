@@ -150,6 +150,7 @@ class ClientRequest:
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     was_held = False  # it waited on purpose
+    key_id = ""  # of its API key; empty: it has none
     reservation: BudgetReservation | None = None  # of its tenant's budgets; None: it has none
     limit_lines = b""  # lines of the answer's head: what is left of the budgets
     # The times of its decision: seconds on the monotonic clock.

@@ -47,7 +47,7 @@ class Admission:
         try:
             if self.keys.on:
                 head = client_request.head
-                client_request.tenant = self.keys.tenant(
+                client_request.tenant, client_request.key_id = self.keys.identify(
                     _text(head.authorization), _text(head.x_api_key), _text(head.api_key)
                 )
             elif self.tenants and (named := client_request.head.tenant) in self.tenants:

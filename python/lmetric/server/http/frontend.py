@@ -144,7 +144,7 @@ class Frontend(web.Server):
         return apply
 
     async def usage_rows(self) -> list[Row]:
-        """Returns the usage by day, tenant and model, of all workers."""
+        """Returns the usage by day, tenant, API key and model, of all workers."""
         return self.usage.table.rows() if self.worker is None else await self.worker.usage_rows()
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109

@@ -115,7 +115,7 @@ class Placement:
             except Exception:
                 failed(arrived)
         if client_request.tenant in self._limited:
-            self._reserve(intent)
+            self._reserve(intent, now)
         hedge_seconds = model.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
             hedge_seconds = slo.hedge_after_seconds
@@ -133,13 +133,13 @@ class Placement:
                 return
         self._start(intent, now)
 
-    def _reserve(self, intent: Intent) -> None:
+    def _reserve(self, intent: Intent, now: float) -> None:
         """Reserves the budgets of the request's tenant. Raises ApiError (429)."""
         client_request, call, model = intent.client_request, intent.call, intent.model
         # An answer without a given length is charged when it ends, but for its first token.
         output_tokens = max(1, call.max_tokens or 0) if call.path.streams else 0
         try:
-            self._budgets.reserve(client_request, model.name, output_tokens)
+            self._budgets.reserve(client_request, model.name, output_tokens, now=now)
         except ApiError:
             model.held.count_refused(client_request.tenant, "budget")
             raise

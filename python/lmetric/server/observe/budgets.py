@@ -35,10 +35,14 @@ class TenantBudgets(Observer):
         """Replaces the budgets. Counts stay. Raises BadValueError."""
         self.core.set({name: [*map(_window, each.budgets)] for name, each in tenants.items() if each.budgets})
 
-    def reserve(self, request: ClientRequest, model: str, output_tokens: int) -> None:
-        """Reserves what a request may use at most. Raises ApiError (429)."""
+    def reserve(self, request: ClientRequest, model: str, output_tokens: int, now: float) -> None:
+        """Reserves what a request may use at most. Raises ApiError (429).
+
+        ``now``: seconds on the monotonic clock.
+        """
         asked = (request.prompt_tokens, output_tokens)
-        made = self.core.reserve(request.tenant, model, asked, (time.monotonic(), time.time()))
+        scope = (model, request.key_id)
+        made = self.core.reserve(request.tenant, scope, asked, (now, time.time()))
         if made is None:
             return
         if isinstance(made, BudgetRefusal):
@@ -63,7 +67,7 @@ class TenantBudgets(Observer):
         reported = usage.prompt_tokens
         input_tokens = request.prompt_tokens if reported is None else reported
         used = (input_tokens, usage.cached_tokens or 0, usage.output_tokens)
-        made.settle(used, (time.monotonic(), time.time()))
+        made.settle(used, (request.ended_at, time.time()))
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics, with their present values."""

@@ -1,4 +1,4 @@
-"""Usage per day, tenant and model: answered requests and their tokens."""
+"""Usage per day, tenant, API key and model: answered requests and their tokens."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from lmetric.server.execution.observers import Observer
 
 DAYS = 400  # older days are dropped
 COUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
-COLUMNS = ("day", "tenant", "model", *COUNTS)
+COLUMNS = ("day", "tenant", "key", "model", *COUNTS)
 
 
 class Row(NamedTuple):
-    """The usage of a tenant and a model on a day (UTC, such as 2026-01-31).
+    """The usage of a tenant, an API key and a model on a day (UTC, such as 2026-01-31).
 
-    ``counts``: in the order of `COUNTS`; input tokens include the cached ones.
+    ``key``: ID of the API key; empty: none. ``counts``: in the order of `COUNTS`; input tokens
+    include the cached ones.
     """
 
     day: str
     tenant: str
+    key: str
     model: str
     counts: tuple[int, ...]
 
 
 class UsageTable:
-    """Usage by day, tenant and model."""
+    """Usage by day, tenant, API key and model."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, str], list[int]] = {}
+        self._counts: dict[tuple[str, str, str, str], list[int]] = {}
         self._last_day = ""
 
-    def add(self, day: str, tenant: str, model: str, counts: Iterable[int]) -> None:
-        """Adds counts."""
-        known = self._counts.get((day, tenant, model))
+    def add(self, key: tuple[str, str, str, str], counts: Iterable[int]) -> None:
+        """Adds counts. ``key``: day, tenant, API key and model."""
+        known = self._counts.get(key)
         if known is None:
-            known = self._counts[day, tenant, model] = [0] * len(COUNTS)
+            day = key[0]
+            known = self._counts[key] = [0] * len(COUNTS)
             if day > self._last_day:
                 self._last_day = day
                 oldest = (datetime.fromisoformat(day) - timedelta(days=DAYS)).strftime("%Y-%m-%d")
@@ -51,7 +54,7 @@ class UsageTable:
             known[place] += count
 
     def rows(self) -> list[Row]:
-        """Returns the rows, ordered by day, tenant and model."""
+        """Returns the rows, ordered by day, tenant, API key and model."""
         return [Row(*key, tuple(self._counts[key])) for key in sorted(self._counts)]
 
     def take(self) -> list[Row]:
@@ -63,11 +66,11 @@ class UsageTable:
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Adds rows of another table."""
         for row in rows:
-            self.add(*row)
+            self.add(row[:4], row.counts)
 
     def save(self) -> bytes:
         """Returns the table for `restore`."""
-        return orjson.dumps({"columns": COLUMNS, "rows": [[*row[:3], *row.counts] for row in self.rows()]})
+        return orjson.dumps({"columns": COLUMNS, "rows": [[*row[:4], *row.counts] for row in self.rows()]})
 
     def restore(self, content: bytes) -> None:
         """Adds a saved table. Raises BadValueError for a broken one; then nothing is added."""
@@ -76,8 +79,8 @@ class UsageTable:
             if tuple(saved["columns"]) != COLUMNS:
                 raise ValueError("other columns")
             rows = [
-                Row(_day(day), str(tenant), str(model), tuple(map(_count, counts)))
-                for day, tenant, model, *counts in saved["rows"]
+                Row(_day(day), str(tenant), str(key), str(model), tuple(map(_count, counts)))
+                for day, tenant, key, model, *counts in saved["rows"]
             ]
             if any(len(row.counts) != len(COUNTS) for row in rows):
                 raise ValueError("a row of another length")
@@ -120,7 +123,7 @@ class Usage(Observer):
             usage.output_tokens,
         )
         tenant, model = request.tenant, request.model.name
-        self.table.add(self._today(), tenant, model, counts)
+        self.table.add((self._today(), tenant, request.key_id, model), counts)
         total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
         for place, count in enumerate(counts):
             total[place] += count

@@ -91,6 +91,8 @@ pub struct Window {
     pub cached_weight: f64,
     /// Whether each model has counts of its own.
     pub per_model: bool,
+    /// Whether each API key has counts of its own.
+    pub per_key: bool,
     /// Whether the window only counts, and refuses nothing.
     pub shadow: bool,
 }
@@ -131,6 +133,24 @@ impl Window {
                 ((self.part(now) + parts) as f64 * part - now.steady).max(0.0)
             }
         }
+    }
+}
+
+/// The parts of an account that may have counts of their own.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scope {
+    /// Hash of the model's name.
+    pub model: u64,
+    /// Hash of the API key.
+    pub key: u64,
+}
+
+impl Window {
+    /// Returns the key of its counts for a scope.
+    fn key_in(&self, scope: Scope) -> u64 {
+        let model = if self.per_model { scope.model } else { 0 };
+        let key = if self.per_key { scope.key.rotate_left(32) } else { 0 };
+        self.key ^ model ^ key
     }
 }
 
@@ -260,14 +280,13 @@ impl Budgets {
     }
 
     /// Reserves what a request may use at most. Returns `None` for an account without windows.
-    /// `model`: a hash of the model's name.
     ///
     /// # Errors
     /// The window without room that makes the request wait for longest. Then nothing is charged.
     pub fn reserve(
         &mut self,
         account: u64,
-        model: u64,
+        scope: Scope,
         asked: Amounts,
         now: Now,
     ) -> Result<Option<Reservation>, Refusal> {
@@ -275,7 +294,7 @@ impl Budgets {
         let mut charges = Vec::with_capacity(windows.len());
         let mut refusal: Option<Refusal> = None;
         for window in windows {
-            let key = if window.per_model { window.key ^ model } else { window.key };
+            let key = window.key_in(scope);
             let row = self.rows.entry(key).or_insert_with(|| row(self.board.as_ref(), key)).clone();
             let (part, amount) = (window.part(now), window.amount(&asked));
             let used = window.shape().used(row.words(), part);

@@ -1,4 +1,4 @@
-"""The page /admin/usage: requests and tokens per day, tenant and model."""
+"""The page /admin/usage: requests and tokens per day, tenant, API key and model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMATS = ("json", "csv", "parquet")
 
 @PAGES.page("/admin/usage", "admin", "admin").on(
     "GET",
-    "Show answered requests and their tokens by day (UTC), tenant and model",
+    "Show answered requests and their tokens by day (UTC), tenant, API key and model",
     answer("Usage", ARRAY),
     400,
     401,
@@ -37,7 +37,7 @@ async def _usage(call: Call) -> web.Response:
     (shape, *more) = given.pop("format", ["json"])
     if given or more or shape not in _FORMATS:
         raise bad(f"the query must be empty or format=FORMAT, one of {', '.join(_FORMATS)}", "format")
-    rows = [[*row[:3], *row.counts] for row in await call.front.usage_rows()]
+    rows = [[*row[:4], *row.counts] for row in await call.front.usage_rows()]
     if shape == "json":
         return await large_json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
     if shape == "parquet":
@@ -58,7 +58,7 @@ def _parquet(rows: list[list[Any]]) -> bytes:
         raise ApiError(
             501, f"format=parquet needs pyarrow: {install('parquet')}", code="not_implemented"
         ) from None
-    kinds = [pyarrow.string()] * 3 + [pyarrow.int64()] * (len(COLUMNS) - 3)
+    kinds = [pyarrow.string()] * 4 + [pyarrow.int64()] * (len(COLUMNS) - 4)
     schema = pyarrow.schema([*zip(COLUMNS, kinds, strict=True)])
     table = pyarrow.Table.from_pylist([dict(zip(COLUMNS, row, strict=True)) for row in rows], schema)
     file = pyarrow.BufferOutputStream()
