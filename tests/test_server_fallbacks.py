@@ -339,3 +339,14 @@ async def test_a_reload_replaces_the_fallbacks() -> None:
 def test_what_cannot_be_a_fallback(fallbacks: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ServerConfig(aliases={"one": "m"}, fallbacks=fallbacks)
+
+
+async def test_a_request_that_falls_back_is_charged_once() -> None:
+    tenants = {"alice": {"budgets": [{"counts": "requests", "limit": 2, "per": "hour"}]}}
+    refuses, asked, alice = too_long(VLLM_TOO_LONG), {"model": "small", "prompt": "x"}, {"x-tenant": "alice"}
+    async with world(fakes(SMALL, LARGE, first=refuses), fallbacks=FALLBACKS, tenants=tenants) as w:
+        for left in (1, 0):
+            status, headers, _ = await w.post(asked, headers=alice)
+            assert (status, headers["x-ratelimit-remaining-requests"]) == (200, f"{left}")
+        assert (await w.post(asked, headers=alice))[0] == 429
+        assert await fallbacks(w) == {("small", "large", "context_length_exceeded"): 2}

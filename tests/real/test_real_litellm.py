@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from lmetric.defaults import DEFAULT_POLICY
+
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "litellm"
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -45,7 +47,7 @@ def test_the_example_runs_with_one_command(environment: dict[str, str]) -> None:
     *turns, last = done.stdout.splitlines()
     assert len(turns) == 9
     assert all(" 0 of " not in line for line in turns[3:]), done.stdout
-    assert last.startswith("9 decision records, the first by policy lmetric")
+    assert last.startswith(f"9 decision records, the first by policy {DEFAULT_POLICY}: ")
 
 
 def test_requests_follow_the_engines_kv_events(found: dict[str, Any]) -> None:

@@ -22,7 +22,11 @@ _REASONS = {
     **{code: code for code in ("queue_full", "deadline", "caches_full", CONTEXT)},
 }
 # Attributes that each attempt sets again.
-_OF_AN_ATTEMPT = ("draft", "trial", "not_resumable", "on_answer", "priority", "slo_class", "prompt_bytes")
+# A reservation gives its budgets back when it is dropped.
+_OF_AN_ATTEMPT = (
+    *("draft", "trial", "not_resumable", "on_answer", "priority", "slo_class", "prompt_bytes"),
+    *("prompt_tokens", "reservation", "limit_lines"),
+)
 
 
 class FallingBack:
