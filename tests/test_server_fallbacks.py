@@ -211,7 +211,7 @@ async def test_a_stream_with_comments_of_the_router_continues_with_the_fallback(
 
 
 async def test_a_tenants_rate_and_stored_responses_have_no_fallback() -> None:
-    tenants = {"a": {"max_requests_per_second": 0.001}}
+    tenants = {"a": {"budgets": [{"counts": "requests", "limit": 1, "per": "hour"}]}}
     async with world(fakes(SMALL, LARGE), fallbacks=FALLBACKS, tenants=tenants) as w:
         body = {"model": "small", "input": "x"}
         for expected in (200, 429):
