@@ -107,7 +107,7 @@ def test_without_a_network_the_message_has_all_facts(cache: Path, monkeypatch: p
     with pytest.raises(TraceError) as refused:
         load_trace(NAME)
     message = str(refused.value)
-    assert "cannot be downloaded: <urlopen error [Errno 111] Connection refused>" in message
+    assert "cannot be downloaded: Connection refused" in message
     for line in PUBLIC_TRACES[NAME].facts().splitlines():
         assert line in message.splitlines()
     assert message.endswith(f"put it at {cache / NAME}.jsonl")

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
-from lmetric.server.observe.usage import DAYS, UsageTable
+from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, UsageTable
 from server_world import FakeEngine, World, answer, plain, world
 from test_server_budgets import ask, budget, left, tenants
 from test_workers import serving, workers_of
@@ -90,7 +90,7 @@ async def test_a_restart_keeps_budgets_and_usage(tmp_path: Path) -> None:
             assert (await ask(w))[0] == 200
         before = await usage(w)
         # Also without a proper end: the files follow the counts.
-        await until(lambda: b'"a"' in (folder / "usage.json").read_bytes())
+        await until(lambda: any(b'"a"' in each.read_bytes() for each in folder.glob("usage-*.json")))
     async with world(1, **settings) as w:
         assert await usage(w) == before
         _, headers, _ = await ask(w)
@@ -101,7 +101,7 @@ async def test_a_restart_keeps_budgets_and_usage(tmp_path: Path) -> None:
 async def test_a_broken_file_is_set_aside_and_the_counts_begin_at_zero(
     tmp_path: Path, content: bytes
 ) -> None:
-    for name in ("budgets.bin", "usage.json"):
+    for name in ("budgets.bin", "usage-2026-01-31.json"):
         (tmp_path / name).write_bytes(content)
     settings: dict[str, Any] = {
         "tenants": tenants(*WINDOWS),
@@ -112,9 +112,8 @@ async def test_a_broken_file_is_set_aside_and_the_counts_begin_at_zero(
         assert await usage(w) == []
         _, headers, _ = await ask(w)
         assert left(headers, "requests") == 9
-    if content:
-        assert (tmp_path / "budgets.broken").read_bytes() == content
-        assert (tmp_path / "usage.broken").read_bytes() == content
+    assert (tmp_path / "budgets.broken").read_bytes() == content
+    assert (tmp_path / "usage-2026-01-31.broken").read_bytes() == content
     async with world(1, **settings) as w:
         assert len(await usage(w)) == 1
 
@@ -122,29 +121,43 @@ async def test_a_broken_file_is_set_aside_and_the_counts_begin_at_zero(
 async def test_a_folder_that_is_not_usable_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigError, match=r"state_folder: cannot use .*file/budgets.bin: "):
+    with pytest.raises(ConfigError, match=r"state_folder: cannot use .*file: "):
         async with world(1, state_folder=str(file)):
             pass
 
 
-def test_old_days_are_dropped_and_bad_tables_refused() -> None:
+def test_old_days_are_dropped_and_bad_files_refused() -> None:
     table = UsageTable()
     table.add(("2026-01-01", "a", "", "m"), (1, 2, 3, 4))
     table.add(("2027-02-04", "a", "", "m"), (1, 2, 3, 4))
     assert [row.day for row in table.rows()] == ["2026-01-01", "2027-02-04"]
+    saved = table.save()
+    assert set(saved) == {"usage-2026-01-01.json", "usage-2027-02-04.json"}
+    assert table.save() == {}, "nothing has changed"
     table.add(("2027-02-05", "a", "", "m"), (1, 2, 3, 4))
     assert [row.day for row in table.rows()] == ["2027-02-04", "2027-02-05"]
     assert (datetime(2027, 2, 5) - datetime(2026, 1, 1)).days == DAYS
+    later = table.save()
+    assert later.pop("usage-2026-01-01.json") is None
+    last = later.pop("usage-2027-02-05.json")
+    assert last is not None
+    assert not later
     other = UsageTable()
-    other.restore(table.save())
+    other.restore(saved["usage-2027-02-04.json"] or b"")
+    other.restore(last)
     assert other.rows() == table.rows()
-    for broken in (
-        table.save()[:-4],
-        table.save().replace(b"2,3", b"-2,3"),
-        table.save().replace(b"02-0", b"13-0"),
-    ):
+    for broken in (last[:-4], last.replace(b"2,3", b"-2,3"), last.replace(b"02-0", b"13-0")):
         with pytest.raises(BadValueError, match="saved usage"):
             UsageTable().restore(broken)
+
+
+def test_ever_new_models_fill_no_table() -> None:
+    table = UsageTable()
+    for number in range(DAY_ROWS + 5):
+        table.add(("2027-02-04", "a", "", f"m{number}"), (1, 2, 3, 4))
+    rows = table.rows()
+    assert len(rows) == DAY_ROWS + 1
+    assert {row.model: row.counts for row in rows}[OTHER_MODELS] == (5, 10, 15, 20)
 
 
 async def test_workers_share_budgets_and_usage_and_a_killed_server_loses_less_than_a_second(

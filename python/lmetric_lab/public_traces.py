@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmetric.connection_errors import reason_of
 from lmetric.defaults import TRACE_DIR
 from lmetric_lab.packed import SUFFIXES, open_packed
 
@@ -125,6 +124,8 @@ def _download(trace: PublicTrace) -> None:
     from http.client import HTTPException
     from tempfile import TemporaryDirectory
     from urllib.request import urlopen
+
+    from lmetric.connection_errors import reason_of
 
     print(f"downloading {trace.name} ({trace.size_bytes / 1e6:.1f} MB) from {trace.url}", file=sys.stderr)
     target = folder() / trace.file

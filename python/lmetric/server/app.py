@@ -42,7 +42,7 @@ from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.observe.startup import LISTENING, startup_report
-from lmetric.server.observe.state import StateFile, state_files
+from lmetric.server.observe.state import StateFiles, state_files
 from lmetric.server.tls.contexts import TlsContext, engine_context, listener_context
 from lmetric.server.tls.contexts import metrics as tls_metrics
 
@@ -116,7 +116,7 @@ class Server:
         self._replicas: Replicas
         self.listeners: Listeners
         self.recorder: Recorder | None = None
-        self._state: Sequence[StateFile] = ()
+        self._state: Sequence[StateFiles] = ()
         self._picks = picks
         self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
         self.reloads: Reloads | None = None
@@ -216,8 +216,8 @@ class Server:
         self._monitor.start()
         if self.recorder is not None:
             self.recorder.start()
-        for file in self._state:
-            file.start()
+        for files in self._state:
+            files.start()
         if front.live is not None:
             if self.worker is not None:
                 self.worker.show_on(front.live)
@@ -398,8 +398,8 @@ class Server:
         if self.front.live is not None:
             await self.front.live.stop()
         await self.front.shutdown(STOP_SECONDS)
-        for file in self._state:
-            await file.stop()
+        for files in self._state:
+            await files.stop()
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()

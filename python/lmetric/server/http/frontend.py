@@ -91,7 +91,7 @@ class Frontend(web.Server):
         self.stored = StoredRequests(config, fleet, self.admission, board=board)
         self.budgets = TenantBudgets(config.tenants, board)
         metrics.further.append(self.budgets.metrics)
-        self.usage = Usage()
+        self.usage = Usage(fleet)
         self.running.observers.add(self.usage)
         metrics.further.append(self.usage.metrics)
         self.placement = Placement(config, self.running, self.budgets)
@@ -145,7 +145,9 @@ class Frontend(web.Server):
 
     async def usage_rows(self) -> list[Row]:
         """Returns the usage by day, tenant, API key and model, of all workers."""
-        return self.usage.table.rows() if self.worker is None else await self.worker.usage_rows()
+        if self.worker is not None:
+            return await self.worker.usage_rows()
+        return await asyncio.to_thread(self.usage.table.rows)
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Closes the connections and stops the threads."""

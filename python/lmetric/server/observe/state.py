@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -19,38 +19,51 @@ WRITE_SECONDS = 0.5  # time between two writes: a crash loses less than a second
 log = structlog.get_logger("lmetric.state")
 
 
-class StateFile:
-    """A file with counts, written off the event loop when they have changed.
+class StateFiles:
+    """Files with counts, written off the event loop when the counts have changed.
 
-    ``save`` returns the content; ``restore`` adds a content, and raises LmetricError for a broken
-    one.
+    ``pattern``: of the files' names in the folder. ``save`` returns the contents to write by name;
+    None: the file is removed. ``restore`` adds a content, and raises LmetricError for a broken one.
     """
 
-    def __init__(self, path: Path, save: Callable[[], bytes], restore: Callable[[bytes], None]) -> None:
-        self._path = path
+    def __init__(
+        self,
+        folder: Path,
+        pattern: str,
+        save: Callable[[], Mapping[str, bytes | None]],
+        restore: Callable[[bytes], None],
+    ) -> None:
+        self._folder = folder
+        self._pattern = pattern
         self._save = save
         self._restore = restore
-        self._written: bytes | None = None
+        self._written: Mapping[str, bytes | None] = {}  # by the last write
+        self._pending: dict[str, bytes | None] = {}
         self._failed = False
         self._task: asyncio.Task[None] | None = None
 
     def read(self) -> None:
-        """Restores the counts. A broken file is renamed, and the counts begin at 0.
+        """Restores the counts. A broken file is renamed, and its counts begin at 0.
 
         Raises ConfigError if the folder is not usable.
         """
-        path = self._path
+        place = self._folder
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = path.read_bytes() if path.exists() else None
-            self._write(b"" if content is None else content)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "writable").touch()
+            (place / "writable").unlink()
+            contents = {}
+            for place in sorted(self._folder.glob(self._pattern)):
+                contents[place] = place.read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"state_folder: cannot use {path}: {error.strerror}; expected a folder in which the router "
+                f"state_folder: cannot use {place}: {error.strerror}; expected a folder in which the router "
                 "may write"
             ) from None
-        if not content:
-            return
+        for path, content in contents.items():
+            self._read(path, content)
+
+    def _read(self, path: Path, content: bytes) -> None:
         try:
             self._restore(content)
         except LmetricError as error:
@@ -63,48 +76,54 @@ class StateFile:
             )
 
     def start(self) -> None:
-        """Starts to write the file."""
-        self._task = periodic(f"state file {self._path.name}", WRITE_SECONDS, self.write)
+        """Starts to write the files."""
+        self._task = periodic(f"state files {self._pattern}", WRITE_SECONDS, self.write)
 
     async def write(self) -> None:
-        """Writes the counts, unless the file has them."""
-        content = self._save()
-        if content == self._written:
+        """Writes the counts that the files do not have."""
+        saved = self._save()
+        self._pending |= {name: new for name, new in saved.items() if self._written.get(name, b"") != new}
+        if not self._pending:
             return
         try:
-            await asyncio.to_thread(self._write, content)
+            await asyncio.to_thread(self._write, self._pending)
         except OSError as error:
             if not self._failed:
-                log.error("cannot write a state file", path=str(self._path), reason=error.strerror)
+                log.error("cannot write a state file", folder=str(self._folder), reason=error.strerror)
             self._failed = True
         else:
-            self._written, self._failed = content, False
+            self._written, self._pending, self._failed = saved, {}, False
 
-    def _write(self, content: bytes) -> None:
-        """Replaces the file. A reader finds the old content or the new one."""
-        new = self._path.with_suffix(".new")
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+    def _write(self, contents: Mapping[str, bytes | None]) -> None:
+        """Replaces files. A reader finds the old content or the new one."""
+        for name, content in contents.items():
+            path = self._folder / name
+            if content is None:
+                path.unlink(missing_ok=True)
+                continue
+            new = path.with_suffix(".new")
+            with new.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
 
     async def stop(self) -> None:
-        """Writes the file for the last time."""
+        """Writes the files for the last time."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self.write()
 
 
-def state_files(folder: Path | None, budgets: Budgets, usage: UsageTable) -> Sequence[StateFile]:
+def state_files(folder: Path | None, budgets: Budgets, usage: UsageTable) -> Sequence[StateFiles]:
     """Returns the files of a folder, read; None: no files. Raises ConfigError."""
     if folder is None:
         return ()
     files = (
-        StateFile(folder / "budgets.bin", budgets.save, budgets.restore),
-        StateFile(folder / "usage.json", usage.save, usage.restore),
+        StateFiles(folder, "budgets.bin", lambda: {"budgets.bin": budgets.save()}, budgets.restore),
+        StateFiles(folder, "usage-*.json", usage.save, usage.restore),
     )
-    for file in files:
-        file.read()
+    for each in files:
+        each.read()
     return files

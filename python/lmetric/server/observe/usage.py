@@ -13,8 +13,12 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from lmetric._core import BadValueError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
+from lmetric.server.fleet.fleet import Fleet
 
 DAYS = 400  # older days are dropped
+# Rows of a day and of a table: an engine with ever new models must not fill memory or disk.
+DAY_ROWS, MOST_ROWS = 10_000, 100_000
+OTHER_MODELS = "(other models)"  # the model of further rows
 COUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 COLUMNS = ("day", "tenant", "key", "model", *COUNTS)
 
@@ -37,30 +41,55 @@ class UsageTable:
     """Usage by day, tenant, API key and model."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, str, str], list[int]] = {}
+        self._days: dict[str, dict[tuple[str, str, str], list[int]]] = {}
+        self._size = 0  # rows
         self._last_day = ""
+        self._changed: set[str] = set()  # days that differ from those of the last `save`
 
     def add(self, key: tuple[str, str, str, str], counts: Iterable[int]) -> None:
         """Adds counts. ``key``: day, tenant, API key and model."""
-        known = self._counts.get(key)
+        day, *rest = key
+        rows = self._days.get(day)
+        if rows is None:
+            rows = self._days[day] = {}
+            self._drop_old_days(day)
+        tenant, api_key, model = rest
+        known = rows.get((tenant, api_key, model))
         if known is None:
-            day = key[0]
-            known = self._counts[key] = [0] * len(COUNTS)
-            if day > self._last_day:
-                self._last_day = day
-                oldest = (datetime.fromisoformat(day) - timedelta(days=DAYS)).strftime("%Y-%m-%d")
-                self._counts = {key: value for key, value in self._counts.items() if key[0] > oldest}
+            if len(rows) >= DAY_ROWS or self._size >= MOST_ROWS:
+                model = OTHER_MODELS
+            known = rows.setdefault((tenant, api_key, model), [])
+            if not known:
+                known.extend([0] * len(COUNTS))
+                self._size += 1
+        self._changed.add(day)
         for place, count in enumerate(counts):
             known[place] += count
 
+    def _drop_old_days(self, day: str) -> None:
+        self._last_day = max(day, self._last_day)
+        oldest = (datetime.fromisoformat(self._last_day) - timedelta(days=DAYS)).strftime("%Y-%m-%d")
+        for old in [each for each in self._days if each <= oldest]:
+            self._size -= len(self._days.pop(old))
+            self._changed.add(old)
+
     def rows(self) -> list[Row]:
-        """Returns the rows, ordered by day, tenant, API key and model."""
-        return [Row(*key, tuple(self._counts[key])) for key in sorted(self._counts)]
+        """Returns the rows, ordered by day, tenant, API key and model.
+
+        Another thread may call this, because a table may be large.
+        """
+        return [row for day in sorted(self._days) for row in self._of_day(day)]
+
+    def _of_day(self, day: str) -> list[Row]:
+        rows = self._days.get(day, {})
+        return [Row(day, *key, tuple(rows[key])) for key in sorted(rows)]
 
     def take(self) -> list[Row]:
         """Returns the rows, and begins at 0."""
         rows = self.rows()
-        self._counts.clear()
+        self._days.clear()
+        self._changed.clear()
+        self._size = 0
         return rows
 
     def add_rows(self, rows: Iterable[Row]) -> None:
@@ -68,12 +97,22 @@ class UsageTable:
         for row in rows:
             self.add(row[:4], row.counts)
 
-    def save(self) -> bytes:
-        """Returns the table for `restore`."""
-        return orjson.dumps({"columns": COLUMNS, "rows": [[*row[:4], *row.counts] for row in self.rows()]})
+    def save(self) -> dict[str, bytes | None]:
+        """Returns a file for each day that has changed since the last call, by name, for `restore`.
+
+        None: the day was dropped.
+        """
+        changed, self._changed = self._changed, set()
+        return {f"usage-{day}.json": self._saved(day) for day in changed}
+
+    def _saved(self, day: str) -> bytes | None:
+        if day not in self._days:
+            return None
+        rows = [[*row[:4], *row.counts] for row in self._of_day(day)]
+        return orjson.dumps({"columns": COLUMNS, "rows": rows})
 
     def restore(self, content: bytes) -> None:
-        """Adds a saved table. Raises BadValueError for a broken one; then nothing is added."""
+        """Adds a saved day. Raises BadValueError for a broken one; then nothing is added."""
         try:
             saved = orjson.loads(content)
             if tuple(saved["columns"]) != COLUMNS:
@@ -105,10 +144,15 @@ def _count(number: object) -> int:
 class Usage(Observer):
     """Counts the usage of requests at their ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.table = UsageTable()
         self._since_start: dict[tuple[str, str], list[int]] = {}  # by tenant and model
         self._day, self._day_ends = "", 0.0
+        fleet.on_model_removed.append(self._forget)
+
+    def _forget(self, model: str) -> None:
+        """Drops the metrics of a model that was removed. The table keeps its rows."""
+        self._since_start = {key: total for key, total in self._since_start.items() if key[1] != model}
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Counts a request with an engine's answer."""

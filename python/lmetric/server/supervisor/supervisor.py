@@ -27,7 +27,7 @@ from lmetric._core import Board, Budgets, LmetricError
 from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.startup import LISTENING
-from lmetric.server.observe.state import StateFile, state_files
+from lmetric.server.observe.state import StateFiles, state_files
 from lmetric.server.observe.usage import UsageTable
 from lmetric.server.supervisor.merge import merge
 from lmetric.server.upstream.connection import request_error
@@ -98,7 +98,7 @@ class Supervisor:
         # The clock of all workers begins here.
         self._budgets = Budgets(time.time() - time.monotonic(), self._board)
         self._usage = UsageTable()
-        self._state: Sequence[StateFile] = ()
+        self._state: Sequence[StateFiles] = ()
         self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
@@ -122,8 +122,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             raise
-        for file in self._state:
-            file.start()
+        for files in self._state:
+            files.start()
         return reports[0]
 
     def _take_number(self) -> int:
@@ -411,8 +411,8 @@ class Supervisor:
         """Ends the workers that are left, and frees the memory."""
         self.end(signal.SIGKILL)
         await self.wait()
-        for file in self._state:
-            await file.stop()
+        for files in self._state:
+            await files.stop()
         for each in () if self._gateways is None else self._gateways.sockets:
             each.close()
         self._bound.remove_file()

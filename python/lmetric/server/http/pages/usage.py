@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -13,8 +14,8 @@ from aiohttp import web
 from lmetric.extras import install
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import ARRAY, Pages, answer, in_query
-from lmetric.server.http.pages.call import Call, large_json
-from lmetric.server.observe.usage import COLUMNS
+from lmetric.server.http.pages.call import Call, json
+from lmetric.server.observe.usage import COLUMNS, Row
 
 PAGES = Pages()
 _FORMATS = ("json", "csv", "parquet")
@@ -37,12 +38,17 @@ async def _usage(call: Call) -> web.Response:
     (shape, *more) = given.pop("format", ["json"])
     if given or more or shape not in _FORMATS:
         raise bad(f"the query must be empty or format=FORMAT, one of {', '.join(_FORMATS)}", "format")
-    rows = [[*row[:4], *row.counts] for row in await call.front.usage_rows()]
+    found = await call.front.usage_rows()
+    return await asyncio.to_thread(_answer, found, shape)  # tables may be large
+
+
+def _answer(found: Sequence[Row], shape: str) -> web.Response:
+    """Returns the rows in a format. Raises ApiError (501)."""
+    rows = [[*row[:4], *row[4]] for row in found]
     if shape == "json":
-        return await large_json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
+        return json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
     if shape == "parquet":
-        body = await asyncio.to_thread(_parquet, rows)
-        return web.Response(body=body, content_type="application/vnd.apache.parquet")
+        return web.Response(body=_parquet(rows), content_type="application/vnd.apache.parquet")
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerows([COLUMNS, *rows])
