@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -58,6 +58,12 @@ class Draft:
     def note(self, key: str, text: str) -> None:
         """Adds a comment for the top-level key `key`."""
         self.notes.setdefault(key, []).append(text)
+
+    def set_aliases(self, found: Mapping[str, Mapping[str, float]]) -> None:
+        """Sets `aliases` from weights by model, by alias. The only model of an alias needs none."""
+        if found:
+            one = {name: next(iter(models)) if len(models) == 1 else models for name, models in found.items()}
+            self.set("aliases", one)
 
     def remark(self, what: str, why: str, value: object = None) -> None:
         """Notes that the setting `what` has no equivalent. The value of a secret is not shown."""

@@ -226,9 +226,7 @@ def _aliases(draft: Draft, documents: list[Any]) -> None:
     for name in [name for name in found if name in models]:
         draft.remark(f"rewrite of {name}", "a model has this name, so it stays; give clients another name")
         del found[name]
-    if found:
-        one = {name: next(iter(targets)) if len(targets) == 1 else targets for name, targets in found.items()}
-        draft.set("aliases", one)
+    draft.set_aliases(found)
 
 
 def _pools(draft: Draft, documents: list[Any], *, separate: bool) -> None:

@@ -150,9 +150,7 @@ def _aliases(
     for name, key, value in names.weights:
         if len(found.get(name, ())) < 2:
             draft.remark(key, "no weights: load decides; limits are per tenant", value)
-    if found:
-        one = {name: next(iter(targets)) if len(targets) == 1 else targets for name, targets in found.items()}
-        draft.set("aliases", one)
+    draft.set_aliases(found)
     return found
 
 

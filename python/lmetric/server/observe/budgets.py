@@ -18,6 +18,7 @@ from lmetric.config import BudgetConfig, TenantConfig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
+from lmetric.server.observe.usage import used_tokens
 
 _ZONE_YEARS = 30  # changes of a time zone are known for this long from the start on
 _DAY_SECONDS = 86_400
@@ -64,10 +65,7 @@ class TenantBudgets(Observer):
         if usage is None:
             made.keep()
             return
-        reported = usage.prompt_tokens
-        input_tokens = request.prompt_tokens if reported is None else reported
-        used = (input_tokens, usage.cached_tokens or 0, usage.output_tokens)
-        made.settle(used, (request.ended_at, time.time()))
+        made.settle(used_tokens(request, usage), (request.ended_at, time.time()))
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics, with their present values."""

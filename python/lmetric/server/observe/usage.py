@@ -10,9 +10,10 @@ from typing import NamedTuple
 import orjson
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from lmetric._core import BadValueError
+from lmetric._core import BadValueError, ResponseReader
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
+from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.fleet import Fleet
 
 DAYS = 400  # older days are dropped
@@ -141,6 +142,16 @@ def _count(number: object) -> int:
     return number
 
 
+def used_tokens(request: ClientRequest, usage: ResponseReader | Transcript) -> tuple[int, int, int]:
+    """Returns the input tokens of an answered request, the cached part of them, and the output.
+
+    An engine may report no prompt tokens; then the router's own number counts.
+    """
+    reported = usage.prompt_tokens
+    input_tokens = request.prompt_tokens if reported is None else reported
+    return input_tokens, usage.cached_tokens or 0, usage.output_tokens
+
+
 class Usage(Observer):
     """Counts the usage of requests at their ends."""
 
@@ -159,13 +170,7 @@ class Usage(Observer):
         usage = None if relay is None else relay.usage
         if usage is None or request.status != 200 or request.model is None:
             return
-        reported = usage.prompt_tokens
-        counts = (
-            1,
-            request.prompt_tokens if reported is None else reported,
-            usage.cached_tokens or 0,
-            usage.output_tokens,
-        )
+        counts = (1, *used_tokens(request, usage))
         tenant, model = request.tenant, request.model.name
         self.table.add((self._today(), tenant, request.key_id, model), counts)
         total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
