@@ -11,7 +11,8 @@ import structlog
 
 from lmetric.config import Log
 from lmetric.server.api import request as client_request
-from lmetric.server.api.auth import Keys
+from lmetric.server.api.identity import Identity
+from lmetric.server.api.keys import Caller
 from lmetric.server.observe.logs import processors
 
 # The default key and prompt of the tests' clients.
@@ -72,7 +73,7 @@ def watched_log() -> Iterator[Secrets]:
     Fails at the end if they contain a key or a prompt.
     """
     secrets = Secrets()
-    read, tenant = client_request.read_object, Keys.tenant
+    read, identify = client_request.read_object, Identity.identify
 
     def read_object(body: bytes) -> dict[str, Any]:
         request = read(body)
@@ -80,10 +81,10 @@ def watched_log() -> Iterator[Secrets]:
             secrets.add(request)
         return request
 
-    def tenant_of(keys: Keys, authorization: str | None, *api_keys: str | None) -> str:
+    def identified(identity: Identity, authorization: str | None, *api_keys: str | None) -> Caller:
         for key in api_keys or (None,):
             secrets.add_key(authorization, key)
-        return tenant(keys, authorization, *api_keys)
+        return identify(identity, authorization, *api_keys)
 
     handler = logging.StreamHandler(secrets.log)
     before = structlog.get_config()
@@ -94,11 +95,11 @@ def watched_log() -> Iterator[Secrets]:
         cache_logger_on_first_use=False,
     )
     logging.getLogger().addHandler(handler)
-    client_request.read_object, Keys.tenant = read_object, tenant_of  # type: ignore[method-assign]
+    client_request.read_object, Identity.identify = read_object, identified  # type: ignore[method-assign]
     try:
         yield secrets
     finally:
-        client_request.read_object, Keys.tenant = read, tenant  # type: ignore[method-assign]
+        client_request.read_object, Identity.identify = read, identify  # type: ignore[method-assign]
         logging.getLogger().removeHandler(handler)
         structlog.configure(**before)
     assert not secrets.found(), "keys or prompts in the log"

@@ -17,7 +17,7 @@ from lmetric.config import ConfigError, EngineConfig, ServerConfig, load_config,
 from lmetric.config.kinds import Strict
 from lmetric.config.load import _SERVICE_LINK, ENV_PREFIX, _is_secret
 from lmetric.config.problems import SECRETS as SECRET_NAMES
-from lmetric.server.api.auth import Keys
+from lmetric.server.api.keys import Keys
 from test_server_process import router
 
 

@@ -12,7 +12,7 @@ from lmetric import Router
 from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
 from lmetric.config.kinds import Strict
 from lmetric.options import LibraSplit, Star
-from lmetric.server.api.auth import Keys
+from lmetric.server.api.keys import Keys
 
 
 def load(text: str, tmp_path: Path, overrides: Any = None, environ: Any = None) -> ServerConfig:

@@ -25,7 +25,7 @@ from lmetric.config import (
     needs_restart,
 )
 from lmetric.extras import install
-from lmetric.server.api.auth import Keys
+from lmetric.server.api.identity import Identity
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replicas import Replicas
@@ -71,7 +71,7 @@ class Change(NamedTuple):
 
     config: ServerConfig
     new: ServerConfig
-    keys: Keys
+    identity: Identity
     tls: TlsContext | None
     policies: Mapping[str | None, Policies]
     apply: Callable[[], None]  # applies keys and settings of requests
@@ -126,19 +126,19 @@ class Server:
         """The configuration, which a reload replaces."""
         return self.fleet.config
 
-    def build(self) -> tuple[Keys, TlsContext | None]:
+    def build(self) -> tuple[Identity, TlsContext | None]:
         """Builds keys, TLS and fleet from the configuration, without any connection.
 
         Raises LmetricError.
         """
-        keys = Keys.load(self.config.auth.keys_file)
+        identity = Identity.load(self.config.auth)
         tls = None if self.config.tls is None else listener_context(self.config.tls)
         if self.config.tracing is not None:
             _load_tracing()
         self.fleet.build()
         for engine in self.fleet.engines():
             engine.quiet = logging.DEBUG
-        return keys, tls
+        return identity, tls
 
     async def start(self, before_report: Callable[[], None] | None = None) -> None:
         """Binds the port, checks the engines once, then listens, and logs a report.
@@ -147,7 +147,7 @@ class Server:
         configuration is invalid, PortError if the address is not usable.
         """
         config = self.config
-        keys, tls = self.build()
+        identity, tls = self.build()
         if (
             not self.fleet.models
             and not self.fleet.unplaced
@@ -163,7 +163,7 @@ class Server:
         self.front = front = kind(
             config,
             self.fleet,
-            keys,
+            identity,
             metrics=self.metrics,
             pages=pages,
             worker=self.worker,
@@ -229,7 +229,7 @@ class Server:
         if before_report is not None:
             before_report()
         self._warn_of_tls()
-        report = self.report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
+        report = self.report = startup_report(config, self.fleet, self.port, keys_needed=identity.on)
         if self.picker is not None:
             report["curl"] = None  # its gateway takes requests, not the router
         if self.worker is not None:
@@ -269,14 +269,15 @@ class Server:
         changed = sorted(
             name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
         )
-        keys = Keys.load(new.auth.keys_file)
+        identity = Identity.load(new.auth)
         tls = None if new.tls is None else listener_context(new.tls)
-        policies, changed_keys = self.fleet.policies_of(config), self.front.admission.keys.changes(keys)
-        apply = self.front.prepare(keys, new)
+        policies = self.fleet.policies_of(config)
+        changed_keys = self.front.admission.identity.keys.changes(identity.keys)
+        apply = self.front.prepare(identity, new)
         return Change(
             config=config,
             new=new,
-            keys=keys,
+            identity=identity,
             tls=tls,
             policies=policies,
             apply=apply,
@@ -300,7 +301,7 @@ class Server:
         several turns of the event loop. Returns the changes. Raises LmetricError; then nothing has
         changed.
         """
-        front, config, new, keys, tls = self.front, change.config, change.new, change.keys, change.tls
+        front, config, new, tls = self.front, change.config, change.new, change.tls
         for settings in change.engine_tls:
             self.fleet.contexts.get(settings).refresh()
             await asyncio.sleep(0)  # reading certificates takes up to 20 ms
@@ -323,7 +324,7 @@ class Server:
             "changed": change.changed,
             "keys_added": added,
             "keys_removed": removed,
-            "keys_needed": keys.on,
+            "keys_needed": change.identity.on,
             "tenants_changed": tenants,
             "engine_keys_changed": engines,
         }

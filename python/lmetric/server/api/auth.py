@@ -1,27 +1,15 @@
-"""API keys and their tenants, the admin token, and access to the router's own pages."""
+"""The admin token, and access to the router's own pages."""
 
-import hashlib
 import hmac
-import re
 from collections.abc import Mapping
 from ipaddress import ip_address
-from pathlib import Path
 
-from lmetric.config import ConfigError, ServerConfig, read_secret, read_yaml_mapping
-from lmetric.config.kinds import is_reference
+from lmetric.config import ServerConfig, read_secret
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.identity import Identity, bearer
+from lmetric.server.api.keys import digest
 
 NO_TENANT = ""
-_SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
-
-
-def bearer(authorization: str | None) -> str | None:
-    """Returns the token of an `authorization` header; None if its scheme is not `Bearer`."""
-    scheme, _, token = (authorization or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
-
-
-KEY_ID_BYTES = 6
 
 
 class BearerToken:
@@ -31,91 +19,12 @@ class BearerToken:
     """
 
     def __init__(self, token: str) -> None:
-        self._digest = _digest(token)
+        self._digest = digest(token)
 
     def matches(self, authorization: str | None) -> bool:
         """Returns whether an `authorization` header carries the token."""
         given = bearer(authorization)
-        return given is not None and hmac.compare_digest(_digest(given), self._digest)
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-
-
-class Keys:
-    """The known API keys.
-
-    Only digests are stored and compared, so timing reveals nothing of a key.
-    """
-
-    def __init__(self, tenants: dict[bytes, str] | None) -> None:
-        self._tenants = tenants
-        self.on = tenants is not None  # whether a key is needed
-
-    @classmethod
-    def load(cls, file: Path | None) -> "Keys":
-        """Reads a YAML mapping of key, or ``sha256:HEX``, to tenant.
-
-        Without a file no key is needed.
-
-        Raises ConfigError.
-        """
-        if file is None:
-            return cls(None)
-        tenants: dict[bytes, str] = {}
-        for place, (key, tenant) in enumerate(read_yaml_mapping(file).items(), 1):
-            # Keys are secrets, so an error names the entry by its position.
-            if not isinstance(key, str) or not isinstance(tenant, str) or not key or not tenant:
-                raise ConfigError(
-                    f"{file}: entry {place}: expected a key and a tenant's name, both non-empty strings"
-                )
-            if is_reference(key):
-                raise ConfigError(
-                    f"{file}: entry {place}: the key looks like a reference to a variable, which is not "
-                    "expanded here; write the key itself, or sha256: and its digest"
-                )
-            hashed = _SHA256.fullmatch(key)
-            if key.startswith("sha256:") and not hashed:
-                raise ConfigError(f"{file}: entry {place}: expected 64 hexadecimal digits after sha256:")
-            digest = bytes.fromhex(hashed[1]) if hashed else _digest(key)
-            tenants[digest] = tenant
-        if not tenants:
-            raise ConfigError(f"{file}: there are no keys in it; unset auth.keys_file to run without keys")
-        return cls(tenants)
-
-    def changes(self, newer: "Keys") -> tuple[int, int]:
-        """Returns the numbers of keys that `newer` adds and removes.
-
-        A key with another tenant counts as both.
-        """
-        old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
-        return len(new - old), len(old - new)
-
-    def tenant(self, authorization: str | None, *api_keys: str | None) -> str:
-        """Returns the tenant of a request with these headers. Raises ApiError (401)."""
-        return self.identify(authorization, *api_keys)[0]
-
-    def identify(self, authorization: str | None, *api_keys: str | None) -> tuple[str, str]:
-        """Returns the tenant of a request with these headers, and the ID of its key.
-
-        ``api_keys``: `x-api-key`, `api-key`. The ID begins the key's SHA-256 hash. One known key is
-        enough: some clients send a second credential for another service. Raises ApiError (401).
-        """
-        if self._tenants is None:
-            return NO_TENANT, ""
-        keys = [key for key in (bearer(authorization), *api_keys) if key]
-        if not keys:
-            raise ApiError(
-                401,
-                "no API key; send it as Authorization: Bearer KEY",
-                headers={"www-authenticate": "Bearer"},
-            )
-        for key in keys:
-            tenant = self._tenants.get(digest := _digest(key))
-            if tenant is not None:
-                return tenant, digest[:KEY_ID_BYTES].hex()
-        raise ApiError(401, "unknown API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return given is not None and hmac.compare_digest(digest(given), self._digest)
 
 
 def is_local(headers: Mapping[str, str]) -> bool:
@@ -143,8 +52,8 @@ class PageAccess:
     Raises ConfigError.
     """
 
-    def __init__(self, config: ServerConfig, keys: Keys) -> None:
-        self._keys = keys
+    def __init__(self, config: ServerConfig, identity: Identity) -> None:
+        self._identity = identity
         self._tenants = config.tenants
         self._open = config.debug_is_open
         self._protects_metrics = config.admin.protect_metrics
@@ -169,7 +78,7 @@ class PageAccess:
             )
         if self._token is None:
             raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")
-        if self._keys.on:
+        if self._identity.on:
             self._tenant_of_key(headers)  # 401 for a key that is unknown
             raise ApiError(403, f"API keys have no access to {path}; send the admin token", code="not_admin")
         raise ApiError(
@@ -188,11 +97,11 @@ class PageAccess:
 
         Raises ApiError (401).
         """
-        if self._keys.on:
+        if self._identity.on:
             return self._tenant_of_key(headers)
         named = headers.get("x-tenant", "")
         return named if named in self._tenants else NO_TENANT  # without keys, the header is trusted
 
     def _tenant_of_key(self, headers: Mapping[str, str]) -> str:
         given = (headers.get(name) for name in ("authorization", "x-api-key", "api-key"))
-        return self._keys.tenant(*given)
+        return self._identity.identify(*given).tenant

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import ceil
 
 from lmetric.config import ServerConfig
-from lmetric.server.api.auth import Keys
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.identity import Identity
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import STOPPING, ClientRequest
 from lmetric.server.execution.observers import guarded
@@ -20,15 +20,15 @@ class Admission:
     """Admits or refuses requests for engines."""
 
     def __init__(
-        self, config: ServerConfig, keys: Keys, running: RunningRequests, clients: ClientLoad
+        self, config: ServerConfig, identity: Identity, running: RunningRequests, clients: ClientLoad
     ) -> None:
         self.running = running
         self._clients = clients
-        self.configure(config, keys)
+        self.configure(config, identity)
 
-    def configure(self, config: ServerConfig, keys: Keys) -> None:
+    def configure(self, config: ServerConfig, identity: Identity) -> None:
         """Applies settings to new requests."""
-        self.keys = keys
+        self.identity = identity
         self.tenants = frozenset(config.tenants)
         self.cors = Cors(config.cors.origins) if config.cors.origins else None
         self._needs_address = config.log.access
@@ -45,9 +45,9 @@ class Admission:
         if self.cors is not None:
             client_request.cors = self.cors.lines(client_request.head)
         try:
-            if self.keys.on:
+            if self.identity.on:
                 head = client_request.head
-                client_request.tenant, client_request.key_id = self.keys.identify(
+                client_request.tenant, client_request.key_id = self.identity.identify(
                     _text(head.authorization), _text(head.x_api_key), _text(head.api_key)
                 )
             elif self.tenants and (named := client_request.head.tenant) in self.tenants:

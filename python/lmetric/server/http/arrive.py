@@ -173,7 +173,7 @@ class Arrivals:
             raise not_isolated(client_request.tenant, client_request.path)
         if call.path.stores:
             self._stored.follow(client_request, call, model)
-        if model.orders or self.admission.keys.on:
+        if model.orders or self.admission.identity.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
             if call.priority is not None:

@@ -13,8 +13,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from lmetric._core import HeadTooLargeError, RequestHead, RequestReader, WireError
 from lmetric.config import ServerConfig
-from lmetric.server.api.auth import Keys
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.identity import Identity
 from lmetric.server.api.request import BodyParts
 from lmetric.server.execution.exchange import FAILED, ClientPort, ClientRequest
 from lmetric.server.http.arrive import Arrivals
@@ -68,14 +68,14 @@ class Entrance:
         self._is_open = is_open
         self._ends = AlreadySentResponse(False)
         self._read_keys: bool | None = None  # whether `requests` reads API keys; None: it is not set
-        self.configure(config, self._admission.keys)
+        self.configure(config, self._admission.identity)
 
-    def configure(self, config: ServerConfig, keys: Keys) -> None:
+    def configure(self, config: ServerConfig, identity: Identity) -> None:
         """Applies settings to new requests."""
         limit = config.limits.max_head_bytes
-        if keys.on != self._read_keys or limit != self.requests.limit:
-            self._read_keys = keys.on
-            self.requests = RequestReader(keys.on, token_hex(6), limit)
+        if identity.on != self._read_keys or limit != self.requests.limit:
+            self._read_keys = identity.on
+            self.requests = RequestReader(identity.on, token_hex(6), limit)
         self.forwarding = Forwarding(config.forwarded.trusted_proxies)
         self._body_limit = config.limits.max_body_bytes if self._is_open else -1
 

@@ -12,8 +12,9 @@ import structlog
 from aiohttp import web
 
 from lmetric.config import ServerConfig
-from lmetric.server.api.auth import Keys, PageAccess
+from lmetric.server.api.auth import PageAccess
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.identity import Identity
 from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.paths import stored_response
 from lmetric.server.background.replicas import Replicas
@@ -60,7 +61,7 @@ class Frontend(web.Server):
         self,
         config: ServerConfig,
         fleet: Fleet,
-        keys: Keys,
+        identity: Identity,
         metrics: Metrics,
         pages: Callable[[Frontend, web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
         worker: Worker | None = None,
@@ -76,7 +77,7 @@ class Frontend(web.Server):
         # Reloads the configuration; set by the server.
         self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self._random_secret = token_bytes(32) if worker is None else worker.secret
-        self.access = PageAccess(config, keys)
+        self.access = PageAccess(config, identity)
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
         self.running = RunningRequests(config)
@@ -86,7 +87,7 @@ class Frontend(web.Server):
             self.running.observers.add(self.live)
         self._threads = WorkThreads()
         self.bodies = Bodies(self.running, self._threads)
-        self.admission = Admission(config, keys, self.running, clients=self.clients)
+        self.admission = Admission(config, identity, self.running, clients=self.clients)
         board = None if worker is None else worker.board
         self.stored = StoredRequests(config, fleet, self.admission, board=board)
         self.budgets = TenantBudgets(config.tenants, board)
@@ -123,21 +124,21 @@ class Frontend(web.Server):
         """Returns the protocol of a new client connection."""
         return ClientConnection(self.entrance, self, loop=self._loop, access_log=None)
 
-    def prepare(self, keys: Keys, config: ServerConfig) -> Callable[[], None]:
+    def prepare(self, identity: Identity, config: ServerConfig) -> Callable[[], None]:
         """Returns the function that applies API keys and other settings to new requests.
 
         Raises ConfigError.
         """
-        access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
+        access, isolation = PageAccess(config, identity), Isolation(config, self._random_secret)
 
         def apply() -> None:
             self.access = access
             self._body_limit = config.limits.max_body_bytes
             self.running.configure(config)
-            self.admission.configure(config, keys)
+            self.admission.configure(config, identity)
             self.placement.configure(config)
             self.arrivals.configure(config, isolation)
-            self.entrance.configure(config, keys)
+            self.entrance.configure(config, identity)
             self.clients.configure(config.limits)
             self.stored.responses.configure(config.limits)
 

@@ -86,7 +86,7 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
     if models:
         name = request.transport.get_extra_info("sockname") if request.transport else None
         url = url_of(front.config, name[1] if isinstance(name, tuple) else front.config.port)
-        shown["curl"] = sample_request(url, models[0], front.admission.keys.on)
+        shown["curl"] = sample_request(url, models[0], front.admission.identity.on)
     if admin:
         shown["version"] = __version__
         shown["fleet"] = [

@@ -81,7 +81,7 @@ def _tenant(front: Frontend, request: web.BaseRequest, path: str) -> str | None:
     Without API keys, there are no tenants that could prove who they are. Raises ApiError (401,
     403).
     """
-    if front.admission.keys.on and not front.access.is_admin(request.headers):
+    if front.admission.identity.on and not front.access.is_admin(request.headers):
         return front.access.tenant(request.headers)
     front.access.require_admin(request.headers, path)
     return None
@@ -138,16 +138,16 @@ async def _stream(
     shown = _live(front)
     view: LiveView = shown.view
     fleet: int | None = None
-    keys = front.admission.keys
+    keys = front.admission.identity
     tick, sent = shown.ticks, time.monotonic()
     while not shown.closed and front.running.phase is not REPLACED:
         transport = request.transport
         if transport is None or transport.is_closing():
             return
-        if front.admission.keys is not keys:  # a reload has changed them: check again
+        if front.admission.identity is not keys:  # a reload has changed them: check again
             if _tenant(front, request, request.path) != tenant:
                 return
-            keys = front.admission.keys
+            keys = front.admission.identity
         if not transport.get_write_buffer_size():
             shown.dropped += max(shown.ticks - tick - 1, 0)
             tick, sent = shown.ticks, time.monotonic()

@@ -51,7 +51,7 @@ class StoredRequests:
                     "previous_response_id",
                 )
             client_request.pinned_to = engine.name
-        own = assign_id(call, tenants=self._admission.keys.on or bool(self._admission.tenants))
+        own = assign_id(call, tenants=self._admission.identity.on or bool(self._admission.tenants))
         if own is not None:
             client_request.on_answer = lambda engine: self._add(tenant, own, Holder(model.name, engine))
 
