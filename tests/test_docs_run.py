@@ -188,7 +188,7 @@ class Page:
         ``shown``: lines of the output. A server, or a command that only reads, has some time to
         print them: engines are identified and requests end soon, but not at once.
         """
-        if line.startswith("lmetric-router canary") and "http" not in line:
+        if line.startswith(("lmetric-router canary", "lmetric-router top")) and "http" not in line:
             line += " http://127.0.0.1:8080"  # its default, which becomes a free port
         serves = re.match(r"lmetric-router (serve|engine)\b", line)
         text = line

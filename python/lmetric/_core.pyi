@@ -946,6 +946,9 @@ class ResponseReader:
         observe: bool = False,
         hide_ids: bool = False,
     ) -> None: ...
+    def rename(self, served: str, shown: str) -> None: ...
+    # After begin(): the model's name `served` becomes `shown` in the answer, unless it has a
+    # content-encoding.
     def data_received(
         self, data: bytes
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`

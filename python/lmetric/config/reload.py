@@ -34,7 +34,7 @@ RELOADED = frozenset(
             "forwarded",
             "health",
         ),
-        *("limits", "load", "log", "paths", "retries", "tenants", "timeouts", "tls"),
+        *("limits", "load", "log", "model_in_answers", "paths", "retries", "tenants", "timeouts", "tls"),
     }
 )
 """The settings that a reload applies. A section stands for all of its keys."""

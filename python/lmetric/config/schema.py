@@ -1353,6 +1353,12 @@ class ServerConfig(PoolSettings):
         "the request is too long for it",
         json_schema_extra={"when": "clients should get another model's answer instead of an error"},
     )
+    model_in_answers: Literal["served", "asked"] = Field(
+        "served",
+        description="the model's name in answers. `served`: of the model that answers; `asked`: of the "
+        "request, also if an alias or a fallback changed it",
+        json_schema_extra={"when": "clients compare the name in answers with that in their requests"},
+    )
     embedded: Embedded | None = Field(
         None,
         description="emulated engines to start as child processes: a number, or e.g. 2P4D for 2 prefill and "

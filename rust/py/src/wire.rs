@@ -183,6 +183,11 @@ impl ResponseReader {
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
+    /// Gives the client another name of the model in the answer that `begin` started.
+    fn rename(&mut self, served: &str, shown: &str) {
+        self.scanner.rename(served, shown);
+    }
+
     /// Receives data from the event loop. Data of at least `LARGE_READ` bytes goes to `large_read`.
     fn data_received(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
         if data.as_bytes().len() >= LARGE_READ {
@@ -274,7 +279,7 @@ impl ResponseReader {
     /// the fields that all events share.
     fn observed<'py>(&self, py: Python<'py>) -> PyResult<Observed<'py>> {
         let observer = self.scanner.observer();
-        let frame = match observer.and_then(Observer::frame) {
+        let frame = match self.scanner.observed_frame() {
             Some(frame) => py.import("json")?.call_method1("loads", (frame,))?,
             None => PyDict::new(py).into_any(),
         };

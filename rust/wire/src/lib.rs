@@ -10,6 +10,7 @@ mod head;
 mod json;
 mod observe;
 mod prompt_text;
+mod rename;
 mod request;
 mod scanner;
 mod shape;

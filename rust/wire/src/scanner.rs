@@ -14,6 +14,7 @@ use crate::body::{Body, Framing};
 use crate::head::{self, Head};
 use crate::json::{Finish, Found, Probe, Usage};
 use crate::observe::{OBSERVED_LIMIT, Observer};
+use crate::rename::{Rename, write_events};
 use crate::sse::{Event, Events};
 use std::ops::Range;
 
@@ -140,7 +141,9 @@ pub struct Scanner {
     written: Vec<u8>,
     said: Said,
     observer: Option<Box<Observer>>,
-    /// A value in the current piece became null.
+    /// The change of the model's name; `None`: it stays.
+    rename: Option<Box<Rename>>,
+    /// A value in the current piece may have changed.
     rewritten: bool,
     /// The engine's failure in an observed stream: an event that the client did not get.
     withheld: Vec<u8>,
@@ -172,6 +175,7 @@ impl Default for Scanner {
             written: Vec::new(),
             said: Said::default(),
             observer: None,
+            rename: None,
             rewritten: false,
             withheld: Vec::new(),
             committed: false,
@@ -214,6 +218,22 @@ impl Scanner {
     /// failure ([`Scanner::withheld`]) ends the stream as incomplete.
     pub fn observe(&mut self, hide_ids: bool) {
         self.observer = Some(Box::new(Observer::new(hide_ids)));
+    }
+
+    /// Gives the client `shown` as the model's name where the response that [`Scanner::begin`]
+    /// started has `served`: in events, and in JSON up to [`HOLD_LIMIT`] bytes. A body with a
+    /// content-encoding does not change.
+    pub fn rename(&mut self, served: &str, shown: &str) {
+        self.rename = Some(Box::new(Rename::new(served, shown)));
+    }
+
+    /// [`Observer::frame`] with the model's name as the client gets it.
+    pub fn observed_frame(&self) -> Option<String> {
+        let frame = self.observer()?.frame()?;
+        let Some(rename) = &self.rename else { return Some(frame.to_owned()) };
+        let mut shown = Vec::with_capacity(frame.len());
+        rename.write(frame.as_bytes(), &mut shown);
+        Some(String::from_utf8_lossy(&shown).into_owned())
     }
 
     /// The observer; `None` if the response is not observed.
@@ -340,6 +360,8 @@ impl Scanner {
             let ends = self.read_events(payload, &mut step);
             if ends != (Ends { last: Some(payload.len()), halt: None, failed: false }) {
                 self.keep_events(payload, &ends, &mut step);
+            } else if self.rename.is_some() {
+                self.release(payload);
             } else if let Some(observer) = &mut self.observer
                 && observer.read(payload)
             {
@@ -445,6 +467,13 @@ impl Scanner {
     pub fn commit(&mut self, extra: &[u8], close: bool) -> &[u8] {
         self.committed = true;
         self.written.clear();
+        if self.rename.is_some() && matches!(self.out, Out::Length(_)) {
+            self.out = match (self.body.done(), self.http11) {
+                (true, _) => Out::Length(self.released.len() as u64),
+                (false, true) => Out::Chunked,
+                (false, false) => Out::Close,
+            };
+        }
         if let Some(head) = &self.head {
             self.written.extend_from_slice(&head.lines);
             self.written.extend_from_slice(extra);
@@ -528,6 +557,8 @@ impl Scanner {
                 _ => Out::Close,
             };
             self.said.ready = head.event_stream && head.status != 200;
+            self.rename =
+                self.rename.take().filter(|_| head.coding.is_none() && (head.event_stream || head.json));
             let observable = head.event_stream || head.coding.is_some();
             self.observer = self.observer.take().filter(|_| observable && head.status == 200);
             if let Some(observer) = &mut self.observer {
@@ -563,7 +594,7 @@ impl Scanner {
                 if json {
                     self.probe.feed(piece);
                 }
-                self.released.extend_from_slice(piece);
+                self.keep_json(piece);
             }
         });
         self.body = body;
@@ -578,9 +609,9 @@ impl Scanner {
             return None;
         }
         let quick = observer.read_quickly(piece)?;
-        let rewritten = observer.rewrites();
+        let rewritten = observer.rewrites() || self.rename.is_some();
         if rewritten {
-            observer.write(piece, &mut self.released);
+            write_events(self.observer.as_deref(), self.rename.as_deref(), piece, &mut self.released);
             self.rewritten = true;
         }
         self.said.tokens += quick.tokens;
@@ -674,25 +705,51 @@ impl Scanner {
             if let Some(observer) = &mut self.observer {
                 observer.part(&self.pending);
             }
-            self.released.append(&mut self.pending);
+            self.release_unread();
         }
+    }
+
+    /// Keeps payload of an answer that is no event stream. The beginning waits if the model's name
+    /// changes: until the end, at most for [`HOLD_LIMIT`] bytes.
+    fn keep_json(&mut self, piece: &[u8]) {
+        let begun = !self.pending.is_empty() || self.released.is_empty() && !self.committed;
+        if self.rename.is_none() || !begun {
+            self.released.extend_from_slice(piece);
+            return;
+        }
+        let room = piece.len().min(HOLD_LIMIT - self.pending.len());
+        self.pending.extend_from_slice(&piece[..room]);
+        if self.pending.len() == HOLD_LIMIT {
+            self.release_unread();
+            self.released.extend_from_slice(&piece[room..]);
+        }
+    }
+
+    /// Releases the pending bytes, which the observer does not read.
+    fn release_unread(&mut self) {
+        self.rewritten |= self.rename.is_some();
+        write_events(None, self.rename.as_deref(), &self.pending, &mut self.released);
+        self.pending.clear();
     }
 
     /// Releases the pending bytes and `more`, which ends an event.
     fn release(&mut self, more: &[u8]) {
-        let Some(observer) = &mut self.observer else {
+        if self.observer.is_none() && self.rename.is_none() {
             self.released.append(&mut self.pending);
             self.released.extend_from_slice(more);
             return;
-        };
+        }
         let events = if self.pending.is_empty() {
             more
         } else {
             self.pending.extend_from_slice(more);
             &self.pending
         };
-        self.rewritten |= observer.read(events);
-        observer.write(events, &mut self.released);
+        self.rewritten |= self.rename.is_some();
+        if let Some(observer) = &mut self.observer {
+            self.rewritten |= observer.read(events);
+        }
+        write_events(self.observer.as_deref(), self.rename.as_deref(), events, &mut self.released);
         self.pending.clear();
     }
 
@@ -720,8 +777,9 @@ impl Scanner {
                 self.halt(step);
                 return;
             }
-            self.released.append(&mut self.pending);
+            self.release_unread();
         } else {
+            self.release_unread();
             let found = self.probe.take();
             self.said.note(&found, step);
         }

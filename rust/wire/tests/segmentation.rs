@@ -60,9 +60,21 @@ fn pieces<'a>(response: &'a [u8], cuts: &[usize]) -> Vec<&'a [u8]> {
 /// Plays `response` cut at `cuts` through a scanner as the relay does; the client commits as soon
 /// as possible. `observe`: whether IDs are hidden.
 fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool, observe: Option<bool>) -> Run {
-    let mut run =
-        Run { scanner: Scanner::default(), outcome: Outcome::default(), to_client: Vec::new(), passed: 0 };
-    run.scanner.begin(http11, true, false);
+    let mut scanner = Scanner::default();
+    scanner.begin(http11, true, false);
+    play_begun(scanner, response, cuts, eof, observe)
+}
+
+/// [`play`], in which the model `m` has the name `the asked one` for the client.
+fn play_renamed(response: &[u8], cuts: &[usize], http11: bool, eof: bool, observe: Option<bool>) -> Run {
+    let mut scanner = Scanner::default();
+    scanner.begin(http11, true, false);
+    scanner.rename("m", "the asked one");
+    play_begun(scanner, response, cuts, eof, observe)
+}
+
+fn play_begun(scanner: Scanner, response: &[u8], cuts: &[usize], eof: bool, observe: Option<bool>) -> Run {
+    let mut run = Run { scanner, outcome: Outcome::default(), to_client: Vec::new(), passed: 0 };
     if let Some(hide_ids) = observe {
         run.scanner.observe(hide_ids);
     }
@@ -367,6 +379,60 @@ proptest! {
         } else {
             prop_assert!(possible.iter().any(|whole| whole.starts_with(&got)));
         }
+    }
+
+    #[test]
+    fn the_models_name_changes_however_cut(
+        texts in prop::collection::vec("[ -~]{0,12}", 0..6), chat: bool,
+        framing in 0usize..3, chunk in 1usize..400, http11: bool, observe in prop::option::of(any::<bool>()),
+        cuts in prop::collection::vec(0usize..100_000, 0..12),
+    ) {
+        let events = |model: &str, hidden: bool| {
+            let event = |text: &String| {
+                let text = text.replace(['\\', '"'], "'");
+                let ids = if hidden { "null" } else { "[7]" };
+                let said = if chat { format!("\"delta\":{{\"content\":\"{text}\"}}") } else { format!("\"text\":\"{text}\"") };
+                format!("data: {{\"id\":\"x\",\"model\":\"{model}\",\"choices\":[{{{said},\"finish_reason\":null,\"token_ids\":{ids}}}]}}\n\n")
+            };
+            let more = texts.iter().map(event).collect::<String>();
+            let escaped = r#"data: {"choices":[{"text":"{\"model\":\"m\"}","token_ids":[],"finish_reason":"stop"}],"model": "MODEL"}"#;
+            let escaped = if hidden { escaped.replace("[]", "null") } else { escaped.into() };
+            format!("{}{more}{}\n\ndata: [DONE]\n\n", event(&"a".into()), escaped.replace("MODEL", model))
+        };
+        let sent = events("m", false);
+        let response = frame("content-type: text/event-stream\r\n", sent.as_bytes(), framing, chunk);
+        let hidden = observe == Some(true) && framing != 0;
+        for cuts in [vec![], cuts, (0..response.len()).collect()] {
+            let run = play_renamed(&response, &cuts, http11, framing == 1, observe);
+            prop_assert!(run.outcome.ended && run.passed == 0);
+            prop_assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), events("the asked one", hidden));
+            if observe.is_some() && framing != 0 {
+                let frame = r#"{"id":"x","created":null,"model":"the asked one"}"#;
+                prop_assert_eq!(run.scanner.observed_frame(), Some(frame.to_string()));
+            }
+        }
+    }
+
+    #[test]
+    fn the_models_name_changes_in_plain_answers(
+        text in "[ -~]{0,300}", long: bool, framing in 0usize..3, chunk in 1usize..90, http11: bool,
+        cuts in prop::collection::vec(0usize..1_000_000, 0..12),
+    ) {
+        let text = text.replace(['\\', '"'], "'");
+        let filler = if long { " ".repeat(HOLD_LIMIT + 10) } else { String::new() };
+        let answer = |model: &str| format!("{{\"model\":\"{model}\",\"choices\":[{{\"text\":\"{text}\"}}],{filler}\"usage\":{{\"prompt_tokens\":12}}}}");
+        let chunk = if long { chunk * 1000 } else { chunk };
+        let response = frame("content-type: application/json\r\n", answer("m").as_bytes(), framing, chunk);
+        let run = play_renamed(&response, &cuts, http11, framing == 1, None);
+        prop_assert!(run.outcome.ended && !run.outcome.failure);
+        let expected = answer("the asked one");
+        prop_assert!(run.outcome.payload == expected.as_bytes());
+        let start = run.to_client.windows(4).position(|bytes| bytes == b"\r\n\r\n").unwrap();
+        let head = String::from_utf8_lossy(&run.to_client[..start + 2]).to_lowercase();
+        let length = format!("content-length: {}\r\n", expected.len());
+        prop_assert!(framing != 0 || long || head.contains(&length), "{}", head);
+        prop_assert!(head.contains("content-length") == head.contains(&length), "{}", head);
+        prop_assert_eq!(run.outcome.usage.prompt, Some(12));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-"""Who sent a request: the tenant of its API key."""
+"""The tenants of requests, by their API keys."""
 
 from typing import Self
 

@@ -13,7 +13,7 @@ _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 class Caller(NamedTuple):
-    """Who sent a request. ``key_id``: ID of the API key; empty: none."""
+    """The sender of a request. ``key_id``: ID of the API key; empty: none."""
 
     tenant: str
     key_id: str = ""

@@ -96,6 +96,7 @@ class Rules:
     failures: frozenset[str]
     statuses: frozenset[int]
     show_engines: bool
+    answers_asked_name: bool
     timeouts: Timeouts
 
     @classmethod
@@ -107,6 +108,7 @@ class Rules:
             failures=retries.failures,
             statuses=retries.statuses,
             show_engines=config.errors.show_engines,
+            answers_asked_name=config.model_in_answers == "asked",
             timeouts=config.timeouts,
         )
 
@@ -197,6 +199,14 @@ class ClientRequest:
         if (step := self.fell_back) is not None:
             found |= {"fallback_from": step.model, "fallback_reason": step.reason}
         return found
+
+    @property
+    def renamed(self) -> tuple[str, str] | None:
+        """The names of its model for engines and for its client; None: they are the same."""
+        asked = self.alias
+        if asked is None and (step := self.fell_back) is not None:
+            asked = step.model
+        return None if asked is None or self.model_name is None else (self.model_name, asked)
 
     @property
     def client_key(self) -> str:

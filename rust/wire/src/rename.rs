@@ -1,0 +1,106 @@
+//! The model's name in answers, as the client asked for it.
+use memchr::memmem;
+
+use crate::observe::Observer;
+use crate::shape::string_end;
+
+/// Changes the name in each member `model` that has the name under which the engine was asked. All
+/// other bytes stay as they are.
+#[derive(Debug)]
+pub(crate) struct Rename {
+    served: String,
+    /// As JSON.
+    shown: String,
+}
+
+impl Rename {
+    pub(crate) fn new(served: &str, shown: &str) -> Self {
+        Self { served: served.to_owned(), shown: serde_json::Value::from(shown).to_string() }
+    }
+
+    /// Appends `json`, one document or several, to `out`, with the changed name.
+    ///
+    /// The quotes of texts inside a document are escaped. So the name of a member is found by its
+    /// bytes.
+    pub(crate) fn write(&self, json: &[u8], out: &mut Vec<u8>) {
+        let mut copied = 0;
+        for name in memmem::find_iter(json, b"\"model\"") {
+            let after = name + b"\"model\"".len();
+            let Some(colon) = skip_blanks(json, after).filter(|&at| json[at] == b':') else { continue };
+            let Some(start) = skip_blanks(json, colon + 1).filter(|&at| json[at] == b'"') else { continue };
+            let end = string_end(json, start + 1);
+            if serde_json::from_slice::<String>(&json[start..end]).is_ok_and(|found| found == self.served) {
+                out.extend_from_slice(&json[copied..start]);
+                out.extend_from_slice(self.shown.as_bytes());
+                copied = end;
+            }
+        }
+        out.extend_from_slice(&json[copied..]);
+    }
+}
+
+/// Returns the position of the first byte that is no blank; `None` at the end.
+fn skip_blanks(json: &[u8], at: usize) -> Option<usize> {
+    json[at..].iter().position(|byte| !byte.is_ascii_whitespace()).map(|blanks| at + blanks)
+}
+
+/// Appends the client's version of whole events, which the observer has read, to `out`.
+pub(crate) fn write_events(
+    observer: Option<&Observer>,
+    rename: Option<&Rename>,
+    events: &[u8],
+    out: &mut Vec<u8>,
+) {
+    match (observer, rename) {
+        (None, None) => out.extend_from_slice(events),
+        (Some(observer), None) => observer.write(events, out),
+        (None, Some(rename)) => rename.write(events, out),
+        (Some(observer), Some(rename)) => {
+            let mut shown = Vec::with_capacity(events.len());
+            observer.write(events, &mut shown);
+            rename.write(&shown, out);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn renamed(json: &str) -> String {
+        let mut out = Vec::new();
+        Rename::new("org/large", "gpt \"4\"").write(json.as_bytes(), &mut out);
+        String::from_utf8(out).expect("UTF-8")
+    }
+
+    #[test]
+    fn only_the_models_name_changes() {
+        let shown = r#""gpt \"4\"""#;
+        for (before, after) in [
+            (
+                r#"{"id":"a","model":"org/large","choices":[]}"#,
+                format!(r#"{{"id":"a","model":{shown},"choices":[]}}"#),
+            ),
+            (r#"{"model" : "org\/large"}"#, format!(r#"{{"model" : {shown}}}"#)),
+            (
+                r#"{"response":{"model":"org/large","x":1}}"#,
+                format!(r#"{{"response":{{"model":{shown},"x":1}}}}"#),
+            ),
+        ] {
+            assert_eq!(renamed(before), after);
+        }
+        for same in [
+            r#"{"model":"another"}"#,
+            r#"{"model":null}"#,
+            r#"{"model":{"model":7}}"#,
+            r#"{"text":"{\"model\":\"org/large\"}"}"#,
+            r#"{"text":"\"model\"","model_name":"org/large"}"#,
+            r#"{"model":"org/large"#,
+            r#"{"model":"#,
+            r#""model""#,
+            "",
+        ] {
+            assert_eq!(renamed(same), same);
+        }
+    }
+}
