@@ -22,8 +22,14 @@ pub struct Outcome {
 /// Sends a response to a scanner in pieces of `size` bytes, commits as soon as possible, and
 /// returns the outcome. `None` if the response is malformed or cut off.
 pub fn play(response: &[u8], size: usize, http11: bool, require_finish: bool) -> Option<Outcome> {
-    let (mut scanner, mut outcome, mut sent) = (Scanner::default(), Outcome::default(), Vec::new());
+    let mut scanner = Scanner::default();
     scanner.begin(http11, require_finish, false);
+    play_begun(scanner, response, size)
+}
+
+/// [`play`] with a scanner that began the response.
+pub fn play_begun(mut scanner: Scanner, response: &[u8], size: usize) -> Option<Outcome> {
+    let (mut outcome, mut sent) = (Outcome::default(), Vec::new());
     for piece in response.chunks(size.max(1)).map(Some).chain([None]) {
         let step = match piece {
             Some(piece) => scanner.feed(piece),

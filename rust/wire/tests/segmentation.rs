@@ -455,7 +455,7 @@ proptest! {
     #[test]
     fn no_bytes_make_it_panic(
         bytes in prop::collection::vec(any::<u8>(), 0..400), start in 0usize..4, observe: bool,
-        cuts in prop::collection::vec(0usize..400, 0..6),
+        rename: bool, cuts in prop::collection::vec(0usize..400, 0..6),
     ) {
         let prefix: &[u8] = [
             b"".as_slice(),
@@ -468,6 +468,9 @@ proptest! {
         scanner.begin(true, false, false);
         if observe {
             scanner.observe(true);
+        }
+        if rename {
+            scanner.rename("", "m");
         }
         let mut at = 0;
         for cut in cuts.into_iter().chain([response.len()]) {
