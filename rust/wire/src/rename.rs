@@ -39,9 +39,10 @@ impl Rename {
     }
 }
 
-/// Returns the position of the first byte that is no blank; `None` at the end.
+/// Returns the position of the first byte that is no blank; `None` at the end. A line end is none:
+/// an event may end there, and the next one may come later.
 fn skip_blanks(json: &[u8], at: usize) -> Option<usize> {
-    json[at..].iter().position(|byte| !byte.is_ascii_whitespace()).map(|blanks| at + blanks)
+    json[at..].iter().position(|byte| !matches!(byte, b' ' | b'\t')).map(|blanks| at + blanks)
 }
 
 /// Appends the client's version of whole events, which the observer has read, to `out`.
@@ -98,6 +99,7 @@ mod tests {
             r#"{"model":"org/large"#,
             r#"{"model":"#,
             r#""model""#,
+            "{\"model\":\n\"org/large\"}",
             "",
         ] {
             assert_eq!(renamed(same), same);
