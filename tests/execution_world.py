@@ -40,6 +40,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Cancel,
     Commit,
     Finish,
     Hedge,
@@ -75,9 +76,9 @@ ROUNDS = 60
 class Slot(Enum):
     """The slots of a request for attempts."""
 
-    MAIN = "cancel_main"  # runs the open segment
-    SIDE = "cancel_side"
-    HEDGE = "cancel_hedge"
+    MAIN = "main"  # runs the open segment
+    SIDE = "side"
+    HEDGE = "hedge"
 
 
 @contextlib.contextmanager
@@ -607,7 +608,9 @@ class Driver:
             while self._later:
                 heard, given = self._later.pop(0)
                 for act in heard(*given):
+                    self._promote_hedge()
                     self._do(act)
+                self._promote_hedge()
         finally:
             self._busy = False
 
@@ -639,23 +642,24 @@ class Driver:
             if execution.answered is self.open.get(Slot.MAIN) is not None:
                 self.gone.append(self.open.pop(Slot.MAIN))  # it was whole when it was ready
         elif isinstance(act, Commit):
+            assert act.attempt is self.open.get(Slot.MAIN), "two attempts answer"
             self._commit()
+        elif isinstance(act, Cancel):
+            for slot, attempt in list(self.open.items()):
+                if attempt.step is act.step:
+                    attempt.cancel()
+                    self.gone.append(self.open.pop(slot))
         elif act in ("pause", "resume"):
             for found in (self.open.get(Slot.MAIN), self.open.get(Slot.HEDGE)):
                 if found is not None and found.step.for_client:
                     found.pause(act == "pause")
-        elif act == "promote_hedge":
-            assert Slot.MAIN not in self.open, "two attempts answer"
-            self.open[Slot.MAIN] = self.open.pop(Slot.HEDGE)
         elif act == "abort_client":
             counts["abort"] += 1
             self.left = True
-        else:
-            for slot in Slot:
-                if act in ("cancel", slot.value) and slot in self.open:
-                    attempt = self.open.pop(slot)
-                    attempt.cancel()
-                    self.gone.append(attempt)
+
+    def _promote_hedge(self) -> None:
+        if self.execution.hedge is None and Slot.HEDGE in self.open and Slot.MAIN not in self.open:
+            self.open[Slot.MAIN] = self.open.pop(Slot.HEDGE)
 
     def _send(self, step: Step) -> None:
         hedge, ticket = self.execution.hedge, self.ticket

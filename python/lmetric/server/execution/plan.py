@@ -32,12 +32,9 @@ Reader = Literal["pass", "whole", "events"]
 # of failure and reason. "stale": the step carries a KV transfer that must not be sent on another
 # connection. The engine may have fetched it already, or (detail True) it has expired.
 AttemptEvent = Literal["comments", "ready", "events", "unseen", "ended", "failed", "stale"]
-# Actions without arguments. "cancel": cancels all attempts. "promote_hedge": the hedge becomes the
-# main attempt. "pause", "resume": stop and continue reading the client's answer from its engine.
-# "abort_client": closes the client's connection at once.
-Action = Literal[
-    "cancel", "cancel_main", "cancel_side", "cancel_hedge", "promote_hedge", "pause", "resume", "abort_client"
-]
+# Actions without arguments. "pause", "resume": stop and continue reading the client's answer from
+# its engine. "abort_client": closes the client's connection at once.
+Action = Literal["pause", "resume", "abort_client"]
 
 
 class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each request has one
@@ -62,15 +59,23 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
 
 
 @dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancels the attempt of a step, if it still runs."""
+
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Schedules a call of `woken` after this many seconds; None cancels it."""
 
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Commits to the answer of the main attempt: forwards its bytes, or reads its events."""
+class Commit(Struct, eq=False, gc=False):  # msgspec creates it in C, as each request has one
+    """Commits to the answer of an attempt: forwards its bytes, or reads its events."""
+
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class Finish:
     error: ApiError | None = None
 
 
-Act = Step | Action | Wake | Comment | Commit | Begin | Write | BreakOff | Finish
+Act = Step | Action | Cancel | Wake | Comment | Commit | Begin | Write | BreakOff | Finish
 
 
 class Attempt(Protocol):

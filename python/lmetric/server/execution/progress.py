@@ -19,6 +19,7 @@ from lmetric.server.execution.plan import (
     Act,
     Attempt,
     Begin,
+    Cancel,
     Commit,
     Ended,
     Hedge,
@@ -39,7 +40,6 @@ from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.tokens import Tokens
 
-COMMIT = Commit()
 # Kinds of failure that the core router knows by another name.
 CORE_KINDS = {"saturated": "status", "not_served": "status"}
 
@@ -254,21 +254,20 @@ class Progress:
 
     def drop_attempts(self) -> None:
         """Cancels the attempts of the open segment."""
-        if self.main is not None or self.side is not None:
-            self.main = self.side = None
-            self.acts.append("cancel")
+        self.drop_main()
+        self.drop_side()
 
     def drop_main(self) -> None:
         """Cancels the attempt that runs the open segment, if it still runs."""
         if self.main is not None:
+            self.acts.append(Cancel(self.main))
             self.main = None
-            self.acts.append("cancel_main")
 
     def drop_side(self) -> None:
         """Cancels the attempt beside the open segment, if it still runs."""
         if self.side is not None:
+            self.acts.append(Cancel(self.side))
             self.side = None
-            self.acts.append("cancel_side")
 
     def wake(self, seconds: float | None) -> None:
         """Sets the timer, after which the way gets `TimeIsUp`; None: stops it."""
@@ -287,7 +286,7 @@ class Progress:
         hedge.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
         self.model.hedging.outcomes[outcome] += 1
         if outcome != "failed":
-            self.acts.append("cancel_hedge")
+            self.acts.append(Cancel(hedge.step))
 
     def end_migration(self) -> None:
         """Ends the migration and its attempt."""
@@ -344,7 +343,7 @@ class Progress:
         elif self.resumes and self.status == 200:
             self.model.not_resumable["engine"] += 1
         self.call = None
-        self.acts.append(COMMIT)
+        self.acts.append(Commit(attempt))
 
     def write(self, delta: Delta, engine: str | None = None) -> None:
         """Sends new text to a streaming client. `engine`: the name for the head of a new answer."""

@@ -21,6 +21,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Cancel,
     Comment,
     Commit,
     Finish,
@@ -43,9 +44,6 @@ class RequestRunner(InFlightRequest):
     the ticket is closed, and no attempt runs.
     """
 
-    _main: EngineAttempt | None = None
-    _side: EngineAttempt | None = None
-    _hedge: EngineAttempt | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, execution: Execution, require_finish: bool, on_end: OnEnd) -> None:
@@ -54,6 +52,7 @@ class RequestRunner(InFlightRequest):
         self._require_finish = require_finish
         self._on_end = on_end
         self._finished = False
+        self._attempts: dict[Step, EngineAttempt] = {}
         if execution.mover is not None:
             execution.handle = self
 
@@ -95,25 +94,23 @@ class RequestRunner(InFlightRequest):
             self.fail()
 
     def _do(self, act: Action) -> None:
-        _ACTIONS[act](self)
+        if act == "abort_client":
+            self._client_request.transport.abort()
+            return
+        for attempt in self._attempts.values():
+            if attempt.step.for_client:
+                attempt.pause(act == "pause")
 
     def _send(self, step: Step) -> None:
         execution, hedge = self.execution, self.execution.hedge
-        hedges = hedge is not None and step is hedge.step
-        attempt = EngineAttempt(
+        self._attempts[step] = attempt = EngineAttempt(
             self,
             execution.rules,
             self._client_request,
-            execution.ticket if hedge is None or not hedges else hedge.ticket,
+            execution.ticket if hedge is None or step is not hedge.step else hedge.ticket,
             step,
             self._require_finish,
         )
-        if hedges:
-            self._hedge = attempt
-        elif not step.beside:
-            self._main = attempt
-        else:
-            self._side = attempt
         if execution.stalled_at and step.for_client:
             attempt.pause(True)
         now = time.monotonic()
@@ -124,10 +121,8 @@ class RequestRunner(InFlightRequest):
                 failed(self.trace.sent)
         attempt.go(now)
 
-    def _commit(self, _: Commit) -> None:
-        attempt, execution = self._main, self.execution
-        if attempt is None:
-            return
+    def _commit(self, act: Commit) -> None:
+        attempt, execution = self._attempts[act.attempt.step], self.execution
         if attempt.step.reader != "pass":
             attempt.begin()
             return
@@ -159,28 +154,10 @@ class RequestRunner(InFlightRequest):
     def _break_off(self, act: BreakOff) -> None:
         self._client_request.break_off(act.error.body(self.execution.rules.show_engines))
 
-    def _cancel(self) -> None:
-        self._cancel_main()
-        self._cancel_side()
-        self._cancel_hedge()
-
-    def _cancel_main(self) -> None:
-        if self._main is not None:
-            self._main.cancel()
-            self._main = None
-
-    def _cancel_side(self) -> None:
-        if self._side is not None:
-            self._side.cancel()
-            self._side = None
-
-    def _cancel_hedge(self) -> None:
-        if self._hedge is not None:
-            self._hedge.cancel()
-            self._hedge = None
-
-    def _promote_hedge(self) -> None:
-        self._main, self._hedge = self._hedge, None
+    def _cancel(self, act: Cancel) -> None:
+        attempt = self._attempts.pop(act.step, None)
+        if attempt is not None:
+            attempt.cancel()
 
     def _wake(self, act: Wake) -> None:
         if self._timer is not None:
@@ -191,14 +168,6 @@ class RequestRunner(InFlightRequest):
 
     def _woken(self) -> None:
         self._on(self.execution.woken, time.monotonic())
-
-    def _pause(self, paused: bool = True) -> None:
-        for attempt in (self._main, self._hedge):
-            if attempt is not None and attempt.step.for_client:
-                attempt.pause(paused)
-
-    def _abort_client(self) -> None:
-        self._client_request.transport.abort()
 
     def _finish(self, act: Finish) -> None:
         if self._finished:
@@ -216,7 +185,7 @@ class RequestRunner(InFlightRequest):
             self.status = execution.status
             self.usage = transcript
         # Drops references to the runner, so that no garbage collection is needed.
-        self._main = self._side = self._hedge = None
+        self._attempts.clear()
         execution.answered = execution.observing = None
         if execution.handle is not None:
             execution.handle = None
@@ -272,15 +241,15 @@ class RequestRunner(InFlightRequest):
         if not self._finished:
             # The exception came while the request ended.
             execution.close_client = True
-            self._cancel()
+            for attempt in self._attempts.values():
+                attempt.cancel()
             self._finish(Finish(error))
 
     def check(self, now: float) -> None:
         """Called periodically: ends the request or its attempts at their time limits."""
         self._on(self.execution.tick, now)
-        for attempt in (self._main, self._side, self._hedge):
-            if attempt is not None:
-                attempt.check(now)
+        for attempt in tuple(self._attempts.values()):
+            attempt.check(now)
 
     # -- called by the rebalancer ------------------------------------------------------------------
 
@@ -307,19 +276,10 @@ class RequestRunner(InFlightRequest):
         return began
 
 
-_ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
-    "cancel": RequestRunner._cancel,
-    "cancel_main": RequestRunner._cancel_main,
-    "cancel_side": RequestRunner._cancel_side,
-    "cancel_hedge": RequestRunner._cancel_hedge,
-    "promote_hedge": RequestRunner._promote_hedge,
-    "pause": RequestRunner._pause,
-    "resume": lambda runner: runner._pause(False),
-    "abort_client": RequestRunner._abort_client,
-}
 _DO: dict[type, Callable[[RequestRunner, Any], None]] = {
     str: RequestRunner._do,
     Step: RequestRunner._send,
+    Cancel: RequestRunner._cancel,
     Comment: RequestRunner._comment,
     Commit: RequestRunner._commit,
     Begin: RequestRunner._begin,

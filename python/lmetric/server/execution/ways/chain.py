@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 
 from lmetric.server.execution.failures import check_beginning, prove, refuse
-from lmetric.server.execution.plan import Attempt, EngineLost, Step, Way, Write
-from lmetric.server.execution.progress import COMMIT, Progress
+from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, cached_of, dumps, object_of
 from lmetric.server.execution.ways.pair import whole_answer
 from lmetric.server.fleet.engine import Engine
@@ -69,7 +69,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
         return None
     if not ended:
         check_beginning(p, attempt, flags)
-        p.acts.append(COMMIT)
+        p.acts.append(Commit(attempt))
     while not ended:
         _, events = yield None
         ended = events is None or _take(p, step, events)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
 from lmetric.server.execution.exchange import SATURATED, why_no_stream
 from lmetric.server.execution.failures import add_failure, check_beginning, kind_of
-from lmetric.server.execution.plan import Attempt, EngineLost, Hedge, Step, TimeIsUp, Way
+from lmetric.server.execution.plan import Attempt, Cancel, EngineLost, Hedge, Step, TimeIsUp, Way
 from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.refusal import retry_after_seconds
 from lmetric.server.fleet.engine import Engine
@@ -66,7 +66,6 @@ def _promote(p: Progress, hedge: Hedge) -> None:
     p.hedge = None
     p.ticket, p.decision, p.main = hedge.ticket, hedge.decision, hedge.step
     p.model.hedging.outcomes["won"] += 1
-    p.acts.append("promote_hedge")
 
 
 def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
@@ -81,7 +80,7 @@ def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
         code, reason = reader.error_code or 500, "the stream ended with an error before a token"
     if code in SATURATED and (seconds := retry_after_seconds(reader.head_lines)):
         p.model.saturated(step.engine, seconds)
-    p.acts.append("cancel_hedge")
+    p.acts.append(Cancel(step))
     # An engine is not to blame for a status below 500.
     raise EngineLost(step.engine, kind_of(code) if code >= 500 else "saturated", reason, step=step)
 
