@@ -12,8 +12,10 @@ from typing import Any
 
 import structlog
 
+from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.exchange import FAILED, STOPPING, sse_comments
+from lmetric.server.execution.exchange import FAILED, STOPPING, Rules, sse_comments
+from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -43,6 +45,22 @@ class Execution(Progress):
 
     Each event returns the resulting actions, in order. Only "abort_client" may follow `Finish`.
     """
+
+    def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
+        call, model = intent.call, intent.model
+        super().__init__(rules, intent.client_request, model)
+        self.decision, self.ticket = routed
+        self.body = call.body
+        self.stream = call.stream
+        self.first = call.first
+        if intent.client_request.gateway is None:  # a gateway sends one copy
+            self.hedge = intent.hedge
+        if intent.moves or intent.fetches or intent.resumes:
+            self.call = call
+            self.encoder = model.tokenizers.current.encoder if model.tokenizers.current is not None else None
+            self.mover = model.mover if intent.moves and call.stream else None
+            # A held request may outlive the model's tokenizer.
+            self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None
 
     # -- events of the router ----------------------------------------------------------------------
 
@@ -119,7 +137,7 @@ class Execution(Progress):
         if event == "ready" or event == "ended" or event == "events":
             go(way.send, (attempt, detail))
         elif event == "comments":
-            self._comment(detail)
+            self._comment(attempt, detail)
         elif event == "unseen":
             self._unseen(attempt)
         elif event == "failed":
@@ -135,7 +153,7 @@ class Execution(Progress):
         acts, self.acts = self.acts, []
         return acts
 
-    def _comment(self, comments: bytes) -> None:
+    def _comment(self, attempt: Attempt, comments: bytes) -> None:
         """Passes an engine's comments on to a client that waits for a token."""
         if self.client_request.gateway is not None:
             return  # the client has the engine's own bytes

@@ -13,8 +13,7 @@ import numpy as np
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import Rules
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -37,6 +36,7 @@ from lmetric.server.execution.verdicts import Verdicts
 from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.tokens import Tokens
 
@@ -51,6 +51,11 @@ class Progress:
     CPython keeps without a dictionary for each request.
     """
 
+    decision: Decision
+    ticket: Ticket
+    first: FirstSegment | None = None  # the body for a prefill, once it is known
+    body: bytes = b""  # as the client sent it, until a way commits to an answer
+    stream: bool = False
     encoder: TokenEncoder | None = None  # of the model's tokenizer
     migration: Migration | None = None
     resumes: bool = False  # after a failure, another engine may continue the answer
@@ -69,32 +74,20 @@ class Progress:
     over_budget: bool = False  # the retry budget forbade another attempt
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
 
-    def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
-        call, model, request = intent.call, intent.model, intent.client_request
+    def __init__(self, rules: Rules, client_request: ClientRequest, model: Model) -> None:
         self.rules = rules
-        self.client_request = request
+        self.client_request = client_request
         self.model = model
-        self.decision, self.ticket = routed
-        self.body = call.body  # as the client sent it, until a way commits to an answer
-        self.stream = call.stream
-        self.first: FirstSegment | None = call.first  # the body for a prefill, once it is known
         self.acts: list[Act] = []  # not carried out yet
         self.now = 0.0  # time of the present event, seconds on the monotonic clock
         self.main: Step | None = None  # runs the open segment
         self.side: Step | None = None  # beside it: a prefix fetch, a migration, or a prefill
-        # Until a token came, or it has failed. A gateway sends one copy.
-        self.hedge: Hedge | None = intent.hedge if request.gateway is None else None
+        self.hedge: Hedge | None = None  # until a token came, or it has failed
         self.verdicts: Verdicts | None = None  # set after a failure
         # Set if it may be split, move, continue after a failure, or get a prefix fetch; until a
         # transcript has its tokens.
         self.call: ParsedRequest | None = None
         self.mover: Rebalancer | None = None  # set if it may move
-        if intent.moves or intent.fetches or intent.resumes:
-            self.call = call
-            self.encoder = model.tokenizers.current.encoder if model.tokenizers.current is not None else None
-            self.mover = model.mover if intent.moves and call.stream else None
-            # A held request may outlive the model's tokenizer.
-            self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None
         # The answer.
         self.kv: KvTransfer | None = None  # for the next step
         self.has_tokens = False  # the answer of the open segment has begun to reach the client
@@ -245,8 +238,9 @@ class Progress:
             self.main = step
             if self.mover is not None and self.handle is not None and (step.observed or step.merges):
                 self.mover.running[self.ticket.id] = self.handle
-        refill, decision = step.engine.refill, self.decision
+        refill = step.engine.refill
         if refill is not None and step.refills:
+            decision = self.decision
             on_gpu = decision.predicted_cached_tokens - decision.predicted_tier_tokens
             unknown = decision.prompt_tokens - on_gpu
             step.body = refill.body(self.client_request.path, step.body, unknown)

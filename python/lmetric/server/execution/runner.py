@@ -37,11 +37,11 @@ log = structlog.get_logger("lmetric.relay")
 OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
 
 
-class RequestRunner(InFlightRequest):
-    """One routed request. After `start()`, callbacks advance it until it calls ``on_end``, once.
+class Runner(InFlightRequest):
+    """One request. After `start()`, callbacks advance it until it calls ``on_end``, once.
 
     ``on_end`` gets the request, the runner, and an ApiError if the client still needs one. By then
-    the ticket is closed, and no attempt runs.
+    a ticket is closed, and no attempt runs.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -53,8 +53,6 @@ class RequestRunner(InFlightRequest):
         self._on_end = on_end
         self._finished = False
         self._attempts: dict[Step, EngineAttempt] = {}
-        if execution.mover is not None:
-            execution.handle = self
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision.
@@ -176,14 +174,14 @@ class RequestRunner(InFlightRequest):
         execution = self.execution
         self.close_client = self._client_request.end() or execution.close_client
         self.reason = execution.reason
-        answered, transcript = execution.answered, execution.transcript
+        self.status = execution.status
+        answered = execution.answered
         if answered is not None:
-            self.status, self.usage = execution.status, answered.reader
+            self.usage = answered.reader
             if answered.reader.implausible_usage:
                 execution.model.ratio.implausible += 1
-        elif execution.committed and transcript is not None:
-            self.status = execution.status
-            self.usage = transcript
+        elif execution.committed:
+            self.usage = execution.transcript
         # Drops references to the runner, so that no garbage collection is needed.
         self._attempts.clear()
         execution.answered = execution.observing = None
@@ -193,24 +191,6 @@ class RequestRunner(InFlightRequest):
         self._on_end(self._client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------
-
-    @property
-    def decision(self) -> str:
-        """The label of its routing decision."""
-        return self.execution.label
-
-    @property
-    def instance(self) -> str:
-        """The engine that answered, or was tried last."""
-        return self.execution.ticket.instance
-
-    @property
-    def predicted_cached_tokens(self) -> int | None:
-        """The prediction of its decision; None: after a retry or with a prefix fetch."""
-        decision = self.execution.decision
-        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
-            return None
-        return decision.predicted_cached_tokens
 
     def client_gone(self) -> None:
         """Ends the request: the client has disconnected."""
@@ -234,7 +214,8 @@ class RequestRunner(InFlightRequest):
             request_log.in_request(self._client_request, self.fail)
             return
         execution = self.execution
-        log.exception("a request failed with an internal error", decision=execution.label)
+        path = self._client_request.path
+        log.exception("a request failed with an internal error", path=path, decision=self.decision)
         error = None if execution.committed else ApiError(500, FAILED)
         for act in execution.leave("internal error", error):
             _DO[act.__class__](self, act)
@@ -250,6 +231,33 @@ class RequestRunner(InFlightRequest):
         self._on(self.execution.tick, now)
         for attempt in tuple(self._attempts.values()):
             attempt.check(now)
+
+
+class RequestRunner(Runner):
+    """One routed request."""
+
+    def __init__(self, execution: Execution, require_finish: bool, on_end: OnEnd) -> None:
+        super().__init__(execution, require_finish, on_end)
+        if execution.mover is not None:
+            execution.handle = self
+
+    @property
+    def decision(self) -> str:
+        """The label of its routing decision."""
+        return self.execution.label
+
+    @property
+    def instance(self) -> str:
+        """The engine that answered, or was tried last."""
+        return self.execution.ticket.instance
+
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """The prediction of its decision; None: after a retry or with a prefix fetch."""
+        decision = self.execution.decision
+        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
+            return None
+        return decision.predicted_cached_tokens
 
     # -- called by the rebalancer ------------------------------------------------------------------
 
@@ -276,15 +284,15 @@ class RequestRunner(InFlightRequest):
         return began
 
 
-_DO: dict[type, Callable[[RequestRunner, Any], None]] = {
-    str: RequestRunner._do,
-    Step: RequestRunner._send,
-    Cancel: RequestRunner._cancel,
-    Comment: RequestRunner._comment,
-    Commit: RequestRunner._commit,
-    Begin: RequestRunner._begin,
-    Write: RequestRunner._write,
-    BreakOff: RequestRunner._break_off,
-    Wake: RequestRunner._wake,
-    Finish: RequestRunner._finish,
+_DO: dict[type, Callable[[Runner, Any], None]] = {
+    str: Runner._do,
+    Step: Runner._send,
+    Cancel: Runner._cancel,
+    Comment: Runner._comment,
+    Commit: Runner._commit,
+    Begin: Runner._begin,
+    Write: Runner._write,
+    BreakOff: Runner._break_off,
+    Wake: Runner._wake,
+    Finish: Runner._finish,
 }

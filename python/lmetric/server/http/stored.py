@@ -13,7 +13,7 @@ from lmetric.server.api.paths import StoredResponsePath
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
 from lmetric.server.execution import request_log
-from lmetric.server.execution.direct import DirectRequest
+from lmetric.server.execution.direct import DirectExecution, DirectRequest
 from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.observers import guarded
 from lmetric.server.fleet.engine import Engine
@@ -102,13 +102,10 @@ class StoredRequests:
             if method == "DELETE":
                 client_request.on_answer = lambda _: self._forget(tenant, response_id)
             client_request.keep_alive &= self._running.phase is SERVING
-            relay = DirectRequest(
-                self._running.rules,
-                client_request,
-                engine,
-                method=method.encode(),
-                on_end=self._running.ended,
+            execution = DirectExecution(
+                self._running.rules, client_request, model, engine=engine, method=method.encode()
             )
+            relay = DirectRequest(execution, self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
                 relay.client_slow()
