@@ -171,7 +171,7 @@ class Server:
         if self.worker is None:
             self._state = state_files(config.state_folder, front.budgets.core, front.usage.table)
         else:
-            self.worker.usage = front.usage.table
+            self.worker.take_usage = front.usage.table.take
         if config.tracing is not None:
             front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.running.observers.add(front.running.tracing)
@@ -220,7 +220,7 @@ class Server:
             files.start()
         if front.live is not None:
             if self.worker is not None:
-                self.worker.show_on(front.live)
+                self.worker.show, front.live.send = front.live.receive, self.worker.send
             front.live.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())

@@ -10,12 +10,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from lmetric._core import Peer
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import stored_response
-from lmetric.server.epp.addresses import address_of
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap
 from lmetric.server.epp.request_fields import RequestFields
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.subset import address_of
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.observe.histograms import SHORT_SECONDS, Histogram
 

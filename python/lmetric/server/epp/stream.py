@@ -14,7 +14,7 @@ from lmetric.server.epp import messages, request_fields
 from lmetric.server.epp.engine_link import EngineLink
 from lmetric.server.epp.ext_proc_pb2 import BodySendMode, HttpHeaders, ProcessingRequest, ProcessingResponse
 from lmetric.server.epp.shared import Shared
-from lmetric.server.epp.subset import Subset
+from lmetric.server.epp.subset import subset_of
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
@@ -33,7 +33,6 @@ class GatewayStream:
     the pick, and the gateway's messages about the answer become the engine's bytes.
     """
 
-    gateway: GatewayStream
     writing_paused = False
     relay: InFlightRequest | None = None
 
@@ -43,7 +42,6 @@ class GatewayStream:
         self._context = context
         self.peer = shared.peer(context.peer())
         self.transport = _Client(self)
-        self.gateway = self
         self.body_size = 0
         self.request: ClientRequest | None = None
         self._sender = shared.front.clients.begin(self.peer.address)
@@ -182,8 +180,8 @@ class GatewayStream:
         client: Any = self  # with what the frontend reads of a connection
         request = self.request = ClientRequest(client, self.transport, head)
         request.keep_alive = True
-        request.gateway = self
-        request.subset = Subset.of(message.metadata_context)
+        request.gateway = self.connection
+        request.subset = subset_of(message.metadata_context)
         if not front.admission.admits(request):
             return
         if (error := self._why_not(fields, headers)) is not None:

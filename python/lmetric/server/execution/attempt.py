@@ -21,7 +21,7 @@ from lmetric._core import (
 )
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import failed, guarded
-from lmetric.server.execution.plan import AttemptEvent, Step
+from lmetric.server.execution.plan import Attempt, AttemptEvent, Step
 from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
@@ -50,12 +50,10 @@ class AttemptListener(Protocol):
         """Called after an unexpected exception."""
 
 
-class EngineAttempt:
+class EngineAttempt(Attempt):
     """A step at its engine: call `go`, which reports events to the listener later."""
 
     reader: Connection
-    started: float  # seconds on the monotonic clock
-    answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     _connecting: asyncio.Task[Connection] | None = None
     _fresh = False  # its connection was opened for this step
     _progress = 0  # of the answer at the last check
@@ -80,8 +78,8 @@ class EngineAttempt:
         self.step = step
         self.trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
         self._require_finish = require_finish  # a stream without a finish_reason is incomplete
-        self.error = False  # the engine reported an error inside its answer
-        self.begun = False  # a way has committed to the answer
+        self.error = False
+        self.begun = False
         self.over = False  # it ended, failed or was canceled
         self._paused = False
         self._connection: Connection | None = None
@@ -92,7 +90,7 @@ class EngineAttempt:
         gateway = self._client_request.gateway
         if gateway is not None:
             self._fresh = True
-            self._send(gateway.connection(self.step), now)
+            self._send(gateway(self.step), now)
             return
         connection = self.step.engine.upstream.take()
         if connection is None:
@@ -374,14 +372,6 @@ class EngineAttempt:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.drop()
-
-    def error_words(self) -> str:
-        """Returns the engine's message of a refusal after a colon; empty without a message."""
-        if self.reader.coding is not None:
-            return ""
-        body = bytes(self.answer) or self.reader.payload()
-        said = self.step.engine.adapter.error(body)
-        return f": {said}" if said else ""
 
     # While it runs.
 

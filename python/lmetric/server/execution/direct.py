@@ -48,7 +48,7 @@ class DirectExecution(Execution):
     def __init__(
         self, rules: Rules, client_request: ClientRequest, model: Model, *, engine: Engine, method: bytes
     ) -> None:
-        Progress.__init__(self, rules, client_request, model)
+        Progress.__init__(self, rules, client_request, model=model)
         self.engine = engine
         self._run = direct(self, engine, method)
 

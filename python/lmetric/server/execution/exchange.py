@@ -17,8 +17,8 @@ from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.trace import RequestTrace, TraceContext
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.canary import CanaryRequest
-from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.subset import Subset
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
@@ -30,22 +30,6 @@ STOPPING = "the router is shutting down"
 SATURATED = frozenset({429, 503})  # statuses of engines that are full, not broken
 
 _CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
-
-
-class Gateway(Protocol):
-    """A gateway that sends a request to its engine, in place of the router."""
-
-    def connection(self, step: Step) -> Connection:
-        """Returns the connection to a step's engine. A request on it is one for the gateway."""
-
-
-class Subset(Protocol):
-    """The engines to which a gateway limits a request."""
-
-    def __contains__(self, engine: Engine) -> bool: ...
-
-    def no_engine_error(self, model: Model, reason: str) -> ApiError:
-        """Returns the error for a request that none of its engines can accept now."""
 
 
 class Payer(Protocol):
@@ -146,7 +130,9 @@ class ClientRequest:
     draft: Draft | None = None  # of its record on disk; None: it gets none
     trial: CanaryRequest | None = None  # its arm; None: no canary runs
     payer: Payer | None = None  # the client that it counts for; None: it does not run
-    gateway: Gateway | None = None  # None: the router sends it to engines
+    # Returns the connection to a step's engine that a gateway has, which sends the request there.
+    # None: the router sends it.
+    gateway: Callable[[Step], Connection] | None = None
     subset: Subset | None = None  # the only engines that its gateway allows; None: all
     sheddable = False  # it is refused if it would have to wait
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.

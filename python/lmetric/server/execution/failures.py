@@ -66,7 +66,7 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
         if flags & END:
             attempt.answer = reader.payload()
         decline(p, attempt, whole=bool(flags & END))
-        raise _lost(step, kind_of(status), f"status {status}{attempt.error_words()}")
+        raise _lost(step, kind_of(status), f"status {status}{attempt.error_words}")
     if code in statuses:
         raise _lost(step, kind_of(code or 500), f"error {code} as the first event")
     if failed and flags & INCOMPLETE and not reader.tokens:
@@ -74,26 +74,28 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     if status == 404 and flags & END and _lacks_model(p, attempt):
         attempt.answer = reader.payload()
         decline(p, attempt, whole=True)
-        raise _lost(step, "not_served", f"status 404{attempt.error_words()}")
+        raise _lost(step, "not_served", f"status 404{attempt.error_words}")
     if step.kv is not None and step.kv.broke(status, reader.error_code):
         raise NoTransfer
-    if status == 400 and flags & END and p.client_request.fallback is not None and _too_long(attempt):
-        attempt.answer = reader.payload()
-        p.main = None
-        attempt.begun = True  # the attempt closes itself
-        pass_refusal(p, attempt)
+    if status == 400 and flags & END and _may_fall_back(p, attempt):
+        _pass_refused_beginning(p, attempt, flags)
     if flags & ENGINE_ERROR and step.merges and not reader.tokens:
         raise _lost(step, "status", f"error {reader.error_code} as the first event")
     if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
         discard_transfer(p, step.engine, why)
     if p.client_request.opened and step.reader == "pass" and status != 200:
-        attempt.answer = reader.payload()
-        if flags & END:  # the attempt closes itself, and counts a failure of the engine
-            p.main = None
-            attempt.begun = True
-        pass_refusal(p, attempt)
+        _pass_refused_beginning(p, attempt, flags)
     if p.client_request.opened and not reader.event_stream:
         raise _lost(step, "reset", why_no_stream(reader))
+
+
+def _pass_refused_beginning(p: Progress, attempt: Attempt, flags: int) -> NoReturn:
+    """Ends the request with an error answer, as much of it as has come."""
+    attempt.answer = attempt.reader.payload()
+    if flags & END:  # the attempt closes itself, and counts a failure of the engine
+        p.main = None
+        attempt.begun = True
+    pass_refusal(p, attempt)
 
 
 def stream_failed(reader: ResponseReader, flags: int) -> bool:
@@ -104,7 +106,7 @@ def stream_failed(reader: ResponseReader, flags: int) -> bool:
 def refuse(p: Progress, attempt: Attempt) -> NoReturn:
     """Handles an engine's whole error answer: raises what follows from it."""
     step, status = attempt.step, attempt.reader.status
-    reason = f"status {status}{attempt.error_words()}"
+    reason = f"status {status}{attempt.error_words}"
     if status == 404 and not p.committed and _lacks_model(p, attempt):
         decline(p, attempt, whole=True)
         raise _lost(step, "not_served", reason)
@@ -155,9 +157,10 @@ def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     raise NoTransfer
 
 
-def _too_long(attempt: Attempt) -> bool:
-    """Whether a 400 says that the request is too long for its model."""
-    return is_too_long(attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held))
+def _may_fall_back(p: Progress, attempt: Attempt) -> bool:
+    """Whether an error answer says that the request is too long for its model, which has fallbacks."""
+    has_fallback = p.client_request.fallback is not None
+    return attempt.reader.status == 400 and has_fallback and is_too_long(attempt.message)
 
 
 def _lacks_model(p: Progress, attempt: Attempt) -> bool:
@@ -166,8 +169,7 @@ def _lacks_model(p: Progress, attempt: Attempt) -> bool:
     vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the engine
     is asked for its models again.
     """
-    name = p.client_request.model_name
-    words = attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held)
+    name, words = p.client_request.model_name, attempt.message
     if name is None or name not in words or not ("model" in words or "adapter" in words):
         return False
     p.model.look_again(attempt.step.engine)
@@ -417,9 +419,9 @@ def _refusal_of(p: Progress, attempt: Attempt) -> EngineRefusal:
 def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
     """Ends the request with an engine's error answer."""
     refusal = _refusal_of(p, attempt)
-    if refusal.status == 400 and p.client_request.fallback is not None and _too_long(attempt):
+    if _may_fall_back(p, attempt):
         refusal.code = CONTEXT
-    raise _refused(p, refusal, attempt.error_words())
+    raise _refused(p, refusal, attempt.error_words)
 
 
 def _refused(p: Progress, refusal: EngineRefusal, words: str, *, failure: str = "engine_error") -> Ended:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -119,21 +119,27 @@ class Finish:
 Act = Step | Action | Cancel | Wake | Comment | Commit | Begin | Write | BreakOff | Finish
 
 
-class Attempt(Protocol):
+class Attempt:
     """A step at its engine, as its way sees it."""
 
     step: Step
     started: float  # seconds on the monotonic clock
+    reader: ResponseReader  # status, usage, tokens and errors received so far
+    answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     error: bool  # the engine reported an error inside its answer
     begun: bool  # a way has committed to the answer
-    answer: bytes | bytearray  # for reader "whole", or a refusal
 
     @property
-    def reader(self) -> ResponseReader:
-        """Status, usage, tokens and errors received so far."""
+    def message(self) -> str:
+        """The engine's message in an error answer; empty without one."""
+        if self.reader.coding is not None:
+            return ""
+        return self.step.engine.adapter.error(bytes(self.answer) or self.reader.held)
 
+    @property
     def error_words(self) -> str:
-        """Returns the engine's message of a refusal after a colon; empty without a message."""
+        """The engine's message after a colon; empty without one."""
+        return f": {message}" if (message := self.message) else ""
 
 
 class Hedge:

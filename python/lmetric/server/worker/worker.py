@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -35,21 +35,6 @@ RESULTS_SECONDS = 0.5  # time between two messages with results of canaries
 log = structlog.get_logger("lmetric.workers")
 
 T = TypeVar("T")
-
-
-class Live(Protocol):
-    """The live page."""
-
-    send: Callable[[Any], None] | None
-
-    def receive(self, worker: int, update: Any) -> None: ...
-
-
-class UsageSource(Protocol):
-    """The usage that this worker has counted."""
-
-    def take(self) -> Sequence[Any]:
-        """Returns the rows since the last call."""
 
 
 class Start(NamedTuple):
@@ -123,7 +108,8 @@ class Worker:
         self.channel = channel
         self._models: list[Model] = []
         self._is_full = False
-        self._live: Live | None = None
+        # Set by the server. Shows on the live page what the clients of a worker did.
+        self.show: Callable[[int, Any], None] | None = None
         self._sending: asyncio.Task[None] | None = None
         self._alarming: asyncio.Task[None] | None = None
         self._sending_results = asyncio.Lock()
@@ -132,7 +118,8 @@ class Worker:
         self._early: list[Results] | None = []  # messages before the copies of the canaries
         self._tasks: list[asyncio.Task[None]] = []
         self._own: asyncio.Server | None = None
-        self.usage: UsageSource | None = None  # set by the server
+        # Set by the server. Returns the usage that this worker has counted since the last call.
+        self.take_usage: Callable[[], Sequence[Any]] | None = None
 
     def sockets(self, place: int) -> list[socket.socket]:
         """Returns the listening sockets of a worker, each to be closed."""
@@ -197,12 +184,8 @@ class Worker:
         """Forgets a model that was removed."""
         self._models = [model for model in self._models if model.name != name]
 
-    def show_on(self, live: Live) -> None:
-        """Shows what the clients of all workers do on the live page of each."""
-        self._live = live
-        live.send = self._send
-
-    def _send(self, update: Any) -> None:
+    def send(self, update: Any) -> None:
+        """Sends the live pages of the other workers what the clients of this one did."""
         self._sending = asyncio.create_task(self._send_update(update), name="live page")
 
     async def _send_update(self, update: Any) -> None:
@@ -211,8 +194,8 @@ class Worker:
 
     def receive(self, worker: int, update: Any) -> None:
         """Shows what the clients of another worker did."""
-        if self._live is not None:
-            self._live.receive(worker, update)
+        if self.show is not None:
+            self.show(worker, update)
 
     async def send_results(self) -> None:
         """Sends the other workers the results of this one's canaries since the last call."""
@@ -274,7 +257,7 @@ class Worker:
         return ((model.trials.canary, named[model.name]) for model in self._models if model.name in named)
 
     async def _send_usage(self) -> None:
-        if self.usage is not None and (rows := self.usage.take()):
+        if self.take_usage is not None and (rows := self.take_usage()):
             with contextlib.suppress(ChannelClosedError):
                 await self.channel.call("usage", rows)
 

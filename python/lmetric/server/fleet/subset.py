@@ -1,0 +1,39 @@
+"""The engines to which a gateway limits a request, and their addresses as gateways have them."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from lmetric.server.api.errors import ApiError
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.model import Model
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def address_of(engine: Engine) -> str:
+    """Returns IP:PORT of an engine; the host's name if its URL has no IP address."""
+    parts = urlsplit(engine.config.url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+    return f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS.get(parts.scheme, 80)}"
+
+
+class Subset:
+    """The engines of a request's subset, by IP:PORT or IP."""
+
+    def __init__(self, addresses: frozenset[str]) -> None:
+        self._addresses = addresses
+
+    def __contains__(self, engine: Engine) -> bool:
+        address = address_of(engine)
+        return address in self._addresses or address.rpartition(":")[0] in self._addresses
+
+    def no_engine_error(self, model: Model, reason: str) -> ApiError:
+        """Returns the error for a request that none of its engines can accept now."""
+        return ApiError(
+            503,
+            f"{model.name}: the gateway limits the request to a subset, and no engine in it can accept it",
+            engines=f"{', '.join(sorted(self._addresses)) or 'the subset is empty'}: {reason}",
+            code="no_engine",
+            headers={"retry-after": "2"},
+        )
