@@ -8,8 +8,8 @@ import orjson
 import pytest
 
 from lmetric._core import TokenEncoder
-from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.execution.transcript import MergeError, Transcript, dumps
+from lmetric.engines.handover import CHAT, COMPLETIONS, dumps
+from lmetric.server.execution.transcript import MergeError, Transcript
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())

@@ -12,12 +12,15 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from lmetric._core import edit_object, outline
 from lmetric.engines.adapter import Handover
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 JSON = Mapping[str, Any]
 
@@ -264,6 +267,34 @@ _OF_THE_ANSWER = frozenset(
 _REPLACED = (*sorted(_OF_THE_ANSWER), "stream", "max_tokens", "kv_transfer_params")
 # Bytes of values that `whole_reason` may look into.
 _SHORT_VALUE = 4096
+
+
+# Fields of the client's request that go with a segment sent as token IDs.
+_OF_TOKEN_IDS = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
+    *("allowed_token_ids", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "return_tokens_as_token_ids"),
+    *("priority", "cache_salt", "user", "session_id"),
+)
+
+
+def for_token_ids(request: JSON) -> dict[str, Any]:
+    """The fields of a client's request that go with a prompt of token ids."""
+    return {name: request[name] for name in _OF_TOKEN_IDS if request.get(name) is not None}
+
+
+def one_token(request: JSON, prompt: ArrayLike, fields: JSON) -> bytes:
+    """The body of a request to /v1/completions for one token after this prompt.
+
+    The engine computes the prompt, or finds it in its cache. ``fields``: of the KV transfer.
+    """
+    asked = {"prompt": prompt, "max_tokens": 1, "stream": False}
+    return dumps({**for_token_ids(request), **asked, **fields})
+
+
+def dumps(body: JSON) -> bytes:
+    """A segment's body as JSON. Its prompt may be an array of token ids."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def whole_reason(path: str, request: JSON) -> str | None:

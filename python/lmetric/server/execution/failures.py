@@ -22,9 +22,9 @@ from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer
 from lmetric.server.execution.progress import CORE_KINDS, Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.transcript import MergeError, other_tokens
-from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.transfer import KvTransfer
 
 # The status for the client by kind of failure, if no engine could answer.
 STATUSES = {
@@ -158,7 +158,7 @@ def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
 
 
 def _may_fall_back(p: Progress, attempt: Attempt) -> bool:
-    """Whether an error answer says that the request is too long for its model, which has fallbacks."""
+    """Whether an error answer says that the request is too long, and a fallback may serve it."""
     has_fallback = p.client_request.fallback is not None
     return attempt.reader.status == 400 and has_fallback and is_too_long(attempt.message)
 

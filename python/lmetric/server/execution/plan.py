@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from msgspec import Struct
 
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.transfer import KvTransfer
 
 if TYPE_CHECKING:
     from lmetric._core import Decision, Request, ResponseReader, Ticket

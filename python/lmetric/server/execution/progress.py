@@ -31,13 +31,13 @@ from lmetric.server.execution.plan import (
 )
 from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.execution.transcript import Delta, Transcript
-from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.execution.verdicts import Verdicts
 from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
+from lmetric.server.fleet.transfer import KvTransfer
 from lmetric.tokens import Tokens
 
 # Kinds of failure that the core router knows by another name.
@@ -188,8 +188,12 @@ class Progress:
     def transfer(self) -> KvTransfer:
         """Returns the KV transfer to the next step; creates it on first use."""
         if self.kv is None:
-            self.kv = KvTransfer(self.model)
+            self.kv = self.new_transfer()
         return self.kv
+
+    def new_transfer(self) -> KvTransfer:
+        """Returns a KV transfer between engines of the model."""
+        return KvTransfer(self.model.name, self.model.kv_transfers, self.model.settings.handover_seconds)
 
     def merged(self) -> Transcript:
         """Returns the merged answer; creates it on first use."""

@@ -21,20 +21,12 @@ import orjson
 from numpy.typing import ArrayLike
 
 from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
-from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import max_tokens
 from lmetric.server.execution.stop_strings import StopStrings
 from lmetric.tokens import Detokeniser, Tokens
 
 JSON = Mapping[str, Any]
-
-# Fields of the client's request that go with a segment sent as token IDs.
-_KEPT = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
-    *("allowed_token_ids", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "return_tokens_as_token_ids"),
-    *("priority", "cache_salt", "user", "session_id"),
-)
 
 # Fields that only the first segment is sent.
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
@@ -171,7 +163,7 @@ class Transcript:
 
     def _by_ids(self, to_token: int) -> dict[str, Any]:
         count = len(self.prompt)
-        body = _kept(self.request)
+        body = for_token_ids(self.request)
         if self.request.get("logprobs") is not None and not self._chat:
             body["logprobs"] = self.request["logprobs"]
         body["prompt"] = self.tokens(to_token)
@@ -404,18 +396,6 @@ class Transcript:
         return usage | {"prompt_tokens_details": self.cached} if last else usage
 
 
-def _kept(request: JSON) -> dict[str, Any]:
-    return {name: request[name] for name in _KEPT if request.get(name) is not None}
-
-
-def ahead(request: JSON, prompt: Tokens) -> dict[str, Any]:
-    """Returns a request to /v1/completions for one token after this prompt.
-
-    The engine computes the prompt, or finds it in its cache.
-    """
-    return _kept(request) | {"prompt": prompt, "max_tokens": 1, "stream": False}
-
-
 def object_of(body: bytes) -> dict[str, Any]:
     """Parses an engine's answer. Raises MergeError."""
     try:
@@ -430,11 +410,6 @@ def object_of(body: bytes) -> dict[str, Any]:
 def cached_of(answer: JSON) -> Any:
     """Returns the `prompt_tokens_details` of an answer."""
     return (answer.get("usage") or {}).get("prompt_tokens_details")
-
-
-def dumps(body: JSON) -> bytes:
-    """Returns a segment's body as JSON. Its prompt is an array of token ids."""
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def other_tokens(prompt: Tokens, reported: Any) -> str | None:

@@ -4,10 +4,7 @@ Engines that join first fetch prefixes. The prefixes and the streams of engines 
 to other engines.
 
 The core router plans the fetches (`Router.begin_join`, `Router.begin_leave`). This module makes
-them. A fetch needs no client request: the source computes one token after the prefix, which it
-finds in its cache, and keeps the KV for a transfer. The target computes one token after the same
-prefix and fetches the KV. Each transfer is used once and in time: a late or second use would bring
-the KV of another prompt into the target's cache.
+them, by the requests of `transfer`, without a client's request.
 """
 
 from __future__ import annotations
@@ -25,9 +22,10 @@ import orjson
 import structlog
 
 from lmetric._core import Router, Warming
-from lmetric.engines.handover import COMPLETIONS, HandoverError
+from lmetric.engines.handover import COMPLETIONS, HandoverError, one_token
 from lmetric.server.fleet.engine import Engine, blocks_differ
 from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.fleet.transfer import KvTransfer, hold
 from lmetric.server.upstream.connection import UpstreamError
 
 log = structlog.get_logger("lmetric.changes")
@@ -204,17 +202,17 @@ class FleetChanges:
 
     async def _copy(self, source: Engine, target: Engine, prompt: _Prompt, tokens: int) -> None:
         """Copies a prefix. Raises UpstreamError and HandoverError."""
-        connector, handover = source.connector, source.handover
-        assert connector is not None
-        assert handover is not None
-        asked = {**prompt.fields, "prompt": prompt.tokens[:tokens], "max_tokens": 1, "stream": False}
-        body = _dumps({**asked, **connector.asks(None, goes_on=True, whole=True)})
+        ids = prompt.tokens[:tokens]
+        kv = KvTransfer(self._model, Counter())  # `outcomes` counts the whole copy
+        kv.tokens = tokens
+        body = hold(kv, source, prompt.fields, tokens=ids)
         answer = _answer(source, *await source.upstream.post(COMPLETIONS, body, ANSWER_SECONDS))
-        began = time.monotonic()
-        fields = connector.fields(answer)
-        connector.check_count(fields, tokens)
-        body = _dumps({**asked, **connector.asks(fields, goes_on=False, whole=True)})
-        seconds = min(ANSWER_SECONDS, connector.deadline_seconds(handover) - (time.monotonic() - began))
+        now = time.monotonic()
+        kv.accept(source, answer, tokens=tokens, now=now)
+        body = one_token(prompt.fields, ids, kv.take(target, now, goes_on=False, total=tokens))
+        if not kv.used:
+            raise HandoverError(kv.reason)
+        seconds = min(ANSWER_SECONDS, kv.until - now)
         _answer(target, *await target.upstream.post(COMPLETIONS, body, seconds, once=True))
 
     async def _move_streams(self, engine: Engine) -> None:
@@ -248,7 +246,3 @@ def _answer(engine: Engine, status: int, answer: bytes) -> bytes:
                 raise HandoverError(f"{engine.name} answered status {status}: {answer[:200]!r}")
         raise HandoverError(f"{engine.name} answered status {status}")
     return answer
-
-
-def _dumps(body: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -16,10 +16,11 @@ from typing import Any
 
 import orjson
 
+from lmetric.engines.handover import dumps
 from lmetric.server.execution.failures import check_beginning, prove, refuse
 from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, cached_of, dumps, object_of
+from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, cached_of, object_of
 from lmetric.server.execution.ways.pair import whole_answer
 from lmetric.server.fleet.engine import Engine
 

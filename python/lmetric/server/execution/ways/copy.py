@@ -1,14 +1,13 @@
 """Copy: an engine prepares the KV cache of some tokens, and another engine fetches it.
 
-The holder gets a request for one token after these tokens, as a segment that allows fetches. It
-finds them in its own prefix cache, so this costs one step. A prefix fetch and a migration copy this
-way. A failure only costs time: the other engine computes the tokens itself.
+`fleet/transfer` has the requests, and their rules: a prefix fetch, a migration and a warm fleet
+change (`fleet/changes`) copy alike. A failure only costs time: the other engine computes the tokens
+itself.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import structlog
 
@@ -16,9 +15,8 @@ from lmetric.engines.handover import COMPLETIONS
 from lmetric.server.execution.failures import blame, blame_status
 from lmetric.server.execution.plan import EngineLost, Step, TimeIsUp, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import ahead, dumps
-from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine, blocks_differ
+from lmetric.server.fleet.transfer import KvTransfer, hold
 from lmetric.tokens import Tokens
 
 MIN_FETCH_SECONDS = 0.02  # shortest wait for a holder, even if computing is faster
@@ -37,7 +35,7 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
     holder = p.model.engines.get(name)
     tokens = to_token - to_token % p.model.block_size  # holders have only whole blocks
     missing = tokens - from_token
-    kv, began = KvTransfer(p.model), p.now
+    kv, began = p.new_transfer(), p.now
     outcome = _why_not(holder, target, missing)
     if holder is not None and not outcome:
         p.wake(_patience(p, target, missing))
@@ -79,7 +77,7 @@ def _patience(p: Progress, target: Engine, tokens: int) -> float:
 
 def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[str]:
     """Lets the holder prepare the prefix. Returns the outcome."""
-    step = hold(p, kv, holder, tokens=p.prompt[:tokens])
+    step = hold_step(p, kv, holder, tokens=p.prompt[:tokens])
     step.limit_seconds = inf  # the timer ends it
     try:
         attempt, _ = yield step
@@ -103,24 +101,19 @@ def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[
     return outcome
 
 
-def hold(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: Tokens) -> Step:
+def hold_step(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: Tokens) -> Step:
     """Returns the step in which an engine prepares the KV cache of these tokens for another one."""
-    connector = holder.connector
-    assert connector is not None
-    kv.begin(holder)
-    return one_token(p, holder, tokens, fields=connector.asks(None, goes_on=True, whole=True))
+    return one_token_step(p, holder, hold(kv, holder, p.request, tokens=tokens))
 
 
-def one_token(
-    p: Progress, engine: Engine, tokens: Tokens, *, fields: Any, kv: KvTransfer | None = None
-) -> Step:
-    """Returns a step that computes one token after these tokens, for the engine's cache.
+def one_token_step(p: Progress, engine: Engine, body: bytes, *, kv: KvTransfer | None = None) -> Step:
+    """Returns a step for an engine's cache: its answer of one token is not used.
 
-    `fields`: of the KV transfer. `kv`: the transfer that it fetches.
+    `kv`: the transfer that it fetches.
     """
     return Step(
         engine,
-        dumps({**ahead(p.request, tokens), **fields}),
+        body,
         "whole",
         limit_seconds=p.rules.timeouts.first_byte,
         target=COMPLETIONS.encode(),

@@ -14,12 +14,12 @@ from __future__ import annotations
 import structlog
 
 from lmetric._core import TicketError
+from lmetric.engines.handover import one_token
 from lmetric.server.execution.failures import blame, blame_status, ready_to_switch, transfer_broke
 from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError
-from lmetric.server.execution.transfer import KvTransfer
-from lmetric.server.execution.ways.copy import hold, one_token
+from lmetric.server.execution.ways.copy import hold_step, one_token_step
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import fetches
 
@@ -40,7 +40,7 @@ def begin(p: Progress, target: Engine) -> bool:
     if why:
         p.count_move(why)
         return False
-    p.migration = Migration(target, KvTransfer(p.model))
+    p.migration = Migration(target, p.new_transfer())
     p.mover.moves.add(p.migration)
     return True
 
@@ -100,7 +100,7 @@ def move(p: Progress) -> Way[SwitchTo | None]:
 def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
     """Lets the source prepare its KV cache. If it cannot, the target computes the tokens."""
     kv, migration.sent_tokens = migration.kv, p.total
-    step = hold(p, kv, source, tokens=p.merged().tokens(p.total))
+    step = hold_step(p, kv, source, tokens=p.merged().tokens(p.total))
     try:
         attempt, _ = yield step
     except EngineLost as lost:
@@ -141,7 +141,7 @@ def _warm_step(p: Progress, migration: Migration) -> Step:
     if not fields:
         migration.sent_tokens = p.total
     tokens = p.merged().tokens(migration.sent_tokens)
-    return one_token(p, target, tokens, fields=fields, kv=kv if kv.used else None)
+    return one_token_step(p, target, one_token(p.request, tokens, fields), kv=kv if kv.used else None)
 
 
 def _left_seconds(p: Progress, migration: Migration, attempt: Attempt) -> float:

@@ -12,15 +12,15 @@ from typing import Any
 
 import orjson
 
-from lmetric.engines.handover import FirstSegment, HandoverError
+from lmetric.engines.handover import FirstSegment, HandoverError, dumps
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.execution.failures import check_beginning, discard_transfer, refuse
 from lmetric.server.execution.plan import Attempt, Ended, Step, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import MergeError, dumps, object_of, other_tokens
-from lmetric.server.execution.transfer import WHOLE_PROMPT
+from lmetric.server.execution.transcript import MergeError, object_of, other_tokens
 from lmetric.server.execution.ways.plain import begin_passing, end_passing
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.transfer import WHOLE_PROMPT
 
 
 def prefill(p: Progress, engine: Engine) -> Way[str | None]:

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 
 from lmetric._core import END, ENGINE_ERROR
-from lmetric.engines.handover import with_fields
+from lmetric.engines.handover import dumps, with_fields
 from lmetric.server.execution.failures import check_beginning, discard_transfer, prove, refuse, stream_failed
 from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import dumps, other_tokens
+from lmetric.server.execution.transcript import other_tokens
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 

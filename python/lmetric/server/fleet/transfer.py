@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from typing import Any
 
 import structlog
 
-from lmetric.engines.handover import HandoverError
+from lmetric.engines.handover import JSON, HandoverError, one_token
 from lmetric.server.fleet.engine import Engine, blocks_differ
-from lmetric.server.fleet.model import Model
+from lmetric.tokens import Tokens
 
 log = structlog.get_logger("lmetric.transfer")
 
@@ -22,15 +23,29 @@ WHOLE_PROMPT = sys.maxsize  # `tokens` of a transfer of the whole prompt
 
 
 class KvTransfer:
-    """The KV transfer fields for a request's next step.
+    """The KV transfer fields for the next step of a request.
 
-    `Model.kv_transfers` counts the outcomes.
+    ``outcomes``: counts. ``handover_seconds``: its deadline; None: the connector's.
     """
 
-    __slots__ = ("_deadline", "_fields", "_lent", "_model", "_sent", "source", "tokens")
+    __slots__ = (
+        "_deadline",
+        "_fields",
+        "_handover_seconds",
+        "_lent",
+        "_model",
+        "_outcomes",
+        "_sent",
+        "reason",
+        "source",
+        "tokens",
+    )
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: str, outcomes: Counter[str], handover_seconds: float | None = None) -> None:
         self._model = model
+        self._outcomes = outcomes
+        self._handover_seconds = handover_seconds
+        self.reason = ""  # why tokens were computed again, the last time
         self.source: Engine | None = None  # the engine that holds the KV cache
         self.tokens = 0  # the transfer covers tokens up to this one
         self._fields: Any = None  # until they were sent
@@ -74,7 +89,7 @@ class KvTransfer:
             self.recompute("missing", str(error))
             return
         self._fields = fields
-        self._deadline = now + (self._model.settings.handover_seconds or connector.deadline_seconds(handover))
+        self._deadline = now + (self._handover_seconds or connector.deadline_seconds(handover))
 
     def take(self, engine: Engine, now: float, *, goes_on: bool, total: int) -> Any:
         """Returns the KV transfer fields for a step's body. Call it once for each step.
@@ -127,7 +142,7 @@ class KvTransfer:
         The source frees a fetched cache, so a second fetch would get other data.
         """
         self._fields, self._sent = None, True
-        self._model.kv_transfers["transferred"] += 1
+        self._outcomes["transferred"] += 1
 
     def forget(self, outcome: str, reason: str) -> None:
         """Drops a stored transfer that cannot be used."""
@@ -164,5 +179,18 @@ class KvTransfer:
 
     def recompute(self, outcome: str, reason: str) -> None:
         """Counts that tokens are computed again."""
-        self._model.kv_transfers[outcome] += 1
-        log.debug("tokens are computed again", model=self._model.name, why=outcome, reason=reason)
+        self.reason = reason
+        self._outcomes[outcome] += 1
+        log.debug("tokens are computed again", model=self._model, why=outcome, reason=reason)
+
+
+def hold(kv: KvTransfer, holder: Engine, request: JSON, *, tokens: Tokens) -> bytes:
+    """Returns the body with which an engine prepares the KV cache of tokens for another engine.
+
+    It asks for one token after these tokens, as a segment that allows fetches. The engine finds
+    them in its prefix cache, so this costs one step. `request`: the client's.
+    """
+    connector = holder.connector
+    assert connector is not None
+    kv.begin(holder)
+    return one_token(request, tokens, connector.asks(None, goes_on=True, whole=True))
