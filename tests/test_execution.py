@@ -44,8 +44,9 @@ from execution_world import (
 )
 from lmetric._core import NoInstanceError
 from lmetric.engines.adapter import Handover
+from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import attempt as attempt_module
-from lmetric.server.execution.exchange import ClientRequest
+from lmetric.server.execution.exchange import STOPPING, ClientRequest
 from lmetric.server.execution.plan import (
     AttemptEvent,
 )
@@ -424,7 +425,7 @@ class Requests(RuleBasedStateMachine):
         if how == "leaves":
             self.it.leave()
         elif how == "server stops":
-            self.it.on(self.it.execution.stop)
+            self.it.on(self.it.execution.leave, STOPPING, ApiError(503, STOPPING))
         elif slow is (how == "reads again"):
             (self.it.ready if slow else self.it.slow)()
 

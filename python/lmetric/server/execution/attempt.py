@@ -20,7 +20,7 @@ from lmetric._core import (
     WireError,
 )
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
-from lmetric.server.execution.observers import failed, guarded
+from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import Attempt, AttemptEvent, Step
 from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
@@ -180,10 +180,7 @@ class EngineAttempt(Attempt):
             client_request.client.peer,
         )
         if trace is not None:
-            try:
-                head = trace.head(head, first)
-            except Exception:
-                failed(trace.head)
+            head = guarded(trace.head, head, first) or head
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)
         else:
@@ -301,10 +298,7 @@ class EngineAttempt(Attempt):
     def _close(self) -> None:
         """Ends the attempt after a whole answer: updates the engine, releases the connection."""
         if self.trace is not None:
-            try:
-                self.trace.answered(self)
-            except Exception:
-                failed(self.trace.answered)
+            guarded(self.trace.answered, self)
         self.over = True
         reader, engine = self.reader, self.step.engine
         status, load = reader.status, reader.load

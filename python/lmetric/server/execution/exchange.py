@@ -348,10 +348,7 @@ class InFlightRequest:
         return None
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        """Ends the request early, unless it has ended.
-
-        ``error``: for a client without any answer yet.
-        """
+        """Ends the request early, unless it has ended. ``error``: for its client."""
         raise NotImplementedError
 
     def client_gone(self) -> None:
@@ -369,9 +366,9 @@ class InFlightRequest:
 
     def stop(self) -> None:
         """Called when the server stops."""
-        error = ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
-        self._leave(STOPPING, None if self.committed else error)
+        headers = {"retry-after": "5"}
+        self._leave(STOPPING, ApiError(503, STOPPING, code="shutting_down", headers=headers))
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
-        self._leave("internal error", None if self.committed else ApiError(500, FAILED))
+        self._leave("internal error", ApiError(500, FAILED))

@@ -14,7 +14,7 @@ import structlog
 
 from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.exchange import FAILED, STOPPING, Rules, sse_comments
+from lmetric.server.execution.exchange import FAILED, Rules, sse_comments
 from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
@@ -100,8 +100,7 @@ class Execution(Progress):
             log.error("a request was left without an engine", decision=self.label)
             self._abort("no engine worked on it", "engine_error", ApiError(500, FAILED))
         elif self.stalled_at and now - self.stalled_at > limits.slow_client:
-            self._leave("the client does not read", None)
-            self.acts.append("abort_client")
+            return [*self.leave("the client does not read"), "abort_client"]
         return self._out()
 
     def woken(self, now: float) -> list[Act]:
@@ -184,14 +183,10 @@ class Execution(Progress):
 
     def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
         """Ends the request early, unless it has ended. `error`: for its client."""
-        self._leave(reason, error)
+        if not self.done:
+            self.close_client = True
+            self._abort(reason, "cancelled", error)
         return self._out()
-
-    def stop(self) -> list[Act]:
-        """Ends the request because the server stops."""
-        return self.leave(
-            STOPPING, ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
-        )
 
     # -- the ways ----------------------------------------------------------------------------------
 
@@ -223,11 +218,6 @@ class Execution(Progress):
         return False
 
     # -- the end -----------------------------------------------------------------------------------
-
-    def _leave(self, reason: str, error: ApiError | None) -> None:
-        if not self.done:
-            self.close_client = True
-            self._abort(reason, "cancelled", error)
 
     def _abort(self, reason: str, failure: str, error: ApiError | None) -> None:
         """Ends the request, whatever its way waits for."""

@@ -7,7 +7,7 @@ them with events, and a runner carries out the actions (`runner`).
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -142,21 +142,16 @@ class Attempt:
         return f": {message}" if (message := self.message) else ""
 
 
+@dataclass(slots=True, eq=False)
 class Hedge:
     """The second attempt of one request: due after a time, then sent (`ways.hedge`)."""
 
-    __slots__ = ("after_seconds", "canary", "decision", "request", "step", "ticket")
-
-    # Set once it is sent.
-    decision: Decision
-    ticket: Ticket
-    step: Step | None
-
-    def __init__(self, after_seconds: float, request: Request) -> None:
-        self.after_seconds = after_seconds
-        self.request = request  # as routed first
-        self.canary = False  # whether the canary's policy decides
-        self.step = None
+    after_seconds: float
+    request: Request  # as routed first
+    canary: bool = False  # whether the canary's policy decides
+    step: Step | None = None  # None: it is not sent
+    decision: Decision = field(init=False)
+    ticket: Ticket = field(init=False)
 
 
 @dataclass(slots=True, eq=False)

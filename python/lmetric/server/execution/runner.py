@@ -14,7 +14,7 @@ from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.observers import failed
+from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
     Act,
     Action,
@@ -113,10 +113,7 @@ class Runner(InFlightRequest):
             attempt.pause(True)
         now = time.monotonic()
         if self.trace is not None:
-            try:
-                attempt.trace = self.trace.sent(attempt, now)
-            except Exception:
-                failed(self.trace.sent)
+            attempt.trace = guarded(self.trace.sent, attempt, now)
         attempt.go(now)
 
     def _commit(self, act: Commit) -> None:
@@ -192,9 +189,8 @@ class Runner(InFlightRequest):
 
     # -- called by the client's connection and the server ------------------------------------------
 
-    def client_gone(self) -> None:
-        """Ends the request: the client has disconnected."""
-        self._on(self.execution.leave, "the client left")
+    def _leave(self, reason: str, error: ApiError | None = None) -> None:
+        self._on(self.execution.leave, reason, error)
 
     def client_slow(self) -> None:
         """Stops reading from the engine, because the client reads too slowly."""
@@ -203,10 +199,6 @@ class Runner(InFlightRequest):
     def client_ready(self) -> None:
         """Continues reading from the engine."""
         self._on(self.execution.client_ready, time.monotonic())
-
-    def stop(self) -> None:
-        """Ends the request with an error, because the server stops."""
-        self._on(self.execution.stop)
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
