@@ -469,7 +469,7 @@ async def serve(
         if config.worker_count > 1:
             from lmetric.server.supervisor.supervisor import supervise
 
-            return _exit_code(await supervise(config, further, bound, reread, gateways))
+            return _exit_code(await supervise(config, further, bound, reread=reread, gateways=gateways))
         server = Server(config, bound, further, picks=picks)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()

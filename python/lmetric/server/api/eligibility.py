@@ -153,7 +153,7 @@ def split_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None
 
     `request`: its parsed body. `tokens`: whether its prompt is known as token ids.
     """
-    if found := _obstacle(path, request, tokens, frozenset()):
+    if found := _obstacle(path, request, tokens, ignored=frozenset()):
         return found.why
     most = max_tokens(path, request)
     if most is None:
@@ -168,7 +168,7 @@ def failover_ineligibility(path: str, call: ParsedRequest) -> Ineligible | None:
     if path not in MERGEABLE_PATHS:
         return _wrong_path(path)
     try:
-        return _obstacle(path, call.request, call.tokens is not None, _RESUMABLE)
+        return _obstacle(path, call.request, call.tokens is not None, ignored=_RESUMABLE)
     except orjson.JSONDecodeError as error:  # the reader in Rust allows more
         return Ineligible("invalid_json", f"its body cannot be parsed: {error}")
 

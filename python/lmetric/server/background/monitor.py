@@ -320,7 +320,7 @@ class Monitor:
             await asyncio.sleep(LAG_PERIOD_SECONDS)
             now = clock()
             self.metrics.loop_lag.observe(max(now - due, 0.0))
-            self.metrics.lateness.note(began, due, now, time.thread_time() - busy)
+            self.metrics.lateness.note(began, due, now, busy=time.thread_time() - busy)
 
     async def _tick(self) -> None:
         while True:

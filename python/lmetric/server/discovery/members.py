@@ -114,7 +114,7 @@ class Members:
             await in_turns(self._leave_all(wanted, seconds))
             new: list[Engine] = []
             keys: list[str] = []
-            await in_turns(self._take_all(wanted, new, keys, refused))
+            await in_turns(self._take_all(wanted, new, keys, refused=refused))
             for reason in sorted(refused - self._refused):
                 log.warning("engine ignored", reason=reason)
             self._refused = refused
@@ -140,7 +140,7 @@ class Members:
         """
         for name, (owner, each) in wanted.items():
             known = len(new)
-            self._take(name, owner, each, new, keys, refused)
+            self._take(name, owner, each, new=new, keys=keys, refused=refused)
             if len(new) > known and len(new) % _EXEMPT_ENGINES == 0:
                 gc.freeze()
             yield

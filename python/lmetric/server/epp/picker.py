@@ -103,7 +103,7 @@ class Picker:
                 self.port = server.add_secure_port(address, _credentials(epp.tls))
         except (RuntimeError, OSError) as error:
             why = bind_error(config.host, port) or error
-            raise port_error(config.host, port, why, "epp.port") from None
+            raise port_error(config.host, port, why, setting="epp.port") from None
         await server.start()
         self._server = server
         log.info("listening for gateways", address=f"{host}:{self.port}", tls=epp.tls is not None)

@@ -48,7 +48,7 @@ class Execution(Progress):
 
     def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
         call, model = intent.call, intent.model
-        super().__init__(rules, intent.client_request, model)
+        Progress.__init__(self, rules, intent.client_request, model=model)
         self.decision, self.ticket = routed
         self.body = call.body
         self.stream = call.stream

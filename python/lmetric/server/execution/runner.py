@@ -53,6 +53,8 @@ class Runner(InFlightRequest):
         self._on_end = on_end
         self._finished = False
         self._attempts: dict[Step, EngineAttempt] = {}
+        if execution.mover is not None:
+            execution.handle = self
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision.
@@ -224,34 +226,12 @@ class Runner(InFlightRequest):
         for attempt in tuple(self._attempts.values()):
             attempt.check(now)
 
-
-class RequestRunner(Runner):
-    """One routed request."""
-
-    def __init__(self, execution: Execution, require_finish: bool, on_end: OnEnd) -> None:
-        super().__init__(execution, require_finish, on_end)
-        if execution.mover is not None:
-            execution.handle = self
-
-    @property
-    def decision(self) -> str:
-        """The label of its routing decision."""
-        return self.execution.label
+    # -- called by the rebalancer ------------------------------------------------------------------
 
     @property
     def instance(self) -> str:
         """The engine that answered, or was tried last."""
         return self.execution.ticket.instance
-
-    @property
-    def predicted_cached_tokens(self) -> int | None:
-        """The prediction of its decision; None: after a retry or with a prefix fetch."""
-        decision = self.execution.decision
-        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
-            return None
-        return decision.predicted_cached_tokens
-
-    # -- called by the rebalancer ------------------------------------------------------------------
 
     @property
     def move(self) -> object | None:
@@ -274,6 +254,23 @@ class RequestRunner(Runner):
 
         self._on(migrate)
         return began
+
+
+class RequestRunner(Runner):
+    """One routed request."""
+
+    @property
+    def decision(self) -> str:
+        """The label of its routing decision."""
+        return self.execution.label
+
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """The prediction of its decision; None: after a retry or with a prefix fetch."""
+        decision = self.execution.decision
+        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
+            return None
+        return decision.predicted_cached_tokens
 
 
 _DO: dict[type, Callable[[Runner, Any], None]] = {

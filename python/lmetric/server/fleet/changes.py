@@ -184,7 +184,7 @@ class FleetChanges:
             else:
                 left = warming.until - time.monotonic()
                 async with asyncio.timeout(max(left, LEAST_SECONDS)):
-                    await self._copy(pair[0], pair[1], known, tokens)
+                    await self._copy(pair[0], pair[1], known, tokens=tokens)
                 outcome, arrived = "fetched", tokens
                 self.fetched_tokens += tokens
         except TimeoutError:

@@ -143,7 +143,7 @@ class Engine:
         local = unix_path(config.url) is not None
         self.host = "127.0.0.1" if local else urlsplit(config.url).hostname or ""
         allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
-        self.upstream = Upstream(config, server, allowed, contexts, server.tls_of(config, model))
+        self.upstream = Upstream(config, server, allowed, contexts=contexts, tls=server.tls_of(config, model))
         self.health = server.health
         self.model: ServedModel | None = None
         # The results of the last identification, which is repeated when the engine comes back.

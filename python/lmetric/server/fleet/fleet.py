@@ -96,7 +96,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.search = NameSearch(self._read_all, lambda: self.size)
-        self.catalog = Catalog(self.config, self.names, self.models, lambda: self.unusable)
+        self.catalog = Catalog(self.config, self.names, self.models, unusable=lambda: self.unusable)
 
     def build(self) -> None:
         """Builds models and engines of the configuration.
@@ -115,7 +115,7 @@ class Fleet:
         models = list(self.models)
         if not self.models or self.unplaced or config.discovery:
             # Invalid policies and tokenizers fail here, not when the first engine answers.
-            models.append(Model(0, "", [], config.pool_settings()))
+            models.append(Model(0, "", [], settings=config.pool_settings()))
         for model in models:  # later models have the settings of one of these
             model.tokenizers.load()
             model.warn_of_policies()
@@ -128,7 +128,7 @@ class Fleet:
         model = model or self.config.model
         if model is not None and len(model) > MOST_NAME_CHARACTERS:
             raise BadValueError(f"model: {len(model)} characters; a name has at most {MOST_NAME_CHARACTERS}")
-        engine = Engine(config, self.config, source, model, self.contexts)
+        engine = Engine(config, self.config, source, model=model, contexts=self.contexts)
         if model is None:
             self.unplaced[engine.name] = engine
         else:
@@ -240,7 +240,15 @@ class Fleet:
         config = self.config
         settings, ejection = config.pool_settings(entry), config.health.ejection
         index = self.number_model(name, self.models_made)
-        model = Model(index, name, adapters, settings, config.retries, ejection, config.tenants)
+        model = Model(
+            index,
+            name,
+            adapters,
+            settings=settings,
+            retries=config.retries,
+            ejection=ejection,
+            tenants=config.tenants,
+        )
         model.names.configured = configured
         model.look_again = self.look_again
         self.models_made += 1
@@ -550,7 +558,7 @@ class Fleet:
         """
         if engine.leaving or engine.switches:
             return None
-        new = Engine(engine.config, self.config, engine.source, None, self.contexts)
+        new = Engine(engine.config, self.config, engine.source, model=None, contexts=self.contexts)
         new.role_set, new.ready, new.draining = engine.role_set, engine.ready, engine.draining
         new.quiet = engine.quiet
         last, cards = self.moved.get(engine.name), engine.capabilities.models

@@ -226,10 +226,10 @@ class KvFeed:
             engine.capabilities,
             engine.host,
             _setting(engine),
-            pooled,
-            engine.tokens_differ,
-            engine.adapter.flags,
-            lambda endpoint: self._admit(engine, endpoint),
+            model=pooled,
+            tokens_differ=engine.tokens_differ,
+            flags=engine.adapter.flags,
+            admit=lambda endpoint: self._admit(engine, endpoint),
         )
         events, pushed = self._events.get(engine.name), self._pushed_load(engine)
         same = events is not None and (events.subscriptions, events.pooled) == (subscriptions, pooled)
@@ -239,7 +239,7 @@ class KvFeed:
             self._hear_load(engine.name, pushed)
             try:
                 if subscriptions:
-                    self._subscribe(engine, subscriptions, mode, pooled)
+                    self._subscribe(engine, subscriptions, mode, pooled=pooled)
             except LmetricError as error:
                 self._unwire(engine.name)
                 mode = Mode("approximate", "cannot subscribe to its KV events", str(error), _FIX_SUBSCRIBE)
@@ -309,7 +309,7 @@ class KvFeed:
             events.lost, events.reconnections = tally.lost, tally.reconnections
             if tally.loads:
                 engine.load_reports["kv_events"] = tally.loads
-            problem = self._problem(engine, events, tally, instances[engine.name], now)
+            problem = self._problem(engine, events, tally, row=instances[engine.name], now=now)
             self._turn(engine, events.exact if problem is None else problem)
             if tally.incomplete and events.refilled != tally.losses:
                 events.refilled = tally.losses

@@ -133,7 +133,7 @@ def choose(
     if size is not None and size != model.block_size:
         return mismatch(size, model), ()
     try:
-        subscriptions = tuple(_subscription(source, host, given, admit) for source in sources)
+        subscriptions = tuple(_subscription(source, host, given, admit=admit) for source in sources)
     except EndpointError as error:
         return Mode("approximate", "the router cannot reach its KV events", str(error), error.fix), ()
     reason = (

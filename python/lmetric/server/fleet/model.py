@@ -122,13 +122,13 @@ class Model:
         # before the core router uses them, and all others belong to a router.
         self.indicators = Indicators(settings.indicators)
         self.policies = Policies(settings)
-        self.router = _router(name, settings, self.policies, self.block_size)
-        canary = Canary(name, self.router, lambda: self.policies, self.install)
+        self.router = _router(name, settings, self.policies, block_size=self.block_size)
+        canary = Canary(name, self.router, lambda: self.policies, install=self.install)
         self.trials = Trials(self.router, canary)
         self.trials.configure(self.policies)
         priority.follow_clock(self.router, settings)
-        self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants or {})
-        self.programs = ProgramWatch(name, self.router, routing.programs, self.held)
+        self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants=tenants or {})
+        self.programs = ProgramWatch(name, self.router, routing.programs, held=self.held)
         self.kv = KvFeed(self.router)
         self.engines: dict[str, Engine] = {}
         self.queues = Queues(self.router, self.engines)
@@ -137,9 +137,11 @@ class Model:
         self.mover: Rebalancer | None = None
         self.changes: FleetChanges | None = None
         if routing.rebalance is not None or routing.fleet_changes is not None:
-            self.mover = Rebalancer(name, settings, routing.rebalance, self.router, self.engines)
+            self.mover = Rebalancer(
+                name, settings, routing.rebalance, router=self.router, engines=self.engines
+            )
             if routing.fleet_changes is not None:
-                self.changes = FleetChanges(name, self.router, self.engines, self.mover)
+                self.changes = FleetChanges(name, self.router, self.engines, mover=self.mover)
         self.ratio = BytesPerToken()
         self.tokenizers = Tokenizers(name, settings)
         self.activity = Activity()
@@ -296,7 +298,7 @@ class Model:
         """
         if engine.model is self:
             now = time.monotonic()
-            self.outliers.failed(engine, self.engines.values(), client, proven, reason, now)
+            self.outliers.failed(engine, self.engines.values(), client, proven=proven, reason=reason, now=now)
             self.review()
 
     def saturated(self, engine: Engine, seconds: float) -> None:

@@ -60,10 +60,10 @@ class Outliers:
         if not record.count(client, proven, now):
             return False
         if record.state == "PROBING" and proven:
-            return self._eject(member, peers, "probe", reason, now)
+            return self._eject(member, peers, "probe", reason=reason, now=now)
         if record.streak >= self.settings.consecutive_failures:
             record.streak = 0
-            return self._eject(member, peers, "consecutive", reason, now)
+            return self._eject(member, peers, "consecutive", reason=reason, now=now)
         return False
 
     def saturated(self, member: Engine, seconds: float, now: float) -> None:
@@ -92,7 +92,7 @@ class Outliers:
             self.notices.append(Notice("engine back on trial after its ejection", {"engine": member.name}))
             return
         self.ejected["probe"] += 1
-        self._extend(member, "PROBE_FAILED", "probe", error, now)
+        self._extend(member, "PROBE_FAILED", "probe", reason=error, now=now)
 
     # -- ejection ----------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Outliers:
             self.notices.append(Notice("engine is an outlier and stays in service", details))
             return False
         self.ejected[rule] += 1
-        self._extend(member, "OUTLIER", rule, reason, now)
+        self._extend(member, "OUTLIER", rule, reason=reason, now=now)
         return True
 
     def _extend(self, member: Engine, event: Event, rule: str, reason: str, now: float) -> None:
@@ -212,7 +212,7 @@ class Outliers:
             if (gap := _gap(own, rest, self.settings.min_requests)) is not None:
                 found.append((gap, member, f"success rate {_rate(own):.0%}, its peers' {_rate(rest):.0%}"))
         for _, member, reason in sorted(found, key=lambda each: -each[0]):
-            self._eject(member, members, "success_rate", reason, now)
+            self._eject(member, members, "success_rate", reason=reason, now=now)
 
 
 def _rate(tally: Tally) -> float:

@@ -36,14 +36,18 @@ def instance_metrics(stats: Sequence[tuple[Model, Mapping[str, Any]]]) -> Iterat
     ``stats``: each model with its router's statistics.
     """
     families: dict[str, Table] = {}
-    placed = Table("lmetric_instance_decisions", "Requests placed on an instance", "counter", _OF_INSTANCE)
+    placed = Table(
+        "lmetric_instance_decisions", "Requests placed on an instance", "counter", labels=_OF_INSTANCE
+    )
     source = Table(
         "lmetric_instance_predicted_ttft_source",
         "Source of an instance's predicted times to first token; always 1",
         "gauge",
-        (*_OF_INSTANCE, "source"),
+        labels=(*_OF_INSTANCE, "source"),
     )
-    role = Table("lmetric_instance_role", "Role of an instance; always 1", "gauge", (*_OF_INSTANCE, "role"))
+    role = Table(
+        "lmetric_instance_role", "Role of an instance; always 1", "gauge", labels=(*_OF_INSTANCE, "role")
+    )
     for model, values in stats:
         for count, (name, row) in enumerate(values["instances"].items(), 1):
             if count % PIECE == 0:
@@ -61,7 +65,7 @@ def instance_metrics(stats: Sequence[tuple[Model, Mapping[str, Any]]]) -> Iterat
                     family = families.get(key)
                     if family is None:
                         family = families[key] = Table(
-                            f"lmetric_instance_{key}", _GAUGES[key], "gauge", _OF_INSTANCE
+                            f"lmetric_instance_{key}", _GAUGES[key], "gauge", labels=_OF_INSTANCE
                         )
                     if value is not None:
                         family.add(text, value)
@@ -77,7 +81,7 @@ def indicator_metrics(fleet: Fleet) -> Iterator[Metric]:
         "lmetric_indicator",
         "Value of a declared indicator; no sample if the value is absent",
         "gauge",
-        (*_OF_INSTANCE, "indicator"),
+        labels=(*_OF_INSTANCE, "indicator"),
     )
     for model in fleet.models:
         columns = model.router.indicators(names=list(model.indicators.declared))
@@ -95,35 +99,40 @@ def engine_metrics(fleet: Fleet) -> Iterator[Metric | None]:
         "lmetric_engine_state",
         f"State of an engine ({', '.join(MEANINGS)}); always 1",
         "gauge",
-        (*_OF_INSTANCE, "state"),
+        labels=(*_OF_INSTANCE, "state"),
     )
     mode = Table(
         "lmetric_engine_mode",
         "KV index mode of an engine (exact, approximate or load_only) and its reason; always 1",
         "gauge",
-        (*_OF_INSTANCE, "engine", "version", "mode", "reason"),
+        labels=(*_OF_INSTANCE, "engine", "version", "mode", "reason"),
     )
     reports = Table(
-        "lmetric_load_reports", "Load reports received, by source", "counter", (*_OF_INSTANCE, "source")
+        "lmetric_load_reports",
+        "Load reports received, by source",
+        "counter",
+        labels=(*_OF_INSTANCE, "source"),
     )
     events = Table(
-        "lmetric_kv_events", "Counts of the KV event feed, by kind", "counter", (*_OF_INSTANCE, "what")
+        "lmetric_kv_events", "Counts of the KV event feed, by kind", "counter", labels=(*_OF_INSTANCE, "what")
     )
     tiers = (*_OF_INSTANCE, "medium")
-    blocks = Table("lmetric_tier_blocks", "Blocks of a tier below the GPU in the KV index", "gauge", tiers)
+    blocks = Table(
+        "lmetric_tier_blocks", "Blocks of a tier below the GPU in the KV index", "gauge", labels=tiers
+    )
     ratio = Table(
         "lmetric_tier_load_ratio",
         "Seconds to load a token from a tier divided by the seconds to compute it; learned once loads "
         "are measured",
         "gauge",
-        tiers,
+        labels=tiers,
     )
     hits = Table(
         "lmetric_tier_hit_tokens",
         "Prompt tokens that engines loaded from a tier below the GPU, as predicted and not "
         "contradicted by cached_tokens",
         "counter",
-        tiers,
+        labels=tiers,
     )
     for model in fleet.models:
         for count, engine in enumerate(list(model.engines.values()), 1):

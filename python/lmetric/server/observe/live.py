@@ -305,7 +305,7 @@ class Live(Observer):
             fresh = list(heapq.merge(fresh, *(each.ended for each in received), key=_ended_at))
             more += sum(each.more for each in received)
             in_flight += sum(each.in_flight for _, each in self._latest(now))
-        self.points.append(point(fresh, seconds, in_flight, time.time(), more))
+        self.points.append(point(fresh, seconds, in_flight, unix=time.time(), more=more))
         self.requests.extend(fresh)
         failed = Counter(
             (each.status, each.code) for each in fresh if each.status in REFUSED or each.status >= 500

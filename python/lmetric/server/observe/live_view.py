@@ -95,9 +95,9 @@ class LiveView:
         states: list[EngineState] = []
         for model in models:
             for name in model.router.instances():
-                states += self._describe(rows, name, model, model.engines.get(name))
+                states += self._describe(rows, name, model, engine=model.engines.get(name))
         for engine in self._live.fleet.unplaced.values():
-            states += self._describe(rows, engine.name, None, engine)
+            states += self._describe(rows, engine.name, None, engine=engine)
         self._problems = of_engines(states)
         described = [
             {
@@ -161,7 +161,7 @@ class LiveView:
         shown: dict[str, Any] = {
             "t": round(time.time(), 3),
             "tick": live.ticks,
-            "now": _named(point(recent, window, in_flight, time.time())),
+            "now": _named(point(recent, window, in_flight, unix=time.time())),
             "requests": self._requests(now, tenant),
             "events": self._events(now, tenant),
             "summary": _counts(live, tenant),
@@ -169,7 +169,7 @@ class LiveView:
         if tenant is not None:
             fresh = live.within(1.0, now, tenant)
             shown["now"]["in_flight"] = None
-            shown["points"] = [_round(point(fresh, 1.0, 0, time.time()))]
+            shown["points"] = [_round(point(fresh, 1.0, 0, unix=time.time()))]
             return shown
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version

@@ -103,7 +103,7 @@ class Recorder(Observer):
         self._fleets: dict[str, Line] = {}  # the last state of each model
         fleet.on_model_removed.append(lambda model: self._fleets.pop(model, None))
         self._opened = False  # a file has begun, with the states until then
-        self.writer = RecordWriter(config, config.path, self._head, self._line)
+        self.writer = RecordWriter(config, config.path, self._head, line=self._line)
 
     def start(self) -> None:
         """Starts the writer."""

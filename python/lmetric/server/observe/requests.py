@@ -204,8 +204,10 @@ class RequestMetrics(Observer):
             shown = [SECONDS.index(bound) for bound in _INSTANCE_BOUNDS[attribute]]
             found = ((labels, getattr(each.latencies, attribute)) for labels, each in rows)
             title = f"{text}, by instance"
-            yield HistogramTable(f"lmetric_instance_{name}", title, ("model", "instance"), shown, found)
-        tables = [Table(name, text, "counter", ("model", "instance")) for name, text in _ACCURACY]
+            yield HistogramTable(
+                f"lmetric_instance_{name}", title, ("model", "instance"), shown=shown, rows=found
+            )
+        tables = [Table(name, text, "counter", labels=("model", "instance")) for name, text in _ACCURACY]
         for labels, each in rows:
             if each.compared:
                 where = labels_text(labels)

@@ -121,8 +121,8 @@ def state_files(folder: Path | None, budgets: Budgets, usage: UsageTable) -> Seq
     if folder is None:
         return ()
     files = (
-        StateFiles(folder, "budgets.bin", lambda: {"budgets.bin": budgets.save()}, budgets.restore),
-        StateFiles(folder, "usage-*.json", usage.save, usage.restore),
+        StateFiles(folder, "budgets.bin", lambda: {"budgets.bin": budgets.save()}, restore=budgets.restore),
+        StateFiles(folder, "usage-*.json", usage.save, restore=usage.restore),
     )
     for each in files:
         each.read()

@@ -147,7 +147,7 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches only the supervisor
             )
         channel = await Channel.open(ours, self._asked)
-        worker = Process(number, place, process, channel)
+        worker = Process(number, place, process, channel=channel)
         self.processes.append(worker)
         start = Start(
             config=self.config,
@@ -449,7 +449,7 @@ async def supervise(
     `Supervisor`. Raises LmetricError.
     """
     loop = asyncio.get_running_loop()
-    supervisor = Supervisor(config, further, bound, reread, gateways)
+    supervisor = Supervisor(config, further, bound, reread=reread, gateways=gateways)
     tasks: set[asyncio.Task[Any]] = set()
     caught: list[int] = []
     ended = asyncio.Event()

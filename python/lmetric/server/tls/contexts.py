@@ -148,7 +148,7 @@ def engine_context(settings: EngineTls) -> ssl.SSLContext:
 def outgoing_context(name: str, settings: EngineTls) -> TlsContext:
     """Returns the context for connections to engines or routers. Raises ConfigError."""
     files = (settings.ca_file, settings.certificate_file, settings.key_file)
-    return TlsContext(name, lambda: engine_context(settings), files, settings.certificate_file)
+    return TlsContext(name, lambda: engine_context(settings), files, certificate=settings.certificate_file)
 
 
 def listener_context(settings: ListenerTls) -> TlsContext:
@@ -173,7 +173,7 @@ def listener_context(settings: ListenerTls) -> TlsContext:
         return context
 
     files = (settings.certificate_file, settings.key_file, settings.client_ca_file)
-    return TlsContext("tls", make, files, settings.certificate_file)
+    return TlsContext("tls", make, files, certificate=settings.certificate_file)
 
 
 def _identify(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

@@ -162,7 +162,7 @@ class Upstream(Kept):
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
         """Sends a GET on a page connection. Returns status and body. Raises UpstreamError."""
-        return await self._fetch("GET", path, "", b"", seconds)
+        return await self._fetch("GET", path, "", body=b"", seconds=seconds)
 
     async def post(self, path: str, body: bytes, seconds: float, *, once: bool = False) -> tuple[int, bytes]:
         """Sends JSON by POST on a page connection.
@@ -171,7 +171,7 @@ class Upstream(Kept):
         UpstreamError.
         """
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        return await self._fetch("POST", path, fields, body, seconds, once=once)
+        return await self._fetch("POST", path, fields, body=body, seconds=seconds, once=once)
 
     async def _fetch(
         self, method: str, path: str, fields: str, body: bytes, seconds: float, *, once: bool = False
@@ -181,12 +181,12 @@ class Upstream(Kept):
         kept = None if once else self._pages.take()
         if kept is not None:
             try:
-                return await self._ask(kept, request, what, seconds)
+                return await self._ask(kept, request, what, seconds=seconds)
             except UpstreamError as error:
                 # An engine may close an idle connection just when it is used again: no failure.
                 if error.kind != "reset" or kept.pieces:
                     raise
-        return await self._ask(await self._connect(self._pages), request, what, seconds)
+        return await self._ask(await self._connect(self._pages), request, what, seconds=seconds)
 
     async def _ask(
         self, connection: Connection, request: bytes, what: str, seconds: float
