@@ -170,8 +170,8 @@ class Relay:
             try:
                 await self._send(ticket, self._engines[instance])
                 return
-            except (aiohttp.ClientError, TimeoutError, WireError, _EngineFailedError) as error:
-                failure, reason = _failure(error), str(error) or type(error).__name__
+            except _FAILURES as error:
+                failure, reason = _failure_of(error)
             self._drop()
             instance = ticket.failed(failure)
         raise RelayError(failure, self.instance, reason, begun=False)
@@ -201,8 +201,7 @@ class Relay:
                 break
         else:
             self._flags |= self._reader.eof()
-        if self._flags & (ENGINE_ERROR | INCOMPLETE) and response.status == 200:
-            raise _EngineFailedError("engine_error", _UNFINISHED)
+        self._raise_errors()
         self._reader.commit(b"", True)
         self._flags &= ~READY
 
@@ -219,11 +218,10 @@ class Relay:
                 self._raise_errors()
             self._flags |= self._reader.eof()
             self._raise_errors()
-        except (aiohttp.ClientError, TimeoutError, WireError, _EngineFailedError) as error:
-            failure = _failure(error)
+        except _FAILURES as error:
+            failure, reason = _failure_of(error)
             if ticket.open:
                 ticket.failed(failure, retry=False)
-            reason = str(error) or type(error).__name__
             raise RelayError(failure, self.instance, reason, begun=True) from error
         if ticket.open:
             self._reader.finish_ticket()
@@ -263,19 +261,24 @@ class _EngineFailedError(Exception):
         self.failure: Failure = failure
 
 
-def _failure(error: Exception) -> Failure:
+_FAILURES = (aiohttp.ClientError, TimeoutError, WireError, _EngineFailedError)
+
+
+def _failure_of(error: Exception) -> tuple[Failure, str]:
+    """Returns the kind of a failure, and its reason."""
+    kind: Failure = "reset"
     match error:
         case _EngineFailedError():
-            return error.failure
+            kind = error.failure
         case TimeoutError():
-            return "timeout"
+            kind = "timeout"
         case aiohttp.ClientConnectorDNSError():
-            return "dns"
+            kind = "dns"
         case aiohttp.ClientSSLError():
-            return "tls"
+            kind = "tls"
         case aiohttp.ClientConnectorError():
-            return "refused" if error.os_error.errno == errno.ECONNREFUSED else "unreachable"
-    return "reset"
+            kind = "refused" if error.os_error.errno == errno.ECONNREFUSED else "unreachable"
+    return kind, str(error) or type(error).__name__
 
 
 __all__ = ["RETRY_STATUSES", "EngineTarget", "Relay", "RelayError"]

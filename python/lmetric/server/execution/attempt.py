@@ -92,10 +92,11 @@ class EngineAttempt(Attempt):
             self._fresh = True
             self._send(gateway(self.step), now)
             return
-        connection = self.step.engine.upstream.take()
+        step = self.step
+        connection = step.engine.upstream.take()
         if connection is None:
             self._connect()
-        elif self._expired(now):
+        elif step.kv is not None and now > step.kv.until:
             connection.upstream.give(connection)
             self._soon(self._too_late)
         else:
@@ -104,10 +105,6 @@ class EngineAttempt(Attempt):
     def _soon(self, then: Callable[[], None]) -> None:
         """Calls a function after `go` has returned."""
         asyncio.get_running_loop().call_soon(then)
-
-    def _expired(self, now: float) -> bool:
-        kv = self.step.kv
-        return kv is not None and now > kv.until
 
     def _too_late(self) -> None:
         """Reports that the KV transfer of the step has expired."""
@@ -137,7 +134,7 @@ class EngineAttempt(Attempt):
             connection = task.result()
             if connection.transport.is_closing():
                 self.fail("reset", "connection closed as soon as it was made")
-            elif self._expired(now):
+            elif self.step.kv is not None and now > self.step.kv.until:
                 connection.upstream.give(connection)
                 self._too_late()
             else:

@@ -25,7 +25,7 @@ from lmetric._core import Router, Warming
 from lmetric.engines.handover import COMPLETIONS, HandoverError, one_token
 from lmetric.server.fleet.engine import Engine, blocks_differ
 from lmetric.server.fleet.rebalancer import Rebalancer
-from lmetric.server.fleet.transfer import KvTransfer, hold
+from lmetric.server.fleet.transfer import KvTransfer, hold, serves
 from lmetric.server.upstream.connection import UpstreamError
 
 log = structlog.get_logger("lmetric.changes")
@@ -230,8 +230,7 @@ def refusal(source: Engine, target: Engine) -> tuple[str, str] | None:
         if engine.connector is None or engine.handover is None:
             why = engine.capabilities.no_handover or "it reports none"
             return "no_transfer", f"{engine.name} has no KV transfer: {why}"
-    connector = source.connector
-    if connector is not target.connector or connector is None or connector.at_once:
+    if not serves(source, target):
         return "no_transfer", f"the connector of {source.name} does not serve prefixes to {target.name}"
     why_not = blocks_differ(source, target)
     if why_not is None:

@@ -184,6 +184,12 @@ class KvTransfer:
         log.debug("tokens are computed again", model=self._model, why=outcome, reason=reason)
 
 
+def serves(source: Engine, target: Engine) -> bool:
+    """Whether an engine can fetch the KV cache of any tokens of another one, by their connector."""
+    connector = target.connector
+    return connector is not None and not connector.at_once and source.connector is connector
+
+
 def hold(kv: KvTransfer, holder: Engine, request: JSON, *, tokens: Tokens) -> bytes:
     """Returns the body with which an engine prepares the KV cache of tokens for another engine.
 

@@ -16,7 +16,7 @@ from lmetric.server.execution.failures import blame, blame_status
 from lmetric.server.execution.plan import EngineLost, Step, TimeIsUp, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine, blocks_differ
-from lmetric.server.fleet.transfer import KvTransfer, hold
+from lmetric.server.fleet.transfer import KvTransfer, hold, serves
 from lmetric.tokens import Tokens
 
 MIN_FETCH_SECONDS = 0.02  # shortest wait for a holder, even if computing is faster
@@ -57,10 +57,9 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
 
 def _why_not(holder: Engine | None, target: Engine, tokens: int) -> str:
     """Returns the outcome if the holder cannot be asked; empty: it can."""
-    connector = target.connector
     if holder is None or not holder.in_service:
         return "holder_gone"
-    if connector is None or connector.at_once or holder.connector is not connector:
+    if not serves(holder, target):
         return "no_connector"
     if blocks_differ(holder, target):
         return "other_blocks"
