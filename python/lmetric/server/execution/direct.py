@@ -11,8 +11,8 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.failures import STATUSES, blame
-from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, Step, Way
-from lmetric.server.execution.progress import CORE_KINDS, Progress
+from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, Step, Way, ticket_kind
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.runner import OnEnd, Runner
 from lmetric.server.execution.ways.plain import begin_passing
 from lmetric.server.fleet.engine import Engine
@@ -28,7 +28,7 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
         if not p.committed and not begin_passing(p, attempt, flags):
             yield None  # until the end of the answer
     except EngineLost as lost:
-        p.reason, code = lost.reason, CORE_KINDS.get(lost.kind, lost.kind)
+        p.reason, code = lost.reason, ticket_kind(lost.kind)
         blame(p, lost)
         engines = f"{engine.name}: {lost.reason}"
         if p.committed:

@@ -30,8 +30,9 @@ from lmetric.server.execution.plan import (
     TimeIsUp,
     Way,
     Write,
+    ticket_kind,
 )
-from lmetric.server.execution.progress import CORE_KINDS, Progress
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.ways import move, run
 from lmetric.server.fleet.engine import Engine
 
@@ -242,7 +243,7 @@ class Execution(Progress):
         if self.main or self.side or self.mover or self.hedge:
             self.abandon()
         if failure is not None and self.ticket.open:
-            self.ticket.failed(CORE_KINDS.get(failure, failure), retry=False)
+            self.ticket.failed(ticket_kind(failure), retry=False)
         if self.verdicts is not None:
             if failure is None and not aborted:
                 self.verdicts.succeeded()

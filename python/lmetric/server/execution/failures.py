@@ -18,8 +18,8 @@ from lmetric._core import (
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
 from lmetric.server.execution.fallback import CONTEXT, is_too_long
-from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Step, Write
-from lmetric.server.execution.progress import CORE_KINDS, Progress
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Step, Write, ticket_kind
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.transcript import MergeError, other_tokens
 from lmetric.server.execution.verdicts import Failure, Verdicts
@@ -191,7 +191,7 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
     p.abandon()
     lost.kind = kind = lost.retried_kind
     if _record(p, lost) and (following := _retry(p, lost.engine, kind)) is not None:
-        p.model.retried[CORE_KINDS.get(kind, kind)] += 1
+        p.model.retried[ticket_kind(kind)] += 1
         p.note("retry", lost.engine.name, following, outcome=kind)
         return following
     raise _give_up(p, lost)
@@ -208,7 +208,7 @@ def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
             if following == engine.name:
                 following = None
         if following is None:
-            following = ticket.failed(CORE_KINDS.get(kind, kind))
+            following = ticket.failed(ticket_kind(kind))
         while following is not None and (following not in p.model.engines or following in p.tried_engines):
             following = ticket.failed("refused")  # removed since the decision, or it had a hedge
     except NoInstanceError:
@@ -225,7 +225,7 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     p.model.failovers[outcome] += 1
     if outcome == "continued":
         kind = lost.retried_kind
-        p.model.retried[CORE_KINDS.get(kind, kind)] += 1
+        p.model.retried[ticket_kind(kind)] += 1
     p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
     if outcome not in ("continued", "complete"):
         raise _give_up(p, lost)
@@ -364,7 +364,7 @@ def _record(p: Progress, lost: EngineLost) -> bool:
     engine_lost = add_failure(p, lost)
     if p.verdicts is not None and p.verdicts.final:
         return False  # perhaps the request is the cause
-    if CORE_KINDS.get(kind, kind) not in p.rules.failures or len(p.tried) >= p.rules.attempts:
+    if ticket_kind(kind) not in p.rules.failures or len(p.tried) >= p.rules.attempts:
         return False
     p.over_budget = not p.model.retry_budget.allows(p.model.requests, engine_lost, p.now)
     return not p.over_budget
@@ -440,7 +440,7 @@ def _give_up(p: Progress, lost: EngineLost) -> Ended:
     """Returns the end with an error, because no engine is left, or none may be tried."""
     kind, engine = lost.kind, lost.engine.name
     p.reason = reason = lost.reason
-    code = CORE_KINDS.get(kind, kind)
+    code = ticket_kind(kind)
     if p.committed:
         broke, why = "the engine failed in the middle of its answer", p.client_request.not_resumable
         stays = "" if why is None else f"; no other engine can continue it: {why.why}"

@@ -166,6 +166,11 @@ class Migration:
 # -- exceptions that a way meets -------------------------------------------------------------------
 
 
+def ticket_kind(kind: str) -> str:
+    """Returns the name of a kind of failure for tickets, and in errors for clients."""
+    return "status" if kind in ("saturated", "not_served") else kind
+
+
 class EngineLost(Exception):
     """An engine failed a step, or declined it.
 

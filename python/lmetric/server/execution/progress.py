@@ -28,6 +28,7 @@ from lmetric.server.execution.plan import (
     Wake,
     Way,
     Write,
+    ticket_kind,
 )
 from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.execution.transcript import Delta, Transcript
@@ -39,9 +40,6 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.server.fleet.transfer import KvTransfer
 from lmetric.tokens import Tokens
-
-# Kinds of failure that the core router knows by another name.
-CORE_KINDS = {"saturated": "status", "not_served": "status"}
 
 
 class Progress:
@@ -281,7 +279,7 @@ class Progress:
             if self.timed:
                 self.wake(None)
             return
-        hedge.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
+        hedge.ticket.failed(ticket_kind(kind), retry=False)
         self.model.hedging.outcomes[outcome] += 1
         if outcome != "failed":
             self.acts.append(Cancel(hedge.step))

@@ -41,7 +41,7 @@ class Runner(InFlightRequest):
     """One request. After `start()`, callbacks advance it until it calls ``on_end``, once.
 
     ``on_end`` gets the request, the runner, and an ApiError if the client still needs one. By then
-    a ticket is closed, and no attempt runs.
+    its ticket is closed, if it has one, and no attempt runs.
     """
 
     _timer: asyncio.TimerHandle | None = None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
 from lmetric.server.execution.exchange import SATURATED, why_no_stream
 from lmetric.server.execution.failures import add_failure, check_beginning, kind_of
-from lmetric.server.execution.plan import Attempt, Cancel, EngineLost, Hedge, Step, TimeIsUp, Way
-from lmetric.server.execution.progress import CORE_KINDS, Progress
+from lmetric.server.execution.plan import Attempt, Cancel, EngineLost, Hedge, Step, TimeIsUp, Way, ticket_kind
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import retry_after_seconds
 from lmetric.server.fleet.engine import Engine
 
@@ -54,7 +54,7 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
                 p.drop_main()
                 add_failure(p, lost)
                 kind = lost.retried_kind
-                p.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
+                p.ticket.failed(ticket_kind(kind), retry=False)
                 _promote(p, hedge)
         else:
             p.end_hedge("lost")
