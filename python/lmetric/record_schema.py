@@ -151,6 +151,8 @@ REQUEST = {
         "number", "queued prefill tokens of the instance divided by its learned prefill rate", "s"
     ),
     "held_seconds": Key("number", "wait in the router before the decision", "s"),
+    "level": Key("integer", "priority level in the queue; only with levels"),
+    "aged_levels": Key("integer", "by how many levels aging had raised its level when it was its turn"),
     "ttft_seconds": Key("number", "arrival to first token; only of streams", "s"),
     "tpot_seconds": Key("number", "mean time per further token; only of streams", "s"),
     "e2e_seconds": Key("number", "arrival to the end of the answer", "s", always=True),

@@ -76,7 +76,9 @@ class DecisionRecord(TypedDict):
     migrations: list[tuple[int, str]]  # token and target instance of each migration
     program: int | None  # number of the agent program; None: the request belongs to none
     program_tokens: float | None  # its context at the decision
-    held_seconds: float | None  # time for which the request waited for a place in a cache
+    held_seconds: float | None  # wait for a place in a cache; with levels, also in the queue
+    level: int | None  # priority level in the queue; None: there are no levels
+    aged_levels: int | None  # by how many levels aging had raised its level when it was its turn
     predicted_cached_tokens: int
     predicted_tier_tokens: int  # part of predicted_cached_tokens in a tier below the GPU
     shadow: ShadowChoice | None  # None: no shadow scored the request

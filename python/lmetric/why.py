@@ -35,6 +35,7 @@ WORDS: Mapping[str, str] = {
     "cache_free_tokens": "free cache tokens",
     "recompute_ratio": "recomputed per new token",
 }
+MIN_SHOWN_SECONDS = 0.01  # shorter waits in the router are none for people
 # Policies that prefer the instance with the longest cached prefix, unless load forbids it.
 _HOLDERS = frozenset(
     {"filter", "aibrix_prefix", "cache_aware", "prefix_spill", "ray_prefix", "dynamo_two_tier"}
@@ -59,6 +60,7 @@ def because(record: Mapping[str, Any], formula: str | None = None) -> str:
         start, end = record.get("fetch_from_token"), record.get("fetch_to_token")
         tokens = f" ({number(end - start)} tokens)" if start is not None and end is not None else ""
         parts.append(f"its cached prefix is fetched from {holder}{tokens}")
+    parts += _waited(record)
     parts += _on_trial(record)
     parts += _renamed(record)
     return f"because {'; '.join(parts)}."
@@ -283,6 +285,17 @@ def _conditions(record: Mapping[str, Any]) -> list[str]:
     if left_out := record.get("left_out"):
         found.append(f"{number(left_out)} engine{'s' if left_out > 1 else ''} had no score")
     return found
+
+
+def _waited(record: Mapping[str, Any]) -> list[str]:
+    """Returns the clause about the priority level of the request, and its wait."""
+    if (level := record.get("level")) is None:
+        return []
+    held, aged = record.get("held_seconds") or 0.0, record.get("aged_levels") or 0
+    if held < MIN_SHOWN_SECONDS:
+        return [f"it had level {level} and did not wait"]
+    raised = f", which aging had raised to {level + aged}" if aged else ""
+    return [f"it waited {number(held)} s at level {level}{raised}"]
 
 
 def _on_trial(record: Mapping[str, Any]) -> list[str]:

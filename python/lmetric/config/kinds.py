@@ -285,6 +285,7 @@ IndicatorSource = Annotated[str, AfterValidator(_indicator_source)]
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Level = Annotated[int, Field(ge=-10, le=10)]
 Positive = Annotated[int, Field(ge=1)]
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
 Host = Annotated[str, AfterValidator(_host)]

@@ -32,6 +32,7 @@ from lmetric.config.kinds import (
     FileMode,
     Host,
     IndicatorSource,
+    Level,
     ModelName,
     Option,
     PodPort,
@@ -257,6 +258,12 @@ class SloClass(Strict):
         description="as `hedging.after_seconds`, for streams of the class; null: as that setting",
         json_schema_extra={"when": "only some requests are worth a second attempt"},
     )
+    level: Level | None = Field(
+        None,
+        description="priority level of the class in the queue, -10 to 10; the highest goes first. If the "
+        "tenant has a level, too, the lower one holds; null: the tenant's level, else 0",
+        json_schema_extra={"when": "some work must not delay other work"},
+    )
 
 
 class LoadAdmission(Strict):
@@ -302,6 +309,12 @@ class AdmissionConfig(LoadAdmission):
         description="classes of requests by name. A request names its class in the header x-slo-class; "
         "default: `slo_class` of its tenant",
         json_schema_extra={"when": "requests have different deadlines"},
+    )
+    aging_seconds: Seconds = Field(
+        30.0,
+        description="a level rises by one each time its oldest request has waited this long, up to the "
+        "highest level that waits, seconds; used if a class or tenant has a `level`",
+        json_schema_extra={"when": "low levels wait too long, or rise too soon"},
     )
 
 
@@ -1180,6 +1193,12 @@ class TenantConfig(Strict):
         description="class of requests without the header x-slo-class (`admission.classes`)",
         json_schema_extra={"when": "a tenant cannot set headers"},
     )
+    level: Level | None = Field(
+        None,
+        description="priority level in the queue of `admission`, -10 to 10; the highest goes first "
+        "(docs/how-to/priorities.md); null: the level of the class, else 0",
+        json_schema_extra={"when": "a tenant must go before or after others"},
+    )
     models: list[ModelName] | None = Field(
         None,
         min_length=1,
@@ -1599,10 +1618,15 @@ class ServerConfig(PoolSettings):
             )
 
     def _check_classes(self) -> None:
-        """Refuses tenants whose class no model has."""
+        """Refuses tenants whose class no model has, and levels without a queue."""
         admissions = [pool.admission for pool in (self, *self.models) if pool.admission is not None]
         known = sorted({name for admission in admissions for name in admission.classes})
         for name, tenant in self.tenants.items():
+            if tenant.level is not None and not admissions:
+                raise ValueError(
+                    f"tenants.{name}.level = {tenant.level}: levels order the queue of admission, which is "
+                    "off; set admission, such as admission: {}, or remove the level"
+                )
             if tenant.slo_class is not None and tenant.slo_class not in known:
                 raise ValueError(
                     f"tenants.{name}.slo_class: no model has the class {tenant.slo_class!r}; known: "

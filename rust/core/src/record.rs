@@ -1,4 +1,5 @@
 //! Decision records: why a request went where it went, later joined with the outcome.
+use crate::admission::LevelNote;
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredId, IndicatorSet};
 use crate::plan::{Failure, Usage};
@@ -183,6 +184,8 @@ pub struct DecisionRecord {
     pub priority: Option<Priority>,
     /// The request's agent program, if it belongs to one.
     pub program: Option<ProgramNote>,
+    /// The request's priority level, if requests have levels.
+    pub level: Option<Box<LevelNote>>,
     /// Instances that the request moved to while it ran: token position, slot and name.
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.
@@ -215,6 +218,7 @@ impl DecisionRecord {
             + self.request_id.as_ref().map_or(0, |r| r.len())
             + self.split_reason.as_ref().map_or(0, |r| r.len())
             + self.fetch_reason.as_ref().map_or(0, |r| r.len())
+            + self.level.as_ref().map_or(0, |_| size_of::<LevelNote>())
             + self.shadow.as_ref().map_or(0, |_| size_of::<Shadow>())
             + if self.declared.spilled() { self.declared.capacity() * size_of::<DeclaredId>() } else { 0 }
             + if self.next.spilled() { self.next.capacity() * size_of::<Next>() } else { 0 }

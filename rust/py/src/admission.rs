@@ -184,6 +184,15 @@ pub fn dict<'py>(py: Python<'py>, snapshot: &LoadSnapshot) -> PyResult<Bound<'py
     dict.set_item("refused", refused)?;
     let longest: Vec<(u64, usize)> = snapshot.waiting_by_tenant.iter().take(MAX_TENANTS).copied().collect();
     dict.set_item("waiting_by_tenant", longest)?;
+    let levels = snapshot.levels.iter().map(|each| {
+        let level = PyDict::new(py);
+        level.set_item("level", each.level)?;
+        level.set_item("aged_levels", each.aged_levels)?;
+        level.set_item("waiting", each.waiting)?;
+        level.set_item("oldest_seconds", each.oldest_seconds)?;
+        Ok(level)
+    });
+    dict.set_item("levels", levels.collect::<PyResult<Vec<_>>>()?)?;
     Ok(dict)
 }
 

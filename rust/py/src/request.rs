@@ -340,6 +340,7 @@ impl Request {
             instances: self.instances.as_ref(),
             arrival: None,
             ttft_slo_seconds: self.ttft_slo_seconds,
+            level: 0, // an argument of `Router.arrive`
             whole_answer: self.whole_answer,
             home: None,
             tenant: Tenant {

@@ -666,14 +666,20 @@ impl Router {
     /// if the router neither follows programs nor admits by load.
     ///
     /// A router that admits requests (`ProgramAdmission`, `set_admission`) routes only requests
-    /// with an arrival. Raises `BadValueError`.
-    #[pyo3(signature = (request, *, now=None))]
-    fn arrive(&self, py: Python<'_>, request: Bound<'_, PyAny>, now: Option<f64>) -> Result<Option<Arrival>> {
+    /// with an arrival. `level`: its priority level, -10 to 10. Raises `BadValueError`.
+    #[pyo3(signature = (request, *, now=None, level=0))]
+    fn arrive(
+        &self,
+        py: Python<'_>,
+        request: Bound<'_, PyAny>,
+        now: Option<f64>,
+        level: i8,
+    ) -> Result<Option<Arrival>> {
         let given = request::given(request, "Router.arrive")?;
         let arrived = self.with_request(py, given.get(), |request| {
             self.decide(py, request.chain.len(), |router| {
                 let now = self.clock.now(now, router)?;
-                let arrived = router.arrive(&request, now)?;
+                let arrived = router.arrive(&CoreRequest { level, ..request }, now)?;
                 Ok(arrived.map(|arrived| (arrived, router.matches_arrivals())))
             })
         })?;
@@ -718,12 +724,23 @@ impl Router {
     /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always
     ///   have room.
     /// - `max_waiting`, `max_waiting_per_tenant`: bounds of the queue.
+    /// - `aging_seconds`: wait after which a request's level rises by one; None: the levels of
+    ///   `arrive` do not count.
     /// - `tenants`: limits by tenant: `max_concurrent`, `max_waiting`.
     ///
     /// Raises `BadValueError`. Documentation: docs/how-to/overload.md.
     fn set_admission(&self, py: Python<'_>, settings: Option<Bound<'_, PyDict>>) -> Result<()> {
         let config = crate::admission::load_of(settings.as_ref())?;
         self.with_core(py, |router| Ok(router.set_admission(config)?))
+    }
+
+    /// Gives waiting requests their present levels, by the `id` of their arrival; others get 0. Call
+    /// it after a change of settings.
+    fn set_levels(&self, py: Python<'_>, levels: std::collections::HashMap<u64, i8>) -> Result<()> {
+        self.with_core(py, |router| {
+            router.set_levels(|id| levels.get(&id.number()).copied().unwrap_or(0));
+            Ok(())
+        })
     }
 
     /// Numbers of admission by load: waiting requests, predicted wait, and counters. None if it is

@@ -534,7 +534,11 @@ pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Boun
     dict.set_item("migrations", PyList::new(py, moves)?)?;
     dict.set_item("program", record.program.map(|note| note.program))?;
     dict.set_item("program_tokens", record.program.map(|note| note.context_tokens))?;
-    dict.set_item("held_seconds", record.program.map(|note| note.held_seconds))?;
+    let level = record.level.as_deref();
+    let held_of_program = record.program.map(|note| note.held_seconds);
+    dict.set_item("held_seconds", level.map(|note| note.held_seconds).or(held_of_program))?;
+    dict.set_item("level", level.map(|note| note.level))?;
+    dict.set_item("aged_levels", level.map(|note| note.aged_levels))?;
     dict.set_item("predicted_cached_tokens", record.predicted_hit_tokens)?;
     dict.set_item("predicted_tier_tokens", record.predicted_tier_tokens)?;
     let shadow = record.shadow.as_deref().map(|shadow| {

@@ -53,6 +53,7 @@ const THINKS: Request<'static> = Request {
     priority: None,
     arrival: None,
     ttft_slo_seconds: None,
+    level: 0,
     whole_answer: false,
     session_final: false,
     home: None,

@@ -18,6 +18,7 @@ import structlog
 from lmetric._core import Arrival, Request, Router
 from lmetric.config import AdmissionConfig, SloClass, TenantConfig
 from lmetric.options import ProgramAdmission, ProgramOption
+from lmetric.server.fleet.levels import Levels
 
 ROUND_SECONDS = 0.05  # time between two rounds while requests wait
 KEEP_ALIVE_SECONDS = 10.0  # time between two comments to a held stream, without settings of programs
@@ -31,6 +32,7 @@ class Waiting(NamedTuple):
 
     arrival: Arrival
     tenant: str
+    slo_class: str
     run: Callable[[float], None]  # argument: now
     refuse: Callable[[str, float], None]  # arguments: reason, seconds for Retry-After
 
@@ -55,6 +57,7 @@ class HeldRequests:
         self.refused: Counter[tuple[str, str]] = Counter()  # by tenant and reason
         self.longest_hold_seconds = 0.0
         self.classes: Mapping[str, SloClass] = {}
+        self.levels = Levels(None, {})
         # Time between two comments to the client of a held stream, s; 0: none.
         self.keep_alive_seconds = KEEP_ALIVE_SECONDS
         if isinstance(programs, ProgramAdmission):
@@ -66,12 +69,17 @@ class HeldRequests:
 
         Raises LmetricError.
         """
+        given = admission or AdmissionConfig()
+        levels = Levels(admission, tenants)
         settings = core_settings(admission, tenants)
+        if settings is not None and levels:
+            settings["aging_seconds"] = given.aging_seconds
         if settings != self._settings:
             self._router.set_admission(settings)
             self._settings = settings
-        given = admission or AdmissionConfig()
-        self.classes = given.classes
+        self.classes, self.levels = given.classes, levels
+        if self._waiting:
+            self._router.set_levels({number: self._level(each) for number, each in self._waiting.items()})
         self.poke()
 
     @property
@@ -79,9 +87,10 @@ class HeldRequests:
         """Whether requests must arrive before they are routed."""
         return self._settings is not None or isinstance(self._programs, ProgramAdmission)
 
-    def arrive(self, request: Request, now: float) -> Arrival | None:
+    def arrive(self, request: Request, level: int, now: float) -> Arrival | None:
         """Records the arrival of a request; None if every request runs."""
-        arrival = self._router.arrive(request, now=now)
+        arrive = self._router.arrive
+        arrival = arrive(request, now=now, level=level) if level else arrive(request, now=now)
         self.poke()  # its arrival may have let waiting requests run
         return arrival
 
@@ -144,6 +153,13 @@ class HeldRequests:
     def waiting(self) -> Counter[str]:
         """Returns the number of waiting requests by tenant; the empty name: without a tenant."""
         return Counter(each.tenant for each in self._waiting.values())
+
+    def waiting_by_level(self) -> Counter[int]:
+        """Returns the number of waiting requests by level; empty without levels."""
+        return Counter(map(self._level, self._waiting.values()) if self.levels else ())
+
+    def _level(self, waiting: Waiting) -> int:
+        return self.levels.of(waiting.tenant, waiting.slo_class)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Returns the numbers of admission by load; None if it is off."""

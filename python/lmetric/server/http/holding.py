@@ -76,7 +76,8 @@ class HeldRequest(WaitingRequest):
         every = model.held.keep_alive_seconds
         comments = call.stream and call.path.streams and client_request.gateway is None
         self._every = every if comments and every > 0 else math.inf
-        model.held.wait(Waiting(arrival, client_request.tenant, run=self._release, refuse=self._refuse))
+        tenant, slo_class = client_request.tenant, client_request.slo_class
+        model.held.wait(Waiting(arrival, tenant, slo_class, run=self._release, refuse=self._refuse))
 
     def _release(self, now: float) -> None:
         self._go_on(self._then, now)

@@ -39,12 +39,19 @@ def admission_metrics(fleet: Fleet) -> Iterator[Metric]:
         "Requests refused with 429, by reason: deadline, queue, budget, programs",
         labels=("model", "tenant", "reason"),
     )
+    of_level = GaugeMetricFamily(
+        "lmetric_level_waiting_requests",
+        "Requests that wait in the router, by priority level; absent without levels",
+        labels=("model", "level"),
+    )
     for model in fleet.models:
+        for level, count in model.held.waiting_by_level().items():
+            of_level.add_metric((model.name, str(level)), count)
         for tenant, count in model.held.waiting().items():
             waiting.add_metric((model.name, tenant), count)
         for (tenant, reason), count in model.held.refused.items():
             refused.add_metric((model.name, tenant, reason), count)
-    yield from (waiting, refused)
+    yield from (waiting, of_level, refused)
     told = [(model.name, found) for model in fleet.models if (found := model.held.snapshot()) is not None]
     for name, (text, key) in _COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("model",))

@@ -35,7 +35,7 @@ HASH_BYTES = 8
 # Entries of a decision record that a line copies under the same name.
 _COPIED = (
     *("policy", "shadow", "decode_instance", "held_seconds", "handoff_seconds", "fetched_tokens"),
-    *("predicted_cached_tokens", "outcome"),
+    *("predicted_cached_tokens", "outcome", "level", "aged_levels"),
 )
 
 

@@ -6,9 +6,9 @@
 //! requests wait here, in the router, and are bound to an instance as late as possible: an engine
 //! serves its own queue without fairness and without deadlines.
 //!
-//! Tenants take turns by virtual token counters ([`crate::priority::vtc`]): the next request is one
-//! of the tenant with the least service for its weight. Within a tenant, the earliest deadline goes
-//! first. A request whose deadline would pass while it waits is refused at its arrival, with a
+//! Higher priority levels go first ([`levels`]). Inside a level, tenants take turns by virtual token
+//! counters ([`crate::priority::vtc`]): the next request is one of the tenant with the least service
+//! for its weight. Within a tenant, the earliest deadline goes first. A request whose deadline would pass while it waits is refused at its arrival, with a
 //! prediction of the time at which it would be admitted.
 //!
 //! [`Admission`] is the only owner of arrivals. An arrival has these stages:
@@ -24,16 +24,20 @@
 //! | any | its request ends, or its client leaves | (removed) |
 //!
 //! Without admission by load, `Room` passes at once.
+mod levels;
 mod limits;
 mod queue;
 mod service;
 mod settings;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
+#[cfg(test)]
+mod tests_levels;
 mod verdict;
 
+pub use levels::{LEVELS, LevelNote, LevelSnapshot};
 pub use settings::{LoadConfig, TenantLimits};
-pub use verdict::{Asked, Counters, HeldFor, Level, LoadSnapshot, RefusedFor, Released, Room, Verdict};
+pub use verdict::{Asked, Counters, Fullness, HeldFor, LoadSnapshot, RefusedFor, Released, Room, Verdict};
 
 use crate::board::Board;
 use crate::error::CoreError;
@@ -45,11 +49,11 @@ use crate::program::{
 };
 use hashbrown::HashMap;
 use limits::{Limits, Shared};
-use queue::{Line, Place, Queue};
+use queue::{Key, Line, Place, Queue};
 use service::Service;
 use slotmap::SlotMap;
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::Arc;
 
 /// Share of the time to the deadline that a request may be expected to wait. The rest is for
@@ -85,10 +89,17 @@ struct Arrival {
     home: Option<InstanceId>,
     /// The slot that had room for it.
     slot: Option<usize>,
+    /// Levels by which its level had risen when it was its turn.
+    aged_levels: u8,
     stage: Stage,
 }
 
 impl Arrival {
+    /// Returns its line.
+    fn key(&self) -> Key {
+        Key { tenant: self.asked.tenant, level: self.asked.level }
+    }
+
     /// Returns whether its first token can no longer come in time. `room`: wait on an instance with
     /// room. A prompt that takes longer than the time to its deadline runs if its turn comes in the
     /// first half of this time.
@@ -101,12 +112,17 @@ impl Arrival {
 
 /// A request that may run, and the instance that has room for it; `None`: the router does not know.
 type Next = (ArrivalId, Option<usize>);
+/// Lines that may run a request: the rank of their level, their service, and their keys.
+type Turns = BinaryHeap<Reverse<(u8, u64, Key)>>;
 
 /// Admission by load.
 #[derive(Clone, Debug, Default)]
 struct Load {
     config: LoadConfig,
     limits: Limits,
+    /// For each level that has had requests, the requests of this and of higher levels on engines;
+    /// empty without levels.
+    limits_from: BTreeMap<i8, Limits>,
     queue: Queue,
     service: Service,
     shares: VirtualTokens,
@@ -220,6 +236,7 @@ impl Admission {
     /// `BadValue` for a setting out of its range.
     pub fn set_load(&mut self, config: Option<LoadConfig>, now: Seconds) -> Result<(), CoreError> {
         let config = config.map(LoadConfig::checked).transpose()?;
+        let had_levels = self.has_levels();
         match (&mut self.load, config) {
             (Some(load), Some(config)) => load.config = config,
             (load, Some(config)) => {
@@ -243,6 +260,8 @@ impl Admission {
                     Stage::Cache => {}
                 }
             }
+        } else if self.has_levels() != had_levels {
+            self.count_levels();
         }
         Ok(())
     }
@@ -299,6 +318,7 @@ impl Admission {
             program::Verdict::Run(home) => Some(home),
             program::Verdict::Free | program::Verdict::Held(_) => None,
         };
+        let asked = Asked { level: if self.has_levels() { asked.level } else { 0 }, ..asked };
         let default = self.load.as_ref().and_then(|load| load.config.ttft_seconds);
         let ttft = asked.ttft_seconds.or(default);
         let answer = self.load.as_ref().map_or(0.0, |load| load.service.answer_tokens());
@@ -311,6 +331,7 @@ impl Admission {
             since: now,
             home,
             slot: None,
+            aged_levels: 0,
             stage: Stage::Ready(None),
         };
         let id = self.arrivals.insert(arrival);
@@ -327,7 +348,7 @@ impl Admission {
 
     /// Lets an arriving request run, or wait for room, or refuses it.
     fn arrive_at_room(&mut self, id: ArrivalId, room: &mut Room, now: Seconds) -> Verdict {
-        let home = self.arrivals[id].home;
+        let (home, key) = (self.arrivals[id].home, self.arrivals[id].key());
         self.wait_for_room(id, now);
         self.round(room, now);
         let Some(Arrival { stage, asked, deadline, .. }) = self.arrivals.get(id).copied() else {
@@ -342,20 +363,30 @@ impl Admission {
         }
         let Some(load) = &mut self.load else { return Verdict::Free };
         let Asked { tenant, prefill_seconds, .. } = asked;
-        let expected_seconds = load.expected_seconds(tenant, room);
+        let expected_seconds = load.expected_seconds(key, room);
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
         let max_own = limits.max_waiting.unwrap_or(load.config.max_waiting_per_tenant);
-        let own = load.queue.line(tenant).map_or(0, |line| line.len());
+        let own = match load.config.aging_seconds {
+            None => load.queue.line(key).map_or(0, Line::len),
+            Some(_) => load.queue.len_of(tenant),
+        };
         let late = deadline.is_some_and(|deadline| {
             let left = deadline - now;
             expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * MIN_WAIT_SHARE)
         });
-        // A full line loses its last request: the one with the latest deadline.
+        // A full line loses its last request: the one with the latest deadline. A request of a lower
+        // level is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
-        let last = || load.queue.line(tenant).and_then(Line::last);
+        let last = || load.queue.line(key).and_then(Line::last);
+        let below = |own: bool| {
+            let aging = load.config.aging_seconds?;
+            let below = load.queue.last_below(key, own)?;
+            let Arrival { asked, since, .. } = &self.arrivals[below];
+            (now - since < aging * f64::from(key.level.abs_diff(asked.level))).then_some(below)
+        };
         let loses = match () {
-            () if own > max_own => last(),
-            () if full => load.queue.last_of_longest(tenant).or_else(last),
+            () if own > max_own => below(true).or_else(last),
+            () if full => below(false).or_else(|| load.queue.last_of_longest(key)).or_else(last),
             () => None,
         };
         let refused = match () {
@@ -401,8 +432,7 @@ impl Admission {
             *deadline += now - arrival.arrived; // the hold of its program does not count
         }
         arrival.since = now;
-        let tenant = (arrival.asked.tenant, arrival.asked.weight.max(1e-3));
-        arrival.stage = Stage::Room(load.queue.push(tenant, arrival.deadline, arrival.work, id));
+        arrival.stage = load.enqueue(arrival, id);
     }
 
     /// Returns the requests whose wait has ended. Call it about twice a second, after the end of
@@ -440,27 +470,30 @@ impl Admission {
     fn round(&mut self, room: &mut Room, now: Seconds) {
         self.refuse_late(room, now);
         self.count_ready(room);
-        let Some(load) = &self.load else { return };
-        // By their service: tenants that may run a request.
-        let lines = load.queue.lines().filter(|(tenant, _)| load.may_run(*tenant));
-        let mut turns: BinaryHeap<Reverse<(u64, u64)>> =
-            lines.map(|(tenant, _)| Reverse((load.shares.start(tenant), tenant))).collect();
-        while let Some(Reverse((_, tenant))) = turns.pop() {
+        let Some(load) = &mut self.load else { return };
+        load.note_stopped(now);
+        let mut ranks = load.ranks(now);
+        let mut turns = load.turns(&ranks);
+        while let Some(Reverse((_, _, key))) = turns.pop() {
             // Only programs name the instances of their requests.
-            if self.programs.is_none() && !self.has_room(Level::Kept, room) {
+            if self.programs.is_none() && !self.has_room(Fullness::Kept, room) {
                 break;
             }
-            let Some((id, slot)) = self.next_of(tenant, room) else { continue };
+            let Some((id, slot)) = self.next_of(key, room) else { continue };
+            self.arrivals[id].aged_levels = ranks.rise(key.level);
             self.let_run(id, slot, room, now);
-            if let Some(load) = &self.load
-                && load.queue.line(tenant).is_some()
-                && load.may_run(tenant)
-            {
-                turns.push(Reverse((load.shares.start(tenant), tenant)));
+            let Some(load) = &self.load else { return };
+            let new = load.ranks(now);
+            if new != ranks {
+                // A level has lost its oldest request, or the highest level has none left.
+                ranks = new;
+                turns = load.turns(&ranks);
+            } else if load.queue.line(key).is_some() && load.may_run(key.tenant) {
+                turns.push(load.turn(key, &ranks));
             }
         }
         if let Some(load) = &mut self.load {
-            let waits = load.queue.lines().any(|(tenant, _)| load.may_run(tenant));
+            let waits = load.queue.lines().any(|(key, _)| load.may_run(key.tenant));
             load.service.waits(waits, now);
         }
     }
@@ -474,18 +507,18 @@ impl Admission {
         }
     }
 
-    /// Returns whether an instance up to this level has room, or the router does not know any.
-    fn has_room(&self, most: Level, room: &Room) -> bool {
+    /// Returns whether an instance up to this fullness has room, or the router does not know any.
+    fn has_room(&self, most: Fullness, room: &Room) -> bool {
         let seconds = self.load.as_ref().map_or(f64::INFINITY, |load| load.config.room());
         seconds == f64::INFINITY || room.best(most).map_or(!room.is_served(), |(_, wait)| wait <= seconds)
     }
 
-    /// Returns the next request of a tenant with the instance that has room for it.
-    fn next_of(&self, tenant: u64, room: &Room) -> Option<Next> {
+    /// Returns the next request of a line with the instance that has room for it.
+    fn next_of(&self, key: Key, room: &Room) -> Option<Next> {
         let load = self.load.as_ref()?;
-        let line = load.queue.line(tenant)?;
-        let level = if load.limits.may_take_kept(tenant, line.weight()) { Level::Kept } else { Level::Free };
-        let (best, most) = (room.best(level), load.config.room());
+        let line = load.queue.line(key)?;
+        let fullness = if load.may_take_kept(key, line.weight()) { Fullness::Kept } else { Fullness::Free };
+        let (best, most) = (room.best(fullness), load.config.room());
         let served = room.is_served();
         line.iter().take(CANDIDATES).find_map(|id| {
             let home = self.arrivals[id].home.map(|home| home.index());
@@ -493,7 +526,7 @@ impl Admission {
             match (home, best) {
                 _ if most == f64::INFINITY => Some((id, None)),
                 (Some(home), _) => {
-                    let has_room = room.level(home) <= level && room.waits[home] <= most;
+                    let has_room = room.fullness(home) <= fullness && room.waits[home] <= most;
                     has_room.then_some((id, Some(home)))
                 }
                 (None, Some((slot, wait))) => (wait <= most).then_some((id, Some(slot))),
@@ -507,13 +540,15 @@ impl Admission {
         let (arrival, Some(load)) = (&mut self.arrivals[id], &mut self.load) else { return };
         let Asked { tenant, weight, new_tokens, prefill_seconds, .. } = arrival.asked;
         let Stage::Room(place) = arrival.stage else { return };
-        load.queue.remove(tenant, place, arrival.work);
+        let key = arrival.key();
+        load.queue.remove(key, place, arrival.work);
         if now > arrival.arrived || load.queue.len() > 0 {
             load.service.took(arrival.work);
         }
         let limited = load.config.tenants.get(&tenant).is_some_and(|own| own.max_concurrent.is_some());
         load.limits.begin(tenant, weight.max(1e-3), limited);
-        let share = load.shares.begin(tenant, new_tokens.max(1.0) as u32, weight.max(1e-3));
+        load.begin_level(key, weight);
+        let share = load.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         arrival.slot = slot;
         if let Some(slot) = slot {
@@ -534,19 +569,19 @@ impl Admission {
         let first = load.queue.lines().filter_map(|(_, line)| line.iter().next());
         let mut found: Vec<ArrivalId> = first.filter(|id| self.arrivals[*id].is_late(most, now)).collect();
         while let Some(id) = found.pop() {
-            let tenant = self.arrivals[id].asked.tenant;
+            let key = self.arrivals[id].key();
             self.refuse_waiting(id, RefusedFor::Deadline, room, now);
-            let next = self.load.as_ref().and_then(|load| load.queue.line(tenant)?.iter().next());
+            let next = self.load.as_ref().and_then(|load| load.queue.line(key)?.iter().next());
             found.extend(next.filter(|id| self.arrivals[*id].is_late(most, now)));
         }
     }
 
     /// Refuses a waiting request.
     fn refuse_waiting(&mut self, id: ArrivalId, by: RefusedFor, room: &Room, now: Seconds) {
-        let tenant = self.arrivals[id].asked.tenant;
+        let key = self.arrivals[id].key();
         if let Some(load) = &mut self.load
             && let Verdict::Refused { retry_after_seconds, .. } =
-                load.refuse(by, load.expected_seconds(tenant, room))
+                load.refuse(by, load.expected_seconds(key, room))
         {
             self.released.refused.push((id, by, retry_after_seconds));
         }
@@ -598,6 +633,7 @@ impl Admission {
             (&mut self.load, arrival.stage)
         {
             load.limits.end(arrival.asked.tenant);
+            load.end_level(arrival.key());
             load.shares.charge(share, made);
             load.shares.end(share);
             if made > 0 {
@@ -620,7 +656,7 @@ impl Admission {
     fn leave_queue(&mut self, id: ArrivalId) {
         let Some(arrival) = self.arrivals.get_mut(id) else { return };
         match (arrival.stage, &mut self.load) {
-            (Stage::Room(place), Some(load)) => load.queue.remove(arrival.asked.tenant, place, arrival.work),
+            (Stage::Room(place), Some(load)) => load.queue.remove(arrival.key(), place, arrival.work),
             (Stage::Cache, _) => {
                 arrival.turn.and_then(|turn| self.by_turn.remove(&turn));
             }
@@ -630,17 +666,20 @@ impl Admission {
     }
 
     /// Returns the numbers of admission by load, if it is on.
-    pub fn snapshot(&self, room: &Room) -> Option<LoadSnapshot> {
+    pub fn snapshot(&self, room: &Room, now: Seconds) -> Option<LoadSnapshot> {
         let load = self.load.as_ref()?;
-        let mut waiting: Vec<_> = load.queue.lines().map(|(tenant, line)| (tenant, line.len())).collect();
+        let mut waiting: HashMap<u64, usize> = HashMap::new();
+        load.queue.lines().for_each(|(key, line)| *waiting.entry(key.tenant).or_default() += line.len());
+        let mut waiting: Vec<_> = waiting.into_iter().collect();
         waiting.sort_by_key(|(tenant, waiting)| (Reverse(*waiting), *tenant));
-        let longest = waiting.first().map_or(0.0, |(tenant, _)| load.expected_seconds(*tenant, room));
+        let longest = load.queue.lines().max_by_key(|(key, line)| (line.len(), Reverse(*key)));
         Some(LoadSnapshot {
             counters: load.counters,
             waiting: load.queue.len(),
             waiting_by_tenant: waiting,
+            levels: load.levels(now),
             work_per_second: load.service.rate(room.prior_rate),
-            expected_seconds: longest,
+            expected_seconds: longest.map_or(0.0, |(key, _)| load.expected_seconds(key, room)),
         })
     }
 }
@@ -648,8 +687,7 @@ impl Admission {
 impl Load {
     /// Returns whether a tenant's limit allows a further request on engines.
     fn may_run(&self, tenant: u64) -> bool {
-        let most = self.config.tenants.get(&tenant).and_then(|limits| limits.max_concurrent);
-        most.is_none_or(|most| self.limits.running_everywhere(tenant) < most)
+        self.config.may_run(tenant, &self.limits)
     }
 
     /// Counts a refusal. `seconds`: predicted time until the request would be admitted.
@@ -659,12 +697,12 @@ impl Load {
         Verdict::Refused { by, retry_after_seconds: seconds.clamp(1.0, 3600.0) }
     }
 
-    /// Returns the predicted seconds until all waiting requests of a tenant run.
-    fn expected_seconds(&self, tenant: u64, room: &Room) -> Seconds {
+    /// Returns the predicted seconds until all waiting requests of a line run.
+    fn expected_seconds(&self, key: Key, room: &Room) -> Seconds {
         // How long an instance stays full is unknown; the rate of service includes it.
-        let best = room.best(Level::Free);
+        let best = room.best(Fullness::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
         until_room
-            + self.queue.work_before(tenant, |other| self.may_run(other)) / self.service.rate(room.prior_rate)
+            + self.queue.work_before(key, |other| self.may_run(other)) / self.service.rate(room.prior_rate)
     }
 }

@@ -1,4 +1,5 @@
 //! Settings of admission by load.
+use super::limits::Limits;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::HashMap;
@@ -26,6 +27,8 @@ pub struct LoadConfig {
     pub max_waiting: usize,
     /// Maximum number of waiting requests of a tenant, unless its limits say otherwise.
     pub max_waiting_per_tenant: usize,
+    /// Wait of a request after which its level rises by one; `None`: requests have no levels.
+    pub aging_seconds: Option<Seconds>,
     /// Limits by the hash of the tenant's name.
     #[serde(skip)]
     pub tenants: HashMap<u64, TenantLimits>,
@@ -39,6 +42,7 @@ impl Default for LoadConfig {
             room_seconds: None,
             max_waiting: 4096,
             max_waiting_per_tenant: 1024,
+            aging_seconds: None,
             tenants: HashMap::new(),
         }
     }
@@ -60,6 +64,7 @@ impl LoadConfig {
     pub fn checked(self) -> Result<LoadConfig, CoreError> {
         positive("ttft_seconds", self.ttft_seconds)?;
         positive("tpot_seconds", self.tpot_seconds)?;
+        positive("aging_seconds", self.aging_seconds)?;
         if let Some(room) = self.room_seconds
             && (room.is_nan() || room < 0.0)
         {
@@ -71,6 +76,12 @@ impl LoadConfig {
             }
         }
         Ok(self)
+    }
+
+    /// Returns whether a tenant's limit allows a further request on engines.
+    pub(super) fn may_run(&self, tenant: u64, limits: &Limits) -> bool {
+        let most = self.tenants.get(&tenant).and_then(|own| own.max_concurrent);
+        most.is_none_or(|most| limits.running_everywhere(tenant) < most)
     }
 
     /// Returns the wait on an instance up to which it has room.

@@ -3,43 +3,48 @@ use crate::program::tests::Returning;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-const RATE: f64 = 1000.0;
+pub(super) const RATE: f64 = 1000.0;
 
-fn config() -> LoadConfig {
+pub(super) fn config() -> LoadConfig {
     LoadConfig { room_seconds: Some(0.1), ..LoadConfig::default() }
 }
 
-fn limited(tenant: u64, limits: TenantLimits) -> LoadConfig {
+pub(super) fn limited(tenant: u64, limits: TenantLimits) -> LoadConfig {
     LoadConfig { tenants: [(tenant, limits)].into_iter().collect(), ..config() }
 }
 
-fn admission(config: LoadConfig) -> Admission {
+pub(super) fn admission(config: LoadConfig) -> Admission {
     let mut admission = Admission::default();
     admission.set_load(Some(config), 0.0).unwrap();
     admission
 }
 
 /// One instance with this wait.
-fn room(wait: f64) -> Room {
+pub(super) fn room(wait: f64) -> Room {
     Room { waits: vec![wait], used: vec![(0.0, 0.0)], prior_rate: RATE }
 }
 
 /// A prompt of 1,000 tokens, which takes a second.
-fn asked(tenant: u64) -> Asked {
-    Asked { tenant, weight: 1.0, new_tokens: 1000.0, prefill_seconds: 1.0, ttft_seconds: None }
+pub(super) fn asked(tenant: u64) -> Asked {
+    Asked { tenant, weight: 1.0, new_tokens: 1000.0, prefill_seconds: 1.0, ttft_seconds: None, level: 0 }
 }
 
-fn arrive(admission: &mut Admission, asked: Asked, wait: f64, now: f64) -> (Option<ArrivalId>, Verdict) {
+pub(super) fn arrive(
+    admission: &mut Admission,
+    asked: Asked,
+    wait: f64,
+    now: f64,
+) -> (Option<ArrivalId>, Verdict) {
     admission.arrive(&program::Arrival::default(), asked, &mut room(wait), now)
 }
 
-fn held(admission: &mut Admission, tenant: u64, now: f64) -> ArrivalId {
+pub(super) fn held(admission: &mut Admission, tenant: u64, now: f64) -> ArrivalId {
     let (id, verdict) = arrive(admission, asked(tenant), 1.0, now);
     assert!(matches!(verdict, Verdict::Held { by: HeldFor::Room, .. }), "{verdict:?}");
     id.unwrap()
 }
 
-fn refused(verdict: Verdict) -> (RefusedFor, f64) {
+pub(super) fn refused(verdict: Verdict) -> (RefusedFor, f64) {
     match verdict {
         Verdict::Refused { by, retry_after_seconds } => (by, retry_after_seconds),
         other => panic!("{other:?}"),
@@ -129,7 +134,7 @@ fn requests_that_never_wait_teach_no_rate() {
     for number in 0..1000 {
         assert_eq!(arrive(&mut admission, asked(1), 0.0, f64::from(number)).1, Verdict::Free);
     }
-    assert_eq!(admission.snapshot(&room(0.0)).unwrap().work_per_second, RATE);
+    assert_eq!(admission.snapshot(&room(0.0), 0.0).unwrap().work_per_second, RATE);
 }
 
 #[test]
@@ -140,7 +145,7 @@ fn a_tenant_at_its_limit_is_no_overload() {
         arrive(&mut admission, asked(1), 0.0, 0.0);
     }
     admission.release(&mut room(0.0), 100.0);
-    assert_eq!(admission.snapshot(&room(0.0)).unwrap().work_per_second, RATE);
+    assert_eq!(admission.snapshot(&room(0.0), 0.0).unwrap().work_per_second, RATE);
     let (_, verdict) = arrive(&mut admission, asked(2), 0.2, 100.0);
     let Verdict::Held { expected_seconds, .. } = verdict else { panic!("{verdict:?}") };
     assert!(expected_seconds < 1.2, "{expected_seconds}");
@@ -401,7 +406,7 @@ proptest! {
             }
             let on_engines = ready.iter().chain(&running).filter(|id| of_tenant[*id] == 1).count();
             prop_assert!(on_engines <= 2);
-            prop_assert!(admission.snapshot(&room(0.0)).unwrap().waiting <= 10);
+            prop_assert!(admission.snapshot(&room(0.0), 0.0).unwrap().waiting <= 10);
         }
         ended += collect(admission.release(&mut room(1.0), now), &mut waiting, &mut ready);
         for id in waiting.into_iter().chain(ready) {

@@ -1,4 +1,5 @@
 //! Input and output of admission: arriving requests, room on instances, and decisions.
+use super::levels::LevelSnapshot;
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::program::Hold;
 
@@ -82,6 +83,8 @@ pub struct Asked {
     pub prefill_seconds: Seconds,
     /// Deadline of the first token after the arrival; `None`: that of the settings.
     pub ttft_seconds: Option<Seconds>,
+    /// Priority level; higher goes first. Without levels in the settings, it does not count.
+    pub level: i8,
 }
 
 /// State of the instances for a round of admission.
@@ -102,7 +105,7 @@ const KEPT: f64 = 0.1;
 
 /// How full an instance is, apart from the wait for its prefills.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
+pub enum Fullness {
     /// It has room.
     #[default]
     Free,
@@ -113,19 +116,19 @@ pub enum Level {
 }
 
 impl Room {
-    /// Returns the instance with the shortest wait among those up to this level.
-    pub(super) fn best(&self, most: Level) -> Option<(usize, Seconds)> {
+    /// Returns the instance with the shortest wait among those up to this fullness.
+    pub(super) fn best(&self, most: Fullness) -> Option<(usize, Seconds)> {
         let waits = self.waits.iter().copied().enumerate();
-        let open = waits.filter(|(slot, wait)| *wait < f64::INFINITY && self.level(*slot) <= most);
+        let open = waits.filter(|(slot, wait)| *wait < f64::INFINITY && self.fullness(*slot) <= most);
         open.min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     /// Returns how full an instance is.
-    pub(super) fn level(&self, slot: usize) -> Level {
+    pub(super) fn fullness(&self, slot: usize) -> Fullness {
         match self.used[slot].0 {
-            used if used >= 1.0 => Level::Full,
-            used if used >= 1.0 - KEPT => Level::Kept,
-            _ => Level::Free,
+            used if used >= 1.0 => Fullness::Full,
+            used if used >= 1.0 - KEPT => Fullness::Kept,
+            _ => Fullness::Free,
         }
     }
 
@@ -140,7 +143,7 @@ impl Room {
     /// Returns whether an instance takes a further request of a tenant with its share or more, at
     /// most after `seconds`.
     pub(crate) fn is_open(&self, slot: usize, seconds: Seconds) -> bool {
-        self.waits[slot] <= seconds && self.level(slot) < Level::Full
+        self.waits[slot] <= seconds && self.fullness(slot) < Fullness::Full
     }
 
     /// Returns whether any instance takes requests.
@@ -173,6 +176,8 @@ pub struct LoadSnapshot {
     pub waiting: usize,
     /// Waiting requests by the hash of the tenant's name; the longest lines first.
     pub waiting_by_tenant: Vec<(u64, usize)>,
+    /// Levels with waiting requests, the highest first; empty without levels.
+    pub levels: Vec<LevelSnapshot>,
     /// Rate of service in tokens of work per second.
     pub work_per_second: f64,
     /// Predicted wait of a request behind all waiting ones.

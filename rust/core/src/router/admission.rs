@@ -93,11 +93,18 @@ impl Router {
         self.listeners.admission.set_load(config, self.latest)
     }
 
+    /// Gives waiting requests their present levels; those without one get level 0. A change of
+    /// settings calls it.
+    pub fn set_levels(&mut self, level_of: impl Fn(ArrivalId) -> i8) {
+        self.listeners.admission.set_levels(level_of);
+    }
+
     /// Returns the numbers of admission by load, if it is on.
     pub fn admission(&self, now: Seconds) -> Option<LoadSnapshot> {
         let admission: &Admission = &self.listeners.admission;
         admission.load_config()?;
-        admission.snapshot(&arrivals::room(admission, &self.state, self.latest.max(now)))
+        let now = self.latest.max(now);
+        admission.snapshot(&arrivals::room(admission, &self.state, now), now)
     }
 
     /// Returns the agent programs, if they are followed.

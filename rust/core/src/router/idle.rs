@@ -28,6 +28,7 @@ const REQUEST: Request<'static> = Request {
     instances: None,
     arrival: None,
     ttft_slo_seconds: None,
+    level: 0,
     whole_answer: false,
     session_final: false,
     home: None,

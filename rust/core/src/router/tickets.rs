@@ -156,6 +156,7 @@ impl TicketState {
             fetch_reason: (!self.may_fetch).then_some("no prefix must be fetched for it"),
             arrival: self.arrival,
             ttft_slo_seconds: None, // it has been admitted
+            level: 0,
             whole_answer: self.whole_answer,
             session_final: false, // its arrival says it
             home: None,

@@ -1,7 +1,7 @@
 //! Admission and agent programs as a listener ([`crate::admission`]): a request is admitted before
 //! its decision, completed for it, and followed from its placement to its end.
 use super::listener::{Before, Ended, Listener, Placement};
-use crate::admission::{Admission, Asked, Released, Room, Verdict};
+use crate::admission::{Admission, Asked, LEVELS, Released, Room, Verdict};
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, InstanceId, Seconds};
@@ -28,6 +28,7 @@ impl Listener for Admission {
         let Placement { state, request, first, hit_tokens, now, .. } = *placement;
         let Some(id) = request.arrival else { return };
         record.program = self.note(id, now);
+        record.level = self.level_note(id, now).map(Box::new);
         let work = || {
             let new_tokens = f64::from(request.prompt_tokens) - hit_tokens;
             let seconds = state.computing_seconds(first.index(), hit_tokens, new_tokens, &mut None);
@@ -64,6 +65,13 @@ pub fn arrive(
     request: &Request<'_>,
 ) -> Result<(Option<ArrivalId>, Verdict), CoreError> {
     request.check()?;
+    if !LEVELS.contains(&request.level) {
+        return Err(CoreError::BadValue {
+            what: "level".into(),
+            got: request.level.to_string(),
+            expected: format!("{} to {}", LEVELS.start(), LEVELS.end()),
+        });
+    }
     let Before { state, context, calls, now } = before;
     let now = *now;
     if let Some(programs) = admission.followed_mut() {
@@ -79,6 +87,7 @@ pub fn arrive(
         new_tokens: prompt,
         prefill_seconds: 0.0,
         ttft_seconds: request.ttft_slo_seconds,
+        level: request.level,
     };
     let mut room = Room::default();
     if admission.load_config().is_some() {
