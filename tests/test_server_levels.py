@@ -28,7 +28,7 @@ def record_of(w: Any, headers: Any) -> Any:
 
 
 async def test_a_higher_level_goes_first() -> None:
-    """Six seconds of work of a low tenant wait, with a higher share. Then a high tenant sends three."""
+    """Six seconds of work of a low tenant with a high share wait. Then a high tenant sends some."""
     tenants = {"low": {"level": -1, "weight": 100}, "high": {"level": 2}}
     async with emulated(admission=ADMISSION, tenants=tenants) as w:
         await learned(w)
@@ -36,17 +36,15 @@ async def test_a_higher_level_goes_first() -> None:
         await w.until(lambda: waiting(w) > 12)
         before = sum(task.done() for task in flood)
         first = [asyncio.create_task(stream(w, long(100 + number), "high")) for number in range(6)]
-        await w.until(lambda: waiting(w) > 16)
+        await w.until(lambda: model(w).held.waiting_by_level()[2] > 3)
         async with w.client.get(f"{w.url}/debug/admission") as page:
             high, low = (await page.json())["emulated"]["levels"]
         assert (high["level"], low["level"], low["aged_levels"]) == (2, -1, 0)
-        assert low["oldest_seconds"] > 0
+        assert low["oldest_seconds"] > high["oldest_seconds"]
         async with w.client.get(f"{w.url}/metrics") as page:
             text = await page.text()
-        for each in (high, low):
-            name = f'lmetric_level_waiting_requests{{level="{each["level"]}",model="emulated"}}'
-            assert f"{name} {float(each['waiting'])}" in text
-        assert high["waiting"] + low["waiting"] == waiting(w)
+        for level in (2, -1):
+            assert f'lmetric_level_waiting_requests{{level="{level}",model="emulated"}} ' in text
         results = await asyncio.gather(*first)
         # Two requests were on the engine, and two may have been let in at the same time.
         assert sum(task.done() for task in flood) - before <= 4
@@ -115,23 +113,24 @@ async def test_a_reload_changes_the_levels_of_waiting_requests(tmp_path: Path) -
     engine = FakeEngine(behave=gate)
     config: dict[str, Any] = {"admission": {"max_waiting": 9}, "tenants": {"a": {}, "b": {}}}
     async with reloaded(tmp_path, engine, profile="independent-sim", **config) as r:
-        prompt = long(1)["prompt"]
-        tasks = [post(r.w, "a", prompt=prompt, stream=True)]
+        prompts = {name: long(number)["prompt"] for number, name in enumerate("ab")}
+        tasks = [post(r.w, "a", prompt=prompts["a"], stream=True)]
         await engine.asked(1)
-        for name in "aabb":
-            tasks.append(post(r.w, name, prompt=prompt, stream=True))
+        for name in "bbaa":
+            tasks.append(post(r.w, name, prompt=prompts[name], stream=True))
             await r.w.until(lambda: waiting(r.w) == len(tasks) - 1)
         assert model(r.w).held.waiting_by_level() == {}
         await r.change(tenants={"a": {"level": -3}, "b": {"level": 3}})
         assert model(r.w).held.waiting_by_level() == {-3: 2, 3: 2}
+        assert [each["level"] for each in model(r.w).held.snapshot()["levels"]] == [3, -3]
         await r.change(tenants={"a": {"level": 4}, "b": {"level": 3}})
-        assert waiting(r.w) == 4
         gate.open.set()
         results = [await task for task in tasks]
         assert {status for status, _, _ in results} == {200}
-        order = [request.headers["x-tenant"] for request in engine.requests]
-        assert order == list("aaabb")
-        assert [record_of(r.w, headers)["level"] for _, headers, _ in results[1:]] == [4, 4, 3, 3]
+        order = ["a" if request.json["prompt"] == prompts["a"] else "b" for request in engine.requests]
+        # The engine may have had room for one before the last reload.
+        assert "".join(order) in ("aaabb", "abaab")
+        assert [record_of(r.w, headers)["level"] for _, headers, _ in results[1:]] == [3, 3, 4, 4]
         await r.change(tenants={"a": {}, "b": {}})
         _, headers, _ = await post(r.w, "a")
         assert record_of(r.w, headers)["level"] is None

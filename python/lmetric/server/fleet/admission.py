@@ -87,10 +87,12 @@ class HeldRequests:
         """Whether requests must arrive before they are routed."""
         return self._settings is not None or isinstance(self._programs, ProgramAdmission)
 
-    def arrive(self, request: Request, level: int, now: float) -> Arrival | None:
+    def arrive(self, request: Request, tenant: str, slo_class: str, *, now: float) -> Arrival | None:
         """Records the arrival of a request; None if every request runs."""
-        arrive = self._router.arrive
-        arrival = arrive(request, now=now, level=level) if level else arrive(request, now=now)
+        if self.levels:
+            arrival = self._router.arrive(request, now=now, level=self.levels.of(tenant, slo_class))
+        else:
+            arrival = self._router.arrive(request, now=now)
         self.poke()  # its arrival may have let waiting requests run
         return arrival
 

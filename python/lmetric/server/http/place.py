@@ -121,8 +121,8 @@ class Placement:
             hedge_seconds = slo.hedge_after_seconds
         if hedge_seconds is not None:
             intent.hedge = _hedge(intent, hedge_seconds)
-        level = held.levels.of(client_request.tenant, client_request.slo_class) if held.levels else 0
-        if held.admits and (arrival := held.arrive(asked, level, now)) is not None:
+        tenant, slo_class = client_request.tenant, client_request.slo_class
+        if held.admits and (arrival := held.arrive(asked, tenant, slo_class, now=now)) is not None:
             intent.arrival = arrival
             if arrival.verdict == "refused":
                 reason = arrival.reason or ""

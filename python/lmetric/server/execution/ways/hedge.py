@@ -113,7 +113,10 @@ def _place(p: Progress, hedge: Hedge) -> Engine | None:
         hedging.unsent["held"] += 1  # its queue might refuse a client's request
         return None
     again = _again(hedge.request)
-    arrival = model.held.arrive(again, p.now) if model.held.admits else None
+    arrival = None
+    if model.held.admits:
+        tenant, slo_class = p.client_request.tenant, p.client_request.slo_class
+        arrival = model.held.arrive(again, tenant, slo_class, now=p.now)
     if arrival is not None and arrival.verdict not in ("free", "run"):
         arrival.drop()
         hedging.unsent["held"] += 1

@@ -37,7 +37,16 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 _WITHOUT_ENGINES = frozenset(
     (
         *("id", "model", "alias", "fallback_from", "fallback_reason", "request_id", "trace_id"),
-        *("at_seconds", "held_seconds", "level", "aged_levels", "priority", "program", "program_tokens", "prompt_tokens"),
+        *(
+            "at_seconds",
+            "held_seconds",
+            "level",
+            "aged_levels",
+            "priority",
+            "program",
+            "program_tokens",
+            "prompt_tokens",
+        ),
         *("predicted_cached_tokens", "predicted_tier_tokens", "cached_tokens", "output_tokens"),
         *("ttft_seconds", "e2e_seconds", "outcome"),
     )
