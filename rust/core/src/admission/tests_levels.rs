@@ -217,8 +217,8 @@ fn in_effect(waiting: &[Model], level: i8, now: Seconds) -> i8 {
 }
 
 proptest! {
-    /// A request waits at most `AGING` for each level above its own. From then on, at most as many
-    /// requests run first as without levels: of each tenant and level, as many as are before it in
+    /// A request waits at most `AGING` for each level above its own. Then at most as many requests
+    /// run first as without levels. Of each tenant and level, these are as many as are before it in
     /// its own line, and one more.
     #[test]
     fn no_request_starves(steps in steps(0..=TOP)) {
