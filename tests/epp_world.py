@@ -35,6 +35,8 @@ from waiting import until
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "envoy"
 PROMPT = {"model": "tiny", "prompt": "once upon a time"}
+# The test's gateways set the fields with a tenant.
+TRUSTED = {"trusted_proxies": ["127.0.0.1"]}
 # An engine's whole answer.
 WHOLE = orjson.dumps(
     {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "usage": usage(12, 7, 4)}

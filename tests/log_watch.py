@@ -11,8 +11,8 @@ import structlog
 
 from lmetric.config import Log
 from lmetric.server.api import request as client_request
+from lmetric.server.api.caller import Caller
 from lmetric.server.api.identity import Identity
-from lmetric.server.api.keys import Caller
 from lmetric.server.observe.logs import processors
 
 # The default key and prompt of the tests' clients.
@@ -81,10 +81,12 @@ def watched_log() -> Iterator[Secrets]:
             secrets.add(request)
         return request
 
-    def identified(identity: Identity, authorization: str | None, *api_keys: str | None) -> Caller:
+    def identified(
+        identity: Identity, authorization: str | None, *api_keys: str | None, client: Any = None
+    ) -> Caller:
         for key in api_keys or (None,):
             secrets.add_key(authorization, key)
-        return identify(identity, authorization, *api_keys)
+        return identify(identity, authorization, *api_keys, client=client)
 
     handler = logging.StreamHandler(secrets.log)
     before = structlog.get_config()

@@ -16,6 +16,7 @@ import pytest
 from epp_world import (
     DESTINATION,
     PROMPT,
+    TRUSTED,
     WHOLE,
     answer_body,
     answer_head,
@@ -168,7 +169,8 @@ async def test_a_body_that_does_not_end_is_408() -> None:
 
 async def test_overload_is_429_with_a_time() -> None:
     admission = {"room_seconds": 0.001, "max_waiting": 1}
-    async with picking(admission=admission, tenants={"t": {"max_concurrent": 1, "max_waiting": 0}}) as world:
+    tenants = {"t": {"max_concurrent": 1, "max_waiting": 0}}
+    async with picking(admission=admission, tenants=tenants, forwarded=TRUSTED) as world:
         async with exchange(world.target) as first, exchange(world.target) as second:
             await first.ask(head=request_head(x_gateway_inference_fairness_id="t"))
             head = request_head(x_tenant="t")
@@ -180,7 +182,7 @@ async def test_overload_is_429_with_a_time() -> None:
 
 
 async def test_a_held_request_is_picked_later() -> None:
-    async with picking(tenants={"t": {"max_concurrent": 1}}) as world:
+    async with picking(tenants={"t": {"max_concurrent": 1}}, forwarded=TRUSTED) as world:
         async with exchange(world.target) as first, exchange(world.target) as second:
             await first.ask(head=request_head(x_tenant="t"))
             body = orjson.dumps({**PROMPT, "stream": True})
@@ -236,7 +238,7 @@ async def test_an_objective_is_a_priority_and_a_class() -> None:
 
 
 async def test_a_sheddable_request_does_not_wait() -> None:
-    async with picking(tenants={"t": {"max_concurrent": 1}}) as world:
+    async with picking(tenants={"t": {"max_concurrent": 1}}, forwarded=TRUSTED) as world:
         world.server.fleet.objectives["batch"] = -1
         async with exchange(world.target) as first, exchange(world.target) as second:
             await first.ask(head=request_head(x_tenant="t"))
@@ -422,7 +424,7 @@ async def test_errors_of_engines_pass_and_count() -> None:
 
 async def test_a_stop_refuses_what_waits_and_ends_what_runs() -> None:
     async with (
-        picking(tenants={"t": {"max_concurrent": 1}}) as world,
+        picking(tenants={"t": {"max_concurrent": 1}}, forwarded=TRUSTED) as world,
         exchange(world.target) as first,
         exchange(world.target) as second,
     ):

@@ -11,7 +11,7 @@ import yaml
 from structlog.testing import capture_logs
 
 from discovery_world import ApiServer, following, pod
-from epp_world import PROMPT, exchange, picking, request_body, request_head
+from epp_world import PROMPT, TRUSTED, exchange, picking, request_body, request_head
 from lmetric.config import DiscoverySource
 from lmetric.server.discovery import follow, inference_pool, kubernetes
 from lmetric.server.discovery.inference_pool import PoolEngines
@@ -147,7 +147,7 @@ async def test_a_picker_serves_an_inference_pool(tmp_path: Path) -> None:
         api.put(pod("a", "http://127.0.0.1:1"))
         tenants = {"t": {"max_concurrent": 1}}
         async with (
-            picking(0, discovery=[section(api, tmp_path)], tenants=tenants) as world,
+            picking(0, discovery=[section(api, tmp_path)], tenants=tenants, forwarded=TRUSTED) as world,
             exchange(world.target) as first,
             exchange(world.target) as second,
         ):

@@ -271,6 +271,8 @@ def why(record: dict[str, Any]) -> RenderableType:
         Text(f"Request {record.get('request_id') or record['id']}: {record['outcome']}", style="bold"),
         Text(reason),
     ]
+    if (credential := record.get("credential")) is not None:
+        parts.append(Text(f"Sent with {credential}", style="dim"))
     if record["timeline"]:
         parts.append(_timeline(record["timeline"]))
     if record.get("best"):

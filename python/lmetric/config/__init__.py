@@ -13,6 +13,7 @@ from lmetric.config.files import (
     read_yaml_mapping,
     reading,
 )
+from lmetric.config.identity import JwtIssuer
 from lmetric.config.kinds import (
     UNIX,
     EngineUrl,
@@ -86,6 +87,7 @@ __all__ = [
     "Forwarded",
     "Health",
     "HedgingConfig",
+    "JwtIssuer",
     "KubernetesSource",
     "KvEvents",
     "KvEventsSetting",

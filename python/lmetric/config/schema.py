@@ -19,6 +19,7 @@ from pydantic import (
 
 from lmetric.config.budgets import BudgetConfig, distinct
 from lmetric.config.epp import EppConfig
+from lmetric.config.identity import JwtIssuer
 from lmetric.config.kinds import (
     MOST_WORKERS,
     OFF_IS_A_WORD,
@@ -1061,12 +1062,18 @@ class Cors(Strict):
 
 
 class Auth(Strict):
-    """API keys."""
+    """Credentials of clients: API keys, and JSON Web Tokens of issuers."""
 
     keys_file: Path | None = Field(
         None,
         description="YAML file that maps keys, or sha256:HEX of keys, to tenants; null: no keys",
         json_schema_extra={"when": "clients need keys"},
+    )
+    jwt: list[JwtIssuer] = Field(
+        default_factory=list,
+        max_length=16,
+        description="issuers of JSON Web Tokens that clients send as bearer tokens, beside API keys",
+        json_schema_extra={"when": "clients have tokens of an identity provider"},
     )
     salt_secret: Token | None = Field(
         None,
@@ -1082,6 +1089,18 @@ class Auth(Strict):
     def _one_secret(self) -> Self:
         _only_one(self, "salt_secret", "salt_secret_file")
         return self
+
+    @model_validator(mode="after")
+    def _different_issuers(self) -> Self:
+        names = [each.issuer for each in self.jwt]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"jwt: two entries have the issuer {twice!r}; remove one")
+        return self
+
+    @property
+    def identifies(self) -> bool:
+        """Whether clients need a credential, which names their tenant."""
+        return self.keys_file is not None or bool(self.jwt)
 
 
 class Admin(Strict):
@@ -1568,7 +1587,7 @@ class ServerConfig(PoolSettings):
 
     def _check_credentials(self) -> None:
         auth, admin, replicas = self.auth, self.admin, self.replicas
-        keys = auth.keys_file is not None
+        keys = auth.identifies
         if admin.enabled and not admin.has_token and (keys or not self._is_local):
             where = f"the router listens on {self.host!r}, not on loopback"
             if self.forwarded.trusted_proxies:
@@ -1636,7 +1655,7 @@ class ServerConfig(PoolSettings):
     @property
     def debug_is_open(self) -> bool:
         """Whether /debug, and /admin if it is enabled, need no credential."""
-        return not self.admin.has_token and self.auth.keys_file is None and self._is_local
+        return not self.admin.has_token and not self.auth.identifies and self._is_local
 
     @property
     def _is_local(self) -> bool:

@@ -185,6 +185,7 @@ class Server:
         self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
         self.metrics.further.append(LogWriter.metrics)
+        self.metrics.further.append(lambda: front.admission.identity.metrics())
         if config.records.path is not None:
             secret = self.worker.secret if self.worker is not None else None
             self.recorder = Recorder(config.records, self.fleet, secret)
@@ -195,10 +196,12 @@ class Server:
             replicas=self._replicas,
             discovery=self._discovery,
             certificates=self._certificates,
+            identity=lambda: front.admission.identity,
             recorder=self.recorder,
             live=front.live,
             lateness=self.metrics.lateness,
         )
+        identity.start()
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port
@@ -302,6 +305,8 @@ class Server:
         changed.
         """
         front, config, new, tls = self.front, change.config, change.new, change.tls
+        before = front.admission.identity
+        await change.identity.take_over(before)
         for settings in change.engine_tls:
             self.fleet.contexts.get(settings).refresh()
             await asyncio.sleep(0)  # reading certificates takes up to 20 ms
@@ -312,6 +317,8 @@ class Server:
         )
         engine_steps = self.fleet.reload(new, change.policies)
         change.apply()
+        change.identity.start()
+        await before.stop(change.identity)
         if tls is not None and front.tls is not None:
             tls.failures = front.tls.failures
             front.tls = tls
@@ -388,6 +395,7 @@ class Server:
             await self.reloads.stop()
         if self._bound is not None:
             self._bound.remove_file()
+        await self.front.admission.identity.stop()
         await self.front.handshakes.stop()
         if self.worker is not None:
             await self.worker.stop()

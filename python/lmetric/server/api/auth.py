@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 
 from lmetric.config import ServerConfig, read_secret
+from lmetric.server.api.caller import NOBODY, Caller
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity, bearer
 from lmetric.server.api.keys import digest
-
-NO_TENANT = ""
 
 
 class BearerToken:
@@ -79,7 +78,7 @@ class PageAccess:
         if self._token is None:
             raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")
         if self._identity.on:
-            self._tenant_of_key(headers)  # 401 for a key that is unknown
+            self._identify(headers)  # 401 for a key that is unknown
             raise ApiError(403, f"API keys have no access to {path}; send the admin token", code="not_admin")
         raise ApiError(
             401,
@@ -92,16 +91,23 @@ class PageAccess:
         if self._protects_metrics:
             self.require_admin(headers, path)
 
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Returns who sent a request for one of the router's own pages.
+
+        Raises ApiError (401, 503).
+        """
+        if self._identity.on:
+            return self._identify(headers)
+        named = headers.get("x-tenant", "")
+        return Caller(named) if named in self._tenants else NOBODY  # without keys, the header is trusted
+
     def tenant(self, headers: Mapping[str, str]) -> str:
         """Returns the tenant of a request for one of the router's own pages.
 
-        Raises ApiError (401).
+        Raises ApiError (401, 503).
         """
-        if self._identity.on:
-            return self._tenant_of_key(headers)
-        named = headers.get("x-tenant", "")
-        return named if named in self._tenants else NO_TENANT  # without keys, the header is trusted
+        return self.caller(headers).tenant
 
-    def _tenant_of_key(self, headers: Mapping[str, str]) -> str:
+    def _identify(self, headers: Mapping[str, str]) -> Caller:
         given = (headers.get(name) for name in ("authorization", "x-api-key", "api-key"))
-        return self._identity.identify(*given).tenant
+        return self._identity.identify(*given)

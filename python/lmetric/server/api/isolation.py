@@ -38,7 +38,7 @@ class Isolation:
             log.warning(
                 "isolated tenants lose their prefix caches when the router restarts; set auth.salt_secret"
             )
-        if config.auth.keys_file is None:
+        if not config.auth.identifies:
             log.warning(
                 "without API keys, tenants are isolated only if a trusted proxy sets the header x-tenant"
             )

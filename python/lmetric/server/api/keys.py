@@ -3,20 +3,13 @@
 import hashlib
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from lmetric.config import ConfigError, read_yaml_mapping
 from lmetric.config.kinds import is_reference
+from lmetric.server.api.caller import Caller
 
 KEY_ID_BYTES = 6
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
-
-
-class Caller(NamedTuple):
-    """The sender of a request. ``key_id``: ID of the API key; empty: none."""
-
-    tenant: str
-    key_id: str = ""
 
 
 def digest(token: str) -> bytes:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from lmetric.server.api.identity import Identity
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
@@ -43,6 +44,7 @@ class OwnProblems:
     replicas: Replicas
     discovery: Discovery
     certificates: Callable[[], Iterable[TlsContext]]
+    identity: Callable[[], Identity]
     recorder: Recorder | None
     live: Live | None
     lateness: Lateness
@@ -59,6 +61,10 @@ class OwnProblems:
                 reason = f"{row['source']}: {row['problem']}"
                 fix = "correct what the reason names; the router reads the source again by itself"
                 yield Problem("discovery", cause, reason, fix, since=row["problem_since"])
+        for place, why, since in self.identity().problems():
+            cause = "an issuer's keys cannot be read; its last keys stay in use"
+            fix = "correct what the reason names; the router reads the keys again by itself"
+            yield Problem("jwks", cause, f"{place}: {why}", fix, since=unix_of(since))
         failure = self.recorder.writer.failure if self.recorder is not None else None
         if failure is not None:
             reason = f"{failure.folder}: {failure.reason}"

@@ -26,29 +26,44 @@ def _named(name: str) -> tuple[str, str]:
 OBJECTIVE = _named("inference-objective")
 FAIRNESS_ID = _named("inference-fairness-id")
 MODEL_REWRITE = _named("model-name-rewrite")
+TENANT = "x-tenant"
+
+
+_TENANT_FIELDS = (*FAIRNESS_ID, TENANT)  # the gateway's own names first
 
 
 class RequestFields:
     """The head of a client's request, as a gateway reports it.
 
     ``for_router``: its fields, and fields of `serve` for those of the extension. The fairness ID is
-    a tenant. The name of an InferenceObjective is an SLO class and a priority. Fields of the client
-    have precedence.
+    a tenant, of a trusted gateway alone: others pass on what clients write. The name of an
+    InferenceObjective is an SLO class and a priority. Other fields of the client have precedence.
 
     Args:
         headers: of the message.
         objectives: priorities by the names of InferenceObjectives; a higher one is served first.
         is_class: whether a model has an SLO class of this name.
+        is_trusted: whether the gateway sets or removes the fields with a tenant.
     """
 
     def __init__(
-        self, headers: HeaderMap, objectives: Mapping[str, int], is_class: Callable[[str], bool]
+        self,
+        headers: HeaderMap,
+        objectives: Mapping[str, int],
+        is_class: Callable[[str], bool],
+        *,
+        is_trusted: bool,
     ) -> None:
         self.method = self.path = ""
         self.target = b""
         self._fields: dict[str, bytes] = {}
         self.for_router: list[tuple[bytes, bytes]] = []
+        tenants: dict[str, bytes] = {}
         for name, value in _pairs(headers):
+            if name in _TENANT_FIELDS:
+                tenants[name] = value  # the last one: gateways add theirs behind the client's
+                self._fields.setdefault(name, value)
+                continue
             if name.startswith(":"):
                 if name == ":method":
                     self.method = value.decode("latin-1")
@@ -67,8 +82,9 @@ class RequestFields:
             self._add(b"x-vllm-priority", b"%d" % -self.priority)
         if name and is_class(name):
             self._add(b"x-slo-class", name.encode("latin-1"))
-        if (tenant := self._first(FAIRNESS_ID)) is not None:
-            self._add(b"x-tenant", tenant)
+        tenant = next((tenants[name] for name in _TENANT_FIELDS if name in tenants), None)
+        if tenant is not None and is_trusted:
+            self.for_router.append((TENANT.encode(), tenant))
 
     def _first(self, names: tuple[str, ...]) -> bytes | None:
         return next((self._fields[name] for name in names if name in self._fields), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -48,9 +49,11 @@ class Shared:
                 self._peers[host] = peer
         return peer
 
-    def read_fields(self, headers: HeaderMap) -> RequestFields:
-        """Returns the fields of a request's head."""
-        return RequestFields(headers, self.front.fleet.objectives, self._is_class)
+    def read_fields(self, headers: HeaderMap, gateway: str) -> RequestFields:
+        """Returns the fields of a request's head. ``gateway``: the address of its gateway."""
+        front = self.front
+        is_trusted = front.entrance.forwarding.trusts(gateway)
+        return RequestFields(headers, front.fleet.objectives, self._is_class, is_trusted=is_trusted)
 
     def _is_class(self, name: str) -> bool:
         return any(name in model.held.classes for model in self.front.fleet.models)
@@ -70,7 +73,10 @@ class Shared:
         return None
 
     def route(self, request: ClientRequest, body: bytes, fields: RequestFields) -> None:
-        """Routes or refuses a whole request."""
+        """Routes or refuses a whole request. It may wait for the keys of its token's issuer."""
+        if request.unknown_key is not None:
+            self.front.entrance.when_known(request, partial(self.route, request, body, fields))
+            return
         request.sheddable = fields.priority < 0
         stored = stored_response(fields.path)
         if fields.path in self.front.arrivals.paths:
@@ -78,7 +84,7 @@ class Shared:
         elif stored is not None:
             self.front.stored.serve(request, stored, fields.method)
         else:
-            models = self.front.fleet.catalog.page(request.tenant)
+            models = self.front.fleet.catalog.page(request.caller)
             request.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + models)
 
     def address(self, engine: Engine) -> str:

@@ -129,6 +129,7 @@ class GatewayStream:
     def _left(self) -> None:
         """Ends what is open: the gateway has ended the stream."""
         self._await_step()
+        self.transport.has_left = True
         relay, self._link = self.relay, None
         if relay is not None:
             relay.client_gone()
@@ -167,7 +168,7 @@ class GatewayStream:
             config = message.protocol_config
             self._modes = [config.request_body_mode, config.response_body_mode]
         headers = message.request_headers
-        fields = self._fields = self._shared.read_fields(headers.headers)
+        fields = self._fields = self._shared.read_fields(headers.headers, self.peer.address)
         front = self._front
         head = front.entrance.requests.sort(fields.target, fields.for_router)
         clients, sender = (
@@ -182,7 +183,7 @@ class GatewayStream:
         request.keep_alive = True
         request.gateway = self.connection
         request.subset = subset_of(message.metadata_context)
-        if not front.admission.admits(request):
+        if not front.admission.admits(request) and request.unknown_key is None:
             return
         if (error := self._why_not(fields, headers)) is not None:
             front.refuse_request(request, error)
@@ -378,6 +379,7 @@ class _Client(asyncio.Transport):
         super().__init__()
         self._stream = stream
         self.refused = False  # the client got an answer of the router
+        self.has_left = False  # the gateway has ended the stream
 
     def write(self, data: Any) -> None:
         """Receives the router's own answer. The gateway itself has the engine's answer."""
@@ -385,8 +387,8 @@ class _Client(asyncio.Transport):
             self._stream.respond(data)
 
     def is_closing(self) -> bool:
-        """Returns False: the gateway reports that a client left by ending the stream."""
-        return False
+        """Returns whether the gateway has ended the stream, as it does when a client leaves."""
+        return self.has_left
 
     def abort(self) -> None:
         """Ends the stream."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from lmetric._core import BudgetReservation, Peer, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
+from lmetric.server.api.caller import NOBODY, Caller, UnknownKeyError
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.draft import Draft
@@ -138,7 +139,8 @@ class ClientRequest:
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     was_held = False  # it waited on purpose
-    key_id = ""  # of its API key; empty: it has none
+    caller: Caller = NOBODY  # by its credential
+    unknown_key: UnknownKeyError | None = None  # of its token, until the issuer's keys are read
     reservation: BudgetReservation | None = None  # of its tenant's budgets; None: it has none
     limit_lines = b""  # lines of the answer's head: what is left of the budgets
     # The times of its decision: seconds on the monotonic clock.
@@ -193,6 +195,19 @@ class ClientRequest:
         if asked is None and (step := self.fell_back) is not None:
             asked = step.model
         return None if asked is None or self.model_name is None else (self.model_name, asked)
+
+    @property
+    def noted(self) -> dict[str, str] | None:
+        """What its decision record says of its names and its credential; None: nothing."""
+        if self.caller is NOBODY:
+            return None if self.alias is None and self.fallback is None else self.earlier_names
+        credential = self.caller.credential
+        return self.earlier_names | ({} if credential is None else {"credential": credential})
+
+    @property
+    def key_id(self) -> str:
+        """The ID of its API key, or of its token's subject; empty: it has none."""
+        return self.caller.key_id
 
     @property
     def client_key(self) -> str:

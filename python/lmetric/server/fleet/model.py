@@ -38,13 +38,13 @@ from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix, flags_for
 from lmetric.server.fleet.names import ModelNames
+from lmetric.server.fleet.notes import RequestNotes
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import ProgramWatch
 from lmetric.server.fleet.queues import Queues
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
-from lmetric.server.fleet.renamed import RenamedRequests
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
@@ -148,7 +148,7 @@ class Model:
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
         self.hedging = Hedging(settings.hedging)
-        self.renamed = RenamedRequests()
+        self.notes = RequestNotes()
         # Whether requests may be split between engines of role both, whether engines fetch prefixes
         # from each other, and whether several engines of role both may produce one answer.
         self.splits = routing.split is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from lmetric.config import ServerConfig
+from lmetric.server.api.caller import Caller, UnknownKeyError
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
 from lmetric.server.execution import request_log
@@ -36,7 +37,11 @@ class Admission:
         self._share_limit = ceil(self._request_limit * config.limits.max_client_share)
 
     def admits(self, client_request: ClientRequest) -> bool:
-        """Returns whether the request may be served; otherwise answers it with an error."""
+        """Returns whether the request may be served.
+
+        Otherwise it is answered with an error, or it waits: then `unknown_key` is set, and
+        `admits_late` comes later.
+        """
         if self.running.tracing is not None and request_log.current.request is not client_request:
             guarded(self.running.tracing.context, client_request)
             return request_log.in_request(client_request, self.admits, client_request)
@@ -47,11 +52,34 @@ class Admission:
         try:
             if self.identity.on:
                 head = client_request.head
-                client_request.tenant, client_request.key_id = self.identity.identify(
-                    _text(head.authorization), _text(head.x_api_key), _text(head.api_key)
+                caller = client_request.caller = self.identity.identify(
+                    _text(head.authorization),
+                    _text(head.x_api_key),
+                    _text(head.api_key),
+                    client=client_request.client,
                 )
+                client_request.tenant = caller.tenant
             elif self.tenants and (named := client_request.head.tenant) in self.tenants:
                 client_request.tenant = named or ""  # without keys, the header is trusted
+                client_request.caller = Caller(client_request.tenant)
+        except UnknownKeyError as error:
+            client_request.unknown_key = error
+            return False
+        except ApiError as error:
+            self.running.ended(client_request, None, error)
+            return False
+        return self.has_room(client_request)
+
+    def admits_late(self, client_request: ClientRequest) -> bool:
+        """Returns whether a request whose key was unknown may be served, as `admits`.
+
+        The issuer's keys have been read since.
+        """
+        unknown, client_request.unknown_key = client_request.unknown_key, None
+        assert unknown is not None  # as the caller made sure
+        try:
+            caller = client_request.caller = unknown.finish()
+            client_request.tenant = caller.tenant
         except ApiError as error:
             self.running.ended(client_request, None, error)
             return False

@@ -99,8 +99,8 @@ class Arrivals:
             isolation.apply(client_request.tenant, client_request.path, call)
         if (name := call.model) is not None:
             catalog = self._fleet.catalog
-            if not catalog.allows(client_request.tenant, name):
-                raise catalog.unknown(name, client_request.tenant)
+            if not catalog.allows(client_request.caller, name):
+                raise catalog.unknown(name, client_request.caller)
             if name in catalog.aliases.names:
                 self._replace_alias(client_request, call, name)
             if catalog.has_fallbacks:
@@ -113,7 +113,7 @@ class Arrivals:
         Token IDs of a prompt, or as an answer, mean nothing to another model.
         """
         name, alias = call.model or "", client_request.alias
-        models = self._fleet.catalog.fallbacks(name, alias, client_request.tenant)
+        models = self._fleet.catalog.fallbacks(name, alias, client_request.caller)
         if models and call.tokens is None and call.path.prompt != "nothing":
             client_request.fallback = Fallback(call, models)
 
@@ -167,7 +167,7 @@ class Arrivals:
         if client_request.alias is not None and call.model not in self._fleet.names:
             aliases = self._fleet.catalog.aliases
             raise unserved_alias(client_request.alias, aliases.targets(client_request.alias))
-        model, adapter = self._fleet.catalog.find(call.model, client_request.tenant)
+        model, adapter = self._fleet.catalog.find(call.model, client_request.caller)
         client_request.model, client_request.model_name = model, call.model
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
             raise not_isolated(client_request.tenant, client_request.path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from secrets import token_hex
 
 import structlog
@@ -91,6 +92,8 @@ class Entrance:
             client_request.keep_alive = head.keep_alive
             if self._admission.admits(client_request):
                 self._arrivals.serve(client_request, body)
+            elif client_request.unknown_key is not None:
+                self.when_known(client_request, partial(self._arrivals.serve, client_request, body))
 
     def admit(self, client: ClientPort, head: RequestHead) -> ClientRequest | None:
         """Admits a request before its body is complete.
@@ -101,7 +104,7 @@ class Entrance:
         if transport is None:
             return None
         client_request = ClientRequest(client, transport, head)  # it closes: the body still comes
-        if not self._admission.admits(client_request):
+        if not self._admission.admits(client_request) and client_request.unknown_key is None:
             return None
         client_request.keep_alive = head.keep_alive
         return client_request
@@ -109,8 +112,22 @@ class Entrance:
     def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
         client_request.started = time.monotonic()
-        if self._admission.has_room(client_request):
+        if client_request.unknown_key is not None:
+            self.when_known(client_request, partial(self._arrivals.serve, client_request, body))
+        elif self._admission.has_room(client_request):
             self._arrivals.serve(client_request, body)
+
+    def when_known(self, client_request: ClientRequest, serve: Callable[[], None]) -> None:
+        """Serves a request after its issuer's keys have been read, if its token is valid then."""
+        unknown = client_request.unknown_key
+        assert unknown is not None  # as the caller made sure
+
+        def then(_: object) -> None:
+            has_left = client_request.transport.is_closing()
+            if not has_left and self._admission.admits_late(client_request):
+                serve()
+
+        unknown.read.add_done_callback(then)
 
     def no_room(self, client: ClientPort, client_request: ClientRequest | None) -> None:
         """Refuses a request at the limit on body bytes, then calls ``client.answered``."""

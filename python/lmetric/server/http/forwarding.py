@@ -32,6 +32,10 @@ class Forwarding:
     def _trusts(self, address: _Address | None) -> bool:
         return address is not None and any(address in network for network in self._networks)
 
+    def trusts(self, address: str) -> bool:
+        """Returns whether an address is that of a trusted proxy."""
+        return self._trusts(_parse(address))
+
     def client(self, address: str, forwarded_for: bytes | None) -> str:
         """Returns the address of the client of a trusted proxy.
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from lmetric.config import ServerConfig
 from lmetric.server.api.auth import PageAccess
+from lmetric.server.api.caller import UnknownKeyError
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
 from lmetric.server.api.isolation import Isolation
@@ -198,7 +199,7 @@ class Frontend(web.Server):
                 if answer is not None:
                     return answer
             if not to_engine:
-                page = await self.pages(self, request, path, query)
+                page = await self._page(request, path, query)
                 if self.running.phase is not SERVING or client.closes:
                     page.force_close()
                 if cors is not None:
@@ -229,7 +230,11 @@ class Frontend(web.Server):
         client_request.keep_alive = request.keep_alive and request.content.is_eof()
         client_request.done = lambda goes_on: None if ended.done() else ended.set_result(goes_on)
         client_request.method = request.method
-        if self.admission.admits(client_request):
+        admitted = self.admission.admits(client_request)
+        if client_request.unknown_key is not None:
+            await client_request.unknown_key.read
+            admitted = self.admission.admits_late(client_request)
+        if admitted:
             client_request.keep_alive = request.keep_alive
             try:
                 body = await self.bodies.read(request, self._body_limit)
@@ -248,6 +253,15 @@ class Frontend(web.Server):
             if client.relay is not None:
                 client.relay.client_gone()
             raise
+
+    async def _page(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
+        """Answers one of the router's own pages. Raises ApiError."""
+        try:
+            return await self.pages(self, request, path, query)
+        except UnknownKeyError as unknown:
+            await unknown.read
+            unknown.finish()  # now it is known, or this raises why it is not
+            return await self.pages(self, request, path, query)
 
     def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
         client = request.protocol

@@ -147,8 +147,12 @@ class Placement:
 
     def _slo_class(self, client_request: ClientRequest, model: Model) -> SloClass | None:
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
-        classes, named = model.held.classes, client_request.head.field(b"x-slo-class")
-        name = self._classes.get(client_request.tenant, "") if named is None else named.decode("latin-1")
+        classes, claimed = model.held.classes, client_request.caller.slo_class
+        # If a token names the class, the header has no effect.
+        named = client_request.head.field(b"x-slo-class") if claimed is None else None
+        name = claimed or self._classes.get(client_request.tenant, "")
+        if named is not None:
+            name = named.decode("latin-1")
         if name in classes:
             client_request.slo_class = name
             return classes[name]
@@ -193,8 +197,8 @@ class Placement:
             else:
                 routed = decision, ticket = model.router.route(asked, now=now, arrival=intent.arrival)
             client_request.decision_ended = time.monotonic()
-            if client_request.alias is not None or client_request.fallback is not None:
-                model.renamed.note(decision.id, client_request.earlier_names)
+            if (noted := client_request.noted) is not None:
+                model.notes.add(decision.id, noted)
             if model.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model_name = asked.lora_name or model.name
                 model.changes.note(ticket.prompt_key, call.tokens, str(model_name), salt=call.salt)

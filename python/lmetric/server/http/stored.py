@@ -94,7 +94,8 @@ class StoredRequests:
         self._running.count(client_request)
         try:
             model, engine = self._holder(tenant, response_id)
-            if not any(self._fleet.catalog.allows(tenant, name) for name in model.names.known):
+            caller = client_request.caller
+            if not any(self._fleet.catalog.allows(caller, name) for name in model.names.known):
                 raise not_found(response_id, "is of a model that this tenant may not use")
             client_request.model = model
             if client_request.subset is not None and engine not in client_request.subset:

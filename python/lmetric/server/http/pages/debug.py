@@ -36,17 +36,9 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Fields of a tenant's own record with `errors.show_engines: false`.
 _WITHOUT_ENGINES = frozenset(
     (
-        *("id", "model", "alias", "fallback_from", "fallback_reason", "request_id", "trace_id"),
-        *(
-            "at_seconds",
-            "held_seconds",
-            "level",
-            "aged_levels",
-            "priority",
-            "program",
-            "program_tokens",
-            "prompt_tokens",
-        ),
+        *("id", "model", "alias", "fallback_from", "fallback_reason", "credential", "request_id"),
+        *("trace_id", "at_seconds", "held_seconds", "level", "aged_levels", "priority"),
+        *("program", "program_tokens", "prompt_tokens"),
         *("predicted_cached_tokens", "predicted_tier_tokens", "cached_tokens", "output_tokens"),
         *("ttft_seconds", "e2e_seconds", "outcome"),
     )
@@ -195,8 +187,8 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
         record = model.router.explain(number) if own or admin else None
         if record is not None:
             other = model.hedging.other(number)
-            names = model.renamed.of(number) or model.renamed.of(other or 0)
-            shown = {"model": model.name, **names, **record, "id": label}
+            notes = model.notes.of(number) or model.notes.of(other or 0)
+            shown = {"model": model.name, **notes, **record, "id": label}
             if other is not None:
                 shown["other_attempt"] = model.labels.label(other, tenant)
             tracing = front.running.tracing

@@ -101,7 +101,7 @@ async def _file(call: Call) -> web.Response:
 )
 async def _models(call: Call) -> web.Response:
     front = call.front
-    return json(front.fleet.catalog.page(front.access.tenant(call.request.headers)))
+    return json(front.fleet.catalog.page(front.access.caller(call.request.headers)))
 
 
 @PAGES.page("/v1/models/{model}", "models", "tenant").on(
@@ -113,14 +113,14 @@ async def _models(call: Call) -> web.Response:
 )
 async def _model(call: Call) -> web.Response:
     fleet, name = call.front.fleet, unquote(call.name)
-    catalog, tenant = fleet.catalog, call.front.access.tenant(call.request.headers)
-    if not catalog.allows(tenant, name):
-        raise catalog.unknown(name, tenant)
-    if not catalog.serves(name, tenant) and (found := fleet.seek(name)) is not None:
+    catalog, caller = fleet.catalog, call.front.access.caller(call.request.headers)
+    if not catalog.allows(caller, name):
+        raise catalog.unknown(name, caller)
+    if not catalog.serves(name, caller) and (found := fleet.seek(name)) is not None:
         await found
-    if not catalog.serves(name, tenant):
-        raise catalog.unknown(name, tenant)
-    return json(catalog.card(name, tenant))
+    if not catalog.serves(name, caller):
+        raise catalog.unknown(name, caller)
+    return json(catalog.card(name, caller))
 
 
 @PAGES.page("/openapi.json", "health", "open", "OpenAPI document of all paths").on(

@@ -1,0 +1,88 @@
+"""Settings of identity: issuers of JSON Web Tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from lmetric.config.kinds import Strict, is_loopback
+
+
+def _key_set(place: str) -> str:
+    if "://" not in place:
+        if not place:
+            raise ValueError("expected a file or an https address")
+        return place
+    parts = urlsplit(place)
+    try:
+        is_valid = (
+            bool(parts.hostname) and not parts.username and not parts.fragment and (parts.port or 1) > 0
+        )
+    except ValueError:
+        is_valid = False
+    if parts.scheme not in ("http", "https") or not is_valid or not place.isascii() or " " in place:
+        raise ValueError(
+            "expected a file, or an address such as https://host/keys, without user and fragment"
+        )
+    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+        raise ValueError(
+            "expected https: with http, anyone between router and issuer can replace the keys; http is for "
+            "loopback addresses only"
+        )
+    return place
+
+
+ClaimName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class JwtIssuer(Strict):
+    """An issuer of JSON Web Tokens (JWT), and the claims that the router reads."""
+
+    issuer: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="expected claim `iss`, exactly as the issuer writes it",
+        json_schema_extra={"when": "clients have tokens of this issuer"},
+    )
+    audience: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="name of this service that the claim `aud` must have",
+        json_schema_extra={"when": "clients have tokens of this issuer"},
+    )
+    jwks: Annotated[str, AfterValidator(_key_set)] = Field(
+        description="the issuer's public keys (JWKS): a file, or an https address, usually the `jwks_uri` of "
+        "its discovery document. The router reads them again if they change",
+        json_schema_extra={"when": "clients have tokens of this issuer"},
+    )
+    clock_skew_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=600,
+        description="difference of clocks that the claims `exp`, `nbf` and `iat` may have, seconds",
+        json_schema_extra={"when": "the issuer's clock and the router's differ by more"},
+    )
+    tenant_claim: ClaimName = Field(
+        description="claim with the tenant's name. Metrics have a series for each tenant",
+        json_schema_extra={"when": "another claim names the team or customer"},
+    )
+    class_claim: ClaimName | None = Field(
+        None,
+        description="claim with the class of requests (`admission.classes`); the header x-slo-class then has "
+        "no effect. null: the header or the tenant's `slo_class`",
+        json_schema_extra={"when": "clients must not choose their class"},
+    )
+    models_claim: ClaimName | None = Field(
+        None,
+        description="claim with the only models, adapters and aliases that the token may use, as a list or "
+        "divided by spaces. A token without the claim is refused; null: the tenant's `models`",
+        json_schema_extra={"when": "the issuer decides which models a client uses"},
+    )
+
+    @property
+    def key_file(self) -> Path | None:
+        """The file of the keys; None: they are at an address."""
+        return None if "://" in self.jwks else Path(self.jwks)
