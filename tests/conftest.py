@@ -85,7 +85,7 @@ def no_long_turn(
     file = tmp_path_factory.getbasetemp() / "turns.txt"
     file.unlink(missing_ok=True)
     monkeypatch.setenv("TURN_GUARD_FILE", str(file))
-    monkeypatch.setenv("PYTHONPATH", str(IN_ROUTER))
+    monkeypatch.setenv("PYTHONPATH", str(IN_ROUTER), prepend=os.pathsep)
     found: list[str] = []
     undo = watch_servers(Server, found.append, own=False)
     try:

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import jwt
 import orjson
 import pytest
 
-from issuer_world import AUDIENCE, ISSUER, Issuer, Key, rsa_key
+from issuer_world import AUDIENCE, ISSUER, Issuer, Key, bearer, rsa_key
 from lmetric.config import Auth, ConfigError, JwtIssuer
 from lmetric.server.api import jwt as module
 from lmetric.server.api.caller import UnknownKeyError
@@ -26,6 +27,7 @@ from lmetric.server.api.identity import Identity
 from lmetric.server.api.jwks import MAX_KEYS, KeySetError, parse
 from lmetric.server.api.jwt import MAX_BYTES, MAX_FORGED, Tokens
 from lmetric.server.api.key_source import ADDRESS_SECONDS, PAUSE_SECONDS
+from test_server_process import engine, router
 from waiting import until
 
 
@@ -579,3 +581,21 @@ async def test_waiting_requests_get_an_error_when_the_server_stops() -> None:
         with pytest.raises(ApiError) as refused:
             unknown.value.finish()
         assert refused.value.status == 503
+
+
+async def test_workers_have_keys_of_their_own(tmp_path: Path) -> None:
+    async with Issuer().serving() as issuer, engine() as fake:
+        config = tmp_path / "router.yaml"
+        settings = {"workers": 2, "auth": {"jwt": [issuer.settings()]}, "engines": [{"url": fake.url}]}
+        config.write_text(orjson.dumps(settings).decode())
+        async with router("--config", str(config)) as r:
+            await r.listening()
+            url, body = f"{r.url}/v1/completions", {"model": "tiny", "prompt": "x"}
+            for number in range(20):
+                headers = bearer(issuer.token(sub=str(number)))
+                async with (
+                    aiohttp.ClientSession() as client,
+                    client.post(url, json=body, headers=headers) as answer,
+                ):
+                    assert answer.status == 200
+            assert issuer.reads == 2, "one of each worker"
