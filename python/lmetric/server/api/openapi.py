@@ -70,6 +70,7 @@ ERROR_TYPES: Mapping[str, str] = {
 # Codes of the router's own errors: statuses, and the meaning.
 ERRORS: Mapping[str, tuple[str, str]] = {
     "invalid_api_key": ("401", "The API key is unknown."),
+    "invalid_token": ("401", "The JSON Web Token is not valid. The message has the reason."),
     "no_admin_token": ("403", "The page is closed: `admin.token` is not set."),
     "not_admin": ("403", "An API key does not open this page. Send the admin token."),
     "not_isolated": ("403", "The tenant is isolated, and the path does not accept `cache_salt`."),
@@ -126,6 +127,8 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "unknown_slo_class": ("400", "The model has no class of the name in `x-slo-class`."),
     "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
+    "too_many_invalid_tokens": ("429", "The client address sent too many tokens with invalid signatures."),
+    "issuer_unreachable": ("503", "The key of a JSON Web Token is unknown, and its issuer cannot be read now."),
     "too_many_viewers": ("503", "16 viewers watch `/debug/live`. Close one."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),
@@ -144,10 +147,11 @@ REQUEST_HEADERS: Mapping[str, str] = {
     "the cache (docs/how-to/agents.md). The engine receives it unchanged.",
     "x-request-id": "ID of the request in logs, decision record and answer: visible ASCII characters, cut to "
     "256 bytes. Default: an ID that the router makes.",
-    "x-tenant": "Tenant of the request, if the router runs without API keys and the configuration names the "
-    "tenant. Engines do not receive it.",
+    "x-tenant": "Tenant of the request, if the router runs without API keys and issuers, and the configuration "
+    "names the tenant. Engines do not receive it.",
     "x-slo-class": "Class of the request, with its own deadline of the first token, if the model has "
-    "classes (docs/how-to/overload.md). Default: the class of the tenant. The engine receives it unchanged.",
+    "classes (docs/how-to/overload.md). Default: the class of the tenant. Without effect if a token's claim "
+    "names the class. The engine receives it unchanged.",
     "x-vllm-priority": "Priority of the request in the engine's queue, as the field `priority`: lower first. "
     "Dropped with API keys, and with `priority: uniboost` or `vtc`.",
 }
@@ -397,7 +401,11 @@ def _components() -> JSON:
         },
         "headers": _headers(RESPONSE_HEADERS),
         "securitySchemes": {
-            KEY: {**bearer, "description": "API key of a tenant; also as the header x-api-key or api-key"},
+            KEY: {
+                **bearer,
+                "description": "API key of a tenant, also as the header x-api-key or api-key; or a JSON Web "
+                "Token of an issuer in `auth.jwt`",
+            },
             ADMIN: {**bearer, "description": "`admin.token`"},
             REPLICA: {**bearer, "description": "`replicas.token`"},
         },

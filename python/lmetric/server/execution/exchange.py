@@ -197,10 +197,8 @@ class ClientRequest:
         return None if asked is None or self.model_name is None else (self.model_name, asked)
 
     @property
-    def noted(self) -> dict[str, str] | None:
-        """What its decision record says of its names and its credential; None: nothing."""
-        if self.caller is NOBODY:
-            return None if self.alias is None and self.fallback is None else self.earlier_names
+    def notes(self) -> dict[str, str]:
+        """Its earlier names and its credential, for its decision record."""
         credential = self.caller.credential
         return self.earlier_names | ({} if credential is None else {"credential": credential})
 

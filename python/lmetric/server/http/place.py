@@ -7,6 +7,7 @@ from functools import partial
 
 from lmetric._core import Arrival, NoInstanceError, Request, RequestHead
 from lmetric.config import ServerConfig, SloClass
+from lmetric.server.api.caller import NOBODY
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest
@@ -197,8 +198,12 @@ class Placement:
             else:
                 routed = decision, ticket = model.router.route(asked, now=now, arrival=intent.arrival)
             client_request.decision_ended = time.monotonic()
-            if (noted := client_request.noted) is not None:
-                model.notes.add(decision.id, noted)
+            if (
+                client_request.alias is not None
+                or client_request.fallback is not None
+                or client_request.caller is not NOBODY
+            ):
+                model.notes.add(decision.id, client_request.notes)
             if model.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model_name = asked.lora_name or model.name
                 model.changes.note(ticket.prompt_key, call.tokens, str(model_name), salt=call.salt)
