@@ -226,7 +226,7 @@ def test_administration_needs_a_token_where_others_can_reach_it(tmp_path: Path) 
     for values, why in (
         ({"host": "0.0.0.0"}, "the router listens on '0.0.0.0', not on loopback"),
         ({"host": "::"}, "not on loopback"),
-        ({"auth.keys_file": keys}, "there are API keys"),
+        ({"auth.keys_file": keys}, "clients have API keys or tokens"),
     ):
         with pytest.raises(ConfigError, match=f"admin.enabled needs admin.token or admin.token_file.*{why}"):
             load({"admin": True, **values})

@@ -190,7 +190,7 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
     told = {"urls": ["http://127.0.0.1:1"]}
     with pytest.raises(ConfigError, match="a router's URL looks like http://host:port"):
         load_config(None, {"replicas.urls": ["routers:8080"]}, environ={})
-    with pytest.raises(ConfigError, match=r"replicas\.token is needed because there are API keys"):
+    with pytest.raises(ConfigError, match=r"replicas\.token is needed because clients have API keys"):
         load_config(None, {"replicas.urls": told["urls"], "auth.keys_file": str(keys)}, environ={})
     async with two([FakeEngine()], {"token": "among-us"}, auth=auth) as (a, b):
         assert (a.server.front.replicas.received, b.server.front.replicas.received) != ({}, {})

@@ -1090,13 +1090,6 @@ class Auth(Strict):
         _only_one(self, "salt_secret", "salt_secret_file")
         return self
 
-    @model_validator(mode="after")
-    def _different_issuers(self) -> Self:
-        names = [each.issuer for each in self.jwt]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"jwt: two entries have the issuer {twice!r}; remove one")
-        return self
-
     @property
     def identifies(self) -> bool:
         """Whether clients need a credential, which names their tenant."""
@@ -1588,19 +1581,23 @@ class ServerConfig(PoolSettings):
     def _check_credentials(self) -> None:
         auth, admin, replicas = self.auth, self.admin, self.replicas
         keys = auth.identifies
+        issuers = [each.issuer for each in auth.jwt]
+        if twice := next((name for name in issuers if issuers.count(name) > 1), None):
+            raise ValueError(f"auth.jwt: two entries have the issuer {twice!r}; remove one")
         if admin.enabled and not admin.has_token and (keys or not self._is_local):
             where = f"the router listens on {self.host!r}, not on loopback"
             if self.forwarded.trusted_proxies:
                 where = "there are trusted proxies"
             if keys:
-                where = "there are API keys"
+                where = "clients have API keys or tokens"
             raise ValueError(f"admin.enabled needs admin.token or admin.token_file because {where}")
         if not replicas.urls:
             return
         if replicas.token is None and replicas.token_file is None:
             if keys:
                 raise ValueError(
-                    "replicas.token is needed because there are API keys: clients must not act as routers"
+                    "replicas.token is needed because clients have API keys or tokens: they must not act as "
+                    "routers"
                 )
             hosts = [self.host, *(urlsplit(url).hostname or "" for url in replicas.urls)]
             open_to = next((host for host in hosts if not is_loopback(host)), None)

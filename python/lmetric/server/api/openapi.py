@@ -128,7 +128,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
     "too_many_invalid_tokens": ("429", "The client address sent too many tokens with invalid signatures."),
-    "issuer_unreachable": ("503", "The key of a JSON Web Token is unknown, and its issuer cannot be read now."),
+    "issuer_unreachable": ("503", "The key of a token is unknown, and its issuer's keys cannot be read now."),
     "too_many_viewers": ("503", "16 viewers watch `/debug/live`. Close one."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),
@@ -147,8 +147,8 @@ REQUEST_HEADERS: Mapping[str, str] = {
     "the cache (docs/how-to/agents.md). The engine receives it unchanged.",
     "x-request-id": "ID of the request in logs, decision record and answer: visible ASCII characters, cut to "
     "256 bytes. Default: an ID that the router makes.",
-    "x-tenant": "Tenant of the request, if the router runs without API keys and issuers, and the configuration "
-    "names the tenant. Engines do not receive it.",
+    "x-tenant": "Tenant of the request, if the router runs without API keys and issuers of tokens, and the "
+    "configuration names the tenant. Engines do not receive it.",
     "x-slo-class": "Class of the request, with its own deadline of the first token, if the model has "
     "classes (docs/how-to/overload.md). Default: the class of the tenant. Without effect if a token's claim "
     "names the class. The engine receives it unchanged.",

@@ -87,7 +87,7 @@ def startup_block(event: Mapping[str, Any]) -> str:
         rows.append(("", "fix: if that is not intended, start them with the same --served-model-name"))
     if event["open"]:
         rows.append(("NOTE", "there are no API keys: whoever reaches this port can use the engines"))
-        rows.append(("", "fix: set auth.keys_file or auth.jwt, or listen on loopback only (--host 127.0.0.1)"))
+        rows.append(("", "fix: set auth.keys_file or auth.jwt, or listen on loopback (--host 127.0.0.1)"))
     if event["curl"] is not None:
         rows.append(("try", event["curl"]))
     lines = [f"  {name:<8} {printable(text)}" for name, text in rows]
