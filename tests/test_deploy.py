@@ -17,6 +17,8 @@ from lmetric._core import EventFeed
 from lmetric.cli import canary, top
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
+from lmetric.server.api.issued import MOST_KEYS, ROOM_FOR_OTHERS
+from lmetric.server.background import key_exchange
 from lmetric.server.background.replicas import MOST_ADDRESSES, MOST_ANSWER_BYTES
 from lmetric.server.http.client_load import UNREAD_BYTES
 from lmetric.server.http.connection import SMALL_BODY, SMALL_HEAD
@@ -29,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 # Of the interpreter, its libraries and what answers and connections hold.
 PROCESS_BYTES = 384 << 20
+# Of a record of an issued API key with the longest names; measured with tracemalloc.
+RECORD_BYTES = 1_660
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 RUNTIME_EXTRAS = ("epp", "kubernetes")
 
@@ -95,7 +99,9 @@ def buffers() -> dict[str, int]:
         "answers that clients do not read": UNREAD_BYTES,
         "engines' answers that wait for a turn of the event loop": WAITING_BYTES,
         "clients' addresses that proxies report": CACHE_BYTES,
-        "answers of other routers": MOST_ADDRESSES * MOST_ANSWER_BYTES,
+        "answers of other routers": MOST_ADDRESSES * MOST_ANSWER_BYTES
+        + key_exchange.AT_ONCE * key_exchange.MOST_ANSWER_BYTES,
+        "API keys of `/admin/keys`": (MOST_KEYS + ROOM_FOR_OTHERS) * RECORD_BYTES,
         "log lines": QUEUE_BYTES,
         "interpreter, connections, answers in transit": PROCESS_BYTES,
     }

@@ -253,13 +253,16 @@ async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> N
     models = {"tiny": {"e0": load, "elsewhere": load}, "other": {"e0": load}}
     async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 0.2}) as a:
         ours = a.server.front.replicas.id
-        assert (await a.post(message(models, version=7), PATH))[::2] == (200, {"router": ours, "version": 7})
+        assert (await a.post(message(models, version=7), PATH))[::2] == (
+            200,
+            {"router": ours, "version": 7, "keys": 0},
+        )
         assert bs(a) == [4.0]
         # Changes of the last version, and the same changes again.
         less = message({"tiny": {"e0": ({0: 1.0}, [])}}, version=9, base=7)
-        assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": 9})
+        assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": 9, "keys": 0})
         assert bs(a) == [1.0]
-        assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": None})
+        assert (await a.post(less, PATH))[::2] == (200, {"router": ours, "version": None, "keys": 0})
         assert bs(a) == [1.0]
         await until(lambda: bs(a) == [0.0])
 

@@ -1066,7 +1066,8 @@ class Auth(Strict):
 
     keys_file: Path | None = Field(
         None,
-        description="YAML file that maps keys, or sha256:HEX of keys, to tenants; null: no keys",
+        description="YAML file that maps keys, or sha256:HEX of keys, to tenants; it may be empty if "
+        "state_folder is set, for keys of /admin/keys. null: requests need no key",
         json_schema_extra={"when": "clients need keys"},
     )
     jwt: list[JwtIssuer] = Field(
@@ -1462,9 +1463,9 @@ class ServerConfig(PoolSettings):
     )
     state_folder: Path | None = Field(
         None,
-        description="folder for the counts of budgets and of /admin/usage, which then survive a restart; a "
-        "crash loses at most a second of them. null: memory only",
-        json_schema_extra={"when": "budgets of days or months, or usage, must survive a restart"},
+        description="folder for API keys of /admin/keys, and for the counts of budgets and /admin/usage, "
+        "which then survive a restart; a crash loses at most a second of counts. null: memory only",
+        json_schema_extra={"when": "budgets of days or months, usage, or issued keys must survive a restart"},
     )
     replicas: ReplicasConfig = Field(
         default_factory=ReplicasConfig,

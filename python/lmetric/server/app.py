@@ -26,6 +26,8 @@ from lmetric.config import (
 )
 from lmetric.extras import install
 from lmetric.server.api.identity import Identity
+from lmetric.server.api.issued import IssuedKey, IssuedKeys
+from lmetric.server.background.key_exchange import KeyExchange
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replicas import Replicas
@@ -38,6 +40,7 @@ from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
 from lmetric.server.http.port import Bound, bind, hold, port_error
 from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
+from lmetric.server.observe.key_store import KeyStore, key_metrics
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
@@ -107,6 +110,9 @@ class Server:
             self.fleet.number_model = worker.number_model
             self.fleet.on_model_made.append(worker.join)
             self.fleet.on_model_removed.append(worker.forget)
+        folder = config.state_folder
+        self.issued = IssuedKeys(stored=folder is not None) if worker is None else worker.issued
+        self._keys = KeyStore(folder if worker is None else None, self.issued)
         self.report: dict[str, Any] = {}  # of the start
         self.is_replaced = False  # another process accepts on the same sockets from the drain on
         self.metrics = Metrics(self.fleet)
@@ -131,7 +137,7 @@ class Server:
 
         Raises LmetricError.
         """
-        identity = Identity.load(self.config.auth)
+        identity = Identity.load(self.config.auth, self.issued)
         tls = None if self.config.tls is None else listener_context(self.config.tls)
         if self.config.tracing is not None:
             _load_tracing()
@@ -170,6 +176,7 @@ class Server:
         )
         if self.worker is None:
             self._state = state_files(config.state_folder, front.budgets.core, front.usage.table)
+            self._keys.read()
         else:
             self.worker.take_usage = front.usage.table.take
         if config.tracing is not None:
@@ -180,11 +187,13 @@ class Server:
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
+        front.key_exchange = KeyExchange(self._replicas, self._keys)
+        front.change_keys = self._change_keys if self.worker is None else self.worker.change_keys
         self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
         self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
-        self.metrics.further.append(LogWriter.metrics)
+        self.metrics.further += [LogWriter.metrics, lambda: key_metrics(front.admission.identity.keys)]
         self.metrics.further.append(lambda: front.admission.identity.metrics())
         if config.records.path is not None:
             secret = self.worker.secret if self.worker is not None else None
@@ -208,6 +217,8 @@ class Server:
         if self.worker is not None:
             front.reread = self.worker.reload
             await self.worker.start(front)
+        if identity.on:
+            await front.key_exchange.begin()
         self.listeners = Listeners(bound, front)
         try:
             await self.listeners.start()
@@ -238,6 +249,13 @@ class Server:
         if self.worker is not None:
             return  # the supervisor logs the report once
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
+
+    async def _change_keys(self, keys: Sequence[IssuedKey]) -> None:
+        """Stores issued or revoked API keys, in all routers. Raises LmetricError."""
+        try:
+            await self._keys.change(keys)
+        finally:  # a revocation applies even if it cannot be stored
+            await self.front.key_exchange.confirmed()
 
     def _certificates(self) -> Iterator[TlsContext]:
         """Yields the TLS contexts for clients, other routers and engines."""
@@ -272,7 +290,7 @@ class Server:
         changed = sorted(
             name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
         )
-        identity = Identity.load(new.auth)
+        identity = Identity.load(new.auth, self.issued)
         tls = None if new.tls is None else listener_context(new.tls)
         policies = self.fleet.policies_of(config)
         changed_keys = self.front.admission.identity.keys.changes(identity.keys)
@@ -409,6 +427,7 @@ class Server:
         await self.front.shutdown(STOP_SECONDS)
         for files in self._state:
             await files.stop()
+        await self.front.key_exchange.stop()
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()

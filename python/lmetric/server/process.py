@@ -73,6 +73,9 @@ class WorkerProcess:
                 return self._end_soon()
             case "live":
                 return self.worker.receive(*value)
+            case "keys":
+                self.worker.issued.merge(value)
+                return None
             case "canaries":
                 return self.worker.receive_results(value)
             case "copies":

@@ -12,6 +12,7 @@ from lmetric.config import Auth, ConfigError
 from lmetric.extras import install
 from lmetric.server.api.caller import NOBODY, Caller
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.issued import IssuedKeys
 from lmetric.server.api.keys import Keys
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ class Identity:
         self.on = keys.on or tokens is not None  # whether a request needs a credential
 
     @classmethod
-    def load(cls, auth: Auth) -> Self:
+    def load(cls, auth: Auth, issued: IssuedKeys) -> Self:
         """Reads the files that the settings name. Raises ConfigError."""
         tokens = None
         if auth.jwt:
             tokens = _load_jwt().Tokens(auth.jwt)
             tokens.load_files()
-        return cls(Keys.load(auth.keys_file), tokens)
+        return cls(Keys.load(auth.keys_file, issued), tokens)
 
     async def take_over(self, before: Identity) -> None:
         """Takes what stays of an identity that this one replaces. Raises ConfigError."""
@@ -97,7 +98,8 @@ class Identity:
         if token and self.tokens is not None and self.tokens.is_token(token):
             return self.tokens.check(token, client)
         text = "unknown API key" if self.keys.on else "the bearer token is no JWT, and there are no API keys"
-        raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        why = next(filter(None, map(self.keys.refusal, given)), text)
+        raise ApiError(401, why, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def _load_jwt() -> ModuleType:

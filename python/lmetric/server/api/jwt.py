@@ -25,9 +25,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from lmetric.config import ConfigError, JwtIssuer
 from lmetric.server.api.caller import Caller, UnknownKeyError
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.issued import KEY_ID_DIGITS
 from lmetric.server.api.jwks import ALGORITHMS, KeySetError, VerifyingKey
 from lmetric.server.api.key_source import PAUSE_SECONDS, KeySource
-from lmetric.server.api.keys import KEY_ID_BYTES, digest
+from lmetric.server.api.keys import digest
 
 MAX_BYTES = 8192  # of a token
 MAX_CACHED = 16_384  # tokens whose results are kept
@@ -358,7 +359,7 @@ def _caller(claims: Mapping[str, Any], issuer: JwtIssuer) -> Caller:
         read.append(f"models by claim {issuer.models_claim}")
     key_id = ""
     if subject:
-        key_id = digest(f"{issuer.issuer}\0{subject}")[:KEY_ID_BYTES].hex()
+        key_id = digest(f"{issuer.issuer}\0{subject}").hex()[:KEY_ID_DIGITS]
     allowed = None if models is None else frozenset(models)
     return Caller(tenant, key_id, issuer.issuer, ", ".join(read), slo_class, allowed)
 

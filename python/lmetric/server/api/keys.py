@@ -7,8 +7,8 @@ from pathlib import Path
 from lmetric.config import ConfigError, read_yaml_mapping
 from lmetric.config.kinds import is_reference
 from lmetric.server.api.caller import Caller
+from lmetric.server.api.issued import KEY_ID_DIGITS, IssuedKeys, shown_time
 
-KEY_ID_BYTES = 6
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -18,25 +18,26 @@ def digest(token: str) -> bytes:
 
 
 class Keys:
-    """The known API keys.
+    """The known API keys: those of a file, and those that the router has issued.
 
     Only digests are stored and compared, so timing reveals nothing of a key.
     """
 
-    def __init__(self, tenants: dict[bytes, str] | None) -> None:
-        self._tenants = tenants
+    def __init__(self, tenants: dict[bytes, str] | None, issued: IssuedKeys) -> None:
+        self._tenants = tenants or {}
+        self.issued = issued
         self.on = tenants is not None  # whether a key is needed
 
     @classmethod
-    def load(cls, file: Path | None) -> "Keys":
+    def load(cls, file: Path | None, issued: IssuedKeys) -> "Keys":
         """Reads a YAML mapping of key, or ``sha256:HEX``, to tenant.
 
-        Without a file no key is needed.
+        Without a file no key is needed. If a file stores issued keys, the mapping may be empty.
 
         Raises ConfigError.
         """
         if file is None:
-            return cls(None)
+            return cls(None, issued)
         tenants: dict[bytes, str] = {}
         for place, (key, tenant) in enumerate(read_yaml_mapping(file).items(), 1):
             # Keys are secrets, so an error names the entry by its position.
@@ -53,23 +54,52 @@ class Keys:
             if key.startswith("sha256:") and not hashed:
                 raise ConfigError(f"{file}: entry {place}: expected 64 hexadecimal digits after sha256:")
             tenants[bytes.fromhex(hashed[1]) if hashed else digest(key)] = tenant
-        if not tenants:
-            raise ConfigError(f"{file}: there are no keys in it; unset auth.keys_file to run without keys")
-        return cls(tenants)
+        if not tenants and not issued.stored:
+            raise ConfigError(
+                f"{file}: there are no keys in it; add one, set state_folder to make keys with /admin/keys, "
+                "or unset auth.keys_file to run without keys"
+            )
+        return cls(tenants, issued)
 
     def changes(self, newer: "Keys") -> tuple[int, int]:
-        """Returns the numbers of keys that `newer` adds and removes.
+        """Returns the numbers of keys that the file of `newer` adds and removes.
 
         A key with another tenant counts as both.
         """
-        old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
+        old, new = set(self._tenants.items()), set(newer._tenants.items())
         return len(new - old), len(old - new)
 
+    def __len__(self) -> int:
+        """Returns the number of keys of the file."""
+        return len(self._tenants)
+
+    def of_file(self) -> list[Caller]:
+        """Returns the tenants and IDs of the file's keys."""
+        return [Caller(tenant, _id(hashed)) for hashed, tenant in self._tenants.items()]
+
     def find(self, key: str) -> Caller | None:
-        """Returns the caller that has a key; None: the key is unknown.
+        """Returns the caller that has a key; None: the key is not valid.
 
         The key's ID begins its SHA-256 hash.
         """
         hashed = digest(key)
-        tenant = (self._tenants or {}).get(hashed)
-        return None if tenant is None else Caller(tenant, hashed[:KEY_ID_BYTES].hex())
+        tenant = self._tenants.get(hashed)
+        if tenant is None:
+            issued = self.issued.find(hashed)
+            if issued is None or self.issued.state(issued) != "active":
+                return None
+            tenant = issued.tenant
+        return Caller(tenant, _id(hashed))
+
+    def refusal(self, key: str) -> str | None:
+        """Returns why a key that `find` does not accept is not valid; None: it is unknown."""
+        issued = self.issued.find(digest(key))
+        if issued is None:
+            return None
+        if issued.revoked:
+            return f"API key {issued.id} is revoked"
+        return f"API key {issued.id} has expired ({shown_time(issued.expires)})"
+
+
+def _id(hashed: bytes) -> str:
+    return hashed[: KEY_ID_DIGITS // 2].hex()

@@ -69,7 +69,7 @@ ERROR_TYPES: Mapping[str, str] = {
 
 # Codes of the router's own errors: statuses, and the meaning.
 ERRORS: Mapping[str, tuple[str, str]] = {
-    "invalid_api_key": ("401", "The API key is unknown."),
+    "invalid_api_key": ("401", "The API key is unknown, expired or revoked."),
     "invalid_token": ("401", "The JSON Web Token is not valid. The message has the reason."),
     "no_admin_token": ("403", "The page is closed: `admin.token` is not set."),
     "not_admin": ("403", "An API key does not open this page. Send the admin token."),
@@ -79,6 +79,10 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "response_not_found": ("404", "The stored response is unknown, or another tenant made it."),
     "unknown_path": ("404", "The path does not exist. The message may name a similar path."),
     "endpoint_picker": ("404", "This router picks engines for a gateway. Send the request to the gateway."),
+    "no_api_keys": ("409", "`/admin/keys`: requests need no key. Set `auth.keys_file`."),
+    "no_state_folder": ("409", "`/admin/keys` stores keys in `state_folder`, which is not set."),
+    "key_of_file": ("409", "`auth.keys_file` has the key. Remove it there."),
+    "too_many_keys": ("409", "10,000 API keys have not expired."),
     "no_model": ("409", "The engine's model is not known yet."),
     "unfit": ("409", "The engine cannot have this role."),
     "discovered": ("409", "A discovery source lists the engine and would add it again."),
@@ -256,17 +260,26 @@ def _stored() -> JSON:
 def _own(page: OwnPage) -> JSON:
     """The operations of one of the router's own pages."""
     return {
-        method.lower(): _operation(
-            page.tag,
-            each.summary,
-            each.answer,
-            errors=each.errors,
-            access=page.credentials,
-            body=None if each.body is None else {each.media: each.body},
-            parameters=each.parameters,
+        method.lower(): _with_status(
+            each.status,
+            _operation(
+                page.tag,
+                each.summary,
+                each.answer,
+                errors=each.errors,
+                access=page.credentials,
+                body=None if each.body is None else {each.media: each.body},
+                parameters=each.parameters,
+            ),
         )
         for method, each in page.operations.items()
     }
+
+
+def _with_status(status: int, operation: JSON) -> JSON:
+    """An operation whose answer has a status."""
+    responses = operation["responses"]
+    return {**operation, "responses": {str(status): responses.pop("200"), **responses}}
 
 
 def _headers(declared: Mapping[str, str]) -> JSON:
@@ -437,7 +450,7 @@ def document(pages: Iterable[OwnPage]) -> JSON:
             {"name": "health", "description": "Health and metrics"},
             {"name": "debug", "description": "State of the router and explanations of decisions"},
             {"name": "admin", "description": "Changes while the router runs; with `admin.enabled: true`"},
-            {"name": "replicas", "description": "Load between routers"},
+            {"name": "replicas", "description": "Load and API keys between routers"},
         ],
         "paths": {**relayed, **_stored(), **{page.path: _own(page) for page in pages}},
         "components": _components(),

@@ -41,7 +41,7 @@ def schema(name: str) -> JSON:
 
 
 def answer(description: str, shape: JSON | None = None, media: str = "application/json") -> JSON:
-    """An answer of status 200, with the JSON schema of its body."""
+    """An answer, with the JSON schema of its body."""
     if shape is None:
         return {"description": description}
     return {"description": description, "content": {media: {"schema": shape}}}
@@ -65,6 +65,7 @@ class Operation(Struct, frozen=True, eq=False, gc=False):
         handler: takes the call (`server/http/pages`) and returns the response.
         body: JSON schema of the request's body; None: no body.
         media: content type of the request's body.
+        status: status of the answer.
     """
 
     summary: str
@@ -74,6 +75,7 @@ class Operation(Struct, frozen=True, eq=False, gc=False):
     body: JSON | None
     parameters: tuple[JSON, ...]
     media: str
+    status: int
 
 
 class OwnPage(Struct, frozen=True, eq=False):
@@ -102,11 +104,14 @@ class OwnPage(Struct, frozen=True, eq=False):
         body: JSON | None = None,
         parameters: tuple[JSON, ...] = (),
         media: str = "application/json",
+        status: int = 200,
     ) -> Callable[[Handler], Handler]:
         """Returns a decorator that makes a function the handler of a method."""
 
         def declared(handler: Handler) -> Handler:
-            self.operations[method] = Operation(summary, answer, errors, handler, body, parameters, media)
+            self.operations[method] = Operation(
+                summary, answer, errors, handler, body, parameters, media, status
+            )
             return handler
 
         return declared

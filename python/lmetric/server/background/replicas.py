@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
@@ -80,6 +80,10 @@ class Replicas:
         self._token = read_secret(config.token, config.token_file)
         self._expected = BearerToken(self._token) if self._token is not None else None
         self.not_found: dict[str, str] = {}  # by URL: why its last look-up failed
+        # The exchange of API keys: the version of this router's keys, and what to do with that of
+        # another router.
+        self.keys_version: Callable[[], int] = lambda: 0
+        self.on_keys_version: Callable[[Address, str, int], None] = lambda *_: None
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 
@@ -88,9 +92,9 @@ class Replicas:
         """Whether other routers are configured."""
         return bool(self.config.urls)
 
-    async def start(self) -> None:
-        """Starts to send load messages. Called once the router listens."""
-        if not self.on:
+    async def connect(self) -> None:
+        """Looks up the other routers, so that `call` reaches them."""
+        if not self.on or self._session is not None:
             return
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=self.config.silent_after),
@@ -100,6 +104,12 @@ class Replicas:
             read_bufsize=MOST_ANSWER_BYTES,
         )
         await self._resolve()
+
+    async def start(self) -> None:
+        """Starts to send load messages. Called once the router listens."""
+        if not self.on:
+            return
+        await self.connect()
         self._tasks = [
             periodic("replicas' addresses", RESOLVE_SECONDS, self._resolve),
             periodic("replicas", self.config.interval, self._round),
@@ -113,6 +123,7 @@ class Replicas:
         await asyncio.gather(*self._tasks, *sending, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
     def authorize(self, headers: Mapping[str, str]) -> None:
         """Raises ApiError (401) unless the header carries the token of the replicas.
@@ -144,7 +155,7 @@ class Replicas:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
         version = self._apply(message) if message.sender != self.id else None
-        return {"router": self.id, "version": version}
+        return {"router": self.id, "version": version, "keys": self.keys_version()}
 
     def _apply(self, message: LoadMessage) -> int | None:
         sender = message.sender
@@ -201,25 +212,36 @@ class Replicas:
             sending = self._send(address, messages[base], self._version)
             address.sending = asyncio.create_task(sending)
 
-    async def _send(self, address: Address, message: bytes, version: int) -> None:
+    async def call(
+        self, address: Address, data: bytes | None, *, page: str = "", most: int = MOST_ANSWER_BYTES
+    ) -> bytes:
+        """Posts a message to another router, or gets one of its pages. Returns the answer.
+
+        ``page``: path and query below `PATH`. ``most``: bytes of the answer. Raises ClientError of
+        aiohttp, TimeoutError, OSError, and ValueError if the answer is not usable.
+        """
         assert self._session is not None
         headers = {"host": address.host, "content-type": CONTENT_TYPE}
         tls, name = self.config.tls, address.server_hostname
         if name is not None and tls is not None:
             name = tls.server_name or name
+        async with self._session.request(
+            "GET" if data is None else "POST",
+            f"{address.url}{page}",
+            data=data,
+            headers=headers,
+            server_hostname=name,
+            ssl=True if self.tls is None else self.tls.context,
+            allow_redirects=False,  # another address must not get the load
+        ) as answer:
+            body = await _read(answer, most)
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {body[:200].decode(errors='replace')}")
+        return body
+
+    async def _send(self, address: Address, message: bytes, version: int) -> None:
         try:
-            async with self._session.post(
-                address.url,
-                data=message,
-                headers=headers,
-                server_hostname=name,
-                ssl=True if self.tls is None else self.tls.context,
-                allow_redirects=False,  # another address must not get the load
-            ) as answer:
-                body = await _read(answer)
-            if answer.status != 200:
-                raise ValueError(f"status {answer.status}: {body[:200].decode(errors='replace')}")
-            router, counted = _sender(body)
+            router, counted, keys = _sender(await self.call(address, message))
             address.own = router == self.id
             if counted != version:
                 address.version = None
@@ -239,6 +261,7 @@ class Replicas:
             if address.reached is False:
                 log.info("another router is reachable again", address=address.place)
             address.reached, address.error, address.lost_at = True, None, None
+            self.on_keys_version(address, router, keys)
 
     async def _resolve(self) -> None:
         """Looks up the addresses of all routers. If a look-up fails, the old addresses stay."""
@@ -299,20 +322,23 @@ class Replicas:
         yield messages
 
 
-def _sender(body: bytes) -> tuple[object, object]:
-    """Returns the id and the version in an answer. Raises ValueError if it is not a router's."""
+def _sender(body: bytes) -> tuple[str, object, int]:
+    """Returns the ID in an answer, and the versions of load and API keys.
+
+    Raises ValueError if it is not a router's.
+    """
     try:
         told = orjson.loads(body)
-        return told["router"], told["version"]
-    except (ValueError, LookupError, TypeError):
+        return str(told["router"]), told["version"], int(told.get("keys", 0))
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError("the answer is not a router's") from None
 
 
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
+async def _read(answer: aiohttp.ClientResponse, most: int) -> bytes:
     """Reads an answer. Raises ValueError if it is too long; its connection is then closed."""
-    body = b""
-    while part := await answer.content.read(MOST_ANSWER_BYTES + 1 - len(body)):
+    body = bytearray()
+    while part := await answer.content.read(most + 1 - len(body)):
         body += part
-        if len(body) > MOST_ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
-    return body
+        if len(body) > most:
+            raise ValueError(f"an answer of more than {most} bytes")
+    return bytes(body)

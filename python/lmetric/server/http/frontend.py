@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from secrets import token_bytes
 from typing import Any
 
@@ -17,7 +17,9 @@ from lmetric.server.api.caller import UnknownKeyError
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
 from lmetric.server.api.isolation import Isolation
+from lmetric.server.api.issued import IssuedKey
 from lmetric.server.api.paths import stored_response
+from lmetric.server.background.key_exchange import KeyExchange
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
@@ -75,6 +77,9 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
+        self.key_exchange: KeyExchange  # set by the server
+        # Stores issued or revoked API keys in all workers and routers; set by the server.
+        self.change_keys: Callable[[Sequence[IssuedKey]], Awaitable[None]]
         # Reloads the configuration; set by the server.
         self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self._random_secret = token_bytes(32) if worker is None else worker.secret

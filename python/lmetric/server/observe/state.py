@@ -43,7 +43,7 @@ class StateFiles:
         self._task: asyncio.Task[None] | None = None
 
     def read(self) -> None:
-        """Restores the counts. A broken file is renamed, and its counts begin at 0.
+        """Restores the contents. A broken file is renamed, and the router starts without it.
 
         Raises ConfigError if the folder is not usable.
         """
@@ -70,7 +70,7 @@ class StateFiles:
             broken = path.with_suffix(".broken")
             path.replace(broken)
             log.error(
-                "a state file is broken; its counts begin at 0 (to count on, restore a copy and restart)",
+                "a state file is broken; the router starts without it (restore a copy and restart)",
                 reason=str(error),
                 renamed_to=str(broken),
             )
@@ -101,12 +101,7 @@ class StateFiles:
             if content is None:
                 path.unlink(missing_ok=True)
                 continue
-            new = path.with_suffix(".new")
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            replace_file(path, content)
 
     async def stop(self) -> None:
         """Writes the files for the last time."""
@@ -114,6 +109,25 @@ class StateFiles:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self.write()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file. The content is on disk when this returns. Raises OSError.
+
+    Only the router's user may read the file: it may name tenants and hold hashes of keys.
+    """
+    new = path.with_suffix(".new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)  # an old file of a killed router may have another mode
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # for the new name of the file
+    finally:
+        os.close(folder)
 
 
 def state_files(folder: Path | None, budgets: Budgets, usage: UsageTable) -> Sequence[StateFiles]:

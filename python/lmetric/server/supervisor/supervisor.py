@@ -25,7 +25,9 @@ import structlog
 
 from lmetric._core import Board, Budgets, LmetricError
 from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
+from lmetric.server.api.issued import IssuedKey, IssuedKeys
 from lmetric.server.http.port import Bound, divide
+from lmetric.server.observe.key_store import KeyStore
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.observe.state import StateFiles, state_files
 from lmetric.server.observe.usage import UsageTable
@@ -99,6 +101,8 @@ class Supervisor:
         self._budgets = Budgets(time.time() - time.monotonic(), self._board)
         self._usage = UsageTable()
         self._state: Sequence[StateFiles] = ()
+        folder = config.state_folder
+        self._keys = KeyStore(folder, IssuedKeys(stored=folder is not None))
         self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
@@ -114,6 +118,7 @@ class Supervisor:
     async def start(self) -> dict[str, Any]:
         """Starts all workers. Returns the report of the first one. Raises LmetricError."""
         self._state = state_files(self.config.state_folder, self._budgets, self._usage)
+        self._keys.read()
         starts = [asyncio.create_task(self._start(place)) for place in range(self._workers)]
         try:
             reports = await asyncio.gather(*starts)
@@ -182,6 +187,7 @@ class Supervisor:
         """Makes the changes of administrators so far in a worker that does not listen yet."""
         async with self._canaries:
             worker.ready = True
+            await worker.channel.call("keys", self._keys.keys.all())
             copies = await self._copies()
             await worker.channel.call("begin_copying", copies)
             for change in list(self._changes.values()):
@@ -250,6 +256,8 @@ class Supervisor:
                 return await self.repeat(value)
             case "find":
                 return await self.find(*value)
+            case "change_keys":
+                return await self._change_keys(value)
             case "reload":
                 return await self.reload()
             case "usage":
@@ -313,6 +321,22 @@ class Supervisor:
                 if status == 200:
                     return page
         return None
+
+    async def _change_keys(self, keys: Sequence[IssuedKey]) -> None:
+        """Stores API keys, and waits until all workers know them. Raises LmetricError.
+
+        A worker that does not answer within `REPEAT_SECONDS` follows before its next request.
+        """
+        try:
+            await self._keys.change(keys)
+        finally:  # a revocation applies even if it cannot be stored
+            known = [key for each in keys if (key := self._keys.keys.find(bytes.fromhex(each.sha256)))]
+            await asyncio.gather(*(self._send_keys(each, known) for each in self.processes if each.ready))
+
+    async def _send_keys(self, worker: Process, keys: Sequence[IssuedKey]) -> None:
+        with contextlib.suppress(ChannelClosedError, TimeoutError):
+            async with asyncio.timeout(REPEAT_SECONDS):
+                await worker.channel.call("keys", keys)
 
     async def _pass_on(self, name: str, asking: int, value: Any) -> None:
         """Calls all workers but the asking one."""

@@ -16,6 +16,7 @@ import structlog
 
 from lmetric._core import Board, LmetricError
 from lmetric.config import EngineConfig, ServerConfig
+from lmetric.server.api.issued import IssuedKey, IssuedKeys
 from lmetric.server.fleet.canary import Canary, Copy, Update
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
@@ -120,6 +121,7 @@ class Worker:
         self._own: asyncio.Server | None = None
         # Set by the server. Returns the usage that this worker has counted since the last call.
         self.take_usage: Callable[[], Sequence[Any]] | None = None
+        self.issued = IssuedKeys(stored=start.config.state_folder is not None)
 
     def sockets(self, place: int) -> list[socket.socket]:
         """Returns the listening sockets of a worker, each to be closed."""
@@ -266,6 +268,10 @@ class Worker:
         await self._send_usage()
         rows: list[Any] = await self.channel.call("usage_rows")
         return rows
+
+    async def change_keys(self, keys: Sequence[IssuedKey]) -> None:
+        """Stores issued or revoked API keys, in all workers. Raises LmetricError."""
+        await self.channel.call("change_keys", keys)
 
     async def metrics(self, openmetrics: bool) -> str:
         """Returns the metrics of all workers."""

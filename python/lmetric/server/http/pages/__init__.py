@@ -11,13 +11,17 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.api.paths import REALTIME
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages import admin, canary, debug, health, peers, usage
+from lmetric.server.http.pages import admin, canary, debug, health, keys, peers, usage
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.worker.worker import MARK, AdminChange, Worker, forwarded
 
-PAGES = Pages({**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **usage.PAGES, **peers.PAGES})
+PAGES = Pages(
+    {**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **usage.PAGES, **keys.PAGES, **peers.PAGES}
+)
+# Pages that reach all workers by themselves.
+_IN_ALL_WORKERS = (RELOAD, keys.PATH)
 # Pages whose path ends with a name, by what comes before it.
 _NAMED = {
     path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")
@@ -80,12 +84,18 @@ async def _admin(call: Call) -> web.StreamResponse:
     page = None if "{" in call.path else PAGES.get(call.path)
     if call.path.startswith(canary.PATH):
         page = canary.at(call)
+    elif call.path.startswith(f"{keys.PATH}/"):
+        page, call.name = keys.at(call)
     elif page is None:
         page, call.name = admin.at(call)
     check_method(call, page)
     response: web.StreamResponse = await page.handler(request.method)(call)
     worker = front.worker
-    changes = request.method not in ("GET", "HEAD") and response.status < 300 and call.path != RELOAD
+    changes = (
+        request.method not in ("GET", "HEAD")
+        and response.status < 300
+        and not call.path.startswith(_IN_ALL_WORKERS)
+    )
     if worker is not None and changes and not worker.is_repeated(request.headers.get(MARK)):
         await _repeat(call, worker)
     return response

@@ -1,11 +1,15 @@
-"""The page at which other routers publish their load."""
+"""The pages at which other routers publish their load, and read this router's API keys."""
 
 from __future__ import annotations
 
+from urllib.parse import parse_qs
+
 from aiohttp import web
 
-from lmetric.server.api.own_pages import OBJECT, Pages, answer
+from lmetric.server.api.errors import bad
+from lmetric.server.api.own_pages import OBJECT, TEXT, Pages, answer, in_query
 from lmetric.server.background import replicas
+from lmetric.server.background.key_exchange import KEYS_PATH
 from lmetric.server.http.pages.call import Call, json
 
 PAGES = Pages()
@@ -21,3 +25,26 @@ PAGES = Pages()
 )
 async def _receive(call: Call) -> web.Response:
     return json(call.front.replicas.receive(await call.body(replicas.MOST_MESSAGE_BYTES)))
+
+
+@PAGES.page(KEYS_PATH, "replicas", "replica").on(
+    "GET",
+    "Records of issued API keys for another router, with hashes of the keys; only with `replicas.urls`",
+    answer("Records", OBJECT),
+    *(400, 401, 404),
+    parameters=(
+        in_query("after", "Version of the records that the other router has received", {"type": "integer"}),
+        in_query("copied", "Version of the records that it has stored", {"type": "integer"}),
+        in_query("router", "ID of the other router", TEXT),
+    ),
+)
+async def _keys(call: Call) -> web.Response:
+    given = parse_qs(call.query)
+    try:
+        (after,), (copied,), (router,) = (given.pop(name) for name in ("after", "copied", "router"))
+        if given:
+            raise ValueError
+        versions = int(after), int(copied)
+    except (KeyError, ValueError):
+        raise bad("the query must be after=VERSION&copied=VERSION&router=ID", "after") from None
+    return json(call.front.key_exchange.answer(router, *versions))

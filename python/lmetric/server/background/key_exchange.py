@@ -1,0 +1,147 @@
+"""The exchange of issued API keys between routers.
+
+The answer to each load message has the version of the receiver's keys. A router that does not have
+this version gets the records that changed since its last one. Records come only from configured
+addresses: whoever knows the token of the replicas can read them, but cannot add any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from urllib.parse import urlencode
+
+import aiohttp
+import structlog
+
+from lmetric._core import LmetricError
+from lmetric.server.api.issued import MOST_KEYS, IssuedKey, IssuedKeys, KeyTable, decode
+from lmetric.server.background.replicas import MOST_ADDRESSES, PATH, Address, Replicas
+from lmetric.server.observe.key_store import KeyStore
+
+PAGE = "/keys"
+KEYS_PATH = PATH + PAGE
+MOST_RECORDS = 100  # in an answer
+MOST_ANSWER_BYTES = 256 << 10  # with the longest names
+AT_ONCE = 4  # routers from which this one copies keys
+FIRST_SECONDS = 2.0  # for the copies at the start
+CONFIRM_SECONDS = 5.0  # for the other routers to copy a change
+
+log = structlog.get_logger("lmetric.keys")
+
+
+class KeyExchange:
+    """Copies the issued keys of the other routers."""
+
+    def __init__(self, replicas: Replicas, store: KeyStore) -> None:
+        self._replicas = replicas
+        self._store = store
+        self._copied: dict[str, int] = {}  # by router: the version of its keys that this one has
+        self._confirmed: dict[str, int] = {}  # by router: the version of this one's keys that it has
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._unreadable: set[str] = set()  # addresses whose keys could not be read
+        replicas.keys_version = lambda: self._keys.version
+        replicas.on_keys_version = self._follow
+
+    @property
+    def _keys(self) -> IssuedKeys:
+        return self._store.keys
+
+    async def begin(self) -> None:
+        """Copies the keys of all routers that answer within `FIRST_SECONDS`.
+
+        Called before the router listens: a key that was revoked meanwhile must not be valid.
+        """
+        await self._replicas.connect()
+        copies = [self._copy(each, None) for each in self._replicas.addresses.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SECONDS):
+                await asyncio.gather(*copies)
+
+    async def stop(self) -> None:
+        """Ends the copies."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _follow(self, address: Address, router: str, version: int) -> None:
+        """Copies the keys of a router if it has others than the last copy."""
+        if version <= self._copied.get(router, 0) or router in self._tasks:
+            return
+        task = self._tasks[router] = asyncio.create_task(self._copy(address, router), name="API keys")
+        task.add_done_callback(lambda _: self._tasks.pop(router, None))
+
+    async def _copy(self, address: Address, router: str | None) -> None:
+        """Copies keys. ``router``: at the address; None: not known yet."""
+        async with self._places:
+            try:
+                await self._copy_all(address, router)
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass  # the exchange of load reports it
+            except (ValueError, LmetricError) as error:
+                if router is not None and address.place not in self._unreadable:
+                    self._unreadable.add(address.place)
+                    log.warning(
+                        "cannot copy API keys of another router", address=address.place, reason=str(error)
+                    )
+            else:
+                self._unreadable.discard(address.place)
+
+    async def _copy_all(self, address: Address, router: str | None) -> None:
+        copied = after = self._copied.get(router, 0) if router is not None else 0
+        keys: list[IssuedKey] = []
+        while True:
+            query = urlencode({"after": after, "copied": copied, "router": self._replicas.id})
+            body = await self._replicas.call(address, None, page=f"{PAGE}?{query}", most=MOST_ANSWER_BYTES)
+            table = decode(body)
+            if router is None:
+                router = table.router
+            if table.router != router or router == self._replicas.id:
+                return  # another process has the address now; the next answer to a message has its ID
+            keys += table.keys
+            after = table.version
+            if len(table.keys) >= MOST_RECORDS and len(keys) < MOST_KEYS:
+                continue
+            if not keys:
+                return
+            await self._add(router, keys)
+            if len(self._copied) > 2 * MOST_ADDRESSES:  # of processes that have ended
+                self._copied.clear()
+            self._copied[router] = copied = after
+            keys = []
+
+    async def _add(self, router: str, keys: list[IssuedKey]) -> None:
+        changed = await self._store.change(keys)
+        if changed:
+            ended = sum(bool(key.revoked) for key in changed)
+            log.info("API keys of another router", router=router, keys=len(changed), revoked=ended)
+
+    def answer(self, router: str, after: int, copied: int) -> bytes:
+        """Returns the first records that changed after a version, for another router.
+
+        ``copied``: the version that it has stored.
+        """
+        if router in self._replicas.received:
+            self._confirmed = {each: self._confirmed.get(each, 0) for each in self._replicas.received}
+            self._confirmed[router] = copied
+        keys, version = self._keys.since(after, MOST_RECORDS)
+        return KeyTable(keys, self._replicas.id, version).encode()
+
+    async def confirmed(self) -> None:
+        """Waits until all routers that send their load have this router's keys.
+
+        After `CONFIRM_SECONDS`, it logs the others and returns.
+        """
+        version = self._keys.version
+
+        def late() -> list[str]:
+            received = self._replicas.received
+            return [router for router in received if self._confirmed.get(router, 0) < version]
+
+        try:
+            async with asyncio.timeout(CONFIRM_SECONDS):
+                while late():  # noqa: ASYNC110 - the exchange has no event for it
+                    await asyncio.sleep(self._replicas.config.interval / 10)
+        except TimeoutError:
+            log.warning("other routers have not copied a change of API keys yet", routers=late())
