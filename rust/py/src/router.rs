@@ -734,8 +734,8 @@ impl Router {
         self.with_core(py, |router| Ok(router.set_admission(config)?))
     }
 
-    /// Gives waiting requests their present levels, by the `id` of their arrival; others get 0. Call
-    /// it after a change of settings.
+    /// Gives waiting requests their present levels, by the `id` of their arrival; others get 0.
+    /// Call it after a change of settings.
     fn set_levels(&self, py: Python<'_>, levels: std::collections::HashMap<u64, i8>) -> Result<()> {
         self.with_core(py, |router| {
             router.set_levels(|id| levels.get(&id.number()).copied().unwrap_or(0));

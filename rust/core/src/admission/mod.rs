@@ -374,8 +374,8 @@ impl Admission {
             let left = deadline - now;
             expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * MIN_WAIT_SHARE)
         });
-        // A full line loses its last request: the one with the latest deadline. A request of a lower
-        // level is lost first, unless it has aged up to the level of this one.
+        // A full line loses its last request: the one with the latest deadline. One of a lower level
+        // is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
         let last = || load.queue.line(key).and_then(Line::last);
         let below = |own: bool| {

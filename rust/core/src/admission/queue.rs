@@ -147,9 +147,9 @@ impl Queue {
         lines.max_by_key(|(other, line)| (Reverse(other.level), line.len(), *other))?.1.last()
     }
 
-    /// Returns the work that is taken up until the requests of a line are. All work of higher levels
-    /// goes before. Tenants share a level by weight, so of each other tenant in it, at most the work
-    /// of its share goes before. Only lines that `may_run` count.
+    /// Returns the work that is taken up until the requests of a line are. All work of higher
+    /// levels goes before. Tenants share a level by weight, so of each other tenant in it, at most
+    /// the work of its share goes before. Only lines that `may_run` count.
     pub fn work_before(&self, key: Key, may_run: impl Fn(u64) -> bool) -> f64 {
         let Some(own) = self.line(key) else { return 0.0 };
         let per_weight = own.work / own.weight;
