@@ -28,9 +28,10 @@ def message(
     sender: str = "ab",
     version: int = 0,
     base: int | None = None,
-    form: int = 1,
+    form: int = 2,
+    budgets: bytes = b"",
 ) -> bytes:
-    """Returns a message; without ``base``, of the whole load."""
+    """Returns a message; without ``base``, of the whole load. ``budgets``: of `Budgets.encode`."""
     out = b"lmload" + bytes([form]) + text(sender)
     out += number(version) + number(0 if base is None else base + 1) + number(len(models or {}))
     for model, loads in (models or {}).items():
@@ -39,4 +40,4 @@ def message(
             out += text(engine) + number(sum(1 << bit for bit in numbers))
             out += b"".join(struct.pack("<f", numbers[bit]) for bit in sorted(numbers))
             out += number(len(roots)) + b"".join(struct.pack("<Qff", *root) for root in roots)
-    return out
+    return out + number(len(budgets)) + budgets

@@ -24,6 +24,7 @@ from lmetric.server.api import jwt as module
 from lmetric.server.api.caller import UnknownKeyError
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
+from lmetric.server.api.issued import IssuedKeys
 from lmetric.server.api.jwks import MAX_KEYS, KeySetError, parse
 from lmetric.server.api.jwt import MAX_BYTES, MAX_FORGED, Tokens
 from lmetric.server.api.key_source import ADDRESS_SECONDS, PAUSE_SECONDS
@@ -376,7 +377,7 @@ def test_broken_key_sets_are_refused(content: object, text: str, tmp_path: Path)
     file.write_bytes(data)
     settings = {"issuer": ISSUER, "audience": "a", "jwks": str(file), "tenant_claim": "t"}
     with pytest.raises(ConfigError) as invalid:
-        Identity.load(Auth.model_validate({"jwt": [settings]}))
+        Identity.load(Auth.model_validate({"jwt": [settings]}), IssuedKeys(stored=False))
     assert str(invalid.value).startswith(f"auth.jwt: {file}: the key set cannot be used: ")
 
 

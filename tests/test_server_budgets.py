@@ -161,7 +161,7 @@ async def _first(request: Any) -> Any:
 
 
 def reserve(core: Budgets) -> BudgetReservation | BudgetRefusal | None:
-    return core.reserve("a", ("tiny", ""), (10, 3), (time.monotonic(), time.time()))
+    return core.reserve("a", ("tiny", "", ""), (10, 3), (time.monotonic(), time.time()))
 
 
 @pytest.mark.parametrize("reported", [usage(-5, -3, -2), usage(10**15, 10**15, 10**15), usage(10, 3, 99)])
@@ -218,6 +218,21 @@ async def by_key(w: World, key: str) -> tuple[int, dict[str, Any], Any]:
     return await w.post(body, headers={"authorization": f"Bearer {key}"})
 
 
+async def test_a_budget_of_a_class_leaves_a_part_of_another_budget_to_other_classes() -> None:
+    windows = budget("requests", 5), budget("requests", 3, slo_class="batch")
+    admission = {"ttft_seconds": 60, "classes": {"batch": {"ttft_seconds": 3600}}}
+    async with world(1, tenants=tenants(*windows), admission=admission) as w:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
+
+        async def batch() -> tuple[int, Any]:
+            status, _, got = await w.post(body, headers={"x-tenant": "a", "x-slo-class": "batch"})
+            return status, got
+
+        assert [(await batch())[0] for _ in range(4)] == [200, 200, 200, 429]
+        assert "budget 'requests per hour (batch)'" in (await batch())[1]["error"]["message"]
+        assert [(await ask(w))[0] for _ in range(3)] == [200, 200, 429]
+
+
 async def test_a_shadow_budget_counts_and_refuses_nothing() -> None:
     window = budget("requests", 1, shadow=True, name="trial")
     async with world(1, tenants=tenants(window)) as w:
@@ -265,7 +280,7 @@ def test_calendar_days_of_many_years_begin_at_midnight() -> None:
 
     def granted(at: datetime) -> bool:
         unix = at.timestamp()
-        made = core.reserve("a", ("tiny", ""), (1, 1), (time.monotonic(), unix))
+        made = core.reserve("a", ("tiny", "", ""), (1, 1), (time.monotonic(), unix))
         if isinstance(made, BudgetReservation):
             made.settle((1, 0, 1), (time.monotonic(), unix))
             return True
@@ -293,6 +308,7 @@ def test_calendar_days_of_many_years_begin_at_midnight() -> None:
         ("{counts: requests, limit: 1, per: day, time_zone: Mars}", "unknown time zone 'Mars'"),
         ("{counts: requests, limit: 1, per: day, time_zone: ../x}", "unknown time zone '../x'"),
         ("{counts: requests, limit: 1, per: day, cached_weight: 0.5}", "requests has no weight"),
+        ("{counts: requests, limit: 1, per: day, slo_class: batch}", "no model has the class 'batch'"),
         (
             "{counts: requests, limit: 1, per: day}, {counts: requests, limit: 2, per: day}",
             "two budgets are named 'requests per day'",

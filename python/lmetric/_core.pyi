@@ -266,12 +266,19 @@ class Budgets:
     def reserve(
         self,
         tenant: str,
-        scope: tuple[str, str],  # model, and ID of the API key
+        scope: tuple[str, str, str],  # model, ID of the API key, and SLO class
         tokens: tuple[int, int],  # input and output
         times: tuple[float, float],
     ) -> BudgetReservation | BudgetRefusal | None: ...  # None: the tenant has no windows
-    def save(self) -> bytes: ...
-    def restore(self, saved: bytes) -> None: ...
+    MOST_SKEW_SECONDS: float  # between the clocks of two routers that share counts
+    def share(self, router: str) -> None: ...  # ID of this start of the router
+    def enter(self) -> int: ...  # the present counts as a new version
+    def encode(self, base: int | None, times: tuple[float, float]) -> bytes: ...
+    def merge(
+        self, message: bytes, times: tuple[float, float]
+    ) -> tuple[bool, float]: ...  # whether its version counts now, and seconds that its clock is ahead
+    def save(self, times: tuple[float, float]) -> bytes: ...
+    def restore(self, saved: bytes, times: tuple[float, float]) -> None: ...
 
 @final
 class BudgetReservation:
@@ -353,6 +360,8 @@ class LoadMessage:
     def version(self) -> int: ...
     @property
     def base(self) -> int | None: ...
+    @property
+    def budgets(self) -> bytes: ...  # for Budgets.merge
     def __len__(self) -> int: ...
 
 def encode_load(
@@ -361,6 +370,7 @@ def encode_load(
     base: int | None,
     routers: Sequence[tuple[str, Router]],
     *,
+    budgets: bytes | None = None,
     now: float | None = None,
 ) -> bytes: ...
 

@@ -61,6 +61,12 @@ class BudgetConfig(Strict):
         description="count each API key for itself; false: all keys of the tenant together",
         json_schema_extra={"when": "a tenant has several keys"},
     )
+    slo_class: str | None = Field(
+        None,
+        description="count only requests of this class (`admission.classes`), e.g. batch: with a lower limit "
+        "than another budget, it leaves a part to other classes; null: all requests",
+        json_schema_extra={"when": "batch must not take all of a budget"},
+    )
     shadow: bool = Field(
         False,
         description="count, and refuse nothing; lmetric_tenant_budget_exceeded_total has the requests that a "
@@ -77,7 +83,8 @@ class BudgetConfig(Strict):
     @property
     def label(self) -> str:
         """The name of the window."""
-        return self.name or f"{self.counts} per {self.per}"
+        only = "" if self.slo_class is None else f" ({self.slo_class})"
+        return self.name or f"{self.counts} per {self.per}{only}"
 
     @model_validator(mode="after")
     def _weighted(self) -> Self:

@@ -1191,7 +1191,7 @@ class TenantConfig(Strict):
     )
     budgets: Annotated[list[BudgetConfig], AfterValidator(distinct)] = Field(
         default_factory=list,
-        description="windows that limit the tenant's requests and tokens (docs/how-to/overload.md)",
+        description="windows that limit the tenant's requests and tokens (docs/how-to/budgets.md)",
         json_schema_extra={"when": "a tenant sends too many requests or tokens"},
     )
     max_waiting: int | None = Field(
@@ -1222,7 +1222,7 @@ class TenantConfig(Strict):
 
 
 class ReplicasConfig(Strict):
-    """Other routers of the same engines: they exchange their in-flight load."""
+    """Other routers of the same engines: they exchange their in-flight load and budgets."""
 
     urls: list[RouterUrl] = Field(
         default_factory=list,
@@ -1233,7 +1233,7 @@ class ReplicasConfig(Strict):
     # At most a quarter of silent_after. The default is shorter than most prefills.
     interval: Annotated[Seconds, Field(ge=0.01, le=0.5)] = Field(
         0.1,
-        description="time between two load messages, seconds",
+        description="time between two messages, seconds",
         json_schema_extra={"when": "many routers exchange too many messages, or emulated engines run fast"},
     )
     # Time without a message, seconds, after which another router's load no longer counts.
@@ -1635,7 +1635,7 @@ class ServerConfig(PoolSettings):
             )
 
     def _check_classes(self) -> None:
-        """Refuses tenants whose class no model has, and levels without a queue."""
+        """Refuses classes of tenants and budgets that no model has, and levels without a queue."""
         admissions = [pool.admission for pool in (self, *self.models) if pool.admission is not None]
         known = sorted({name for admission in admissions for name in admission.classes})
         for name, tenant in self.tenants.items():
@@ -1644,11 +1644,14 @@ class ServerConfig(PoolSettings):
                     f"tenants.{name}.level = {tenant.level}: levels order the queue of admission, which is "
                     "off; set admission, such as admission: {}, or remove the level"
                 )
-            if tenant.slo_class is not None and tenant.slo_class not in known:
-                raise ValueError(
-                    f"tenants.{name}.slo_class: no model has the class {tenant.slo_class!r}; known: "
-                    f"{', '.join(known) or 'none (set admission.classes)'}"
-                )
+            named = [("slo_class", tenant.slo_class)]
+            named += [(f"budgets ({each.label})", each.slo_class) for each in tenant.budgets]
+            for setting, slo_class in named:
+                if slo_class is not None and slo_class not in known:
+                    raise ValueError(
+                        f"tenants.{name}.{setting}: no model has the class {slo_class!r}; known: "
+                        f"{', '.join(known) or 'none (set admission.classes)'}"
+                    )
 
     @property
     def debug_is_open(self) -> bool:

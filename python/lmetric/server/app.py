@@ -174,6 +174,7 @@ class Server:
             pages=pages,
             worker=self.worker,
         )
+        self._replicas = front.replicas = Replicas(config.replicas, self.fleet, front.budgets.core)
         if self.worker is None:
             self._state = state_files(config.state_folder, front.budgets.core, front.usage.table)
             self._keys.read()
@@ -186,7 +187,6 @@ class Server:
             self.picker = epp.Picker(config, front, self.worker.gateway_port if self.worker else None)
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
-        self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         front.key_exchange = KeyExchange(self._replicas, self._keys)
         front.change_keys = self._change_keys if self.worker is None else self.worker.change_keys
         self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)

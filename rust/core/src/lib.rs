@@ -35,6 +35,7 @@ extern crate self as lmetric_core;
 pub mod admission;
 pub mod board;
 pub mod budget;
+mod codec;
 pub mod error;
 pub mod estimate;
 pub mod expr;

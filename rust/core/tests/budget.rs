@@ -20,6 +20,7 @@ fn window(key: u64, unit: Unit, limit: u64, period: Period) -> Window {
         cached_weight: 1.0,
         per_model: false,
         per_key: false,
+        slo_class: None,
         shadow: false,
     }
 }
@@ -316,7 +317,7 @@ fn models_and_keys_have_counts_of_their_own_if_the_window_says_so() {
         let mut budgets = budgets(&[Window { per_model, per_key, ..one }]);
         let mut held = Vec::new();
         for (model, key) in [(5, 6), (5, 7), (8, 6), (8, 7), (5, 6)] {
-            held.extend(budgets.reserve(ACCOUNT, Scope { model, key }, ask(1, 1), at(0.0)));
+            held.extend(budgets.reserve(ACCOUNT, Scope { model, key, slo_class: 0 }, ask(1, 1), at(0.0)));
         }
         assert_eq!(held.len(), granted, "{per_model} {per_key}");
     }
@@ -399,17 +400,21 @@ fn workers_exceed_a_budget_at_most_by_a_reservation() {
 fn saved_counts_go_on_and_a_broken_file_is_refused() {
     let mut first = budgets(&[window(1, Unit::TotalTokens, 100, Period::Day)]);
     reserve(&mut first, ask(40, 20), 0.0).expect("room").settle(&ask(40, 20), at(0.0));
-    let saved = first.save();
+    let saved = first.save(at(60.0));
     let mut workers = workers();
     for worker in [&mut workers[0], &mut budgets(&[])] {
         worker.set([(ACCOUNT, vec![window(1, Unit::TotalTokens, 100, Period::Day)])]);
-        worker.restore(&saved).expect("a whole file");
+        worker.restore(&saved, at(60.0)).expect("a whole file");
         assert_eq!(used(worker, 60.0), [60]);
-        assert_eq!(worker.save().len(), saved.len());
+        assert_eq!(worker.save(at(60.0)).len(), saved.len());
     }
     workers[1].set([(ACCOUNT, vec![window(1, Unit::TotalTokens, 100, Period::Day)])]);
     assert_eq!(used(&mut workers[1], 60.0), [60]);
     for broken in [&saved[..saved.len() - 8], &saved[..20], b"", &[0; 24]] {
-        assert!(Budgets::new(None).restore(broken).is_err_and(|error| error.to_string().contains("budgets")));
+        assert!(
+            Budgets::new(None)
+                .restore(broken, at(60.0))
+                .is_err_and(|error| error.to_string().contains("budgets"))
+        );
     }
 }

@@ -144,10 +144,16 @@ impl Sender {
     fn send(&mut self, a: &mut Router, b: &mut Router, now: f64) -> Option<usize> {
         self.enter(a, now);
         let models = vec![("m".into(), a.load_since(self.known, now))];
-        let message = LoadMessage { sender: "a".into(), version: self.version, base: self.known, models };
+        let message = LoadMessage {
+            sender: "a".into(),
+            version: self.version,
+            base: self.known,
+            models,
+            budgets: [].into(),
+        };
         let read = LoadMessage::decode(&message.encode()).unwrap();
         assert_eq!(read, message, "messages have rounded numbers");
-        let LoadMessage { sender, version, base, models } = read;
+        let LoadMessage { sender, version, base, models, .. } = read;
         let instances = &models[0].1;
         let loads = instances.iter().map(|(name, load)| (&**name, load.clone()));
         let applied = b.hear_message(Message { from: &sender, version, base, loads }, now).unwrap();

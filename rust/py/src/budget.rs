@@ -3,7 +3,7 @@ use crate::board::Board;
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::budget::{
-    Amounts, Budgets as CoreBudgets, Now, Period, Refusal, Reservation, Scope, Unit, Window, Zone,
+    Amounts, Budgets as CoreBudgets, MOST_SKEW, Now, Period, Refusal, Reservation, Scope, Unit, Window, Zone,
 };
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -42,14 +42,27 @@ struct Given {
     cached_weight: f64,
     per_model: bool,
     per_key: bool,
+    slo_class: Option<String>,
     shadow: bool,
 }
 
 impl Given {
     fn window(self, tenant: &str) -> Result<Window> {
-        let Given { name, counts, limit, per, time_zone, cached_weight, per_model, per_key, shadow } = self;
+        let Given {
+            name,
+            counts,
+            limit,
+            per,
+            time_zone,
+            cached_weight,
+            per_model,
+            per_key,
+            slo_class,
+            shadow,
+        } = self;
         let zone = time_zone.as_ref().map_or("", |(zone, _)| zone);
-        let key = xxh3_64([tenant, &name, &counts, &per, zone].join("\0").as_bytes());
+        let class = slo_class.as_deref().unwrap_or_default();
+        let key = xxh3_64([tenant, &name, &counts, &per, zone, class].join("\0").as_bytes());
         Ok(Window {
             key,
             unit: named("counts", &Unit::NAMES, &counts)?,
@@ -60,6 +73,7 @@ impl Given {
             cached_weight,
             per_model,
             per_key,
+            slo_class: slo_class.as_deref().map(hash),
             shadow,
         })
     }
@@ -88,20 +102,20 @@ impl Budgets {
         Ok(())
     }
 
-    /// Reserves what a request may use at most. None: its tenant has no windows. `scope`: the model
-    /// and the ID of the API key.
+    /// Reserves what a request may use at most. None: its tenant has no windows. `scope`: the
+    /// model, the ID of the API key, and the SLO class.
     fn reserve(
         &self,
         py: Python<'_>,
         tenant: &str,
-        scope: (&str, &str),
+        scope: (&str, &str, &str),
         tokens: (u64, u64),
         times: (f64, f64),
     ) -> PyResult<Option<Py<PyAny>>> {
         let (input_tokens, output_tokens) = tokens;
         let asked = Amounts { requests: 1, input_tokens, cached_tokens: 0, output_tokens };
         let now = self.now(times);
-        let scope = Scope { model: hash(scope.0), key: hash(scope.1) };
+        let scope = Scope { model: hash(scope.0), key: hash(scope.1), slo_class: hash(scope.2) };
         Ok(match self.inner.lock().reserve(hash(tenant), scope, asked, now) {
             Ok(made) => match made {
                 Some(made) => Some(Py::new(py, BudgetReservation::new(made, self.clock_start))?.into_any()),
@@ -111,16 +125,45 @@ impl Budgets {
         })
     }
 
+    /// Most seconds between the clocks of two routers that share counts.
+    #[classattr]
+    const MOST_SKEW_SECONDS: f64 = MOST_SKEW;
+
+    /// Shares the counts with other routers from now on. `router`: ID of this start of the router.
+    fn share(&self, router: &str) {
+        self.inner.lock().share(hash(router));
+    }
+
+    /// Enters the present counts as a new version, and returns its number.
+    fn enter(&self) -> u64 {
+        self.inner.lock().enter()
+    }
+
+    /// Returns a message for `merge` of other routers: the counts of the last `enter` that have
+    /// changed since the version `base`. None: all counts, also those of other routers.
+    #[pyo3(signature = (base, times))]
+    fn encode<'py>(&self, py: Python<'py>, base: Option<u64>, times: (f64, f64)) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.lock().encode(base, self.now(times)))
+    }
+
+    /// Applies a message of another router. Returns whether its version counts here now (else the
+    /// next message must have all counts), and how many seconds the other clock is ahead. If that
+    /// is above `MOST_SKEW_SECONDS`, in any direction, the message changes nothing. Raises
+    /// `BadValueError` for other bytes; then nothing changes.
+    fn merge(&self, message: &[u8], times: (f64, f64)) -> Result<(bool, f64)> {
+        Ok(self.inner.lock().merge(message, self.now(times))?)
+    }
+
     /// Returns the counts as bytes for `restore`.
-    fn save<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let bytes = py.detach(|| self.inner.lock().save());
+    fn save<'py>(&self, py: Python<'py>, times: (f64, f64)) -> Bound<'py, PyBytes> {
+        let bytes = py.detach(|| self.inner.lock().save(self.now(times)));
         PyBytes::new(py, &bytes)
     }
 
     /// Adds saved counts, before the first request. Raises `BadValueError` for a broken file; then
     /// nothing is added.
-    fn restore(&self, saved: &[u8]) -> Result<()> {
-        Ok(self.inner.lock().restore(saved)?)
+    fn restore(&self, saved: &[u8], times: (f64, f64)) -> Result<()> {
+        Ok(self.inner.lock().restore(saved, self.now(times))?)
     }
 }
 
@@ -158,14 +201,11 @@ impl BudgetReservation {
             }
         }
         let mut lines = String::with_capacity(256);
-        for (what, found) in [("requests", requests), ("tokens", tokens)] {
+        for (names, found) in [(&OF_REQUESTS, requests), (&OF_TOKENS, tokens)] {
             if let Some((limit, left, reset)) = found {
-                let _ = write!(
-                    lines,
-                    "x-ratelimit-limit-{what}: {limit}\r\nx-ratelimit-remaining-{what}: {left}\r\n\
-                     x-ratelimit-reset-{what}: {}\r\n",
-                    Duration(reset)
-                );
+                for (name, value) in fields(names, limit, left, reset) {
+                    let _ = write!(lines, "{name}: {value}\r\n");
+                }
             }
         }
         BudgetReservation { inner: Mutex::new(Some(made)), clock_start, lines, exceeded }
@@ -222,13 +262,13 @@ pub struct BudgetRefusal {
     /// Seconds until the request fits; None: it asks for more than the limit.
     retry_after_seconds: Option<f64>,
     /// Fields of the answer's head.
-    fields: Vec<(String, String)>,
+    fields: Vec<(&'static str, String)>,
 }
 
 impl BudgetRefusal {
     fn new(refusal: &Refusal) -> BudgetRefusal {
         let Refusal { window, used, asked, retry_after } = refusal;
-        let what = if window.unit == Unit::Requests { "requests" } else { "tokens" };
+        let names = if window.unit == Unit::Requests { &OF_REQUESTS } else { &OF_TOKENS };
         let left = window.limit.saturating_sub(*used);
         let retry_after_seconds = retry_after.is_finite().then_some(*retry_after);
         BudgetRefusal {
@@ -239,16 +279,40 @@ impl BudgetRefusal {
             used: *used,
             asked: *asked,
             retry_after_seconds,
-            fields: fields(what, window.limit, left, retry_after_seconds.unwrap_or(0.0)).into(),
+            fields: fields(names, window.limit, left, retry_after_seconds.unwrap_or(0.0))
+                .map(|(name, value)| (name, value.to_string()))
+                .into(),
         }
     }
 }
 
-fn fields(what: &str, limit: u64, left: u64, reset: f64) -> [(String, String); 3] {
+/// Fields of an answer's head: limit, what is left of it, and the time until it is unused.
+type FieldNames = [&'static str; 3];
+const OF_REQUESTS: FieldNames =
+    ["x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"];
+const OF_TOKENS: FieldNames =
+    ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"];
+
+enum FieldValue {
+    Number(u64),
+    Time(Duration),
+}
+
+impl fmt::Display for FieldValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FieldValue::Number(number) => number.fmt(f),
+            FieldValue::Time(time) => time.fmt(f),
+        }
+    }
+}
+
+fn fields(names: &FieldNames, limit: u64, left: u64, reset: f64) -> [(&'static str, FieldValue); 3] {
+    let [of_limit, of_left, of_reset] = *names;
     [
-        (format!("x-ratelimit-limit-{what}"), limit.to_string()),
-        (format!("x-ratelimit-remaining-{what}"), left.to_string()),
-        (format!("x-ratelimit-reset-{what}"), Duration(reset).to_string()),
+        (of_limit, FieldValue::Number(limit)),
+        (of_left, FieldValue::Number(left)),
+        (of_reset, FieldValue::Time(Duration(reset))),
     ]
 }
 

@@ -62,6 +62,12 @@ impl LoadMessage {
         self.inner.base
     }
 
+    /// Counts of budgets, for `Budgets.merge`.
+    #[getter]
+    fn budgets<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.budgets)
+    }
+
     /// Number of instances in it.
     fn __len__(&self) -> usize {
         self.inner.models.iter().map(|(_, instances)| instances.len()).sum()
@@ -72,22 +78,30 @@ impl LoadMessage {
 /// `version` of their `enter_load`.
 ///
 /// `sender`: id of the sender, hexadecimal digits. `base`: the version that the receiver has; the
-/// message has only the changes since then. None: the message has the whole load.
+/// message has only the changes since then. None: the message has the whole load. `budgets`: of
+/// `Budgets.encode`.
 #[pyfunction]
-#[pyo3(signature = (sender, version, base, routers, *, now=None))]
+#[pyo3(signature = (sender, version, base, routers, *, budgets=None, now=None))]
 fn encode_load<'py>(
     py: Python<'py>,
     sender: &str,
     version: u64,
     base: Option<u64>,
     routers: Vec<(String, Bound<'py, Router>)>,
+    budgets: Option<&[u8]>,
     now: Option<f64>,
 ) -> Result<Bound<'py, PyBytes>> {
     let of = |(model, router): &(String, Bound<'py, Router>)| {
         Ok::<_, crate::errors::Error>((model.as_str().into(), router.get().load_since(py, base, now)?))
     };
     let models = routers.iter().map(of).collect::<Result<Vec<_>>>()?;
-    let message = CoreMessage { sender: sender.into(), version, base, models };
+    let message = CoreMessage {
+        sender: sender.into(),
+        version,
+        base,
+        models,
+        budgets: budgets.unwrap_or_default().into(),
+    };
     Ok(PyBytes::new(py, &message.encode()))
 }
 

@@ -897,7 +897,7 @@ impl Router {
         model: &str,
         now: Option<f64>,
     ) -> Result<bool> {
-        let CoreMessage { sender, version, base, models } = message.inner();
+        let CoreMessage { sender, version, base, models, .. } = message.inner();
         let (from, version, base) = (&**sender, *version, *base);
         let instances = models.iter().filter(|(name, _)| &**name == model).flat_map(|(_, all)| all);
         let loads: Vec<(&str, Published)> = instances.map(|(name, load)| (&**name, load.clone())).collect();

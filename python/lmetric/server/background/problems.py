@@ -100,6 +100,11 @@ class OwnProblems:
             if address.reached is False and not address.own:
                 cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
                 yield Problem("replica", cause, reason, fix, since=address.lost_at)
+        for router, ahead in self.replicas.other_clocks.items():
+            cause = "the clock of another router differs: the routers do not share budgets"
+            reason = f"router {router}: {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+            fix = "synchronize the clocks, then restart the router whose clock was wrong"
+            yield Problem("replica", cause, reason, fix)
 
     def _of_queues(self, now: float) -> Iterator[Problem]:
         """Yields the problem that all engines of a role have waiting requests for a while."""

@@ -1,12 +1,13 @@
-"""Load exchange between routers: each publishes its in-flight load and adds the load of the others.
+"""Exchange between routers: each publishes its in-flight load and the use of its budgets.
 
 Without the exchange, routers see each other's requests only in engine reports, once a second, and
 send the next requests to the same idle engine. Routers send messages directly over HTTP: no shared
 store between them can fail.
 
-Most messages hold only the load that changed since the last message that the other router has
-received. Each message has a version, and names the version that it builds on. The core notes what
-changed, and reads and writes the messages (`rust/core/src/router/ledger/message.rs`).
+Most messages hold only what changed since the last message that the other router has received. Each
+message has a version, and names the version that it builds on. The core notes what changed, and
+reads and writes the messages (`rust/core/src/router/listeners/message.rs`, `rust/core/src/budget`).
+The load of a silent router no longer counts; its budgets count until their periods have passed.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ import orjson
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric._core import BadValueError, LoadFormatError, LoadMessage, encode_load
+from lmetric._core import BadValueError, Budgets, LoadFormatError, LoadMessage, encode_load
 from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad
@@ -43,8 +44,9 @@ MOST_ADDRESSES = 64
 MOST_ANSWER_BYTES = 4096  # an answer is an id and a version, or an error of one sentence
 FULL_SECONDS = 60.0  # time between two full messages to a router
 
-# Limit on the body of a message: 16,384 instances with long names and many numbers.
-MOST_MESSAGE_BYTES = 8 << 20
+# Limit on the body of a message: 16,384 instances with long names and many numbers, and 10,000
+# budgets.
+MOST_MESSAGE_BYTES = 16 << 20
 
 
 class Address:
@@ -66,15 +68,18 @@ class Address:
 
 
 class Replicas:
-    """The exchange of load with the other routers of the fleet."""
+    """The exchange of load and budgets with the other routers of the fleet."""
 
-    def __init__(self, config: ReplicasConfig, fleet: Fleet) -> None:
+    def __init__(self, config: ReplicasConfig, fleet: Fleet, budgets: Budgets) -> None:
         self.config = config
         self.fleet = fleet
+        self.budgets = budgets
         self.id = token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
         self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
-        self._version = 0  # of the load of this router
+        # By router whose budgets do not count here: how far its clock is ahead, seconds.
+        self.other_clocks: dict[str, float] = {}
+        self._version = 0  # of the load and the budgets of this router
         self._counts: Counter[tuple[str, str]] = Counter()
         self.tls = None if config.tls is None else outgoing_context("replicas.tls", config.tls)
         self._token = read_secret(config.token, config.token_file)
@@ -86,6 +91,8 @@ class Replicas:
         self.on_keys_version: Callable[[Address, str, int], None] = lambda *_: None
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
+        if self.on:
+            budgets.share(self.id)
 
     @property
     def on(self) -> bool:
@@ -167,11 +174,13 @@ class Replicas:
                 code="too_many",
             )
         try:
+            counted, ahead = self.budgets.merge(message.budgets, _times())
             applied = [model.router.import_load(message, model.name) for model in self.fleet.models]
         except BadValueError as error:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
-        if not all(applied):  # another model may be new here; a full message has all again
+        self._compare_clocks(sender, ahead)
+        if not (counted and all(applied)):  # another model may be new here; a full message has all again
             self._counts["received", "incomplete"] += 1
             return None
         if sender not in self.received:
@@ -179,6 +188,18 @@ class Replicas:
         self.received[sender] = time.monotonic()
         self._counts["received", "accepted"] += 1
         return message.version
+
+    def _compare_clocks(self, sender: str, ahead: float) -> None:
+        if abs(ahead) <= Budgets.MOST_SKEW_SECONDS:
+            self.other_clocks.pop(sender, None)
+            return
+        if sender not in self.other_clocks:
+            log.warning(
+                "the clock of another router differs; its budgets do not count here",
+                router=sender,
+                seconds_ahead=round(ahead),
+            )
+        self.other_clocks[sender] = ahead
 
     async def _round(self) -> None:
         """Sends one message to each router, and drops the load of silent routers."""
@@ -188,6 +209,7 @@ class Replicas:
         for router, at in list(self.received.items()):
             if now - at > self.config.silent_after:
                 del self.received[router]
+                self.other_clocks.pop(router, None)
                 log.warning("another router is silent; its load no longer counts", router=router)
         others = [address for address in self.addresses.values() if not address.own]
         messages: dict[int | None, bytes] = {}
@@ -196,7 +218,7 @@ class Replicas:
                 address.version = None
         if others:
             known = [address.version for address in others if address.version is not None]
-            oldest, self._version = min(known, default=self._version), self._version + 1
+            oldest, self._version = min(known, default=self._version), self.budgets.enter()
             for model in self.fleet.models:
                 model.router.enter_load(self._version, oldest)
         for address in others:
@@ -207,7 +229,8 @@ class Replicas:
                 address.full_at = now
             if base not in messages:
                 routers = [(model.name, model.router) for model in self.fleet.models]
-                messages[base] = encode_load(self.id, self._version, base, routers)
+                budgets = self.budgets.encode(base, _times())
+                messages[base] = encode_load(self.id, self._version, base, routers, budgets=budgets)
             address.version = self._version  # unless the message fails
             sending = self._send(address, messages[base], self._version)
             address.sending = asyncio.create_task(sending)
@@ -302,7 +325,12 @@ class Replicas:
                 for a in self.addresses.values()
             ],
             "received_from": [
-                {"router": router, "age_seconds": now - at} for router, at in self.received.items()
+                {
+                    "router": router,
+                    "age_seconds": now - at,
+                    "clock_ahead_seconds": self.other_clocks.get(router),
+                }
+                for router, at in self.received.items()
             ],
             "not_looked_up": self.not_found,
         }
@@ -314,12 +342,16 @@ class Replicas:
         yield replicas
         messages = CounterMetricFamily(
             "lmetric_replica_messages",
-            "Load messages between routers: sent and received, by outcome",
+            "Messages between routers: sent and received, by outcome",
             labels=("direction", "outcome"),
         )
         for (direction, outcome), count in self._counts.items():
             messages.add_metric((direction, outcome), count)
         yield messages
+
+
+def _times() -> tuple[float, float]:
+    return time.monotonic(), time.time()
 
 
 def _sender(body: bytes) -> tuple[str, object, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -134,8 +135,15 @@ def state_files(folder: Path | None, budgets: Budgets, usage: UsageTable) -> Seq
     """Returns the files of a folder, read; None: no files. Raises ConfigError."""
     if folder is None:
         return ()
+
+    def save() -> dict[str, bytes]:
+        return {"budgets.bin": budgets.save((time.monotonic(), time.time()))}
+
+    def restore(saved: bytes) -> None:
+        budgets.restore(saved, (time.monotonic(), time.time()))
+
     files = (
-        StateFiles(folder, "budgets.bin", lambda: {"budgets.bin": budgets.save()}, restore=budgets.restore),
+        StateFiles(folder, "budgets.bin", save, restore=restore),
         StateFiles(folder, "usage-*.json", usage.save, restore=usage.restore),
     )
     for each in files:

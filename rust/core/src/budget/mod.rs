@@ -7,9 +7,13 @@
 //!
 //! With a [`Board`], all workers of a server share the counts. Each worker checks and then charges,
 //! so a window may be exceeded by at most one reservation for each further worker.
+//!
+//! With an [`Exchange`], routers share the counts by messages: each router counts what the others
+//! had used at their last message.
 mod calendar;
+mod exchange;
+mod message;
 mod ring;
-mod saved;
 
 use crate::board::Board;
 use crate::ids::Seconds;
@@ -18,6 +22,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 pub use calendar::{Period, Zone};
+pub use exchange::MOST_SKEW;
+use exchange::{Exchange, Sum};
+use message::Kind;
 use ring::{CALENDAR, ROLLING, Shape, part_seconds};
 pub use ring::{MOST, PARTS, WORDS};
 
@@ -93,6 +100,8 @@ pub struct Window {
     pub per_model: bool,
     /// Whether each API key has counts of its own.
     pub per_key: bool,
+    /// Hash of the only SLO class whose requests count; `None`: all requests.
+    pub slo_class: Option<u64>,
     /// Whether the window only counts, and refuses nothing.
     pub shadow: bool,
 }
@@ -110,6 +119,10 @@ impl Window {
             Unit::TotalTokens => input + output_tokens,
             Unit::UncachedInputTokens => uncached,
         }
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::new(self.period, self.zone.is_some())
     }
 
     fn shape(&self) -> Shape {
@@ -136,16 +149,22 @@ impl Window {
     }
 }
 
-/// The parts of an account that may have counts of their own.
+/// The parts of an account that may have windows or counts of their own.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Scope {
     /// Hash of the model's name.
     pub model: u64,
     /// Hash of the API key.
     pub key: u64,
+    /// Hash of the name of the SLO class.
+    pub slo_class: u64,
 }
 
 impl Window {
+    fn has(&self, scope: Scope) -> bool {
+        self.slo_class.is_none_or(|slo_class| slo_class == scope.slo_class)
+    }
+
     /// Returns the key of its counts for a scope.
     fn key_in(&self, scope: Scope) -> u64 {
         let model = if self.per_model { scope.model } else { 0 };
@@ -257,12 +276,23 @@ impl Drop for Reservation {
     }
 }
 
+/// This router's counts of a window.
+#[derive(Debug)]
+struct Entry {
+    kind: Kind,
+    row: Row,
+    /// The use at other routers.
+    others: Sum,
+}
+
 /// The windows of all accounts, and their counts.
 #[derive(Debug, Default)]
 pub struct Budgets {
     board: Option<Arc<Board>>,
     accounts: HashMap<u64, Vec<Arc<Window>>>,
-    rows: HashMap<u64, Row>,
+    rows: HashMap<u64, Entry>,
+    /// The counts of other routers, if there are any.
+    exchange: Option<Exchange>,
 }
 
 impl Budgets {
@@ -279,6 +309,10 @@ impl Budgets {
         self.accounts = accounts.into_iter().map(shared).collect();
     }
 
+    fn entry(&mut self, key: u64, kind: Kind) -> &mut Entry {
+        self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key, kind))
+    }
+
     /// Reserves what a request may use at most. Returns `None` for an account without windows.
     ///
     /// # Errors
@@ -293,14 +327,21 @@ impl Budgets {
         let Some(windows) = self.accounts.get(&account) else { return Ok(None) };
         let mut charges = Vec::with_capacity(windows.len());
         let mut refusal: Option<Refusal> = None;
-        for window in windows {
+        for window in windows.iter().filter(|window| window.has(scope)) {
             let key = window.key_in(scope);
-            let row = self.rows.entry(key).or_insert_with(|| row(self.board.as_ref(), key)).clone();
-            let (part, amount) = (window.part(now), window.amount(&asked));
-            let used = window.shape().used(row.words(), part);
+            let entry =
+                self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key, window.kind()));
+            let row = entry.row.clone();
+            let (shape, part, amount) = (window.shape(), window.part(now), window.amount(&asked));
+            let mut used = shape.used(shape.of(row.words()), part);
+            if let Some(exchange) = &self.exchange {
+                used += exchange.used(key, shape, part, &mut entry.others);
+            }
             if used + amount > window.limit && amount > 0 && !window.shadow {
                 let excess = used + amount - window.limit;
-                let parts = window.shape().wait(row.words(), part, excess).filter(|_| amount <= window.limit);
+                let others = self.exchange.iter().flat_map(|exchange| exchange.words(key));
+                let parts = shape.wait(shape.of(row.words()).chain(others), part, excess);
+                let parts = parts.filter(|_| amount <= window.limit);
                 let retry_after = parts.map_or(f64::INFINITY, |parts| window.seconds_until(parts, now));
                 if refusal.as_ref().is_none_or(|other| other.retry_after < retry_after) {
                     refusal = Some(Refusal { window: window.clone(), used, asked: amount, retry_after });
@@ -326,9 +367,9 @@ impl Budgets {
     }
 }
 
-/// Returns the words with the counts of a window. Without room on the board, the counts are this
-/// worker's own.
-fn row(board: Option<&Arc<Board>>, key: u64) -> Row {
+/// Returns the counts of a window. Without room on the board, they are this worker's own.
+fn entry(board: Option<&Arc<Board>>, key: u64, kind: Kind) -> Entry {
     let shared = board.and_then(|board| Some(Row::Shared(board.clone(), board.budget_row(key)?)));
-    shared.unwrap_or_else(|| Row::Own(Arc::new(std::array::from_fn(|_| AtomicU64::new(0)))))
+    let row = shared.unwrap_or_else(|| Row::Own(Arc::new(std::array::from_fn(|_| AtomicU64::new(0)))));
+    Entry { kind, row, others: Sum::default() }
 }

@@ -14,8 +14,10 @@ pub const WORDS: usize = PARTS + 1;
 /// Largest amount of a sub-period, and of a limit.
 pub const MOST: u64 = (1 << AMOUNT_BITS) - 1;
 
-const AMOUNT_BITS: u32 = 40;
-const TAGS: i64 = 1 << (64 - AMOUNT_BITS);
+/// Bits of a word's amount.
+pub const AMOUNT_BITS: u32 = 40;
+/// Numbers of sub-periods in a word.
+pub const TAGS: i64 = 1 << (64 - AMOUNT_BITS);
 
 /// How a window uses the words of its row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,15 +41,19 @@ impl Shape {
     }
 
     /// Returns the age of a word in sub-periods, if the word counts at `part`.
-    fn age(self, word: u64, part: i64) -> Option<i64> {
+    pub fn age(self, word: u64, part: i64) -> Option<i64> {
         let behind = (part - (word >> AMOUNT_BITS) as i64).rem_euclid(TAGS);
         let age = if behind < TAGS / 2 { behind } else { behind - TAGS };
         (-(self.future as i64)..=self.past as i64).contains(&age).then_some(age)
     }
 
+    /// Yields the words of a row.
+    pub fn of(self, row: &[AtomicU64]) -> impl Iterator<Item = u64> {
+        row[..self.words()].iter().map(|word| word.load(Ordering::Acquire))
+    }
+
     /// Returns the amount that counts at the sub-period `part`.
-    pub fn used(self, row: &[AtomicU64], part: i64) -> u64 {
-        let words = row[..self.words()].iter().map(|word| word.load(Ordering::Acquire));
+    pub fn used(self, words: impl Iterator<Item = u64>, part: i64) -> u64 {
         words.filter(|word| self.age(*word, part).is_some()).map(|word| word & MOST).sum()
     }
 
@@ -82,8 +88,7 @@ impl Shape {
 
     /// Returns how many sub-periods later at least `amount` of the use counts no more; `None`: no
     /// time is enough.
-    pub fn wait(self, row: &[AtomicU64], part: i64, amount: u64) -> Option<i64> {
-        let words = row[..self.words()].iter().map(|word| word.load(Ordering::Acquire));
+    pub fn wait(self, words: impl Iterator<Item = u64>, part: i64, amount: u64) -> Option<i64> {
         let mut ages: Vec<(i64, u64)> =
             words.filter_map(|word| self.age(word, part).map(|age| (age, word & MOST))).collect();
         ages.sort_unstable_by_key(|(age, _)| -age);
@@ -93,6 +98,18 @@ impl Shape {
             (freed >= amount).then_some(self.past as i64 + 1 - age)
         })
     }
+}
+
+/// Adds the word of another row: the newer sub-period stays, and amounts of the same one add up.
+pub fn add_word(word: &AtomicU64, other: u64) {
+    let known = word.load(Ordering::Acquire);
+    let ahead = (other >> AMOUNT_BITS).wrapping_sub(known >> AMOUNT_BITS) as i64;
+    let sum = match ahead.rem_euclid(TAGS) {
+        0 => known - (known & MOST) + ((known & MOST) + (other & MOST)).min(MOST),
+        ahead if ahead < TAGS / 2 || known == 0 => other,
+        _ => known,
+    };
+    word.store(sum, Ordering::Release);
 }
 
 /// Returns the length of a sub-period of a rolling period.

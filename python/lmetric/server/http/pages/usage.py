@@ -1,10 +1,14 @@
-"""The page /admin/usage: requests and tokens per day, tenant, API key and model."""
+"""The page /admin/usage: requests and tokens per day, tenant, API key and model.
+
+Each row names its router: other routers have usage of their own, and the sum is that of all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import csv
 import io
+import socket
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
@@ -19,11 +23,13 @@ from lmetric.server.observe.usage import COLUMNS, Row
 
 PAGES = Pages()
 _FORMATS = ("json", "csv", "parquet")
+_SHOWN = ("router", *COLUMNS)
+_TEXTS = 5  # the first columns
 
 
 @PAGES.page("/admin/usage", "admin", "admin").on(
     "GET",
-    "Show answered requests and their tokens by day (UTC), tenant, API key and model",
+    "Show answered requests of this router and their tokens by day (UTC), tenant, API key and model",
     answer("Usage", ARRAY),
     400,
     401,
@@ -39,19 +45,21 @@ async def _usage(call: Call) -> web.Response:
     if given or more or shape not in _FORMATS:
         raise bad(f"the query must be empty or format=FORMAT, one of {', '.join(_FORMATS)}", "format")
     found = await call.front.usage_rows()
-    return await asyncio.to_thread(_answer, found, shape)  # tables may be large
+    config = call.front.config
+    router = f"{socket.gethostname()}:{config.port}" if config.port else socket.gethostname()
+    return await asyncio.to_thread(_answer, found, shape, router)  # tables may be large
 
 
-def _answer(found: Sequence[Row], shape: str) -> web.Response:
-    """Returns the rows in a format. Raises ApiError (501)."""
-    rows = [[*row[:4], *row[4]] for row in found]
+def _answer(found: Sequence[Row], shape: str, router: str) -> web.Response:
+    """Returns the rows of a router in a format. Raises ApiError (501)."""
+    rows = [[router, *row[:4], *row[4]] for row in found]
     if shape == "json":
-        return json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
+        return json([dict(zip(_SHOWN, row, strict=True)) for row in rows])
     if shape == "parquet":
         return web.Response(body=_parquet(rows), content_type="application/vnd.apache.parquet")
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerows([COLUMNS, *rows])
+    writer.writerows([_SHOWN, *rows])
     return web.Response(text=text.getvalue(), content_type="text/csv")
 
 
@@ -64,9 +72,9 @@ def _parquet(rows: list[list[Any]]) -> bytes:
         raise ApiError(
             501, f"format=parquet needs pyarrow: {install('parquet')}", code="not_implemented"
         ) from None
-    kinds = [pyarrow.string()] * 4 + [pyarrow.int64()] * (len(COLUMNS) - 4)
-    schema = pyarrow.schema([*zip(COLUMNS, kinds, strict=True)])
-    table = pyarrow.Table.from_pylist([dict(zip(COLUMNS, row, strict=True)) for row in rows], schema)
+    kinds = [pyarrow.string()] * _TEXTS + [pyarrow.int64()] * (len(_SHOWN) - _TEXTS)
+    schema = pyarrow.schema([*zip(_SHOWN, kinds, strict=True)])
+    table = pyarrow.Table.from_pylist([dict(zip(_SHOWN, row, strict=True)) for row in rows], schema)
     file = pyarrow.BufferOutputStream()
     parquet.write_table(table, file, compression="zstd")
     content: bytes = file.getvalue().to_pybytes()

@@ -1,15 +1,17 @@
 //! Load messages between routers, in binary form.
 //!
-//! A message begins with [`MAGIC`] and a byte for [`FORMAT`]. Integers are LEB128, floats have 4
-//! bytes in little-endian order, and texts have their length before them. Then follow:
+//! A message begins with [`MAGIC`] and a byte for [`FORMAT`]. [`crate::codec`] has the forms of
+//! numbers and texts. Then follow:
 //!
 //! 1. the sender's id;
 //! 2. the message's version, and 1 plus the version that it changes (0: it is the whole load);
-//! 3. the number of models, and of each the name, the number of its instances, and the instances.
+//! 3. the number of models, and of each the name, the number of its instances, and the instances;
+//! 4. the number of bytes of the budgets, and the budgets.
 //!
 //! An instance has a name, a mask, numbers, the number of its roots, and the roots. The mask has a
 //! bit for each number of [`Share`]; numbers that are zero are left out. A root has its hash
 //! (8 bytes), tokens and probability. An instance without numbers and roots has no load any more.
+use crate::codec::{Malformed, Reader, write_bytes, write_float, write_int};
 use crate::error::CoreError;
 use crate::program::{MAX_ROOTS, PeerRoot, Root};
 use crate::router::ledger::{Published, Share};
@@ -19,13 +21,14 @@ use thiserror::Error;
 const MAGIC: &[u8; 6] = b"lmload";
 /// Format of the messages. A change of the layout, of [`Share::NAMES`] or of the meaning of a
 /// number needs a new one.
-pub const FORMAT: u8 = 1;
+pub const FORMAT: u8 = 2;
 /// Maximum number of instances in a message, over all models.
 pub const MAX_INSTANCES: usize = 65_536;
 const MAX_MODELS: usize = 1_024;
 /// Maximum number of bytes of a name.
 const MAX_NAME: usize = 200;
 const MAX_SENDER: usize = 64;
+const MAX_BUDGETS: usize = 16 << 20;
 
 /// Instances and their load.
 pub type Loads = Vec<(Box<str>, Published)>;
@@ -42,6 +45,8 @@ pub struct LoadMessage {
     /// By model: instances and their load. In changes, no load stands for an instance that has none
     /// any more.
     pub models: Vec<(Box<str>, Loads)>,
+    /// Counts of budgets ([`crate::budget::Budgets::encode`]).
+    pub budgets: Box<[u8]>,
 }
 
 /// Why bytes are not a load message.
@@ -61,6 +66,12 @@ pub enum MessageError {
     Number(#[from] CoreError),
 }
 
+impl From<Malformed> for MessageError {
+    fn from(Malformed(problem): Malformed) -> MessageError {
+        MessageError::Malformed(problem)
+    }
+}
+
 impl LoadMessage {
     /// Returns the message's bytes.
     pub fn encode(&self) -> Vec<u8> {
@@ -68,18 +79,19 @@ impl LoadMessage {
         let mut out = Vec::with_capacity(128 + 64 * instances);
         out.extend_from_slice(MAGIC);
         out.push(FORMAT);
-        write_text(&mut out, &self.sender);
+        write_bytes(&mut out, self.sender.as_bytes());
         write_int(&mut out, self.version);
         write_int(&mut out, self.base.map_or(0, |base| base + 1));
         write_int(&mut out, self.models.len() as u64);
         for (model, instances) in &self.models {
-            write_text(&mut out, model);
+            write_bytes(&mut out, model.as_bytes());
             write_int(&mut out, instances.len() as u64);
             for (name, load) in instances {
-                write_text(&mut out, name);
+                write_bytes(&mut out, name.as_bytes());
                 write_load(&mut out, load);
             }
         }
+        write_bytes(&mut out, &self.budgets);
         out
     }
 
@@ -114,38 +126,21 @@ impl LoadMessage {
             let mut instances = Vec::new(); // grows with what is read
             for _ in 0..count {
                 let name = rest.text(MAX_NAME, "an instance")?;
-                let load = rest.load(name)?;
+                let load = read_load(&mut rest, name)?;
                 load.check(|| format!("on {name} in the load of router {sender}"))?;
                 instances.push((name.into(), load));
             }
             models.push((model, instances));
         }
-        if !rest.0.is_empty() {
-            return malformed(format!("{} bytes after its end", rest.0.len()));
-        }
-        Ok(LoadMessage { sender: sender.into(), version, base, models })
+        let length = rest.count(MAX_BUDGETS, "bytes of budgets")?;
+        let budgets = rest.take(length, "the budgets")?.into();
+        rest.end()?;
+        Ok(LoadMessage { sender: sender.into(), version, base, models, budgets })
     }
 }
 
 fn malformed<T>(problem: impl Into<String>) -> Result<T, MessageError> {
     Err(MessageError::Malformed(problem.into()))
-}
-
-fn write_int(out: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
-
-fn write_text(out: &mut Vec<u8>, text: &str) {
-    write_int(out, text.len() as u64);
-    out.extend_from_slice(text.as_bytes());
-}
-
-fn write_float(out: &mut Vec<u8>, number: f64) {
-    out.extend_from_slice(&(number as f32).to_le_bytes());
 }
 
 fn write_load(out: &mut Vec<u8>, load: &Published) {
@@ -162,74 +157,22 @@ fn write_load(out: &mut Vec<u8>, load: &Published) {
     }
 }
 
-/// The part of a message that is not read yet.
-struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    fn take(&mut self, bytes: usize, what: &str) -> Result<&'a [u8], MessageError> {
-        let Some((taken, rest)) = self.0.split_at_checked(bytes) else {
-            return malformed(format!("it ends in {what}"));
-        };
-        self.0 = rest;
-        Ok(taken)
+/// Reads the load on an instance.
+fn read_load(rest: &mut Reader<'_>, name: &str) -> Result<Published, MessageError> {
+    let mask = rest.int("a mask")?;
+    if mask >> Share::NAMES.len() != 0 {
+        return malformed(format!("mask {mask:#x} of {name}; expected at most {} bits", Share::NAMES.len()));
     }
-
-    fn byte(&mut self, what: &str) -> Result<u8, MessageError> {
-        Ok(self.take(1, what)?[0])
+    let mut numbers = [0.0; Share::NAMES.len()];
+    for (bit, number) in numbers.iter_mut().enumerate().filter(|(bit, _)| (mask >> bit) & 1 == 1) {
+        *number = rest.float(Share::NAMES[bit])?;
     }
-
-    /// Reads an integer below 2^63.
-    fn int(&mut self, what: &str) -> Result<u64, MessageError> {
-        let mut value = 0;
-        for shift in (0..63).step_by(7) {
-            let byte = self.byte(what)?;
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                return Ok(value);
-            }
-        }
-        malformed(format!("{what} is not below 2^63"))
+    let mut roots = Vec::new();
+    for _ in 0..rest.count(MAX_ROOTS, "roots")? {
+        let root = Root { hash: rest.word("a root")?, tokens: rest.float("a root")? };
+        roots.push(PeerRoot { root, probability: rest.float("a root")? });
     }
-
-    fn count(&mut self, most: usize, what: &str) -> Result<usize, MessageError> {
-        let count = self.int(&format!("the number of {what}"))?;
-        match usize::try_from(count) {
-            Ok(count) if count <= most => Ok(count),
-            _ => malformed(format!("{count} {what}; expected at most {most}")),
-        }
-    }
-
-    fn text(&mut self, most: usize, what: &str) -> Result<&'a str, MessageError> {
-        let length = self.count(most, &format!("bytes of {what}"))?;
-        std::str::from_utf8(self.take(length, what)?).or_else(|_| malformed(format!("{what} is not UTF-8")))
-    }
-
-    fn float(&mut self, what: &str) -> Result<f64, MessageError> {
-        let bytes = self.take(4, what)?.try_into().expect("4 bytes");
-        Ok(f64::from(f32::from_le_bytes(bytes)))
-    }
-
-    /// Reads the load on an instance.
-    fn load(&mut self, name: &str) -> Result<Published, MessageError> {
-        let mask = self.int("a mask")?;
-        if mask >> Share::NAMES.len() != 0 {
-            return malformed(format!(
-                "mask {mask:#x} of {name}; expected at most {} bits",
-                Share::NAMES.len()
-            ));
-        }
-        let mut numbers = [0.0; Share::NAMES.len()];
-        for (bit, number) in numbers.iter_mut().enumerate().filter(|(bit, _)| (mask >> bit) & 1 == 1) {
-            *number = self.float(Share::NAMES[bit])?;
-        }
-        let mut roots = Vec::new();
-        for _ in 0..self.count(MAX_ROOTS, "roots")? {
-            let hash = u64::from_le_bytes(self.take(8, "a root")?.try_into().expect("8 bytes"));
-            let root = Root { hash, tokens: self.float("a root")? };
-            roots.push(PeerRoot { root, probability: self.float("a root")? });
-        }
-        Ok(Published { share: Share::of(numbers), roots })
-    }
+    Ok(Published { share: Share::of(numbers), roots })
 }
 
 #[cfg(test)]
@@ -251,8 +194,10 @@ mod tests {
     fn messages() -> impl Strategy<Value = LoadMessage> {
         let instances = prop::collection::vec(("[a-zé:/.0-9]{0,20}", loads()), 0..4);
         let models = prop::collection::vec(("[a-z]{0,5}", instances), 0..3);
-        ("[0-9a-f]{1,64}", 0..1u64 << 62, any::<Option<u8>>(), models).prop_map(
-            |(sender, version, back, models)| LoadMessage {
+        let budgets = prop::collection::vec(any::<u8>(), 0..20);
+        ("[0-9a-f]{1,64}", 0..1u64 << 62, any::<Option<u8>>(), models, budgets).prop_map(
+            |(sender, version, back, models, budgets)| LoadMessage {
+                budgets: budgets.into(),
                 sender: sender.into(),
                 version,
                 base: back.and_then(|back| version.checked_sub(back.into())),
@@ -287,7 +232,7 @@ mod tests {
 
         #[test]
         fn any_bytes_can_follow_the_format(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            drop(LoadMessage::decode(&[&b"lmload\x01\x01a"[..], &bytes].concat()));
+            drop(LoadMessage::decode(&[&b"lmload\x02\x01a"[..], &bytes].concat()));
         }
     }
 
@@ -298,17 +243,17 @@ mod tests {
             bound_remaining_tokens queued_prefill_tokens queued_prefill_pairs recent_prefill_tokens \
             recent_prefill_pairs window_prefill_tokens window_output_tokens fetches program_tokens programs \
             held_program_tokens admitted_program_tokens";
-        assert_eq!((FORMAT, Share::NAMES.join(" ")), (1, names.to_owned()));
-        let other = LoadMessage::decode(b"lmload\x02anything").unwrap_err().to_string();
+        assert_eq!((FORMAT, Share::NAMES.join(" ")), (2, names.to_owned()));
+        let other = LoadMessage::decode(b"lmload\x03anything").unwrap_err().to_string();
         assert_eq!(
             other,
-            "load message of format 2; this router reads format 1; run the same version on all routers"
+            "load message of format 3; this router reads format 2; run the same version on all routers"
         );
     }
 
     #[test]
     fn counts_are_bounded_before_anything_is_read() {
-        let head = b"lmload\x01\x01a\x00\x00";
+        let head = b"lmload\x02\x01a\x00\x00";
         let cases: [(&[u8], &str); 9] = [
             (b"\xff\xff\x03", "65535 models; expected at most 1024"),
             (b"\x01\x01m\xff\xff\xff\x7f", "268435455 instances; expected at most 65536"),

@@ -1,0 +1,327 @@
+//! Counts of several routers: each router publishes its own counts, and keeps those of the others.
+//!
+//! Only the router that made a count changes it. A message replaces counts and adds none, so a
+//! message that is lost or repeated counts nothing twice. Each start of a router has an origin of
+//! its own: a router that starts again begins at 0, and its earlier counts stay until their periods
+//! have passed. Messages with all counts also have the counts of other origins, so that a new
+//! router learns the counts of routers that are gone.
+use super::message::{Kind, Part, Words, read, write};
+use super::ring::{Shape, WORDS, add_word};
+use super::{Budgets, Entry, Now, Row};
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use hashbrown::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Most seconds between the clocks of two routers that share counts.
+pub const MOST_SKEW: Seconds = 60.0;
+/// Most origins whose counts are kept. Without room, the origin with the longest silence goes.
+pub const MOST_ORIGINS: usize = 256;
+/// Origins without counts are forgotten after this time without a message, seconds.
+const SILENT: Seconds = 10.0;
+
+/// A window's counts at the other origins.
+#[derive(Debug, Default)]
+struct Others {
+    kind: Kind,
+    /// Grows with each change.
+    changes: u64,
+    by_origin: Vec<(u64, Words)>,
+}
+
+/// The last known use of a window at the other origins.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sum {
+    changes: u64,
+    part: i64,
+    used: u64,
+}
+
+/// Words of an own row as published: their values, and the version in which each last changed.
+#[derive(Debug)]
+struct Published {
+    words: [u64; WORDS],
+    versions: [u64; WORDS],
+}
+
+#[derive(Debug, Default)]
+struct Origin {
+    version: u64,
+    /// Version of the last message that changed something.
+    changed: u64,
+    heard: Seconds,
+}
+
+/// The counts of all routers.
+#[derive(Debug)]
+pub struct Exchange {
+    /// This router.
+    origin: u64,
+    /// Of its counts.
+    version: u64,
+    /// Version in which a count last changed.
+    changed: u64,
+    published: HashMap<u64, Published>,
+    origins: HashMap<u64, Origin>,
+    others: HashMap<u64, Others>,
+    changes: u64,
+}
+
+impl Exchange {
+    /// Creates the exchange of a router.
+    pub fn new(origin: u64) -> Exchange {
+        Exchange {
+            origin,
+            version: 0,
+            changed: 0,
+            published: HashMap::new(),
+            origins: HashMap::new(),
+            others: HashMap::new(),
+            changes: 0,
+        }
+    }
+
+    /// Returns the use of a window at all other origins. `sum`: the last answer.
+    pub fn used(&self, key: u64, shape: Shape, part: i64, sum: &mut Sum) -> u64 {
+        let Some(others) = self.others.get(&key) else { return 0 };
+        if sum.changes != others.changes || sum.part != part {
+            let used = shape.used(others.words(), part);
+            *sum = Sum { changes: others.changes, part, used };
+        }
+        sum.used
+    }
+
+    /// Yields the words of a window at all other origins.
+    pub fn words(&self, key: u64) -> impl Iterator<Item = u64> {
+        self.others.get(&key).into_iter().flat_map(Others::words)
+    }
+
+    fn apply(&mut self, part: Part, now: Now) -> bool {
+        if part.origin == self.origin {
+            return true; // this router's own counts come back
+        }
+        let known = self.origins.get(&part.origin).map(|origin| origin.version);
+        if part.base.is_some_and(|base| known.is_none_or(|known| known < base)) {
+            return false;
+        }
+        if known.is_none() && self.origins.len() >= MOST_ORIGINS {
+            let silent = self.origins.iter().min_by(|a, b| a.1.heard.total_cmp(&b.1.heard));
+            if let Some(gone) = silent.map(|(id, _)| *id) {
+                self.origins.remove(&gone);
+                self.drop_counts(gone);
+            }
+        }
+        let origin = self.origins.entry(part.origin).or_default();
+        origin.heard = now.steady;
+        if known.is_some_and(|known| known >= part.version) {
+            return true;
+        }
+        origin.version = part.version;
+        if part.base.is_none() || !part.rows.is_empty() {
+            origin.changed = part.version;
+        }
+        if part.base.is_none() {
+            self.drop_counts(part.origin);
+        }
+        for (key, kind, words) in part.rows {
+            let others = self.others.entry(key).or_default();
+            self.changes += 1;
+            (others.kind, others.changes) = (kind, self.changes);
+            match others.by_origin.iter_mut().find(|(origin, _)| *origin == part.origin) {
+                Some((_, known)) => {
+                    known.retain(|(place, _)| words.iter().all(|(changed, _)| changed != place));
+                    known.extend(words);
+                }
+                None => others.by_origin.push((part.origin, words)),
+            }
+        }
+        true
+    }
+
+    /// Drops the counts of an origin.
+    fn drop_counts(&mut self, origin: u64) {
+        for others in self.others.values_mut() {
+            let before = others.by_origin.len();
+            others.by_origin.retain(|(id, _)| *id != origin);
+            if others.by_origin.len() != before {
+                self.changes += 1;
+                others.changes = self.changes;
+            }
+        }
+    }
+
+    /// Drops what counts no more.
+    fn prune(&mut self, now: Now) {
+        for others in self.others.values_mut() {
+            let kind = others.kind;
+            for (_, words) in &mut others.by_origin {
+                words.retain(|(_, word)| kind.counts(*word, now));
+            }
+            others.by_origin.retain(|(_, words)| !words.is_empty());
+        }
+        self.others.retain(|_, others| !others.by_origin.is_empty());
+        let counting: HashSet<u64> =
+            self.others.values().flat_map(|others| others.by_origin.iter().map(|(id, _)| *id)).collect();
+        self.origins.retain(|id, origin| counting.contains(id) || now.steady - origin.heard < SILENT);
+    }
+
+    /// Returns the published counts of this router, as of the last change.
+    fn own(&self, rows: &HashMap<u64, Entry>, base: Option<u64>, now: Now) -> Part {
+        let mut own = Part { origin: self.origin, version: self.changed, base, rows: Vec::new() };
+        for (key, Published { words, versions }) in &self.published {
+            let kind = rows.get(key).map_or(Kind::default(), |entry| entry.kind);
+            let is_part = |place: &usize| match base {
+                Some(base) => versions[*place] > base,
+                None => kind.counts(words[*place], now),
+            };
+            let words: Words = (0..WORDS).filter(is_part).map(|place| (place as u8, words[place])).collect();
+            if !words.is_empty() {
+                own.rows.push((*key, kind, words));
+            }
+        }
+        own
+    }
+
+    /// Returns the counts of all other origins.
+    fn parts(&self) -> Vec<Part> {
+        let part = |(id, origin): (&u64, &Origin)| {
+            (*id, Part { origin: *id, version: origin.changed, base: None, rows: Vec::new() })
+        };
+        let mut parts: HashMap<u64, Part> = self.origins.iter().map(part).collect();
+        for (key, others) in &self.others {
+            for (id, words) in &others.by_origin {
+                if let Some(part) = parts.get_mut(id) {
+                    part.rows.push((*key, others.kind, words.clone()));
+                }
+            }
+        }
+        parts.into_values().collect()
+    }
+}
+
+impl Others {
+    fn words(&self) -> impl Iterator<Item = u64> {
+        self.by_origin.iter().flat_map(|(_, words)| words.iter().map(|(_, word)| *word))
+    }
+}
+
+impl Budgets {
+    /// Shares the counts with other routers from now on. `origin`: this start of this router.
+    pub fn share(&mut self, origin: u64) {
+        self.exchange = Some(Exchange::new(origin));
+    }
+
+    /// Enters the present counts as a new version, and returns its number; 0 without other routers.
+    pub fn enter(&mut self) -> u64 {
+        let Some(exchange) = &mut self.exchange else { return 0 };
+        exchange.version += 1;
+        for (key, entry) in &self.rows {
+            let published = exchange
+                .published
+                .entry(*key)
+                .or_insert_with(|| Published { words: [0; WORDS], versions: [0; WORDS] });
+            let words = entry.row.words().iter().map(|word| word.load(Ordering::Acquire));
+            for (place, word) in words.enumerate().take(WORDS) {
+                if published.words[place] != word {
+                    (published.words[place], published.versions[place]) = (word, exchange.version);
+                    exchange.changed = exchange.version;
+                }
+            }
+        }
+        exchange.version
+    }
+
+    /// Returns a message with the counts of the last [`Budgets::enter`]: those that have changed
+    /// since the version `base`, or all counts and those of other origins.
+    pub fn encode(&mut self, base: Option<u64>, now: Now) -> Vec<u8> {
+        let Some(exchange) = &mut self.exchange else { return Vec::new() };
+        let mut own = exchange.own(&self.rows, base, now);
+        own.version = exchange.version;
+        let mut parts = vec![own];
+        if base.is_none() {
+            exchange.prune(now);
+            parts.extend(exchange.parts());
+        }
+        write(&parts, now)
+    }
+
+    /// Applies a message of another router. Returns whether its version counts here now, and how
+    /// many seconds the other clock is ahead. If that is more than [`MOST_SKEW`], in any direction,
+    /// the message changes nothing. No bytes: a router that shares no counts.
+    ///
+    /// # Errors
+    /// `BadValue` for bytes that are no message. Then nothing changes.
+    pub fn merge(&mut self, bytes: &[u8], now: Now) -> Result<(bool, Seconds), CoreError> {
+        if bytes.is_empty() {
+            return Ok((true, 0.0));
+        }
+        let (parts, then) = read(bytes)?;
+        let ahead = [then.steady - now.steady, then.unix - now.unix]
+            .into_iter()
+            .max_by(|a, b| a.abs().total_cmp(&b.abs()))
+            .unwrap_or(0.0);
+        let Some(exchange) = self.exchange.as_mut().filter(|_| ahead.abs() <= MOST_SKEW) else {
+            return Ok((true, ahead));
+        };
+        let mut is_complete = true;
+        for (place, part) in parts.into_iter().enumerate() {
+            let applied = exchange.apply(part, now);
+            is_complete &= applied || place > 0;
+        }
+        Ok((is_complete, ahead))
+    }
+
+    /// Returns the counts of all windows, also of those that only other workers use, for a file.
+    pub fn save(&mut self, now: Now) -> Vec<u8> {
+        self.enter();
+        let mut parts = Vec::new();
+        if let Some(exchange) = &mut self.exchange {
+            exchange.prune(now);
+            parts.extend(exchange.parts());
+            parts.push(exchange.own(&self.rows, None, now));
+        } else {
+            let mut rows = Vec::new();
+            for (key, words) in self.board.iter().flat_map(|board| board.budgets()) {
+                push(&mut rows, key, Kind::default(), words);
+            }
+            for (key, entry) in self.rows.iter().filter(|(_, entry)| matches!(entry.row, Row::Own(_))) {
+                push(&mut rows, *key, entry.kind, entry.row.words());
+            }
+            parts.push(Part { origin: 0, version: 0, base: None, rows });
+        }
+        // Equal counts are equal bytes.
+        parts.sort_unstable_by_key(|part| part.origin);
+        parts.iter_mut().for_each(|part| part.rows.sort_unstable_by_key(|(key, ..)| *key));
+        write(&parts, Now::default())
+    }
+
+    /// Adds saved counts, before the first request.
+    ///
+    /// # Errors
+    /// `BadValue` for bytes that [`Budgets::save`] has not returned, or not all of them. Then
+    /// nothing is added.
+    pub fn restore(&mut self, bytes: &[u8], now: Now) -> Result<(), CoreError> {
+        let (parts, _) = read(bytes)?;
+        for part in parts {
+            if let Some(exchange) = &mut self.exchange {
+                exchange.apply(part, now);
+                continue;
+            }
+            for (key, kind, words) in part.rows {
+                let entry = self.entry(key, kind);
+                for (place, word) in words {
+                    add_word(&entry.row.words()[usize::from(place)], word);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn push(rows: &mut Vec<(u64, Kind, Words)>, key: u64, kind: Kind, words: &[AtomicU64]) {
+    let words = words.iter().map(|word| word.load(Ordering::Acquire));
+    let used: Words = (0..).zip(words).filter(|(_, word)| *word != 0).collect();
+    if !used.is_empty() {
+        rows.push((key, kind, used));
+    }
+}
