@@ -6,10 +6,11 @@
 //! requests wait here, in the router, and are bound to an instance as late as possible: an engine
 //! serves its own queue without fairness and without deadlines.
 //!
-//! Higher priority levels go first ([`levels`]). Inside a level, tenants take turns by virtual token
-//! counters ([`crate::priority::vtc`]): the next request is one of the tenant with the least service
-//! for its weight. Within a tenant, the earliest deadline goes first. A request whose deadline would pass while it waits is refused at its arrival, with a
-//! prediction of the time at which it would be admitted.
+//! Higher priority levels go first ([`levels`]). Inside a level, tenants take turns by virtual
+//! token counters ([`crate::priority::vtc`]): the next request is one of the tenant with the least
+//! service for its weight. Within a tenant, the earliest deadline goes first. A request whose
+//! deadline would pass while it waits is refused at its arrival, with a prediction of the time at
+//! which it would be admitted.
 //!
 //! [`Admission`] is the only owner of arrivals. An arrival has these stages:
 //!
@@ -374,8 +375,8 @@ impl Admission {
             let left = deadline - now;
             expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * MIN_WAIT_SHARE)
         });
-        // A full line loses its last request: the one with the latest deadline. One of a lower level
-        // is lost first, unless it has aged up to the level of this one.
+        // A full line loses its last request: the one with the latest deadline. One of a lower
+        // level is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
         let last = || load.queue.line(key).and_then(Line::last);
         let below = |own: bool| {
