@@ -18,6 +18,7 @@ import msgspec
 import orjson
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -259,7 +260,10 @@ async def test_keys_need_a_keys_file_and_a_state_folder(tmp_path: Path) -> None:
         status, answer = await call(w, "POST", "/admin/keys", body)
         assert (status, answer["error"]["code"]) == (409, "no_state_folder")
         assert [row["source"] for row in (await call(w, "GET", "/admin/keys"))[1]] == ["file"]
-    (tmp_path / "keys.yaml").write_text("")
+    (tmp_path / "keys.yaml").write_text("\n")
+    with pytest.raises(ConfigError, match=r"keys.yaml: the file is empty; write \{\} into it"):
+        async with world(1, **given):
+            pass
     with pytest.raises(ConfigError, match="there are no keys in it; add one, set state_folder to make keys"):
         async with world(1, **without_folder):
             pass
@@ -369,6 +373,7 @@ CHANGES = st.lists(
 )
 
 
+@examples(deadline=None)
 @given(CHANGES, st.randoms(use_true_random=False), st.integers(1, 5))
 def test_tables_agree_in_any_order_and_a_revoked_key_stays_revoked(
     changes: list[IssuedKey], random: Any, most: int

@@ -1066,7 +1066,7 @@ class Auth(Strict):
 
     keys_file: Path | None = Field(
         None,
-        description="YAML file that maps keys, or sha256:HEX of keys, to tenants; it may be empty if "
+        description="YAML file that maps keys, or sha256:HEX of keys, to tenants; it may be {} if "
         "state_folder is set, for keys of /admin/keys. null: requests need no key",
         json_schema_extra={"when": "clients need keys"},
     )

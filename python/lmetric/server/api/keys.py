@@ -32,7 +32,7 @@ class Keys:
     def load(cls, file: Path | None, issued: IssuedKeys) -> "Keys":
         """Reads a YAML mapping of key, or ``sha256:HEX``, to tenant.
 
-        Without a file no key is needed. If a file stores issued keys, the mapping may be empty.
+        Without a file no key is needed. If a file stores issued keys, the mapping may be `{}`.
 
         Raises ConfigError.
         """
@@ -58,6 +58,10 @@ class Keys:
             raise ConfigError(
                 f"{file}: there are no keys in it; add one, set state_folder to make keys with /admin/keys, "
                 "or unset auth.keys_file to run without keys"
+            )
+        if not tenants and not file.read_text(encoding="utf-8").strip():  # its writer may have failed
+            raise ConfigError(
+                f"{file}: the file is empty; write {{}} into it if all keys are from /admin/keys"
             )
         return cls(tenants, issued)
 

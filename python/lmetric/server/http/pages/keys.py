@@ -197,7 +197,7 @@ def _keys(front: Frontend) -> Keys:
         raise ApiError(
             409,
             "requests need no API key, because auth.keys_file is not set; set it first: its file may be "
-            "empty if state_folder is set",
+            "{} if state_folder is set",
             code="no_api_keys",
         )
     return keys
