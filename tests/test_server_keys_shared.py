@@ -1,11 +1,8 @@
-"""Issued API keys of several workers and several routers, and their rotation under load."""
+"""Issued API keys of routers that are killed, and of several routers."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
@@ -26,7 +23,6 @@ from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, World, answer, world
 from test_server_keys import ADMIN, call, issued, settings, use
 from test_server_process import Process, engine, router
-from test_workers import workers_of
 from waiting import PATIENCE_SECONDS, until
 
 HOUR = 3600
@@ -86,42 +82,6 @@ async def process(file: Path, *flags: str) -> AsyncIterator[tuple[Process, Clien
             await client.session.close()
 
 
-# Several workers.
-
-
-async def test_all_workers_know_a_key_before_its_answer_also_a_worker_that_starts_later(
-    tmp_path: Path,
-) -> None:
-    async with engine(behave=answer) as fake:
-        file = configuration(tmp_path, fake, workers=2)
-        async with process(file) as (running, client):
-            for _ in range(5):
-                made = await client.issue()
-                # Each request is a new connection, which any worker accepts.
-                assert [await client.use(made) for _ in range(8)] == [200] * 8
-                await client.revoke(made)
-                assert [await client.use(made) for _ in range(8)] == [401] * 8
-            kept, ended = await client.issue(), await client.issue()
-            await client.revoke(ended)
-            old = workers_of(running)
-            os.kill(old[0], signal.SIGKILL)
-            await until(lambda: len(workers_of(running)) == 2 and workers_of(running) != old)
-            os.kill(old[1], signal.SIGKILL)
-            await until(lambda: len(workers_of(running)) == 2 and old[1] not in workers_of(running))
-            assert [await client.use(kept) for _ in range(8)] == [200] * 8
-            assert [await client.use(ended) for _ in range(8)] == [401] * 8
-            late = await client.issue()
-            running.process.kill()  # directly after the answer
-            await running.ended()
-        async with process(file) as (_, client):
-            assert [await client.use(each) for each in (kept, ended, late)] == [200, 401, 200]
-            _, listed = await client.call("GET", "/admin/keys")
-            states = Counter(row["state"] for row in listed)
-            assert states == {"active": 2, "revoked": 6}
-            async with client.session.get(f"{client.url}/metrics") as page:
-                assert 'lmetric_api_keys{source="admin"} 2.0' in await page.text()
-
-
 async def test_a_key_that_was_shown_survives_a_kill(tmp_path: Path) -> None:
     async with engine(behave=answer) as fake:
         file = configuration(tmp_path, fake)
@@ -133,40 +93,6 @@ async def test_a_key_that_was_shown_survives_a_kill(tmp_path: Path) -> None:
                 await running.ended()
         async with process(file) as (_, client):
             assert [await client.use(each) for each in keys] == [200] * 3
-
-
-async def test_requests_see_no_401_while_keys_rotate(tmp_path: Path) -> None:
-    """Eight clients send requests without a pause, and each uses the newest key."""
-    async with engine(behave=answer) as fake:
-        file = configuration(tmp_path, fake, workers=2)
-        async with process(file) as (_, client):
-            current = await client.issue()
-            counts = Counter[int]()
-            stopping = False
-
-            async def send() -> None:
-                async with aiohttp.ClientSession() as session:
-                    while not stopping:
-                        headers = {"x-api-key": current["key"]}
-                        url = f"{client.url}/v1/completions"
-                        async with session.post(url, json=BODY, headers=headers) as response:
-                            await response.read()
-                            counts[response.status] += 1
-
-            senders = [asyncio.create_task(send()) for _ in range(8)]
-            in_use = Counter[str]()
-            for _ in range(5):
-                old, current = current, await client.issue()
-                seen = counts.total()
-                await until(lambda n=seen: counts.total() > n + 50)  # requests with the old key have ended
-                await client.revoke(old)
-                in_use[str(await client.use(old))] += 1
-                seen = counts.total()
-                await until(lambda n=seen: counts.total() > n + 50)
-            stopping = True
-            await asyncio.gather(*senders)
-            assert set(counts) == {200}
-            assert in_use == {"401": 5}
 
 
 # Several routers.
