@@ -23,12 +23,20 @@ BODIES: dict[str, Any] = {
     "/inference/v1/generate": {"model": "tiny", "token_ids": [1, 2], "sampling_params": {"max_tokens": 2}},
     "/admin/engines": {"url": "http://127.0.0.1:9", "name": "added"},
     "/admin/engines/{name}/role": {"role": "both"},
+    "/workers": {"url": "http://127.0.0.1:10"},
     "/admin/guard": {"on": True},
     "/admin/policy": {"policy": "lmetric"},
     "/admin/canary/start": {"policy": "vllm"},
     "/admin/canary/promote": {"model": "tiny"},
     "/admin/canary/rollback": {},
 }
+# Pages that need a query.
+QUERIES = {
+    "/add_worker": "?url=http://127.0.0.1:11",
+    "/remove_worker": "?url=http://127.0.0.1:11",
+    "/finish_session": "?session_id=a",
+}
+REMOVALS = (("delete", "/admin/engines/{name}"), ("delete", "/workers/{name}"))
 
 
 def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
@@ -82,11 +90,11 @@ async def test_a_running_router_answers_as_the_document_states() -> None:
             for method, operation in operations.items():
                 if path.startswith("/v1/responses/{id}") or path in paths.AUDIO:
                     continue  # tests/test_server_passthrough.py, tests/test_server_audio.py
-                if path.startswith("/replicas") or (method, path) == ("delete", "/admin/engines/{name}"):
+                if path.startswith("/replicas") or (method, path) in REMOVALS:
                     continue  # closed without replicas.urls; removes the engine
                 if path.startswith("/admin/keys"):
                     continue  # tests/test_server_keys.py: they need auth.keys_file
-                url = re.sub(r"\{\w+\}", lambda found: names[found[0]], path)
+                url = re.sub(r"\{\w+\}", lambda found: names[found[0]], path) + QUERIES.get(path, "")
                 body = BODIES.get(path, {"model": "tiny", "prompt": "a", "messages": [{"role": "user"}]})
                 body = {} if path.endswith("/indicators") else body
                 data = orjson.dumps(body) if "requestBody" in operation else None

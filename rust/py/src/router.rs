@@ -688,6 +688,18 @@ impl Router {
         }))
     }
 
+    /// Ends the agent programs of a session (`Request.session`), whose client sends no more
+    /// requests: they free their place in a cache, as after a request with `session_final`.
+    /// Returns how many had not ended; None: the router follows no programs.
+    #[pyo3(signature = (session, *, now=None))]
+    fn finish_session(&self, py: Python<'_>, session: &str, now: Option<f64>) -> Result<Option<usize>> {
+        let session = xxhash_rust::xxh3::xxh3_64(session.as_bytes());
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.finish_session(session, now))
+        })
+    }
+
     /// Runs the periodic work on arrivals: call it about twice a second, after the end of each
     /// request, and, while requests wait (`waiting`), after each first token and every 50 ms.
     ///

@@ -450,6 +450,12 @@ def document(pages: Iterable[OwnPage]) -> JSON:
             {"name": "health", "description": "Health and metrics"},
             {"name": "debug", "description": "State of the router and explanations of decisions"},
             {"name": "admin", "description": "Changes while the router runs; with `admin.enabled: true`"},
+            {
+                "name": "workers",
+                "description": "Engines under the paths of vllm-router and sglang-router, for trainers; with "
+                "`admin.enabled: true`",
+            },
+            {"name": "sessions", "description": "Ends of agent programs"},
             {"name": "replicas", "description": "Load and API keys between routers"},
         ],
         "paths": {**relayed, **_stored(), **{page.path: _own(page) for page in pages}},

@@ -76,8 +76,8 @@ class Placement:
         session = call.session_id or head.session or call.session
         if call.session_id is not None and head.session is None:
             client_request.session_line = _session_line(call.session_id)
-        if client_request.tenant and session is not None:
-            session = _session(client_request.tenant, session)
+        if session is not None:
+            session = session_key(client_request.tenant, session)
         policies, held = model.policies, model.held
         slo = self._slo_class(client_request, model) if held.classes else None
         # Positional, in the order of `Request`: keywords take 4% of a chat's instructions.
@@ -290,9 +290,9 @@ def _session_line(session: str) -> bytes:
     return b"x-session-id: %s\r\n" % session.encode() if sendable else b""
 
 
-def _session(tenant: str, session: str) -> str:
-    """Returns the key for session affinity. Sessions of different tenants have different keys."""
-    return f"{len(tenant)}:{tenant}{session}"
+def session_key(tenant: str, session: str) -> str:
+    """Returns the key of a session for the core. It differs between tenants."""
+    return f"{len(tenant)}:{tenant}{session}" if tenant else session
 
 
 def _size(model: Model, call: ParsedRequest) -> tuple[int, int, int]:

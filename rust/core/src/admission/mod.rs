@@ -599,6 +599,12 @@ impl Admission {
         self.programs.as_ref()?.note(self.arrivals.get(id)?.turn?, now)
     }
 
+    /// Ends the programs of a session. Returns how many had not ended; `None`: programs are not
+    /// followed.
+    pub fn finish_session(&mut self, session: u64, now: Seconds) -> Option<usize> {
+        self.programs.as_mut().map(|programs| programs.finish_session(session, now))
+    }
+
     /// Records the prefill of a request that is placed first. `work` is asked only for requests of
     /// programs.
     pub fn computes(&mut self, id: ArrivalId, work: impl FnOnce() -> Work, now: Seconds) {

@@ -39,6 +39,7 @@ const INSTANCE_GONE: u8 = 7;
 const ASKED: u8 = 8;
 const COPY: u8 = 9;
 const TOO_MANY: u8 = 10;
+const FINISHED: u8 = 11;
 
 /// Words before the chain of an arrival.
 const ARRIVAL_WORDS: usize = 5;
@@ -255,6 +256,17 @@ impl Followed {
             return self.programs.ended(turn, output_tokens, finish, now);
         }
         self.write(ENDED, now, &[turn.number(), output_tokens.into(), finish as u64]);
+    }
+
+    /// Ends the programs of a session, as [`Programs::finish_session`]. Returns how many had not
+    /// ended.
+    pub fn finish_session(&mut self, session: u64, now: Seconds) -> usize {
+        let ended = self.programs.of_session(session).len();
+        match self.shared {
+            None => self.programs.finish_session(session, now),
+            Some(_) => self.write(FINISHED, now, &[session]),
+        }
+        ended
     }
 
     /// Runs periodic work ([`Programs::tick`]). All workers together do it as often as one alone.
@@ -506,6 +518,7 @@ impl Shared {
                 let finish = finish.map_or(Finish::Unknown, |(_, finish)| *finish);
                 programs.ended(turn_of(*turn), *tokens as u32, finish, now);
             }
+            (FINISHED, [session]) => programs.finish_session(*session, now),
             (COMPUTES, [turn, new, hit, seconds]) => {
                 let [new_tokens, hit_tokens, seconds] = [new, hit, seconds].map(|bits| f64::from_bits(*bits));
                 programs.computes(turn_of(*turn), Work { new_tokens, hit_tokens, seconds }, now);

@@ -654,6 +654,31 @@ impl Programs {
         self.charge(id, now);
     }
 
+    /// Returns the programs of a session whose client has not said that they ended.
+    pub fn of_session(&self, session: u64) -> Vec<ProgramId> {
+        let goes_on = |id: ProgramId, program: &Program| {
+            let mut turns = self.turns.values().filter(|turn| turn.program == Some(id));
+            if program.state.rests() { !program.said_final } else { turns.any(|turn| !turn.last) }
+        };
+        let all = self.programs.iter().filter(|(_, program)| program.session == Some(session));
+        all.filter(|(id, program)| goes_on(*id, program)).map(|(id, _)| id).collect()
+    }
+
+    /// Ends the programs of a session. Those between two requests lose their place at once, the
+    /// others when their requests end.
+    pub fn finish_session(&mut self, session: u64, now: Seconds) {
+        for id in self.of_session(session) {
+            if self.programs[id].state.rests() {
+                self.programs[id].said_final = true;
+                self.set_state(id, State::Paused);
+                self.charge(id, now);
+            }
+            for turn in self.turns.values_mut().filter(|turn| turn.program == Some(id)) {
+                turn.last = true;
+            }
+        }
+    }
+
     /// Runs periodic work, about twice a second: forgets ended programs, counts again, pauses and
     /// admits programs. [`Programs::released`] then has the admitted requests.
     pub fn tick(&mut self, now: Seconds) {

@@ -384,6 +384,38 @@ fn a_program_whose_client_says_that_it_ended_frees_its_place_at_once() {
     assert_eq!(programs.counters().continuations, 1);
 }
 
+#[test]
+fn a_session_that_its_client_ends_frees_the_places_of_its_programs() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
+    let (first, second) = (chain(&[(1, 100)]), chain(&[(2, 100)]));
+    let (a, _) = programs.arrive(&Arrival { session: Some(1), ..arrival(&first) }, 0.0);
+    programs.placed(a, InstanceId(0), 0.0);
+    let (b, verdict) = programs.arrive(&Arrival { session: Some(2), ..arrival(&second) }, 1.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    assert!(programs.of_session(3).is_empty());
+    programs.finish_session(3, 1.0); // unknown
+    // A running program ends with its request.
+    assert_eq!(programs.of_session(1).len(), 1);
+    programs.finish_session(1, 1.0);
+    assert!(programs.of_session(1).is_empty());
+    finish(&mut programs, a, 2.0);
+    programs.tick(2.5);
+    assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [b]);
+    // A program between two requests ends at once, and comes back if a request continues it.
+    programs.placed(b, InstanceId(0), 3.0);
+    finish(&mut programs, b, 4.0);
+    programs.tick(4.5);
+    assert_eq!(programs.states()[State::Gap as usize], 1);
+    programs.finish_session(2, 5.0);
+    assert_eq!(programs.states()[State::Gap as usize], 0);
+    assert!(programs.of_session(2).is_empty());
+    assert!(programs.instances()[0].expected_tokens() < 1.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(2, 110)])), 6.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
+    assert_eq!(programs.of_session(2).len(), 1);
+    programs.check_sets();
+}
+
 /// Two instances with a program each, and a held program that can only run alone.
 fn beside_a_large_program(shortest_first: bool) -> (Programs, TurnId) {
     let mut programs = programs(ProgramMode::Admit, &[16_000.0, 16_000.0]);

@@ -43,6 +43,14 @@ impl Router {
         self.listeners.admission.remove(id, now);
     }
 
+    /// Ends the agent programs of a session ([`Request::session`]), whose client sends no more
+    /// requests. Returns how many had not ended; `None`: programs are not followed.
+    pub fn finish_session(&mut self, session: u64, now: Seconds) -> Option<usize> {
+        let now = self.clock(now);
+        self.read_workers(now);
+        self.listeners.admission.finish_session(session, now)
+    }
+
     /// Runs the periodic work on arrivals: about twice a second, after the end of each request,
     /// and, while requests wait ([`Router::waiting`]), after each first token and every 50 ms.
     /// Returns the requests whose wait has ended.

@@ -11,15 +11,14 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.api.paths import REALTIME
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages import admin, canary, debug, health, keys, peers, usage
+from lmetric.server.http.pages import admin, canary, debug, health, keys, peers, usage, workers
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.worker.worker import MARK, AdminChange, Worker, forwarded
 
-PAGES = Pages(
-    {**health.PAGES, **debug.PAGES, **admin.PAGES, **canary.PAGES, **usage.PAGES, **keys.PAGES, **peers.PAGES}
-)
+_PARTS = (health, debug, admin, canary, usage, keys, workers, peers)
+PAGES = Pages({path: page for part in _PARTS for path, page in part.PAGES.items()})
 # Pages that reach all workers by themselves.
 _IN_ALL_WORKERS = (RELOAD, keys.PATH)
 # Pages whose path ends with a name, by what comes before it.
@@ -35,7 +34,7 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     """
     call = Call(front, request, path, query, PAGES)
     if path.startswith("/admin/"):
-        return await _admin(call)
+        return await _admin(call, None)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
         instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
         if wants_websocket(request.headers):
@@ -49,6 +48,8 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     page, call.name = _at(path)
     if page is None or (page.access == "replica" and not front.replicas.on):
         raise unknown(call)
+    if page.tag == workers.TAG:
+        return await _admin(call, page)
     _admit(call, page)
     response: web.StreamResponse = await page.handler(request.method)(call)
     return response
@@ -76,12 +77,14 @@ def _admit(call: Call, page: OwnPage) -> None:
         front.replicas.authorize(headers)
 
 
-async def _admin(call: Call) -> web.StreamResponse:
+async def _admin(call: Call, page: OwnPage | None) -> web.StreamResponse:
+    """Answers a page of administrators. ``page``: None for pages under /admin."""
     front, request = call.front, call.request
     front.access.require_admin(request.headers, call.path)
     if not front.config.admin.enabled:
         raise ApiError(403, "administration is off; set admin.enabled: true")
-    page = None if "{" in call.path else PAGES.get(call.path)
+    if page is None:
+        page = None if "{" in call.path else PAGES.get(call.path)
     if call.path.startswith(canary.PATH):
         page = canary.at(call)
     elif call.path.startswith(f"{keys.PATH}/"):

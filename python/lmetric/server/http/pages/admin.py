@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, get_args
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
-from lmetric.config import (
-    ADMIN,
-    CONFIGURED,
-    POLICY_KNOBS,
-    EngineConfig,
-    KvEvents,
-    PolicyChange,
-    Role,
-    unix_path,
-)
+from lmetric.config import POLICY_KNOBS, EngineConfig, PolicyChange, Role
 from lmetric.engines.adapter import MOST_NAME_CHARACTERS
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import (
@@ -37,14 +26,11 @@ from lmetric.server.api.own_pages import (
     schema,
 )
 from lmetric.server.api.request import read_object
-from lmetric.server.discovery import Found
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
-from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages import engines
+from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, unknown
-from lmetric.server.upstream.allowed import AllowedEngines
 
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
@@ -109,23 +95,8 @@ async def _add(call: Call) -> web.Response:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
         raise not_valid(error) from None
-    await _check_addresses(front, config)
-    fleet, members = front.fleet, front.discovery.members
-    added = Found(config, model)
-    known = [Found(other.config, other.configured_model) for other in fleet.engines() if not other.leaving]
-
-    def with_added(listed: Sequence[Found]) -> Sequence[Found]:
-        for other in (*known, *listed):
-            if other.config.label == config.label or added.is_also(other):
-                raise ApiError(409, f"engine {other.config.label!r} at {other.config.url} already exists")
-        return [*listed, added]
-
-    await members.change(ADMIN, with_added)
-    engine = fleet.engine(config.label)
-    if engine is None:
-        await members.change(ADMIN, partial(_without, config.label))
-        raise bad(f"the engine cannot be added for model {model!r}; see the log for the reason")
-    return json((await engines.shown(fleet, [engine]))[0])
+    engine = await members.add(front, config, model)
+    return json((await engines.shown(front.fleet, [engine]))[0])
 
 
 @_page("/admin/engines/{name}").on(
@@ -146,16 +117,7 @@ async def _remove(call: Call) -> web.Response:
             raise ValueError
     except ValueError:
         raise bad("the query must be empty or drain=SECONDS (0 to 86400)", "drain") from None
-    members = front.discovery.members
-    if engine.source not in (CONFIGURED, ADMIN):
-        raise ApiError(
-            409,
-            f"{engine.source} lists {engine.name} and would add it again: remove it there, or drain it",
-            code="discovered",
-        )
-    await members.change(engine.source, partial(_without, engine.name), seconds)
-    await members.settled(engine)
-    removed = front.fleet.engine(engine.name) is not engine
+    removed = await members.remove(front, engine, seconds)
     return json({**(await engines.shown(front.fleet, [engine]))[0], "removed": removed})
 
 
@@ -329,30 +291,3 @@ def _policy(model: Model) -> dict[str, Any]:
         "guard_reason": model.router.guard_reason,
         "fallbacks": model.router.policy_fallbacks(),
     }
-
-
-def _without(name: str, listed: Sequence[Found]) -> Sequence[Found]:
-    return [each for each in listed if each.config.label != name]
-
-
-async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
-    """Raises ApiError (400, 403) unless the router may connect to all addresses of an engine."""
-    if unix_path(config.url) is not None:
-        raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
-    urls = [config.url]
-    if isinstance(config.kv_events, KvEvents):
-        given = config.kv_events
-        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
-        if given.bind or any(each.startswith("ipc:") for each in endpoints):
-            raise ApiError(
-                403,
-                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
-                "administrator replace files; set them in the configuration",
-                param="kv_events",
-                code="engine_not_allowed",
-            )
-        urls += endpoints
-    allowed = AllowedEngines(front.config.admin.allowed_engines)
-    for host in {urlsplit(url).hostname for url in urls}:
-        if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
-            await allowed.check(host)

@@ -1,0 +1,250 @@
+"""The engines under the paths of vllm-router and sglang-router, which trainers and harnesses call.
+
+These pages read and change what /admin/engines does, under the same access rules. Where the two
+routers differ, answers have the fields of both. `bench/rivals/worker_paths.py` compares them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from lmetric.config import EngineConfig
+from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.api.own_pages import OBJECT, TEXT, OwnPage, Pages, answer, in_path, in_query
+from lmetric.server.api.request import read_object
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.http.pages import members
+from lmetric.server.http.pages.call import Call, json
+from lmetric.server.http.place import session_key
+from lmetric.server.http.running import DRAINING
+
+PAGES = Pages()
+TAG = "workers"
+# Roles by the rivals' types of workers.
+_ROLES = {"regular": None, "prefill": "prefill", "decode": "decode"}
+_URL = in_query("url", "URL of the engine", TEXT)
+_WORKER = in_path("name", "ID of the worker, or its URL with %3A and %2F")
+_BODY = {
+    "type": "object",
+    "required": ["url"],
+    "properties": {
+        "url": TEXT,
+        "worker_type": {"enum": list(_ROLES)},
+        "model_id": {"type": ["string", "null"]},
+        "api_key": {"type": ["string", "null"]},
+    },
+}
+_DONE = answer("Done", OBJECT)
+
+
+def _page(path: str) -> OwnPage:
+    return PAGES.page(path, TAG, "admin")
+
+
+_WORKERS, _ONE = _page("/workers"), _page("/workers/{name}")
+
+
+@_WORKERS.on("GET", "List the engines as workers", answer("Workers", OBJECT), 401, 403)
+async def _list(call: Call) -> web.Response:
+    workers = [_shown(engine) for engine in call.front.fleet.engines() if not engine.leaving]
+    kinds = [worker["worker_type"] for worker in workers]
+    stats = {f"{kind}_count": kinds.count(kind) for kind in _ROLES}
+    return json({"workers": workers, "total": len(workers), "stats": stats})
+
+
+@_WORKERS.on("POST", "Add an engine, or ask a known one again", _DONE, 400, 401, 403, body=_BODY)
+async def _create(call: Call) -> web.Response:
+    """Adds an engine. Fields that mean nothing to the router are in the answer's ``ignored``."""
+    given = read_object(await call.body())
+    kind = given.pop("worker_type", "regular")
+    if not isinstance(kind, str) or kind not in _ROLES:
+        raise _failed("ADD", f"worker_type must be one of {', '.join(_ROLES)}", "worker_type")
+    fields = {name: given.pop(name) for name in ("url", "api_key") if given.get(name) is not None}
+    model = given.pop("model_id", None)
+    if model is not None and not isinstance(model, str):
+        raise _failed("ADD", "model_id must be a name, a string", "model_id")
+    engine, known = await _added(call, {**fields, "role": _ROLES[kind]}, model)
+    location = f"/workers/{quote(engine.name, safe='')}"
+    text = f"Worker {engine.config.url} already exists" if known else _ADDED.format(engine.config.url)
+    done = {"success": True, "status": "accepted", "worker_id": engine.name, "url": engine.config.url}
+    response = json({**done, "location": location, "message": text, "ignored": sorted(given)})
+    response.headers["location"] = location
+    return response
+
+
+@_ONE.on("GET", "Show a worker", answer("Worker", OBJECT), 401, 403, 404, parameters=(_WORKER,))
+async def _show(call: Call) -> web.Response:
+    return json(_shown(_known(call.front.fleet, unquote(call.name))[0]))
+
+
+@_ONE.on("DELETE", "Remove a worker", _DONE, 401, 403, 404, 409, parameters=(_WORKER,))
+async def _delete(call: Call) -> web.Response:
+    """Removes the engine with this ID, or all engines at this URL. Running requests continue."""
+    engines = _known(call.front.fleet, unquote(call.name))
+    for engine in engines:
+        await members.remove(call.front, engine, 0)
+    text = f"Worker {engines[0].config.url} removed successfully"
+    return json({"success": True, "status": "accepted", "worker_id": engines[0].name, "message": text})
+
+
+@_page("/add_worker").on(
+    "POST", "Add an engine by its URL", answer("Added", TEXT, "text/plain"), 400, 401, 403, parameters=(_URL,)
+)
+async def _add(call: Call) -> web.Response:
+    url = _asked(call, "url")
+    engine, known = await _added(call, {"url": url}, None)
+    if known:
+        raise _failed("ADD", f"Worker {engine.config.url} already exists", "url")
+    return web.Response(text=_ADDED.format(engine.config.url))
+
+
+@_page("/remove_worker").on(
+    "POST",
+    "Remove an engine by its URL; without one there, nothing changes",
+    answer("Removed", TEXT, "text/plain"),
+    *(400, 401, 403, 409),
+    parameters=(_URL,),
+)
+async def _remove(call: Call) -> web.Response:
+    url = _asked(call, "url")
+    engines = _found(call.front.fleet, url)
+    for engine in engines:
+        await members.remove(call.front, engine, 0)
+    if not engines:  # 200, as from the rivals: trainers end a worker only after a success here
+        return web.Response(text=f"Worker {url} not found; nothing was removed")
+    return web.Response(text=f"Successfully removed worker: {url}")
+
+
+@_page("/list_workers").on("GET", "List the URLs of the engines", answer("URLs", OBJECT), 401, 403)
+async def _urls(call: Call) -> web.Response:
+    engines = call.front.fleet.engines()
+    return json({"urls": list(dict.fromkeys(each.config.url for each in engines if not each.leaving))})
+
+
+@PAGES.page("/finish_session", "sessions", "tenant").on(
+    "POST",
+    "End the agent programs of a session, so that they free their place in the caches",
+    _DONE,
+    *(400, 401),
+    parameters=(in_query("session_id", "As the header x-session-id of the session's requests", TEXT),),
+)
+async def _finish(call: Call) -> web.Response:
+    """Ends a session. ``programs``: how many had not ended, so 0 for unknown and ended sessions."""
+    front = call.front
+    session = _asked(call, "session_id")
+    key = session_key(front.access.tenant(call.request.headers), session)
+    programs = 0
+    for model in front.fleet.models:
+        programs += model.router.finish_session(key) or 0
+        model.held.poke()
+    return json({"status": "ok", "session_id": session, "programs": programs})
+
+
+@PAGES.page("/liveness", "health", "open").on(
+    "GET", "Whether the process answers", answer("It does", TEXT, "text/plain")
+)
+async def _liveness(call: Call) -> web.Response:
+    return web.Response(text="OK")
+
+
+@PAGES.page("/readiness", "health", "open").on(
+    "GET", "Whether an engine accepts requests, with counts of workers", _DONE, 503
+)
+async def _readiness(call: Call) -> web.Response:
+    engines = [each for each in call.front.fleet.engines() if not each.leaving]
+    healthy = sum(each.healthy for each in engines)
+    if not _is_ready(call):
+        more = {"status": "not ready", "reason": "insufficient healthy workers"}
+        raise ApiError(503, "not ready: no usable engine", code="not_ready", more=more)
+    return json({"status": "ready", "healthy_workers": healthy, "total_workers": len(engines)})
+
+
+@PAGES.page("/health_generate", "health", "open").on(
+    "GET",
+    "Whether an engine accepts requests; sends no request to an engine",
+    answer("One does", TEXT, "text/plain"),
+    503,
+)
+async def _health_generate(call: Call) -> web.Response:
+    if not _is_ready(call):
+        raise ApiError(503, "not ready: no usable engine", code="not_ready")
+    return web.Response(text="OK")
+
+
+_ADDED = "Successfully added worker: {}"
+
+
+def _is_ready(call: Call) -> bool:
+    return call.front.running.phase < DRAINING and call.front.fleet.ready()
+
+
+def _shown(engine: Engine) -> dict[str, Any]:
+    """Describes an engine with the rivals' names of fields.
+
+    ``error``: why it gets no requests, or only as another role; None: it gets them.
+    """
+    unusable = engine.unusable
+    return {
+        "id": engine.name,
+        "url": engine.config.url,
+        "model_id": "unknown" if engine.model is None else engine.model.name,
+        "worker_type": "regular" if engine.role == "both" else engine.role,
+        "is_healthy": engine.healthy and engine.misfit is None,
+        "load": engine.running,
+        "connection_mode": "HTTP",
+        "error": engine.misfit or engine.unfit or (None if unusable is None else unusable.reason),
+    }
+
+
+def _found(fleet: Fleet, key: str) -> list[Engine]:
+    """Returns the engine with an ID, or else the engines at a URL."""
+    engine = fleet.engine(key)
+    if engine is not None and not engine.leaving:
+        return [engine]
+    url = key.rstrip("/")
+    return [each for each in fleet.engines() if each.config.url == url and not each.leaving]
+
+
+def _known(fleet: Fleet, key: str) -> list[Engine]:
+    """Returns the engines that `_found` finds. Raises ApiError (404) if there are none."""
+    if engines := _found(fleet, key):
+        return engines
+    raise ApiError(404, f"Worker {key} not found", more={"code": "WORKER_NOT_FOUND"})
+
+
+async def _added(call: Call, fields: dict[str, Any], model: str | None) -> tuple[Engine, bool]:
+    """Adds an engine. Returns it, and whether the router knew it before. Raises ApiError.
+
+    A known engine is asked for its features again: a process that registers may be a new one.
+    """
+    try:
+        config = EngineConfig.model_validate(fields)
+    except ValidationError as error:
+        raise _failed("ADD", not_valid(error).message, "url") from None
+    known = _found(call.front.fleet, config.url)
+    if known and model in (None, known[0].configured_model) and config.role in (None, known[0].config.role):
+        known[0].ask_anew()
+        return known[0], True
+    try:
+        return await members.add(call.front, config, model), False
+    except ApiError as error:
+        status = 400 if error.status == 409 else error.status
+        raise _failed("ADD", error.message, error.param, status=status) from None
+
+
+def _failed(what: str, message: str, param: str | None, status: int = 400) -> ApiError:
+    return ApiError(status, message, param=param, more={"code": f"{what}_WORKER_FAILED"})
+
+
+def _asked(call: Call, name: str) -> str:
+    """Returns the only parameter of the query. Raises ApiError (400)."""
+    given = parse_qs(call.query, keep_blank_values=True, max_num_fields=10)
+    (value, *more) = given.pop(name, [""])
+    if not value or more or given:
+        raise bad(f"the query must be {name}=VALUE, with one value", name)
+    return value
