@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
+import yaml
 
-from epp_world import EXAMPLE, PROMPT, envoy, limit_to, needs_envoy, picking, post
+from epp_world import (
+    ENVOY_TYPES,
+    EXAMPLE,
+    PROMPT,
+    TRUSTED,
+    envoy,
+    limit_to,
+    manager,
+    needs_envoy,
+    picking,
+    post,
+)
+from issuer_world import AUDIENCE, ISSUER, Issuer, Key, bearer
 from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, hang, plain, reset
 from waiting import until
@@ -92,6 +108,70 @@ async def test_subsets_come_from_envoy() -> None:
     ):
         for _ in range(3):
             assert (await post(client, url))[2]["x-lmetric-instance"] == "e2"
+
+
+IDENTITY = EXAMPLE.parent.parent / "docs" / "how-to" / "identity.md"
+
+
+def checking_tokens(issuer: Issuer) -> Callable[[dict[str, Any]], None]:
+    """Envoy checks tokens and names the tenant, with the filter in docs/how-to/identity.md."""
+    (shown,) = re.findall(r"```text\n(- name: .*?)```", IDENTITY.read_text(), re.DOTALL)
+    provider = {
+        "issuer": ISSUER,
+        "audiences": [AUDIENCE],
+        "payload_in_metadata": "payload",
+        "local_jwks": {"inline_string": issuer.key_set().decode()},
+    }
+    rule = {"match": {"prefix": "/"}, "requires": {"provider_name": "issuer"}}
+    typed = {
+        "@type": f"{ENVOY_TYPES}.filters.http.jwt_authn.v3.JwtAuthentication",
+        "providers": {"issuer": provider},
+        "rules": [rule],
+    }
+    check = {"name": "envoy.filters.http.jwt_authn", "typed_config": typed}
+
+    def change(config: dict[str, Any]) -> None:
+        manager(config)["http_filters"][:0] = [check, *yaml.safe_load(shown)]
+
+    return change
+
+
+async def test_envoy_checks_tokens_and_the_picker_takes_the_tenant_from_it_alone() -> None:
+    issuer = Issuer()
+    issuer.key = Key("rsa", "RS256")
+    issuer.published = [issuer.key]
+    tenants: dict[str, Any] = {"red": {}, "blue": {}}
+    chosen = dict.fromkeys(
+        ("x-tenant", "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"), "blue"
+    )
+    headers = bearer(issuer.token(team="red")) | chosen
+    for forwarded, tenant in ((TRUSTED, "red"), ({}, "")):
+        async with (
+            picking(tenants=tenants, forwarded=forwarded) as world,
+            envoy([world.target], world.places, change=checking_tokens(issuer)) as url,
+            aiohttp.ClientSession(headers=headers) as client,
+        ):
+            assert (await post(client, url))[0] == 200
+            await world.settled()
+            assert world.server.front.metrics.requests.requests == {("tiny", tenant, 200): 1}
+            async with client.post(url, headers=bearer(issuer.token(aud="x"))) as refused:
+                assert refused.status == 403, "Envoy's own answer"
+
+
+async def test_the_picker_checks_tokens_itself() -> None:
+    async with (
+        Issuer().serving() as issuer,
+        picking(auth={"jwt": [issuer.settings()]}, tenants={"blue": {}}) as world,
+        envoy([world.target], world.places) as url,
+    ):
+        for token, status in ((issuer.token(), 200), (issuer.token(aud="x"), 401), (issuer.token(), 200)):
+            headers = bearer(token) | {"x-tenant": "blue"}
+            async with aiohttp.ClientSession(headers=headers) as client:
+                assert (await post(client, url))[0] == status
+        await world.settled()
+        counts = world.server.front.metrics.requests.requests
+        assert (counts["tiny", "red", 200], counts["tiny", "blue", 200]) == (2, 0)
+        assert all("authorization" not in each.headers for each in world.engines[0].requests)
 
 
 @pytest.mark.parametrize("fail_open", [True, False])

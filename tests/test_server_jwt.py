@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from epp_world import TRUSTED, answered, exchange, picking, request_head
 from issuer_world import ISSUER, Issuer, Key, bearer
 from lmetric.config import ConfigError
 from lmetric.server.api import key_source
+from lmetric.server.http import live
+from lmetric.server.observe import requests as metrics_of_requests
+from lmetric.server.observe.usage import OTHER_TENANTS
 from server_world import FakeEngine, World, world
 from test_server_process import engine, router
 from test_server_reload import logged
@@ -154,6 +159,33 @@ async def test_the_decision_record_names_the_credential(tmp_path: Path) -> None:
             assert shown[1].startswith("API key ")
 
 
+async def test_ever_new_tenants_make_no_further_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_of_requests, "MOST_SERIES", 3)
+    async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
+        for number in range(5):
+            assert (await post(w, issuer.token(team=f"t{number}")))[0] == 200
+        await w.settled()
+        requests = w.server.front.metrics.requests.requests
+        assert requests["tiny", OTHER_TENANTS, 200] == 2
+        assert len(requests) == 4
+        assert not w.server.front.running.tenants
+
+
+async def test_a_live_viewer_leaves_when_its_token_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "CHECK_SECONDS", 0.0)
+    async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
+        headers = bearer(issuer.token()) | {"accept": "text/event-stream"}
+        async with w.client.get(f"{w.url}/debug/live", headers=headers) as viewer:
+            assert viewer.status == 200
+            assert b'"access":"tenant"' in await viewer.content.readuntil(b"\n\n")
+            tokens = w.server.front.admission.identity.tokens
+            assert tokens is not None
+            tokens._clock = lambda: time.time() + 3600
+            with contextlib.suppress(aiohttp.ClientError):
+                await viewer.content.read()
+        assert not w.server.front.live.viewers.total()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("size", [10, 200_000, 3_000_000], ids=["small", "in pieces", "large"])
 async def test_a_request_with_a_new_key_waits_for_the_keys(size: int) -> None:
     async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
@@ -232,7 +264,7 @@ async def test_reloads_add_and_remove_issuers(tmp_path: Path) -> None:
             assert second.reads == 1
             await reload(auth(second, third))
             assert [(await post(w, token))[0] for token in (one, two, three)] == [401, 200, 200]
-            # What cannot be read is refused, and nothing changes.
+            # Keys that cannot be read refuse the reload, and nothing changes.
             second.status = 500
             (tmp_path / "third.json").write_text("{")
             first.status = 404

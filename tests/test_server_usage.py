@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
-from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, UsageTable
+from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, OTHER_TENANTS, UsageTable
 from server_world import FakeEngine, World, answer, plain, world
 from test_server_budgets import ask, budget, left, tenants
 from test_workers import serving, workers_of
@@ -162,6 +162,18 @@ def test_ever_new_models_fill_no_table() -> None:
     rows = table.rows()
     assert len(rows) == DAY_ROWS + 1
     assert {row.model: row.counts for row in rows}[OTHER_MODELS] == (5, 10, 15, 20)
+
+
+def test_ever_new_subjects_and_tenants_of_tokens_fill_no_table() -> None:
+    table = UsageTable()
+    for number in range(4 * DAY_ROWS):
+        table.add(("2027-02-04", f"t{number // 2}", f"{number:012x}", "m"), (1, 2, 3, 4))
+    rows = table.rows()
+    assert len(rows) == 2 * DAY_ROWS + 1
+    further = {row.tenant: row.counts[0] for row in rows if row.model == OTHER_MODELS}
+    assert further[f"t{DAY_ROWS // 2}"] == 2, "of both of its subjects"
+    assert further[OTHER_TENANTS] == DAY_ROWS
+    assert sum(row.counts[0] for row in rows) == 4 * DAY_ROWS, "all count"
 
 
 async def test_workers_share_budgets_and_usage_and_a_killed_server_loses_less_than_a_second(

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from prometheus_client.core import Metric
 
 from lmetric import indicator_table
-from lmetric.config import EngineConfig, RecordsConfig, ServerConfig
+from lmetric.config import Auth, EngineConfig, JwtIssuer, RecordsConfig, ServerConfig
 from lmetric.config.epp import EppConfig
 from lmetric.server.app import Server
 from lmetric_lab.capacity import Goal, Question, Twin
@@ -32,7 +32,7 @@ Each entry has the type and the labels in parentheses. Names state the unit: `_s
 | `instance` | name of the engine in the configuration; its host:port by default. Prometheus stores it as `exported_instance` |
 | `role`, `type` | role and type of wanted engines; the type is the first one of `advise --price` |
 | `slo_class` | class of the request in `admission.classes`; empty without a class |
-| `tenant` | tenant of the API key; empty without API keys |
+| `tenant` | tenant of the API key or token; empty without credentials |
 """
 
 GROUPS = {
@@ -42,6 +42,7 @@ GROUPS = {
         "request_seconds",
         "client_",
         "tls_",
+        "jw",
         "failures",
         "retries",
         "retry_budget",
@@ -82,6 +83,7 @@ def families() -> list[Metric]:
 
     async def collect() -> list[Metric]:
         engine = EngineConfig(url="http://127.0.0.1:9")
+        issuer = JwtIssuer(issuer="i", audience="a", jwks="http://127.0.0.1:9/keys", tenant_claim="t")
         with TemporaryDirectory() as folder:
             records = RecordsConfig(path=Path(folder))
             config = ServerConfig(
@@ -91,6 +93,7 @@ def families() -> list[Metric]:
                 host="127.0.0.1",
                 records=records,
                 epp=EppConfig(port=0),
+                auth=Auth(jwt=[issuer]),
             )
             server = Server(config, picks=True)
             await server.start()

@@ -10,7 +10,7 @@ from lmetric.server.api.errors import ApiError
 
 
 class Caller(NamedTuple):
-    """Who sent a request, and what the credential allows.
+    """The sender of a request, and its rights.
 
     ``key_id``: ID of the API key, or of a token's subject; empty: none. ``issuer``: of its JSON Web
     Token; empty: it has none. ``claims``: the claims that the router has read. ``slo_class``: the

@@ -1,4 +1,4 @@
-"""The tenants of requests, by their API keys or JSON Web Tokens."""
+"""The identity of clients: the tenant of an API key or of a JSON Web Token."""
 
 from __future__ import annotations
 

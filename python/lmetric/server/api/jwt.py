@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 from jwt.api_jws import PyJWS
 from jwt.exceptions import PyJWTError
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric.config import ConfigError, JwtIssuer
 from lmetric.server.api.caller import Caller, UnknownKeyError
@@ -175,7 +175,7 @@ class Tokens:
         return None
 
     def is_token(self, text: str) -> bool:
-        """Returns whether a credential is a JWT: three parts, of which the first names `alg`."""
+        """Returns whether a credential is a JWT: three parts, and `alg` in the first one."""
         if len(text) > MAX_BYTES:
             return text.count(".") == 2
         return _SHAPE.fullmatch(text) is not None and "alg" in (_json(text.partition(".")[0]) or ())
@@ -304,17 +304,10 @@ class Tokens:
             "Reads of an issuer's keys by outcome: good or failed",
             labels=("issuer", "outcome"),
         )
-        last = GaugeMetricFamily(
-            "lmetric_jwks_read_timestamp_seconds",
-            "Time of the last good read of an issuer's keys",
-            labels=("issuer",),
-        )
         for name, source in self.sources.items():
             reads.add_metric((name, "good"), source.reads[True])
             reads.add_metric((name, "failed"), source.reads[False])
-            if source.read_at is not None:
-                last.add_metric((name,), source.read_at)
-        yield from (reads, last)
+        yield reads
 
 
 @contextmanager

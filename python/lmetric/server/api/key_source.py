@@ -45,7 +45,6 @@ class KeySource:
         self.keys: KeySet | None = None  # None: not read yet
         self.problem: str | None = None  # why the last read failed
         self.problem_since: float | None = None  # monotonic
-        self.read_at: float | None = None  # Unix time of the last good read
         self.reads: Counter[bool] = Counter()  # by whether they were good
         self._file = None if "://" in place else Path(place)
         self._stamp: tuple[int, int, int] | None = None  # of the file that was read
@@ -163,7 +162,6 @@ class KeySource:
 
     def _use(self, keys: KeySet) -> None:
         self.keys = keys.replaces(self.keys)
-        self.read_at = time.time()
         self.reads[True] += 1
 
     def _say(self, problem: str | None) -> None:

@@ -133,6 +133,8 @@ class RunningRequests:
             payer.running -= 1
             if client_request.tenant:
                 self.tenants[client_request.tenant] -= 1
+                if not self.tenants[client_request.tenant]:
+                    del self.tenants[client_request.tenant]  # tokens may name any number of tenants
         if relay is not None:
             client_request.client.relay = None
             self.relays.discard(relay)

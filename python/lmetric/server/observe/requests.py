@@ -24,6 +24,7 @@ from lmetric.server.observe.histograms import (
     Latencies,
     observe_both,
 )
+from lmetric.server.observe.usage import OTHER_TENANTS
 
 # Bounds shown for each instance: fewer than for each class, because fleets have 1,000 instances.
 _INSTANCE_BOUNDS = {
@@ -64,6 +65,9 @@ class InstanceRequests:
             self.under += reported - predicted
 
 
+MOST_SERIES = 20_000  # of `lmetric_requests_total`, after which tenants of tokens share one
+
+
 class RequestMetrics(Observer):
     """Counts and times of requests for engines."""
 
@@ -100,7 +104,11 @@ class RequestMetrics(Observer):
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended."""
         model, now = request.model.name if request.model is not None else "", request.ended_at
-        self.requests[model, request.tenant, request.status] += 1
+        key = model, request.tenant, request.status
+        # The issuers of tokens may name any number of tenants.
+        if request.caller.issuer and len(self.requests) >= MOST_SERIES and key not in self.requests:
+            key = model, OTHER_TENANTS, request.status
+        self.requests[key] += 1
         if request.priority is not None:
             self._prioritized[model] += 1
         if request.alias is not None:

@@ -19,7 +19,8 @@ from lmetric.server.fleet.fleet import Fleet
 DAYS = 400  # older days are dropped
 # Rows of a day and of a table: an engine with ever new models must not fill memory or disk.
 DAY_ROWS, MOST_ROWS = 10_000, 100_000
-OTHER_MODELS = "(other models)"  # the model of further rows
+# The model and the tenant of further rows, which have no API key. Tokens name any number of both.
+OTHER_MODELS, OTHER_TENANTS = "(other models)", "(other tenants)"
 COUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 COLUMNS = ("day", "tenant", "key", "model", *COUNTS)
 
@@ -58,7 +59,9 @@ class UsageTable:
         known = rows.get((tenant, api_key, model))
         if known is None:
             if len(rows) >= DAY_ROWS or self._size >= MOST_ROWS:
-                model = OTHER_MODELS
+                api_key, model = "", OTHER_MODELS
+                if (tenant, api_key, model) not in rows and len(rows) >= 2 * DAY_ROWS:
+                    tenant = OTHER_TENANTS
             known = rows.setdefault((tenant, api_key, model), [])
             if not known:
                 known.extend([0] * len(COUNTS))
@@ -173,6 +176,8 @@ class Usage(Observer):
         counts = (1, *used_tokens(request, usage))
         tenant, model = request.tenant, request.model.name
         self.table.add((self._today(), tenant, request.key_id, model), counts)
+        if len(self._since_start) >= DAY_ROWS and (tenant, model) not in self._since_start:
+            tenant = OTHER_TENANTS
         total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
         for place, count in enumerate(counts):
             total[place] += count
