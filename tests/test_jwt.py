@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import subprocess
+import sys
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +22,7 @@ import pytest
 
 from issuer_world import AUDIENCE, ISSUER, Issuer, Key, bearer, rsa_key
 from lmetric.config import Auth, ConfigError, JwtIssuer
+from lmetric.extras import install
 from lmetric.server.api import jwt as module
 from lmetric.server.api.caller import UnknownKeyError
 from lmetric.server.api.errors import ApiError
@@ -600,3 +603,38 @@ async def test_workers_have_keys_of_their_own(tmp_path: Path) -> None:
                 ):
                     assert answer.status == 200
             assert issuer.reads == 2, "one of each worker"
+
+
+# Hides packages, then checks a configuration as `serve` does.
+CHECK = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name in sys.argv[2:]:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Hidden())
+import lmetric.cli
+from lmetric.config import ConfigError, load_config
+from lmetric.server import check_config
+try:
+    check_config(load_config(sys.argv[1], environ={}))
+except ConfigError as error:
+    print(error)
+print([name for name in ("jwt", "cryptography") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("hidden", ["jwt", "cryptography", None])
+def test_the_package_is_needed_only_with_issuers(issuer: Issuer, tmp_path: Path, hidden: str | None) -> None:
+    config = tmp_path / "router.yaml"
+    settings: dict[str, Any] = {"engines": [{"url": "http://127.0.0.1:9"}]}
+    if hidden is not None:
+        settings["auth"] = {"jwt": [issuer.settings()]}
+    config.write_text(orjson.dumps(settings).decode())
+    command = [sys.executable, "-c", CHECK, str(config), *([hidden] if hidden else [])]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    *errors, loaded = run.stdout.splitlines()
+    if hidden is None:
+        assert (errors, loaded) == ([], "[]")
+    else:
+        assert errors == [f"auth.jwt needs another package (No module named {hidden!r}): {install('jwt')}"]

@@ -158,5 +158,5 @@ async def test_the_access_log_follows_a_reload() -> None:
         before = len(front.running.observers.ended)
         for access in (True, True, False):
             log = front.config.log.model_copy(update={"access": access})
-            front.prepare(front.admission.keys, front.config.model_copy(update={"log": log}))()
+            front.prepare(front.admission.identity, front.config.model_copy(update={"log": log}))()
             assert len(front.running.observers.ended) == before + access

@@ -260,6 +260,7 @@ async def test_reloads_add_and_remove_issuers(tmp_path: Path) -> None:
                 await w.server.reload(config.model_copy(update={"auth": auth_section}))
 
             await reload(auth(first, second, third))
+            assert w.server.front.admission.identity.tokens.counts["valid"] == 1  # type: ignore[union-attr]
             assert [(await post(w, token))[0] for token in (one, two, three)] == [200, 200, 200]
             assert second.reads == 1
             await reload(auth(second, third))

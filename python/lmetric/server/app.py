@@ -224,6 +224,7 @@ class Server:
             await self.listeners.start()
         except OSError as error:  # another process has begun to listen there
             await self._discovery.stop()
+            await identity.stop()
             raise port_error(config.host, config.port, error) from None
         if self.picker is not None:
             await self.picker.start()

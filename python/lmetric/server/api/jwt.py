@@ -141,7 +141,10 @@ class Tokens:
 
         Raises ConfigError if a new address cannot be read.
         """
-        known = {} if before is None else {each.place: each for each in before.sources.values()}
+        known: dict[str, KeySource] = {}
+        if before is not None:
+            known = {each.place: each for each in before.sources.values()}
+            self.counts, self._forged = before.counts, before._forged
         for name, source in self.sources.items():
             with _as_config_error(source):
                 if (kept := known.get(source.place)) is not None:
@@ -166,6 +169,8 @@ class Tokens:
 
     def known(self, token: str) -> Caller | None:
         """Returns the caller of a token that was checked before; None: check it."""
+        if len(token) > MAX_BYTES:
+            return None
         checked = self._cache.get(key := digest(token))
         if checked is None:
             return None
