@@ -174,6 +174,20 @@ def _token(secret: SecretStr) -> SecretStr:
     return secret
 
 
+def _redis_url(secret: SecretStr) -> SecretStr:
+    parts = urlsplit(secret.get_secret_value())
+    expected = "a Redis URL looks like redis://:password@host:6379/0, or begins with rediss:// or unix://"
+    if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.scheme == "unix"):
+        raise ValueError(expected)
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{expected} ({error})") from None
+    if parts.scheme != "unix" and not (parts.path.strip("/").isdigit() or parts.path in ("", "/")):
+        raise ValueError(f"{expected}: the path is the number of a database")
+    return secret
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a host: a loopback IP address, or localhost."""
     name = host.lower().removeprefix("[").removesuffix("]").rstrip(".")
@@ -297,6 +311,7 @@ ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 CorsOrigin = Annotated[str, AfterValidator(_origin)]
 Nameserver = Annotated[str, AfterValidator(_nameserver)]
 Token = Annotated[SecretStr, AfterValidator(_token)]
+RedisUrl = Annotated[SecretStr, AfterValidator(_redis_url)]
 EngineRule = Annotated[str, AfterValidator(_engine_rule)]
 PodPort = Annotated[int | str, PlainValidator(_port)]
 Embedded = Annotated[int | str, PlainValidator(_embedded)]

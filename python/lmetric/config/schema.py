@@ -39,6 +39,7 @@ from lmetric.config.kinds import (
     PodPort,
     Port,
     Positive,
+    RedisUrl,
     Role,
     RouterUrl,
     Seconds,
@@ -1253,6 +1254,13 @@ class ReplicasConfig(Strict):
         json_schema_extra={"when": "routers have https URLs and a private CA"},
     )
 
+    redis_url: RedisUrl | None = Field(
+        None,
+        description="Redis or Valkey server through which routers share budgets, e.g. "
+        "redis://:password@host:6379/0; rediss:// for TLS. Each database is a fleet of its own; null: none",
+        json_schema_extra={"when": "routers that do not reach each other share budgets, and you run Redis"},
+    )
+
     @model_validator(mode="after")
     def _one_token(self) -> Self:
         _only_one(self, "token", "token_file")
@@ -1567,6 +1575,7 @@ class ServerConfig(PoolSettings):
             "rebalance": any(pool.rebalance is not None for pool in pools),
             "fleet_changes": any(pool.fleet_changes is not None for pool in pools),
             "replicas.urls": bool(self.replicas.urls),
+            "replicas.redis_url": self.replicas.redis_url is not None,
         }
         if used := [name for name, is_used in alone.items() if is_used]:
             raise ValueError(

@@ -100,11 +100,24 @@ class OwnProblems:
             if address.reached is False and not address.own:
                 cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
                 yield Problem("replica", cause, reason, fix, since=address.lost_at)
+        yield from self._of_redis()
         for router, ahead in self.replicas.other_clocks.items():
             cause = "the clock of another router differs: the routers do not share budgets"
             reason = f"router {router}: {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
             fix = "synchronize the clocks, then restart the router whose clock was wrong"
             yield Problem("replica", cause, reason, fix)
+
+    def _of_redis(self) -> Iterator[Problem]:
+        redis = self.replicas.redis
+        if redis is None:
+            return
+        if redis.reached is False:
+            cause = "Redis cannot be used: the routers do not share budgets"
+            fix = "correct what the reason names; the router tries again by itself"
+            yield Problem("redis", cause, f"{redis.place}: {redis.error}", fix, since=redis.lost_at)
+        for name, reason in redis.bad_values.items():
+            fix = "remove the field, or give the routers a database of their own in replicas.redis_url"
+            yield Problem("redis", "Redis has counts that no router wrote", f"{name}: {reason}", fix)
 
     def _of_queues(self, now: float) -> Iterator[Problem]:
         """Yields the problem that all engines of a role have waiting requests for a while."""

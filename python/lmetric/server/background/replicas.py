@@ -29,6 +29,7 @@ from lmetric._core import BadValueError, Budgets, LoadFormatError, LoadMessage, 
 from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.background.redis_budgets import RedisBudgets
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.tls.contexts import outgoing_context
@@ -91,8 +92,12 @@ class Replicas:
         self.on_keys_version: Callable[[Address, str, int], None] = lambda *_: None
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
-        if self.on:
+        url = config.redis_url
+        self.redis: RedisBudgets | None = None
+        if self.on or url is not None:
             budgets.share(self.id)
+        if url is not None:
+            self.redis = RedisBudgets(url.get_secret_value(), self.id, budgets, config.interval)
 
     @property
     def on(self) -> bool:
@@ -113,7 +118,9 @@ class Replicas:
         await self._resolve()
 
     async def start(self) -> None:
-        """Starts to send load messages. Called once the router listens."""
+        """Starts to send messages. Called once the router listens."""
+        if self.redis is not None:
+            self.redis.start()
         if not self.on:
             return
         await self.connect()
@@ -124,6 +131,8 @@ class Replicas:
 
     async def stop(self) -> None:
         """Stops the exchange and closes its connections."""
+        if self.redis is not None:
+            await self.redis.stop()
         sending = [address.sending for address in self.addresses.values() if address.sending is not None]
         for task in [*self._tasks, *sending]:
             task.cancel()
@@ -333,6 +342,7 @@ class Replicas:
                 for router, at in self.received.items()
             ],
             "not_looked_up": self.not_found,
+            "redis": None if self.redis is None else self.redis.state(),
         }
 
     def metrics(self) -> Iterator[Metric]:
@@ -348,6 +358,12 @@ class Replicas:
         for (direction, outcome), count in self._counts.items():
             messages.add_metric((direction, outcome), count)
         yield messages
+        up = GaugeMetricFamily(
+            "lmetric_redis_up", "1: budgets are shared through Redis; 0: it cannot be used"
+        )
+        if self.redis is not None:
+            up.add_metric((), float(self.redis.reached is True))
+        yield up
 
 
 def _times() -> tuple[float, float]:
