@@ -336,3 +336,20 @@ async def test_a_flood_of_hedges_leaves_nothing_behind() -> None:
         await w.until(lambda: not w.in_flight())
         await w.until(lambda: not w.busy("b0") and not w.busy("b1"))
         assert model(w).hedging.outcomes["won"] > 0
+
+
+async def test_a_hedged_request_is_charged_once() -> None:
+    budgets = [{"counts": "requests", "limit": 10, "per": "hour"}]
+    budgets += [{"counts": "total_tokens", "limit": 1000, "per": "hour"}]
+    engines = [FakeEngine(behave=hang), FakeEngine()]
+    settings: dict[str, Any] = {"tenants": {"a": {"budgets": budgets}}, "hedging": hedging()}
+    async with world(engines, policy="round_robin", **settings) as w:
+        for number in range(1, 5):
+            status, headers, _ = await w.post(BODY, headers={"x-tenant": "a"})
+            assert status == 200
+            assert headers["x-ratelimit-remaining-requests"] == f"{10 - number}"
+        assert sum(len(engine.requests) for engine in engines) > 4
+        # The next request sees the settled use of four requests: 10 tokens in and 3 out, each.
+        _, headers, _ = await w.post(BODY, headers={"x-tenant": "a"})
+        reserved = 1000 - 4 * 13 - int(headers["x-ratelimit-remaining-tokens"])
+        assert 0 < reserved < 13 + 10

@@ -37,9 +37,8 @@ class Placement:
     def configure(self, config: ServerConfig) -> None:
         """Applies settings to new requests."""
         tenants = config.tenants
-        self._limited = frozenset(name for name, each in tenants.items() if each.budgets)
         self._budgets.configure(tenants)
-        if self._limited:
+        if self._budgets.limited:
             self._running.observers.add(self._budgets)
         self._shares = {name: (each.weight, each.handicap_seconds) for name, each in tenants.items()}
         self._classes = {name: each.slo_class for name, each in tenants.items() if each.slo_class is not None}
@@ -115,7 +114,7 @@ class Placement:
                 arrived(intent)
             except Exception:
                 failed(arrived)
-        if client_request.tenant in self._limited:
+        if client_request.tenant in self._budgets.limited:
             self._reserve(intent, now)
         hedge_seconds = model.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:

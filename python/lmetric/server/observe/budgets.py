@@ -34,7 +34,9 @@ class TenantBudgets(Observer):
 
     def configure(self, tenants: Mapping[str, TenantConfig]) -> None:
         """Replaces the budgets. Counts stay. Raises BadValueError."""
-        self.core.set({name: [*map(_window, each.budgets)] for name, each in tenants.items() if each.budgets})
+        windows = {name: [*map(_window, each.budgets)] for name, each in tenants.items() if each.budgets}
+        self.core.set(windows)
+        self.limited = windows.keys()  # the tenants with budgets
 
     def reserve(self, request: ClientRequest, model: str, output_tokens: int, now: float) -> None:
         """Reserves what a request may use at most. Raises ApiError (429).
