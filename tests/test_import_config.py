@@ -250,6 +250,27 @@ def test_secrets_are_not_printed(tmp_path: Path) -> None:
     assert "sk-" not in import_config(script).render()
 
 
+def test_litellms_limits_of_new_keys_are_budgets_to_write_for_each_tenant(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model_list: [{model_name: m, litellm_params: {model: hosted_vllm/m, api_base: 'http://e:1/v1'}}]\n"
+        "litellm_settings:\n"
+        "  default_key_generate_params: {rpm_limit: 60, tpm_limit: 20000}\n"
+        "  default_team_params: {tpm_limit: 5, max_budget: 100}\n"
+    )
+    remarks = dict(import_config(file).remarks.keys())
+    text = remarks["litellm_settings.default_key_generate_params"]
+    found = yaml.safe_load(text.partition("`")[2].partition("`")[0])
+    windows = ServerConfig.model_validate({"tenants": {"a": found}}).tenants["a"].budgets
+    assert [(each.counts, each.limit, each.per) for each in windows] == [
+        ("requests", 60, "minute"),
+        ("total_tokens", 20_000, "minute"),
+    ]
+    file.write_text(file.read_text().replace("rpm_limit: 60", "rpm_limit: many"))
+    with pytest.raises(ConfigError, match=r"default_key_generate_params\.rpm_limit"):
+        import_config(file)
+
+
 def test_arguments_without_a_program_need_their_kind(tmp_path: Path) -> None:
     file = tmp_path / "args.txt"
     file.write_text("--worker-urls http://a:1\n--policy random\n")

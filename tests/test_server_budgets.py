@@ -270,6 +270,25 @@ async def test_the_openai_client_understands_a_refusal() -> None:
         await client.close()
 
 
+async def test_the_openai_client_waits_as_the_refusal_says_and_repeats_no_request_that_never_fits() -> None:
+    windows = budget("requests", 1, "second"), budget("total_tokens", 50)
+    async with world(1, tenants=tenants(*windows)) as w:
+        client = openai.AsyncOpenAI(
+            base_url=f"{w.url}/v1", api_key="any", max_retries=2, default_headers={"x-tenant": "a"}
+        )
+        held = w.server.fleet.models[0].held
+        began = 0.0
+        while not held.refused[("a", "budget")]:  # the first request of a second is granted
+            began = time.monotonic()
+            await client.completions.create(model="tiny", prompt="a", max_tokens=3)
+        assert time.monotonic() - began >= 1.0  # retry-after: at least a second
+        before = held.refused[("a", "budget")]
+        with pytest.raises(openai.RateLimitError, match="it never fits"):
+            await client.completions.create(model="tiny", prompt="a", max_tokens=60)
+        assert held.refused[("a", "budget")] == before + 1
+        await client.close()
+
+
 def test_calendar_days_of_many_years_begin_at_midnight() -> None:
     zone = ZoneInfo("America/New_York")
     config = ServerConfig.model_validate(

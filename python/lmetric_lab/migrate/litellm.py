@@ -28,8 +28,15 @@ _OTHER_STRATEGIES = (
     "cost-based-routing",
 )
 _WEIGHTS = ("rpm", "tpm", "weight")
+_NEW_KEYS = (
+    "default_key_generate_params",
+    "upperbound_key_generate_params",
+    "default_internal_user_params",
+    "default_team_params",
+)
 _REDIS = (
-    "routers of the same engines exchange their load: `replicas.urls` and `replicas.token`, without Redis"
+    "routers of the same engines exchange their load: `replicas.urls` and `replicas.token`; only budgets "
+    "can use Redis: `replicas.redis_url`"
 )
 _REASONS = {
     "content_policy_fallbacks": "the router does not judge contents",
@@ -79,6 +86,7 @@ def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
     aliases = _aliases(draft, router, pools, names)
     litellm_fallbacks.translate(draft, litellm_fallbacks.take(draft, router, module), pools, aliases)
     _reliability(draft, router, module)
+    _limits(draft, module)
     for name, section in (
         ("router_settings", router),
         ("litellm_settings", module),
@@ -197,6 +205,30 @@ def _deployment(
     engines = pools.setdefault(served, [])
     if draft.is_new(engine, model=served):
         engines.append(engine)
+
+
+def _limits(draft: Draft, module: dict[str, Any]) -> None:
+    """Limits of new keys, users and teams: as budgets to write for each tenant.
+
+    LiteLLM's database has the keys and teams, so their names are not in the file.
+    """
+    for section in _NEW_KEYS:
+        given = module.get(section)
+        if not isinstance(given, Mapping):
+            continue
+        params = dict(given)
+        budgets = []
+        for key, counts in (("rpm_limit", "requests"), ("tpm_limit", "total_tokens")):
+            if (value := params.pop(key, None)) is not None:
+                limit = int(draft.number(f"litellm_settings.{section}.{key}", value))
+                budgets.append(f"{{counts: {counts}, limit: {limit}, per: minute}}")
+        if budgets:
+            text = f"write for each tenant: `budgets: [{', '.join(budgets)}]` (docs/how-to/budgets.md)"
+            draft.remark(f"litellm_settings.{section}", text)
+            if params:
+                module[section] = params
+            else:
+                del module[section]
 
 
 def _reliability(draft: Draft, router: dict[str, Any], module: dict[str, Any]) -> None:
