@@ -25,6 +25,7 @@ BODIES: dict[str, Any] = {
     "/admin/engines/{name}/role": {"role": "both"},
     "/workers": {"url": "http://127.0.0.1:10"},
     "/admin/guard": {"on": True},
+    "/admin/weights": {"version": 7},
     "/admin/policy": {"policy": "lmetric"},
     "/admin/canary/start": {"policy": "vllm"},
     "/admin/canary/promote": {"model": "tiny"},

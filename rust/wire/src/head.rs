@@ -4,7 +4,7 @@ use crate::body::Framing;
 use std::mem::MaybeUninit;
 
 /// Header fields of one connection, and fields that the router sets itself; never passed on.
-const DROPPED: [&str; 13] = [
+const DROPPED: [&str; 14] = [
     "connection",
     "content-length",
     "endpoint-load-metrics",
@@ -17,6 +17,7 @@ const DROPPED: [&str; 13] = [
     "x-lmetric-decision",
     "x-lmetric-instance",
     "x-lmetric-prefill",
+    "x-lmetric-weights",
     "x-request-id",
 ];
 

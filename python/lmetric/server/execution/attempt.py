@@ -76,6 +76,7 @@ class EngineAttempt(Attempt):
         self._client_request = client_request
         self._ticket = ticket  # None: the router's ledger does not count the request
         self.step = step
+        self.weights = step.engine.weights  # the version that it begins with
         self.trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
         self._require_finish = require_finish  # a stream without a finish_reason is incomplete
         self.error = False

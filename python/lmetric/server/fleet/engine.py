@@ -159,6 +159,7 @@ class Engine:
         self.connector: Connector | None = None  # set if it serves segments of requests
         self.unfit: str | None = None  # reason why it cannot serve its role
         self.misfit: str | None = None  # reason: it serves other models than the configured one
+        self.weights: str | None = None  # version of its weights, as announced by a trainer
         # The last read of its list of models: time on the monotonic clock, hash of the page, error.
         self.models_at = -math.inf
         self.models_hash: int | None = None
@@ -422,6 +423,15 @@ class Engine:
             extra=values or None,
         )
 
+    def announce(self, weights: str) -> None:
+        """Sets the version of its weights: what the old ones cached leaves the KV index.
+
+        Blocks that its KV events report later count again: an engine that keeps its cache uses it.
+        """
+        self.weights = weights
+        if self.model is not None:
+            self.model.router.blocks_cleared(self.name)
+
     def ask_anew(self) -> None:
         """Requests a new identification: the process may be another one, with other settings."""
         self.identified = False
@@ -434,6 +444,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Clears its blocks and load: no process listens there, so cache and requests are gone."""
+        self.weights = None
         if self.model is not None:
             self.model.router.blocks_cleared(self.name)
             gone = self.model.indicators.of_nobody()

@@ -48,7 +48,7 @@ from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
-from lmetric.server.fleet.weights import Weights
+from lmetric.server.fleet.weights import RequestWeights, Weights
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -133,6 +133,7 @@ class Model:
         self.engines: dict[str, Engine] = {}
         self.queues = Queues(self.router, self.engines)
         self.weights = Weights(name, self.engines)
+        self.request_weights = RequestWeights()
         # Set if running requests may move, and if engines join and leave warm.
         self.mover: Rebalancer | None = None
         self.changes: FleetChanges | None = None

@@ -1,4 +1,4 @@
-"""Engines of one model that report other weights than most of its engines.
+"""The weights of a model's engines: their names, and the versions that trainers announce.
 
 Engines that share a served name are one model with one index of caches. If a name stands for two
 models, clients get answers of either, and the router predicts wrong hits.
@@ -7,7 +7,7 @@ models, clients get answers of either, and the router predicts wrong hits.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 
 import structlog
@@ -16,6 +16,8 @@ from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.fleet")
 
+# Requests whose versions of weights are remembered, for each model.
+REMEMBERED = 4096
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/")
 
 
@@ -70,3 +72,25 @@ class Weights:
         ((usual, _),) = counts.most_common(1)
         self._usual = next(root for root in roots.values() if weights_of(root) == usual)
         return {name: root for name, root in roots.items() if weights_of(root) != usual}
+
+
+class RequestWeights:
+    """The announced versions of weights under which requests began, by decision.
+
+    A request that continues at another engine may have several. The oldest requests are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[int, list[str]] = OrderedDict()
+
+    def note(self, decision: int, version: str) -> None:
+        """Remembers that a request was sent to an engine with these weights."""
+        versions = self._versions.setdefault(decision, [])
+        if version not in versions:
+            versions.append(version)
+        if len(self._versions) > REMEMBERED:
+            self._versions.popitem(last=False)
+
+    def of(self, decision: int) -> list[str] | None:
+        """Returns the versions of a request, the first one first; None: none was announced."""
+        return self._versions.get(decision)

@@ -12,7 +12,8 @@ from lmetric._core import RequestHead
 
 _PREFLIGHT_SECONDS = 600  # browsers keep the answer to a preflight request this long
 _EXPOSED = (
-    "x-request-id, x-lmetric-decision, x-lmetric-instance, x-lmetric-prefill, retry-after, "
+    "x-request-id, x-lmetric-decision, x-lmetric-instance, x-lmetric-prefill, "
+    "x-lmetric-weights, retry-after, "
     + ", ".join(
         f"x-ratelimit-{what}-{of}"
         for what in ("limit", "remaining", "reset")

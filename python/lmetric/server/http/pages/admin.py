@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import Any, get_args
 from urllib.parse import parse_qs, unquote
 
@@ -35,6 +36,7 @@ from lmetric.server.http.pages.call import Call, json, large_json, unknown
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
 _NAMED = "/admin/engines/{name}"
+_VERSION = re.compile("[!-~]{1,200}")
 RELOAD = "/admin/reload"
 
 
@@ -234,6 +236,42 @@ async def _reload(call: Call) -> web.Response:
         return json(await front.reread())
     except LmetricError as error:
         raise ApiError(400, str(error), code="bad_configuration") from None
+
+
+@_page("/admin/weights").on(
+    "POST",
+    "Announce new weights of engines: what the old ones cached leaves the KV index",
+    answer("Engines", _LISTED),
+    *CHANGE,
+    body={
+        "type": "object",
+        "required": ["version"],
+        "properties": {
+            "version": {"type": ["string", "integer"], "description": "1 to 200 visible ASCII characters"},
+            "engines": {"type": "array", "items": TEXT, "description": "Names; default: all engines"},
+        },
+    },
+)
+async def _weights(call: Call) -> web.Response:
+    """Sets the version of engines' weights, of all or none of the named ones."""
+    fleet, body = call.front.fleet, await call.fields({"version", "engines"})
+    version, names = body.get("version"), body.get("engines")
+    if isinstance(version, int) and not isinstance(version, bool):
+        version = str(version)
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise bad("version must be an integer, or a string of 1 to 200 visible ASCII characters", "version")
+    if names is not None and (
+        not isinstance(names, list) or not all(isinstance(each, str) for each in names)
+    ):
+        raise bad("engines must be a list of names", "engines")
+    chosen = list(fleet.engines())
+    if names is not None:
+        if unknown := [each for each in names if fleet.engine(each) is None]:
+            raise ApiError(404, f"no engine {unknown[0]!r}; /debug/engines lists them", param="engines")
+        chosen = [engine for engine in chosen if engine.name in names]
+    for engine in chosen:
+        engine.announce(version)
+    return await large_json(await engines.shown(fleet, chosen))
 
 
 _POLICY = _page("/admin/policy")

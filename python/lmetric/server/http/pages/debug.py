@@ -189,6 +189,8 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
             other = model.hedging.other(number)
             notes = model.notes.of(number) or model.notes.of(other or 0)
             shown = {"model": model.name, **notes, **record, "id": label}
+            if versions := model.request_weights.of(number):
+                shown["weights"] = versions
             if other is not None:
                 shown["other_attempt"] = model.labels.label(other, tenant)
             tracing = front.running.tracing

@@ -38,6 +38,7 @@ async def shown(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]
                 "role": engine.role,
                 "group": engine.config.group_label,
                 "unfit": engine.unfit,
+                "weights": engine.weights,
                 "healthy": engine.healthy,
                 "service": engine.service.shown(time.monotonic()),
                 "ready": engine.ready,

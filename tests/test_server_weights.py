@@ -1,0 +1,128 @@
+"""Weights that a trainer announces: old caches do not count, and answers name their version."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from server_world import FakeEngine, World, answer, plain, reset, says, usage, world
+
+PROMPT = {"model": "tiny", "prompt": [*range(640)], "max_tokens": 3}
+
+
+async def announce(it: World, **body: Any) -> tuple[int, Any]:
+    status, _, got = await it.post(body, "/admin/weights")
+    return status, got
+
+
+async def ask(it: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The head of an answer, and its decision record."""
+    status, headers, _ = await it.post(PROMPT)
+    assert status == 200
+    _, record = await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+    return headers, orjson.loads(record)
+
+
+async def test_prompts_of_old_weights_do_not_count_as_cached() -> None:
+    async with world(1, admin=True, policy="lmetric") as it:
+        headers, record = await ask(it)
+        assert "x-lmetric-weights" not in headers
+        assert "weights" not in record
+        assert (await ask(it))[1]["predicted_cached_tokens"] > 500
+        status, got = await announce(it, version=7)
+        assert (status, [(each["name"], each["weights"]) for each in got]) == (200, [("e0", "7")])
+        headers, record = await ask(it)
+        assert record["predicted_cached_tokens"] == 0
+        assert (headers["x-lmetric-weights"], record["weights"]) == ("7", ["7"])
+        assert (await ask(it))[1]["predicted_cached_tokens"] > 500  # of the new weights
+
+
+async def test_only_the_named_engines_change() -> None:
+    async with world(2, admin=True) as it:
+        assert (await announce(it, version="step-1"))[0] == 200
+        status, got = await announce(it, version="step-2", engines=["e1"])
+        assert (status, [each["name"] for each in got]) == (200, ["e1"])
+        for _ in range(4):
+            headers, _ = await ask(it)
+            expected = {"e0": "step-1", "e1": "step-2"}[headers["x-lmetric-instance"]]
+            assert headers["x-lmetric-weights"] == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_has_the_version_with_which_it_began(stream: bool) -> None:
+    async with world(1, admin=True) as it:
+        (engine,) = it.engines
+        go = asyncio.Event()
+
+        async def wait(fake: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+            await go.wait()
+            return await answer(fake, request, writer)
+
+        engine.behave = wait
+        await announce(it, version=1)
+        running = asyncio.create_task(it.post({**PROMPT, "stream": stream}))
+        await engine.asked(1)
+        await announce(it, version=2)
+        go.set()
+        status, headers, _ = await running
+        assert (status, headers["x-lmetric-weights"]) == (200, "1")
+        assert (await ask(it))[0]["x-lmetric-weights"] == "2"
+
+
+async def test_a_request_that_another_engine_repeats_names_both_versions() -> None:
+    async with world(2, admin=True) as it:
+        await announce(it, version="a", engines=["e0"])
+        await announce(it, version="b", engines=["e1"])
+        it.engines[0].behave = reset
+        for _ in range(4):
+            headers, record = await ask(it)
+            if len(record["weights"]) == 2:
+                break
+        assert record["weights"] == ["a", "b"]
+        assert headers["x-lmetric-instance"] == "e1"
+
+
+async def test_only_the_router_names_versions() -> None:
+    async with world(1, admin=True) as it:
+        choices = [{"index": 0, "text": "a", "finish_reason": "length"}]
+        said = plain(200, {"choices": choices, "usage": usage()}, b"x-lmetric-weights: of the engine\r\n")
+        it.engines[0].behave = says(said, then="keep")
+        assert "x-lmetric-weights" not in (await ask(it))[0]
+
+
+async def test_a_new_process_has_no_announced_version() -> None:
+    async with world(1, admin=True, health={"interval": 0.1}) as it:
+        await announce(it, version=3)
+        assert (await ask(it))[0]["x-lmetric-weights"] == "3"
+        engine = it.server.fleet.engine("e0")
+        assert engine is not None
+        engine.restarted()
+        await it.until(lambda: engine.identified)
+        assert "x-lmetric-weights" not in (await ask(it))[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "version"),
+        ({"version": ""}, 400, "version"),
+        ({"version": True}, 400, "version"),
+        ({"version": 1.5}, 400, "version"),
+        ({"version": "a b"}, 400, "version"),
+        ({"version": "a\r\nx-evil: 1"}, 400, "version"),
+        ({"version": "é"}, 400, "version"),
+        ({"version": "x" * 201}, 400, "version"),
+        ({"version": 1, "engines": "e0"}, 400, "engines"),
+        ({"version": 1, "engines": [1]}, 400, "engines"),
+        ({"version": 1, "engines": ["e0", "nobody"]}, 404, "engines"),
+        ({"version": 1, "more": 1}, 400, "more"),
+    ],
+)
+async def test_bad_announcements_change_nothing(body: dict[str, Any], status: int, param: str) -> None:
+    async with world(1, admin=True) as it:
+        got_status, got = await announce(it, **body)
+        assert (got_status, got["error"]["param"]) == (status, param)
+        assert "x-lmetric-weights" not in (await ask(it))[0]
