@@ -104,6 +104,17 @@ async def test_a_new_process_has_no_announced_version() -> None:
         assert "x-lmetric-weights" not in (await ask(it))[0]
 
 
+async def test_an_engine_that_slept_comes_back_with_an_empty_index() -> None:
+    async with world(1, admin=True, policy="lmetric") as it:
+        await ask(it)
+        assert (await it.post({}, "/admin/engines/e0/drain"))[0] == 200  # before /sleep
+        assert (await it.post(PROMPT))[0] == 503
+        assert (await announce(it, version=5, engines=["e0"]))[0] == 200
+        assert (await it.post({}, "/admin/engines/e0/undrain"))[0] == 200  # after /wake_up
+        headers, record = await ask(it)
+        assert (headers["x-lmetric-weights"], record["predicted_cached_tokens"]) == ("5", 0)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
