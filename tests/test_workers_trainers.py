@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 from server_world import FakeEngine
-from test_workers import ADMIT, BLOCKS, serving, turn, until_programs
+from test_workers import ADMIT, BLOCKS, replaced, serving, turn, until_programs, workers_of
 
 
 async def test_every_worker_has_the_engines_that_a_trainer_added() -> None:
@@ -25,6 +26,24 @@ async def test_every_worker_has_the_engines_that_a_trainer_added() -> None:
             assert (await client.post(f"/remove_worker?url={added.url}", None))[0] == 200
             for _ in range(6):
                 assert (await client.get("/list_workers"))["urls"] == [engines[0].url]
+    finally:
+        await added.stop()
+
+
+async def test_a_new_worker_has_the_engines_and_the_last_weights() -> None:
+    added = FakeEngine()
+    await added.start()
+    try:
+        async with serving(engines=1) as (process, client, engines):
+            assert (await client.post("/workers", {"url": added.url}))[0] == 200
+            for version in range(31):
+                assert (await client.post("/admin/weights", {"version": version}))[0] == 200
+            old = workers_of(process)
+            process.process.send_signal(signal.SIGUSR2)
+            await replaced(process, old)
+            for _ in range(6):
+                shown = {each["url"]: each["weights"] for each in await client.get("/debug/engines")}
+                assert shown == dict.fromkeys((engines[0].url, added.url), "30")
     finally:
         await added.stop()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
+import orjson
 import structlog
 
 from lmetric._core import Board, Budgets, LmetricError
@@ -45,6 +46,7 @@ REPEAT_SECONDS = 30.0
 SHORT_LIFE_SECONDS = 10.0  # a worker that ends sooner is replaced after a pause
 MOST_PAUSE_SECONDS = 30.0
 CANARY = "/admin/canary/"
+WEIGHTS = "/admin/weights"
 MOST_CHANGES = 10_000  # changes of administrators that a new worker repeats
 
 
@@ -300,7 +302,10 @@ class Supervisor:
         if change.target.startswith(CANARY):  # a new worker copies the canaries of another one
             async with self._canaries:
                 return await self._repeat_in_others(change, mark)
-        key = change.method, change.target, change.body
+        what = change.body
+        if change.target == WEIGHTS:  # the next step replaces it: thousands must not displace others
+            what = orjson.dumps(orjson.loads(change.body).get("engines"))
+        key = change.method, change.target, what
         self._changes.pop(key, None)
         self._changes[key] = change
         if len(self._changes) > MOST_CHANGES:
