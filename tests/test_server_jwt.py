@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 import pytest
 import yaml
+from rich.console import Console
 
 from epp_world import TRUSTED, answered, exchange, picking, request_head
 from issuer_world import ISSUER, Issuer, Key, bearer
@@ -22,6 +23,7 @@ from lmetric.server.api import key_source
 from lmetric.server.http import live
 from lmetric.server.observe import requests as metrics_of_requests
 from lmetric.server.observe.usage import OTHER_TENANTS
+from lmetric.top_screen import why
 from server_world import FakeEngine, World, world
 from test_server_process import engine, router
 from test_server_reload import logged
@@ -151,7 +153,12 @@ async def test_the_decision_record_names_the_credential(tmp_path: Path) -> None:
                 path = f"/debug/decisions/{fields['x-lmetric-decision']}"
                 status, body = await w.get(path, bearer(credential))
                 assert status == 200
-                shown.append(orjson.loads(body)["credential"])
+                record = orjson.loads(body)
+                shown.append(record["credential"])
+                console = Console(width=200)
+                with console.capture() as explained:
+                    console.print(why(record))
+                assert f"Sent with {record['credential']}" in explained.get()
                 assert (await w.get(path, bearer(issuer.token(team="other"))))[0] == 404
             assert shown[0].startswith(f"JWT of {ISSUER}, subject ")
             assert shown[0].endswith(", tenant by claim team")
