@@ -97,7 +97,7 @@ class Replicas:
         if self.on or url is not None:
             budgets.share(self.id)
         if url is not None:
-            self.redis = RedisBudgets(url.get_secret_value(), self.id, budgets, config.interval)
+            self.redis = RedisBudgets(url.get_secret_value(), self.id, budgets, interval=config.interval)
 
     @property
     def on(self) -> bool:

@@ -33,7 +33,7 @@ class KeyStore:
         Raises ConfigError if the folder is not usable.
         """
         if self._folder is not None:
-            StateFiles(self._folder, FILE, dict, self._restore).read()
+            StateFiles(self._folder, FILE, dict, restore=self._restore).read()
 
     def _restore(self, content: bytes) -> None:
         self.keys.merge(decode(content).keys)
