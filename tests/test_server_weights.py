@@ -40,6 +40,20 @@ async def test_prompts_of_old_weights_do_not_count_as_cached() -> None:
         assert (await ask(it))[1]["predicted_cached_tokens"] > 500  # of the new weights
 
 
+async def test_rollouts_on_sglangs_own_path_are_matched_with_the_caches() -> None:
+    async with world(1, admin=True, policy="lmetric", paths=["/generate"]) as it:
+        body = {"input_ids": [*range(640)], "sampling_params": {"max_new_tokens": 3}}
+        found = []
+        for version in (1, 1, 2):
+            await announce(it, version=version) if not found or version == 2 else None
+            status, headers, _ = await it.post(body, "/generate")
+            assert (status, headers["x-lmetric-weights"]) == (200, str(version))
+            _, record = await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+            found.append(orjson.loads(record)["predicted_cached_tokens"])
+        assert found[0] == found[2] == 0
+        assert found[1] > 500
+
+
 async def test_only_the_named_engines_change() -> None:
     async with world(2, admin=True) as it:
         assert (await announce(it, version="step-1"))[0] == 200

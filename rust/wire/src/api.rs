@@ -160,7 +160,7 @@ impl<'a> ApiRequest<'a> {
         let session = session.or_else(|| name(fields.take("user")));
         let session_id = name(fields.take("session_id"));
         let max_tokens = match (reader, fields.get_mut("sampling_params")) {
-            (PromptReader::TokenIds, Some(Json::Object(inner))) => max_tokens(inner),
+            (PromptReader::TokenIds | PromptReader::Input, Some(Json::Object(inner))) => max_tokens(inner),
             _ => max_tokens(&mut fields),
         };
         let mut read = Self {
@@ -270,7 +270,7 @@ impl<'a> ApiRequest<'a> {
             self.more_bytes = pairs.other_bytes();
             return self.text(pairs.first());
         }
-        let names = ["prompt", "input", "text", "input_ids", "data"];
+        let names = ["prompt", "input", "text", "input_ids", "token_ids", "data"];
         if let Some(name) = names.into_iter().find(|name| fields.get(name).is_some_and(Json::is_something)) {
             self.prompts(fields.take(name));
         }
@@ -383,7 +383,7 @@ fn truth(value: &Json<'_>) -> bool {
 /// Returns the first limit that is present, if it is a whole number as pydantic reads it. Engines
 /// refuse other limits, or take them as no limit.
 fn max_tokens(fields: &mut Members<'_>) -> Option<u32> {
-    let names = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+    let names = ["max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"];
     let value = names.into_iter().map(|name| fields.take(name)).find(|value| *value != Json::Null)?;
     let limit = match value {
         Json::Number(number) => number.as_f64()?,
@@ -428,6 +428,9 @@ mod tests {
         }
         let body = r#"{"input": [{"role": "user", "content": "a"}]}"#;
         assert_eq!(read(body).prompt, Prompt::Text("\x1euser\na".into()));
+        let rollout = read(r#"{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 9}}"#);
+        assert_eq!((rollout.prompt, rollout.max_tokens), (Prompt::Tokens(vec![5, 6]), Some(9)));
+        assert_eq!(read(r#"{"token_ids": [5, 6]}"#).prompt, Prompt::Tokens(vec![5, 6]));
         assert_eq!(read("{}").prompt, Prompt::None);
         assert_eq!(read(r#"{"messages": []}"#).prompt, Prompt::None);
     }
