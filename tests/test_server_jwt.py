@@ -20,7 +20,6 @@ from epp_world import TRUSTED, answered, exchange, picking, request_head
 from issuer_world import ISSUER, Issuer, Key, bearer
 from lmetric.config import ConfigError
 from lmetric.server.api import key_source
-from lmetric.server.http import live
 from lmetric.server.observe import requests as metrics_of_requests
 from lmetric.server.observe.usage import OTHER_TENANTS
 from lmetric.top_screen import why
