@@ -34,7 +34,7 @@ PROCESS_BYTES = 384 << 20
 # Of a record of an issued API key with the longest names; measured with tracemalloc.
 RECORD_BYTES = 1_660
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-RUNTIME_EXTRAS = ("epp", "kubernetes", "redis")
+RUNTIME_EXTRAS = ("epp", "jwt", "kubernetes", "redis")
 
 
 def manifest() -> list[dict[str, Any]]:
@@ -302,7 +302,7 @@ def test_the_image_installs_what_runs_and_nothing_for_tests() -> None:
         ]
     }
     developers = {
-        re.split(r"[<>=!~;\[ ]", text)[0].lower()
+        re.split(r"[<>=!~;\[ ]", text)[0].lower().replace("_", "-")
         for text in project["dependency-groups"]["dev"]
         if isinstance(text, str)
     } - wanted

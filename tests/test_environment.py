@@ -17,6 +17,7 @@ from lmetric.config import ConfigError, EngineConfig, ServerConfig, load_config,
 from lmetric.config.kinds import Strict
 from lmetric.config.load import _SERVICE_LINK, ENV_PREFIX, _is_secret
 from lmetric.config.problems import SECRETS as SECRET_NAMES
+from lmetric.server.api.issued import IssuedKeys
 from lmetric.server.api.keys import Keys
 from test_server_process import router
 
@@ -137,7 +138,8 @@ def test_the_table_of_this_module_has_all_secrets() -> None:
     found = set(secret_keys(ServerConfig, set()))
     assert found == {
         ("EngineConfig", "api_key"), ("DiscoverySource", "api_key"), ("Admin", "token"),
-        ("ReplicasConfig", "token"), ("TracingConfig", "token"), ("Auth", "salt_secret"),
+        ("ReplicasConfig", "token"), ("ReplicasConfig", "redis_url"), ("TracingConfig", "token"),
+        ("Auth", "salt_secret"),
     }  # fmt: skip
     assert {name for _, name in found} == SECRET_NAMES
 
@@ -212,7 +214,7 @@ def test_files_with_secrets_and_keys_hold_no_references(content: str, tmp_path: 
     if content and " " not in content:
         file.write_text(f"'{content}': tenant\n")
         with pytest.raises(ConfigError, match="entry 1: the key looks like a reference"):
-            Keys.load(file)
+            Keys.load(file, IssuedKeys(stored=False))
 
 
 def test_engines_of_others_expand_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,9 @@ async def test_a_message_of_replicas_needs_its_token_before_its_body_is_read(
     """Reliability C2: without the token, the answer is 401 before any byte of the body."""
     replicas = {"urls": ["http://127.0.0.1:1"], "token": "among-us"}
     async with world(1, replicas=replicas) as it:
-        head = f"POST {REPLICAS} HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 1200000\n"
+        head = f"POST {REPLICAS} HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 28000000\n"
         assert (await send(it, head)).startswith(b"HTTP/1.1 401 ")
-        body = b"a secret body " * 1_000_000
+        body = b"a secret body " * 2_000_000
         status, _, got = await it.post(body, REPLICAS)
         assert (status, got["error"]["message"]) == (
             401,
@@ -98,7 +98,7 @@ async def test_a_body_that_cannot_be_read_is_the_clients_fault(capsys: pytest.Ca
 async def test_bodies_of_administration_are_bounded(keys: dict[str, str]) -> None:
     """Reliability C2: /admin checks the token before the body, and answers 413 above 1 MiB."""
     async with tenants(keys) as it:
-        head = "POST /admin/engines HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 1200000\n"
+        head = "POST /admin/engines HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 28000000\n"
         assert (await send(it, head)).startswith(b"HTTP/1.1 401 ")
         assert (await send(it, head + "authorization: Bearer sk-bob\n")).startswith(b"HTTP/1.1 403 ")
         assert (await send(it, head + "authorization: Bearer root-token\n")).startswith(b"HTTP/1.1 413 ")

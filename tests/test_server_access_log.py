@@ -12,7 +12,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from lmetric.server.observe import access_log
+from lmetric.server.observe import refusals
 from server_world import STREAM_HEAD, FakeEngine, chunk, reset, says, token, world
 from test_server_process import BODY, engine, router
 
@@ -140,7 +140,7 @@ async def test_refusals_are_logged_with_their_reason_once_a_minute(
         each.failed("refused", "no connection: Connection refused")
         for _ in range(3):
             assert (await it.post())[0] == 503
-        monkeypatch.setattr(access_log, "REFUSALS_SECONDS", 0.0)
+        monkeypatch.setattr(refusals, "LOG_SECONDS", 0.0)
         assert (await it.post())[0] == 503
         await it.settled()
     first, last = [each for each in logs if each["event"] == "requests refused"]

@@ -12,6 +12,7 @@ from lmetric import Router
 from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
 from lmetric.config.kinds import Strict
 from lmetric.options import LibraSplit, Star
+from lmetric.server.api.issued import IssuedKeys
 from lmetric.server.api.keys import Keys
 
 
@@ -214,7 +215,7 @@ def test_key_files(text: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=says) as caught:
-        Keys.load(file)
+        Keys.load(file, IssuedKeys(stored=False))
     assert "sk-" not in str(caught.value).removeprefix(str(file))
 
 

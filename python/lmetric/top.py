@@ -77,8 +77,8 @@ async def read_once(url: str, token: str | None = None) -> State:
 async def read_decision(url: str, decision: str, token: str | None = None) -> dict[str, Any]:
     """Returns a decision record with ``because`` and ``timeline``.
 
-    ``decision``: the value of the header ``x-lmetric-decision``. Other arguments and errors are as
-    for `read_once`.
+    ``decision``: the value of the header ``x-lmetric-decision``; of ``x-request-id`` if the router
+    refused the request. Other arguments and errors are as for `read_once`.
     """
     return await _read(url, f"/debug/decisions/{quote(decision, safe='')}", token)
 

@@ -32,7 +32,8 @@ def command(
         str | None,
         typer.Option(
             metavar="ID",
-            help="Print why the request of this decision went to its engine, and exit.",
+            help="Print why a request went to its engine, or was refused, and exit. ID: its header "
+            "x-lmetric-decision, or x-request-id of a refused one.",
             show_default="none",
         ),
     ] = None,

@@ -269,6 +269,8 @@ class Execution(Progress):
             first = self.prefill_engine or (self.kv.source if self.kv is not None else None)
             prefill = None if first is None else first.name
             lines = labels.answer_lines(head, decision, tenant, engine, prefill)
+        if (versions := self.model.request_weights.of(decision)) is not None:
+            lines += b"x-lmetric-weights: %b\r\n" % versions[0].encode()  # with which the request began
         return lines + limits if limits else lines
 
 

@@ -130,17 +130,8 @@ class Runner(InFlightRequest):
         if client.body_size:
             client.release_body()
         engine = attempt.step.engine.name
-        self._client_request.pass_on(attempt.reader, self._head_lines(engine), engine)
+        self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
         execution.model.held.poke()  # the first token: the engine has room again
-
-    def _head_lines(self, engine: str) -> bytes:
-        """Returns the router's own lines in the head of an answer.
-
-        The version of the weights is that with which the request began.
-        """
-        lines = self.execution.head_lines(engine)
-        versions = self.execution.model.request_weights.of(self.execution.decision.id)
-        return lines if versions is None else b"%bx-lmetric-weights: %b\r\n" % (lines, versions[0].encode())
 
     def _comment(self, act: Comment) -> None:
         if not self._client_request.opened:
@@ -153,7 +144,7 @@ class Runner(InFlightRequest):
         client = self._client_request.client
         if client.body_size:
             client.release_body()
-        self._client_request.begin(act.kind, act.length, self._head_lines(act.engine))
+        self._client_request.begin(act.kind, act.length, execution.head_lines(act.engine))
         execution.model.held.poke()
 
     def _write(self, act: Write) -> None:

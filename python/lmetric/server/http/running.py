@@ -16,7 +16,8 @@ from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.observers import Observers, failed, guarded
-from lmetric.server.observe.access_log import AccessLog, RefusalLog
+from lmetric.server.observe.access_log import AccessLog
+from lmetric.server.observe.refusals import Refusals
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from lmetric.server.observe.tracing.export import Tracing
@@ -50,7 +51,7 @@ class RunningRequests:
         # Returns whether a request goes on with another model. Set by `FallingBack`.
         self.fall_back: Callable[[ClientRequest, InFlightRequest | None, ApiError], bool]
         self._access_log = AccessLog()
-        self._refusals = RefusalLog()
+        self.refusals = Refusals()
         self._idle = asyncio.Event()
         self.configure(config)
 
@@ -167,7 +168,7 @@ class RunningRequests:
                 )
         client_request.ended_at = time.monotonic()
         if error is not None:
-            self._refusals.count(client_request, error)
+            self.refusals.add(client_request, error)
         for hook in self.observers.ended:
             try:  # `guarded`, inline because each request runs it
                 hook(client_request, relay)

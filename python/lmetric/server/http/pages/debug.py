@@ -28,6 +28,7 @@ from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
 from lmetric.server.observe.live_view import event_shown
+from lmetric.server.observe.refusals import KEPT
 from lmetric.server.worker.worker import MARK, forwarded
 from lmetric.timeline import timeline
 from lmetric.why import because
@@ -138,7 +139,10 @@ async def _live(call: Call) -> web.StreamResponse:
     "Explain a decision",
     answer("Decision record", OBJECT),
     *(400, 401, 404),
-    parameters=(in_path("id", "Value of the header x-lmetric-decision"), _FULL),
+    parameters=(
+        in_path("id", "Value of the header x-lmetric-decision; x-request-id of a refused request"),
+        _FULL,
+    ),
 )
 async def _decision(call: Call) -> web.Response:
     worker, headers = call.front.worker, call.request.headers
@@ -177,9 +181,15 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
     front, label = call.front, call.name
     admin = front.access.is_admin(call.request.headers)
     tenant = "" if admin else front.access.tenant(call.request.headers)
+    if (refused := front.running.refusals.record(label, None if admin else tenant)) is not None:
+        return refused if full else {name: value for name, value in refused.items() if value is not None}
     parts = _LABEL.fullmatch(label)
     if parts is None:
-        raise bad(f"{label!r} is not a decision id; expected the value of the header x-lmetric-decision")
+        raise ApiError(
+            404,
+            f"no record of {label[:80]!r}; expected the value of the header x-lmetric-decision, or the "
+            f"x-request-id of one of the last {KEPT} refused requests",
+        )
     index, number = int(parts[1] or 0), int(parts[2])
     model = next((model for model in front.fleet.models if model.index == index), None)
     if model is not None and number < 2**64:

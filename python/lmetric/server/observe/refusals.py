@@ -1,0 +1,78 @@
+"""Requests that the router refused: their reasons in the log, and the last ones by their ID."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import structlog
+
+from lmetric.server.api.errors import ApiError
+from lmetric.server.execution.exchange import ClientRequest
+from lmetric.server.observe.access_log import NOTE_LENGTH
+from lmetric.server.observe.live import REFUSED
+
+LOG_SECONDS = 60.0  # between two lines about refusals for the same reason
+KEPT = 2048  # refused requests that are remembered
+MESSAGE_LENGTH = 500  # longest message that is remembered, in characters
+
+log = structlog.get_logger("lmetric.access")
+
+
+class Refusal(NamedTuple):
+    """A request that the router refused."""
+
+    tenant: str
+    model: str
+    status: int
+    code: str | int | None
+    message: str
+
+
+class Refusals:
+    """Logs refusals for a reason at once, further ones once a minute. Remembers the last ones."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, str | int | None], tuple[float, int]] = {}  # last line, count
+        self._last: OrderedDict[str, Refusal] = OrderedDict()  # by the ID of the request
+
+    def add(self, request: ClientRequest, error: ApiError) -> None:
+        """Adds a request that the router answered with an error."""
+        model = request.model.name if request.model is not None else ""
+        request_id = request.head.request_id
+        self._last.pop(request_id, None)
+        self._last[request_id] = Refusal(
+            request.tenant, model, error.status, code=error.code, message=error.message[:MESSAGE_LENGTH]
+        )
+        if len(self._last) > KEPT:
+            self._last.popitem(last=False)
+        if error.status in REFUSED:
+            self._log(model, error, request.ended_at)
+
+    def _log(self, model: str, error: ApiError, now: float) -> None:
+        key = (model, error.code)
+        logged_at, requests = self._reasons.get(key, (-LOG_SECONDS, 0))
+        if now - logged_at < LOG_SECONDS:
+            self._reasons[key] = logged_at, requests + 1
+            return
+        self._reasons[key] = now, 0
+        log.warning(
+            "requests refused",
+            status=error.status,
+            reason=error.code,
+            requests=requests + 1,
+            model=model or None,
+            message=error.message[:NOTE_LENGTH],
+        )
+
+    def record(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
+        """Returns what `/debug/decisions/ID` shows of a refused request; None: it is not known.
+
+        ``tenant``: sees its own requests; None: sees all.
+        """
+        found = self._last.get(request_id)
+        if found is None or (tenant is not None and (not tenant or found.tenant != tenant)):
+            return None
+        shown = {"id": request_id, "model": found.model or None, "status": found.status, "code": found.code}
+        because = f"the router refused it with status {found.status}: {found.message}"
+        return shown | {"outcome": "refused", "because": because, "timeline": []}
