@@ -15,7 +15,7 @@ from lmetric.config.tuning import KEY, in_configuration, is_tuning, tuning_field
 from lmetric.validation import expected
 
 # Secret keys: messages do not show their values.
-SECRETS = frozenset({"api_key", "token", "salt_secret"})
+SECRETS = frozenset({"api_key", "token", "salt_secret", "redis_url"})
 MASK = "**********"
 
 

@@ -102,7 +102,6 @@ class WorkerProcess:
         worker.begin()
         await server.start()
         self._server = server
-        gc.collect()
         gc.freeze()
         return server.report
 
@@ -133,6 +132,7 @@ class WorkerProcess:
 def main() -> None:
     """Runs the worker, on uvloop if it is installed."""
     end = socket.socket(fileno=int(sys.argv[1]))
+    gc.collect()  # as in `run_server`
     with runner() as loop:
         loop.run(WorkerProcess(end).run())
 
