@@ -10,6 +10,7 @@ from unittest import mock
 import orjson
 import pytest
 
+import execution_world
 from execution_world import (
     Ask,
     Clock,
@@ -23,8 +24,12 @@ from execution_world import (
     read_answer,
     said,
 )
+from lmetric._core import Decision, Ticket
 from lmetric.server.execution import attempt as attempt_module
 from lmetric.server.execution import ways
+from lmetric.server.execution.exchange import Rules
+from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.intent import Intent
 
 MAIN, SIDE, HEDGE = Slot.MAIN, Slot.SIDE, Slot.HEDGE
 
@@ -106,6 +111,41 @@ def test_pair_sends_both_halves_at_once_if_the_engines_meet_by_themselves(clock:
     assert (engine(it, SIDE)[0], engine(it)[0]) == ("p", "d")
     assert asked(it, SIDE) == asked(it)
     finish(it)
+
+
+class Wide(Setup):
+    """One prefill engine with three decode engines."""
+
+    @property
+    def names(self) -> list[str]:
+        return ["p0", "d0", "d1", "d2"]
+
+
+def test_pair_at_once_ends_if_the_only_first_half_is_lost(clock: Clock) -> None:
+    """A repeated pair keeps its prefill engine: its loss is no fault of the decode engines."""
+    it = driver(clock, Wide("sglang", attempts=9), Ask())
+    decode = engine(it)
+    it.lose(it.open[MAIN])
+    assert (engine(it, SIDE), engine(it)[0]) == ("p0", "d")
+    assert engine(it) != decode
+    it.lose(it.open[SIDE])
+    assert it.done
+    assert [tried.partition(":")[0] for tried in it.execution.tried] == [decode, "p0"]
+
+
+@pytest.mark.parametrize("setup", [Setup(moves="fetch"), Setup(split_at=0.9)])
+def test_a_request_that_outlives_its_tokenizer_runs_on_one_engine(clock: Clock, setup: Setup) -> None:
+    """It waited in the queue. Without a tokenizer, engines' answers cannot be merged."""
+
+    def late(rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> Execution:
+        intent.model.tokenizers.current = None
+        return Execution(rules, intent, routed)
+
+    with mock.patch.object(execution_world, "Execution", late):
+        it = driver(clock, setup, Ask())
+    assert it.execution.mover is None
+    finish(it)
+    assert (it.counts["commit"], it.counts["begin"]) == (1, 0)
 
 
 def test_chain_runs_an_answer_on_two_engines(clock: Clock) -> None:

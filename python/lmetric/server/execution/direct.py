@@ -1,6 +1,6 @@
 """Direct: a request about a stored response, which only the engine that holds it can answer.
 
-It runs in the plain way, without a decision, a ticket and retries: any answer passes.
+It passes any answer on, like the plain way, without a decision, a ticket and retries.
 """
 
 from __future__ import annotations

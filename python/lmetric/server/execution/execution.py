@@ -59,9 +59,11 @@ class Execution(Progress):
         if intent.moves or intent.fetches or intent.resumes:
             self.call = call
             self.encoder = model.tokenizers.current.encoder if model.tokenizers.current is not None else None
-            self.mover = model.mover if intent.moves and call.stream else None
-            # A held request may outlive the model's tokenizer.
-            self.resumes = (intent.resumes and self.encoder is not None) or self.mover is not None
+            if self.encoder is None:  # a held request may outlive the model's tokenizer
+                self.unmergeable = intent.moves
+            else:
+                self.mover = model.mover if intent.moves and call.stream else None
+                self.resumes = intent.resumes or self.mover is not None
 
     # -- events of the router ----------------------------------------------------------------------
 

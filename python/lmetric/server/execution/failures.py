@@ -202,7 +202,7 @@ def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
     ticket = p.ticket
     try:
         following = None
-        if p.at_once and engine is not p.prefill_engine and ticket.has_next:
+        if p.at_once and ticket.has_next and engine is not p.prefill_engine:
             # The second of two attempts at once failed: the second segment becomes the open one.
             following = ticket.segment_done()
             if following == engine.name:
@@ -250,9 +250,14 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
         transcript.catch_up()
     except MergeError as error:
         p.model.not_joinable(p.client_request.path, str(error))
-        p.count_move("not_joinable")
+        if p.migration is not None:
+            p.cancel_migration("not_joinable")
+        else:
+            p.count_move("not_joinable")
         return "not_mergeable", None
-    for target in (p.migration.target if p.migration is not None else None, _elsewhere(p)):
+    moving_to = None if p.migration is None else p.migration.target
+    # The core must choose in any case: it notes that it may not choose the failed engine again.
+    for target in dict.fromkeys((moving_to, _elsewhere(p))):
         if target is not None and _can_continue(p, target) and (following := _switch_now(p, target)):
             return "continued", following
     return "no_engine", None

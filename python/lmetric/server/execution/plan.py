@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 Reader = Literal["pass", "whole", "events"]
 # The events of an attempt. Nothing follows the last three, or a cancellation. "comments": lines of
 # comments that came before "ready". "ready": the way may commit to the answer. Its detail is the
-# reader's flags; END without an error means that the answer is also whole, and no "ended" follows.
-# "events": a list of event data or comment lines. "unseen": the tokens of a forwarded stream are no
-# longer recorded. "ended": the answer is whole. "failed": no answer, or no more of it; detail: kind
-# of failure and reason. "stale": the step carries a KV transfer that must not be sent on another
-# connection. The engine may have fetched it already, or (detail True) it has expired.
+# reader's flags. For the reader "pass", END without an error means that the answer is also whole,
+# and no "ended" follows. "events": a list of event data or comment lines. "unseen": the tokens of a
+# forwarded stream are no longer recorded. "ended": the answer is whole. "failed": no answer, or no
+# more of it; detail: kind of failure and reason. "stale": the step carries a KV transfer that must
+# not be sent on another connection. The engine may have fetched it already, or (detail True) it has
+# expired.
 AttemptEvent = Literal["comments", "ready", "events", "unseen", "ended", "failed", "stale"]
 # Actions without arguments. "pause", "resume": stop and continue reading the client's answer from
 # its engine. "abort_client": closes the client's connection at once.

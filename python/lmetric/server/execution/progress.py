@@ -60,7 +60,7 @@ class Progress:
     timed: bool = False  # a timer is set
     handle: Movable | None = None  # the rebalancer's access to the request
     transcript: Transcript | None = None  # set if several engines may give its answer
-    unmergeable: bool = False  # its first answer could not be merged: one engine answers it
+    unmergeable: bool = False  # engines' answers cannot be merged: one engine answers it
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     at_once: bool = False  # prefill and decode run at once
     close_client: bool = False

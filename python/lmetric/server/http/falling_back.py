@@ -25,7 +25,7 @@ _REASONS = {
 # A reservation gives its budgets back when it is dropped.
 _OF_AN_ATTEMPT = (
     *("draft", "trial", "not_resumable", "on_answer", "priority", "slo_class", "prompt_bytes"),
-    *("prompt_tokens", "reservation", "limit_lines"),
+    *("prompt_tokens", "reservation", "limit_lines", "drops_priority"),
 )
 
 

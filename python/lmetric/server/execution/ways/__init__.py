@@ -8,6 +8,7 @@ the next event. Failures are exceptions, raised where the way waits:
 - `EngineLost`: the engine failed or declined. `run` sends the segment to the next engine.
 - `NoTransfer`: the KV transfer of the step cannot be used. `_segment` runs the segment without it.
 - `SwitchTo`: a migration is ready, and its target takes over.
+- `TimeIsUp`: the timer of the way is over (hedge, copy).
 - `Ended`: the request ends with this error.
 """
 
