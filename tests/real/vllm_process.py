@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "vllm"
 START_SECONDS = 900.0  # on a crowded machine
-NAMED = {name: os.environ.get(f"TEST_{name}_VENV") for name in ("VLLM", "AIPERF")}
+NAMED = {name: os.environ.get(f"TEST_{name}_VENV") for name in ("VLLM", "AIPERF", "CLIENTS")}
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; on CPU a multiple of 32
