@@ -95,6 +95,26 @@ def test_a_folder_has_at_most_its_bytes(folder: Path) -> None:
     assert written.write("c", b"x" * 50)
 
 
+def test_many_files_make_no_write_slower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine leaves states out if writes are slow. With 4,000 files that happened."""
+    counts = []
+    scan = os.scandir
+
+    def counted(path: Path) -> Any:
+        counts.append(path)
+        return scan(path)
+
+    written = StatesFolder(folder, 250)
+    monkeypatch.setattr(os, "scandir", counted)
+    assert all(written.write(str(number), b"x") for number in range(250))
+    assert len(counts) == 1
+    # A full folder: one count for many refused writes, and writes again after reading.
+    assert not any(written.write("full", b"x") for _ in range(30))
+    assert len(counts) == 11
+    (folder / "0.safetensors").unlink()
+    assert sum(written.write(f"again {number}", b"x") for number in range(3)) == 1
+
+
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()

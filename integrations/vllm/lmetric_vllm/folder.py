@@ -13,6 +13,7 @@ EVERY = 20
 
 SUFFIX = ".safetensors"
 _PARTIAL = ".partial"
+_COUNTED_PER_WRITE = 100  # files, on average, in a folder that stays full
 
 
 def name_of(request_id: str) -> str:
@@ -42,13 +43,15 @@ class StatesFolder:
             )
         for partial in self._path.glob(f"*{_PARTIAL}"):  # of an engine that ended while it wrote
             partial.unlink(missing_ok=True)
+        self._held_bytes = max_bytes  # at most this many are there; the first write counts
+        self._refusals = 0  # writes to refuse before files are counted again
 
     def write(self, name: str, data: bytes) -> bool:
         """Adds a whole file, readable by its owner alone; False if it would exceed the limit.
 
         Raises `OSError` if the disk refuses it.
         """
-        if self._bytes() + len(data) > self._max_bytes:
+        if self._held_bytes + len(data) > self._max_bytes and not self._has_room(len(data)):
             return False
         partial = self._path / f"{name}{_PARTIAL}"
         try:
@@ -57,14 +60,24 @@ class StatesFolder:
             partial.rename(self._path / f"{name}{SUFFIX}")
         finally:
             partial.unlink(missing_ok=True)
+        self._held_bytes += len(data)
         return True
 
-    def _bytes(self) -> int:
-        total = 0
+    def _has_room(self, size: int) -> bool:
+        """Counts the files, as some may have been read and deleted."""
+        if self._refusals:
+            self._refusals -= 1
+            return False
+        files = held = 0
         with os.scandir(self._path) as entries:
             for entry in entries:
+                files += 1
                 try:
-                    total += entry.stat(follow_symlinks=False).st_size
+                    held += entry.stat(follow_symlinks=False).st_size
                 except FileNotFoundError:  # read and deleted just now
                     continue
-        return total
+        self._held_bytes = held
+        if held + size <= self._max_bytes:
+            return True
+        self._refusals = files // _COUNTED_PER_WRITE
+        return False
