@@ -52,6 +52,8 @@ KINDS = ["list", "sketch", "note", "letter", "story", "essay", "report", "novel"
 """The word that sets an answer's length: the first 20 tokens on average, the last 160."""
 NOISE = 0.2  # of the logarithm of lengths
 EDGES = (0, 1, 60, 120)  # of the buckets of generated tokens
+COST_REQUESTS = 300
+ANSWER_SECONDS = 3600  # vLLM 0.32 that gets SIGTERM never answers requests in flight
 
 
 class Asked(NamedTuple):
@@ -78,7 +80,7 @@ def workload(seed: int, count: int, at: str) -> list[Asked]:
 async def play(url: str, asked: list[Asked]) -> float:
     """Answer tokens per second, with all requests at once."""
     connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def one(each: Asked) -> None:
@@ -111,19 +113,35 @@ def running(venv: Path, folder: Path, share: float | None) -> Iterator[VllmEngin
         engine.stop()
 
 
-def cost(venv: Path, rounds: int, count: int) -> dict[str, list[float]]:
-    """Answer tokens per second of each configuration, by round; the order alternates."""
-    shares = {"without": None, "share 0": 0.0, "share 0.1": 0.1, "share 1": 1.0}
-    found: dict[str, list[float]] = {name: [] for name in shares}
+def cost(venv: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """The cost of an answer token in each configuration, by round; the order alternates.
+
+    `cpu_us` is the time that all processes of the engine compute, so it depends less on others.
+    """
+    shares = {"without": None, "share 0": 0.0, "share 1": 1.0}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in shares}
     for number in range(rounds):
+        asked = workload(number, COST_REQUESTS, "end")
         for name in list(shares)[:: 1 if number % 2 else -1]:
             with TemporaryDirectory() as top:
                 (folder := Path(top) / "states").mkdir()
                 with running(venv, folder, shares[name]) as engine:
                     asyncio.run(play(engine.url, workload(1000, 60, "end")))
-                    found[name].append(asyncio.run(play(engine.url, workload(number, count, "end"))))
-            print(f"{name}: {found[name][-1]:,.0f} tokens/s", file=sys.stderr)
+                    before = cpu_seconds(engine)
+                    per_second = asyncio.run(play(engine.url, asked))
+                    used = (cpu_seconds(engine) - before) / sum(each.tokens for each in asked)
+            found[name].append({"cpu_us": 1e6 * used, "us": 1e6 / per_second})
+            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
     return found
+
+
+def cpu_seconds(engine: VllmEngine) -> float:
+    """The time that the processes of an engine have computed since their start."""
+    ticks = 0
+    for pid in engine.processes():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def collected(venv: Path, folder: Path, workloads: list[list[Asked]]) -> list[Samples]:
@@ -248,9 +266,9 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, required=True, help="an environment with vLLM")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=800, help="of a seed; default: %(default)s")
-    parser.add_argument("--at", nargs="+", choices=("end", "anywhere"), default=["end", "anywhere"])
+    parser.add_argument("--at", nargs="*", choices=("end", "anywhere"), default=["end", "anywhere"])
     parser.add_argument("--hidden", default="256,64,16", help="widths; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="of the cost; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="of the cost, 0: none; default: %(default)s")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-hidden_states.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"about": about(None, []) | {"load_average": os.getloadavg()}}
@@ -260,9 +278,10 @@ def main() -> None:
             samples = collected(arguments.venv, Path(folder), asked)
         result[at] = [compared(each, asked[seed], seed, arguments) for seed, each in enumerate(samples)]
         print("the word at the end" if at == "end" else f"the word {at}", table(result[at]), sep="\n\n")
+        write_result(result, "hidden_states", arguments.out)
     if arguments.rounds:
-        result["tokens_per_second"] = cost(arguments.venv, arguments.rounds, arguments.requests)
-        print(json.dumps(result["tokens_per_second"]))
+        result["cost"] = cost(arguments.venv, arguments.rounds)
+        print(json.dumps(result["cost"]))
     print("written:", write_result(result, "hidden_states", arguments.out), file=sys.stderr)
 
 
