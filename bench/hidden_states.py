@@ -97,7 +97,8 @@ async def play(url: str, asked: list[Asked]) -> float:
 
 @contextmanager
 def running(venv: Path, folder: Path, share: float | None) -> Iterator[VllmEngine]:
-    """An engine that writes this share; None: vLLM without the connector. Errors get its log."""
+    """An engine that writes this share; None: vLLM without the connector. Errors get the cause in
+    its log."""
     flags = dict(FLAGS)
     if share is not None:
         flags |= hidden_states(folder, [LAYERS], share=share)
@@ -107,7 +108,7 @@ def running(venv: Path, folder: Path, share: float | None) -> Iterator[VllmEngin
         engine.wait()
         yield engine
     except Exception as error:
-        error.add_note(f"The engine's log:\n{engine.said(50_000)}")
+        error.add_note(f"The engine's first error:\n{engine.first_error()}\nIts log:\n{engine.said()}")
         raise
     finally:
         engine.stop()

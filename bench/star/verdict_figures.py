@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rerun import bounds
-from verdicts import Raw, Span
+from verdicts import Raw, Span, mean
 
 # Settings, and figures of the paper.
 WRITTEN = (
@@ -32,6 +32,13 @@ TRAINED = (
     ("few long, 1P3D", "0.5 GB/s"),
     ("told by prompts", "0.5 GB/s"),
 )
+COUNTING, PROMPT, ANSWER = "survival median", "network, prompts' states", "network, states"
+PREDICTORS = {
+    COUNTING: "counting (survival median)",
+    "network, lengths": "network, lengths alone",
+    PROMPT: "network, state of the prompt's last token",
+    ANSWER: "network, state of the answer's last token",
+}
 STILL, BLIND, PAPER, ORACLE = "no moves", "STAR w/o prediction", "STAR, the paper's predictor", "STAR Oracle"
 
 
@@ -56,6 +63,7 @@ def figures(raw: Raw) -> dict[str, Any]:
         for lengths in ("sharegpt", "alpaca")
     ]
     lifted = f"{AHEAD}, threshold 0.4"
+    states, cost = raw.bench("hidden_states"), raw.bench("hidden_states_cost")["cost"]
     plans = {each["what"]: each for each in raw.bench("plans")["rounds"] if each["instances"] == 256}
     return {
         "small_still": small.mean(STILL, "p99"),
@@ -105,6 +113,44 @@ def figures(raw: Raw) -> dict[str, Any]:
             for stage in small_moves
             for ours, theirs in zip(stage.row(lifted)["p99"], stage.row(STILL)["p99"], strict=True)
         ),
+        "prompt_end": _over_counting(states["end"], PROMPT),
+        "prompt_anywhere": _over_counting(states["anywhere"], PROMPT),
+        "answer_end": _over_counting(states["end"], ANSWER),
+        "answer_anywhere": _over_counting(states["anywhere"], ANSWER),
+        "states_table": _states_table(states),
+        "states_cost": mean([each["cpu_us"] for each in cost["without"]]),
+        "states_kept": _cost_over_none(cost, "share 0"),
+        "states_written": _cost_over_none(cost, "share 1"),
         "round": {key: plans["star, router's round"][key] / 1e3 for key in ("p50_us", "p99_us")},
         "rule": {key: plans["star"][key] / 1e3 for key in ("p50_us", "p99_us")},
     }
+
+
+def _over_counting(runs: list[dict[str, Any]], predictor: str) -> Span:
+    """Errors of a predictor over those of counting, by seed."""
+    found = [run["predictors"] for run in runs]
+    return Span(each[predictor]["all"] / each[COUNTING]["all"] for each in found)
+
+
+def _cost_over_none(cost: dict[str, Any], name: str) -> Span:
+    """Processor time of a configuration over that without states, less 1, by round."""
+    pairs = zip(cost[name], cost["without"], strict=True)
+    return Span(some["cpu_us"] / none["cpu_us"] - 1 for some, none in pairs)
+
+
+def _states_table(states: dict[str, Any]) -> str:
+    """Errors of each predictor, tokens: the mean over seeds, the lowest and the highest."""
+    lines = [
+        "| predictor | word at the end: all | 0 generated | word anywhere: all | 0 generated |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    runs = [states[at] for at in ("end", "anywhere")]
+    for predictor, name in PREDICTORS.items():
+        cells = []
+        for by_seed in runs:
+            for kind in ("all", "0"):
+                values = [run["predictors"][predictor][kind] for run in by_seed]
+                cells.append(f"{mean(values):.1f} ({min(values):.1f} to {max(values):.1f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    floors = [f"{mean([run['floor'] for run in by_seed]):.1f}" for by_seed in runs]
+    return "\n".join([*lines, f"| counting that knows the word | {floors[0]} | | {floors[1]} | |"])

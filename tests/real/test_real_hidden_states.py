@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hidden_states import play, running, workload
 from make_model import HIDDEN
 from train_lengths.collect import collect
 from train_lengths.samples import Samples, load_samples
@@ -171,6 +175,29 @@ async def aborted(engine: VllmEngine) -> None:
                 await answer.content.readline()
 
         await asyncio.gather(*map(one, range(20)))
+
+
+def test_the_bench_names_the_cause_of_an_engines_end(tmp_path: Path) -> None:
+    """Each request in flight gets the same 500, and thousands of lines in the log."""
+    (tmp_path / "states").mkdir()
+    with pytest.raises(RuntimeError, match="the engine answered 500") as failed:
+        play_while_the_worker_ends(tmp_path / "states")
+    (note,) = failed.value.__notes__
+    assert "died unexpectedly" in note
+
+
+def play_while_the_worker_ends(folder: Path) -> None:
+    with running(environment(), folder, 1.0) as engine:
+        threading.Thread(target=kill_worker, args=(engine, folder)).start()
+        asyncio.run(play(engine.url, workload(0, 800, "end")))
+
+
+def kill_worker(engine: VllmEngine, folder: Path) -> None:
+    """Kills the process that computes, when the first requests have ended."""
+    while not any(folder.iterdir()):
+        time.sleep(0.1)
+    (worker,) = [pid for pid in engine.processes() if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(worker, signal.SIGKILL)
 
 
 ASYNCHRONOUS = """\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -96,6 +97,8 @@ ENVIRONMENT = {
     "UCX_NET_DEVICES": "lo",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "300",  # crowded cores render slowly
+    # Or vLLM ends an engine whose worker is paused for 5 minutes: 500 for all requests in flight.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -254,6 +257,13 @@ class VllmEngine:
     def said(self, characters: int = 6000) -> str:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-characters:] if self.log.exists() else ""
+
+    def first_error(self, lines: int = 80, width: int = 300) -> str:
+        """The lines of its log from the first error on: the end of the log has an error for each
+        request in flight, and not the cause."""
+        with self.log.open(errors="replace") as log:
+            found = itertools.dropwhile(lambda line: " ERROR " not in line, log)
+            return "\n".join(line.rstrip()[:width] for line in itertools.islice(found, lines))
 
     def processes(self) -> list[int]:
         """Ids of all processes of the session: workers outlive the process that we started."""
