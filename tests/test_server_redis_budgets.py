@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -19,9 +20,12 @@ from lmetric.config import ConfigError, load_config
 from lmetric.server.background import redis_budgets
 from lmetric.server.background.redis_budgets import COUNTS, MARKS
 from lmetric_lab.ports import free_ports
-from server_world import FakeEngine, World, world
+from server_world import FakeEngine, World, answer, world
 from test_server_budgets import ask, budget, left, tenants
+from test_server_process import engine
 from test_server_shared_budgets import used
+from test_workers import workers_of
+from test_workers_replicas import WORKERS, Fleet, eventually
 from waiting import until
 
 BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -149,7 +153,11 @@ async def test_a_redis_that_hangs_delays_no_request(store: Store) -> None:
         await until(lambda: not problems(w))
 
 
-async def test_values_that_no_router_wrote_are_named_and_harm_nothing(store: Store) -> None:
+async def test_values_that_no_router_wrote_are_named_and_harm_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes = redis_budgets.ENDED_MINUTES
+    monkeypatch.setattr(redis_budgets, "ENDED_MINUTES", 10**10)  # until the problems have been seen
     async with Redis.from_url(store.url) as client, routers(store, 2) as (a, b):
         assert (await ask(a))[0] == 200
         await until(lambda: used(b) == 1)
@@ -162,6 +170,7 @@ async def test_values_that_no_router_wrote_are_named_and_harm_nothing(store: Sto
         assert all(problem.startswith("Redis has counts that no router wrote") for problem in problems(a))
         assert (await ask(b))[0] == 200
         await until(lambda: used(a) == 2)
+        monkeypatch.setattr(redis_budgets, "ENDED_MINUTES", minutes)
         await until(lambda: not problems(a), 30)  # marks without a time are removed
         # The key of another program.
         await client.delete(MARKS)
@@ -207,6 +216,31 @@ def test_urls_that_are_no_redis_servers_are_refused(url: str) -> None:
         load_config(None, {"replicas.redis_url": url}, environ={})
 
 
-def test_workers_and_redis_are_refused_together() -> None:
-    with pytest.raises(ConfigError, match=r"replicas\.redis_url"):
-        load_config(None, {"replicas.redis_url": "redis://host", "workers": "2"}, environ={})
+async def test_workers_share_budgets_with_other_routers_through_redis(store: Store, tmp_path: Path) -> None:
+    window = tenants(budget("requests", 12, "month"))
+    async with (
+        engine(behave=answer) as fake,
+        Fleet(tmp_path, fake, {"redis_url": store.url}, tenants=window) as fleet,
+    ):
+        a, b = [await fleet.add(port) for port in free_ports(2)]
+        for turn in range(6):
+            assert await (a, b)[turn % 2].ask() == 11 - turn
+            await asyncio.sleep(0.4)
+        os.kill(workers_of(a.process)[0], signal.SIGKILL)
+        await until(lambda: len(workers_of(a.process)) == WORKERS)
+        c = await fleet.add(free_ports(1)[0])  # all counts are new to it
+        await asyncio.sleep(0.4)
+        for turn in range(6):
+            assert await (a, b, c)[turn % 3].ask() == 5 - turn
+            await asyncio.sleep(0.4)
+        assert {await each.ask() for each in (a, b, c) for _ in range(4)} == {-1}
+        store.stop()
+
+        async def all_warn() -> bool:
+            pages = [await each.page("/ready") for each in (a, b, c) for _ in range(4)]
+            return all("redis" in [each["what"] for each in page["warnings"]] for page in pages)
+
+        await eventually(all_warn)
+        states = [(await each.page("/debug/replicas"))["redis"] for each in (a, b, c)]
+        assert [(state["reached"], state["routers"]) for state in states] == [(False, 2)] * 3
+        assert PASSWORD not in str(states)

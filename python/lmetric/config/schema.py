@@ -1574,8 +1574,6 @@ class ServerConfig(PoolSettings):
         alone = {
             "rebalance": any(pool.rebalance is not None for pool in pools),
             "fleet_changes": any(pool.fleet_changes is not None for pool in pools),
-            "replicas.urls": bool(self.replicas.urls),
-            "replicas.redis_url": self.replicas.redis_url is not None,
         }
         if used := [name for name, is_used in alone.items() if is_used]:
             raise ValueError(

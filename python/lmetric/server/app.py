@@ -113,6 +113,7 @@ class Server:
         folder = config.state_folder
         self.issued = IssuedKeys(stored=folder is not None) if worker is None else worker.issued
         self._keys = KeyStore(folder if worker is None else None, self.issued)
+        self._key_exchange: KeyExchange | None = None  # with workers, their supervisor's
         self.report: dict[str, Any] = {}  # of the start
         self.is_replaced = False  # another process accepts on the same sockets from the drain on
         self.metrics = Metrics(self.fleet)
@@ -174,12 +175,19 @@ class Server:
             pages=pages,
             worker=self.worker,
         )
-        self._replicas = front.replicas = Replicas(config.replicas, self.fleet, front.budgets.core)
+        self._replicas = front.replicas = Replicas(
+            config.replicas,
+            lambda: self.fleet.models,
+            front.budgets.core,
+            router=None if self.worker is None else self.worker.router,
+            pass_on=None if self.worker is None else self.worker.pass_on,
+        )
         if self.worker is None:
             self._state = state_files(config.state_folder, front.budgets.core, front.usage.table)
             self._keys.read()
         else:
             self.worker.take_usage = front.usage.table.take
+            self.worker.apply_load, self.worker.add_counts = self._replicas.apply, self._replicas.add_counts
         if config.tracing is not None:
             front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.running.observers.add(front.running.tracing)
@@ -187,8 +195,11 @@ class Server:
             self.picker = epp.Picker(config, front, self.worker.gateway_port if self.worker else None)
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
-        front.key_exchange = KeyExchange(self._replicas, self._keys)
-        front.change_keys = self._change_keys if self.worker is None else self.worker.change_keys
+        if self.worker is None:
+            self._key_exchange = KeyExchange(self._replicas, self._keys.keys, self._keys.change)
+            front.keys_page, front.change_keys = self._keys_page, self._change_keys
+        else:
+            front.keys_page, front.change_keys = self.worker.keys_page, self.worker.change_keys
         self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
         self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
@@ -217,8 +228,8 @@ class Server:
         if self.worker is not None:
             front.reread = self.worker.reload
             await self.worker.start(front)
-        if identity.on:
-            await front.key_exchange.begin()
+        if identity.on and self._key_exchange is not None:
+            await self._key_exchange.begin()
         self.listeners = Listeners(bound, front)
         try:
             await self.listeners.start()
@@ -256,7 +267,12 @@ class Server:
         try:
             await self._keys.change(keys)
         finally:  # a revocation applies even if it cannot be stored
-            await self.front.key_exchange.confirmed()
+            assert self._key_exchange is not None
+            await self._key_exchange.confirmed()
+
+    async def _keys_page(self, router: str, after: int, copied: int) -> bytes:
+        assert self._key_exchange is not None
+        return self._key_exchange.answer(router, after, copied)
 
     def _certificates(self) -> Iterator[TlsContext]:
         """Yields the TLS contexts for clients, other routers and engines."""
@@ -428,7 +444,8 @@ class Server:
         await self.front.shutdown(STOP_SECONDS)
         for files in self._state:
             await files.stop()
-        await self.front.key_exchange.stop()
+        if self._key_exchange is not None:
+            await self._key_exchange.stop()
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()

@@ -76,6 +76,10 @@ class WorkerProcess:
             case "keys":
                 self.worker.issued.merge(value)
                 return None
+            case "replica":
+                return self.worker.apply_load(value)
+            case "counts":
+                return self.worker.add_counts(*value)
             case "canaries":
                 return self.worker.receive_results(value)
             case "copies":

@@ -11,7 +11,7 @@ const START: f64 = 1_700_000_000.0;
 fn window(key: u64, unit: Unit, limit: u64, period: Period) -> Window {
     let name = format!("window {key}");
     Window {
-        key,
+        key: key << 4,
         name,
         unit,
         limit,
@@ -317,6 +317,7 @@ fn models_and_keys_have_counts_of_their_own_if_the_window_says_so() {
         let mut budgets = budgets(&[Window { per_model, per_key, ..one }]);
         let mut held = Vec::new();
         for (model, key) in [(5, 6), (5, 7), (8, 6), (8, 7), (5, 6)] {
+            let (model, key) = (model << 4, key << 4);
             held.extend(budgets.reserve(ACCOUNT, Scope { model, key, slo_class: 0 }, ask(1, 1), at(0.0)));
         }
         assert_eq!(held.len(), granted, "{per_model} {per_key}");
@@ -352,6 +353,11 @@ impl Memory for Shared {
 }
 
 fn workers() -> Vec<Budgets> {
+    workers_and_supervisor().0
+}
+
+/// Returns two workers with a window, and their supervisor without any.
+fn workers_and_supervisor() -> (Vec<Budgets>, Budgets) {
     let memory: Arc<Box<[AtomicU64]>> =
         Arc::new((0..BYTES / size_of::<u64>()).map(|_| AtomicU64::new(0)).collect());
     let board = |number| Arc::new(Board::new(Box::new(Shared(memory.clone())), number).expect("an area"));
@@ -359,7 +365,36 @@ fn workers() -> Vec<Budgets> {
     for worker in &mut workers {
         worker.set([(ACCOUNT, vec![window(1, Unit::TotalTokens, 100, Period::Minute)])]);
     }
-    workers
+    (workers, Budgets::new(Some(board(2))))
+}
+
+/// The supervisor exchanges counts with other routers, and tells its workers what it learns.
+#[test]
+fn a_supervisor_publishes_what_its_workers_use() {
+    let (mut workers, mut supervisor) = workers_and_supervisor();
+    let mut other = budgets(&[window(1, Unit::TotalTokens, 100, Period::Minute)]);
+    other.share(2);
+    workers.iter_mut().chain([&mut supervisor]).for_each(|each| each.share(1));
+    reserve(&mut workers[0], ask(40, 20), 0.0).expect("room").settle(&ask(40, 20), at(0.0));
+    let first = supervisor.save(at(1.0));
+    other.restore(&first, at(1.0)).expect("counts");
+    assert_eq!(used(&mut other, 1.0), [60]);
+    reserve(&mut other, ask(20, 10), 1.0).expect("room").settle(&ask(20, 10), at(1.0));
+    let told = other.save(at(2.0));
+    for each in workers.iter_mut().chain([&mut supervisor]) {
+        each.restore(&told, at(2.0)).expect("counts");
+    }
+    workers.iter_mut().for_each(|worker| assert_eq!(used(worker, 2.0), [90]));
+    reserve(&mut workers[1], ask(5, 0), 2.0).expect("room").settle(&ask(5, 0), at(2.0));
+    other.restore(&supervisor.save(at(3.0)), at(3.0)).expect("counts");
+    assert_eq!(used(&mut other, 3.0), [95]);
+    // A worker that starts later.
+    let (mut late, _) = workers_and_supervisor();
+    late[0].share(1);
+    late[0].restore(&supervisor.save(at(3.0)), at(3.0)).expect("counts");
+    assert_eq!(used(&mut late[0], 3.0), [30]);
+    // Counts end with their periods, although the supervisor has no windows.
+    assert!(supervisor.save(at(200.0)).len() < first.len());
 }
 
 #[test]

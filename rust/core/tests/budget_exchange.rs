@@ -16,7 +16,7 @@ fn at(seconds: f64) -> Now {
 
 fn window(period: Period, is_calendar: bool) -> Window {
     Window {
-        key: 1,
+        key: 1 << 4,
         name: "window".into(),
         unit: Unit::OutputTokens,
         limit: LIMIT,
@@ -326,7 +326,7 @@ proptest! {
 fn online_requests_keep_a_part_of_a_budget_that_batch_never_takes() {
     let (online, batch) = (3, 4);
     let mut budgets = Budgets::new(None);
-    let of_batch = Window { key: 2, limit: 80, slo_class: Some(batch), ..window(Period::Day, false) };
+    let of_batch = Window { key: 2 << 4, limit: 80, slo_class: Some(batch), ..window(Period::Day, false) };
     budgets.set([(ACCOUNT, vec![window(Period::Day, false), of_batch])]);
     let mut grant = |slo_class, tokens| {
         let asked = Amounts { requests: 1, output_tokens: tokens, ..Amounts::default() };

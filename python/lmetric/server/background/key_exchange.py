@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlencode
 
 import aiohttp
@@ -16,8 +17,8 @@ import structlog
 
 from lmetric._core import LmetricError
 from lmetric.server.api.issued import MOST_KEYS, IssuedKey, IssuedKeys, KeyTable, decode
-from lmetric.server.background.replicas import MOST_ADDRESSES, PATH, Address, Replicas
-from lmetric.server.observe.key_store import KeyStore
+from lmetric.server.background.addresses import MOST_ADDRESSES, PATH, Address
+from lmetric.server.background.replicas import Replicas
 
 PAGE = "/keys"
 KEYS_PATH = PATH + PAGE
@@ -31,11 +32,20 @@ log = structlog.get_logger("lmetric.keys")
 
 
 class KeyExchange:
-    """Copies the issued keys of the other routers."""
+    """Copies the issued keys of the other routers.
 
-    def __init__(self, replicas: Replicas, store: KeyStore) -> None:
+    ``change`` stores records, and returns those that have changed.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        keys: IssuedKeys,
+        change: Callable[[Sequence[IssuedKey]], Awaitable[list[IssuedKey]]],
+    ) -> None:
         self._replicas = replicas
-        self._store = store
+        self._keys = keys
+        self._change = change
         self._copied: dict[str, int] = {}  # by router: the version of its keys that this one has
         self._confirmed: dict[str, int] = {}  # by router: the version of this one's keys that it has
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -43,10 +53,6 @@ class KeyExchange:
         self._unreadable: set[str] = set()  # addresses whose keys could not be read
         replicas.keys_version = lambda: self._keys.version
         replicas.on_keys_version = self._follow
-
-    @property
-    def _keys(self) -> IssuedKeys:
-        return self._store.keys
 
     async def begin(self) -> None:
         """Copies the keys of all routers that answer within `FIRST_SECONDS`.
@@ -92,12 +98,12 @@ class KeyExchange:
         copied = after = self._copied.get(router, 0) if router is not None else 0
         keys: list[IssuedKey] = []
         while True:
-            query = urlencode({"after": after, "copied": copied, "router": self._replicas.id})
+            query = urlencode({"after": after, "copied": copied, "router": self._replicas.router})
             body = await self._replicas.call(address, None, page=f"{PAGE}?{query}", most=MOST_ANSWER_BYTES)
             table = decode(body)
             if router is None:
                 router = table.router
-            if table.router != router or router == self._replicas.id:
+            if table.router != router or router == self._replicas.router:
                 return  # another process has the address now; the next answer to a message has its ID
             keys += table.keys
             after = table.version
@@ -112,7 +118,7 @@ class KeyExchange:
             keys = []
 
     async def _add(self, router: str, keys: list[IssuedKey]) -> None:
-        changed = await self._store.change(keys)
+        changed = await self._change(keys)
         if changed:
             ended = sum(bool(key.revoked) for key in changed)
             log.info("API keys of another router", router=router, keys=len(changed), revoked=ended)
@@ -122,11 +128,11 @@ class KeyExchange:
 
         ``copied``: the version that it has stored.
         """
-        if router in self._replicas.received:
-            self._confirmed = {each: self._confirmed.get(each, 0) for each in self._replicas.received}
+        if router in self._replicas.routers:
+            self._confirmed = {each: self._confirmed.get(each, 0) for each in self._replicas.routers}
             self._confirmed[router] = copied
         keys, version = self._keys.since(after, MOST_RECORDS)
-        return KeyTable(keys, self._replicas.id, version).encode()
+        return KeyTable(keys, self._replicas.router, version).encode()
 
     async def confirmed(self) -> None:
         """Waits until all routers that send their load have this router's keys.
@@ -136,8 +142,8 @@ class KeyExchange:
         version = self._keys.version
 
         def late() -> list[str]:
-            received = self._replicas.received
-            return [router for router in received if self._confirmed.get(router, 0) < version]
+            routers = self._replicas.routers
+            return [router for router in routers if self._confirmed.get(router, 0) < version]
 
         try:
             async with asyncio.timeout(CONFIRM_SECONDS):

@@ -114,7 +114,7 @@ class OwnProblems:
         if redis.reached is False:
             cause = "Redis cannot be used: the routers do not share budgets"
             fix = "correct what the reason names; the router tries again by itself"
-            yield Problem("redis", cause, f"{redis.place}: {redis.error}", fix, since=redis.lost_at)
+            yield Problem("redis", cause, f"{redis.address}: {redis.error}", fix, since=redis.lost_at)
         for name, reason in redis.bad_values.items():
             fix = "remove the field, or give the routers a database of their own in replicas.redis_url"
             yield Problem("redis", "Redis has counts that no router wrote", f"{name}: {reason}", fix)

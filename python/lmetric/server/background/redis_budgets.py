@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -31,14 +33,44 @@ MOST_ROUTERS = 256
 MOST_COUNTS_BYTES = 16 << 20  # of one router
 
 
+@dataclass
+class RedisState:
+    """The state of the exchange.
+
+    Attributes:
+        address: of the Redis server, without the password.
+        reached: whether the last round succeeded; None: there was none.
+        error: why not.
+        lost_at: Unix time of the first failure since it was reached.
+        routers: the other routers whose counts are known.
+        bad_values: by router: why its counts cannot be read.
+    """
+
+    address: str
+    reached: bool | None = None
+    error: str | None = None
+    lost_at: float | None = None
+    routers: int = 0
+    bad_values: Mapping[str, str] = field(default_factory=dict)
+
+
 class RedisBudgets:
     """The exchange of budgets through a Redis server.
 
     ``url``: such as redis://:password@host:6379/0. ``router``: ID of this start of the router.
-    Raises ConfigError.
+    ``tell``: called after each round that changed something, with the state and the counts of other
+    routers, for `Budgets.restore`. Raises ConfigError.
     """
 
-    def __init__(self, url: str, router: str, budgets: Budgets, interval: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        router: str,
+        budgets: Budgets,
+        interval: float,
+        *,
+        tell: Callable[[RedisState, list[bytes]], Awaitable[None]],
+    ) -> None:
         try:
             from redis.asyncio import ConnectionPool, Redis
             from redis.exceptions import RedisError
@@ -58,17 +90,17 @@ class RedisBudgets:
         self._redis: Any = Redis(connection_pool=pool)
         given = pool.connection_kwargs
         where = given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
-        self.place = f"{where}, database {given.get('db', 0)}"  # without the password
+        self.state = RedisState(f"{where}, database {given.get('db', 0)}")
+        self._tell = tell
+        self._told: RedisState | None = None
+        self._merged: list[bytes] = []  # counts of this round
         self._failures = RedisError, OSError, TimeoutError
         self._router = router
         self._budgets = budgets
         self._interval = interval
         self._read: dict[bytes, bytes] = {}  # by router: the last mark
         self._written: tuple[bytes, int] | None = None  # counts and minute
-        self.reached: bool | None = None  # None: not tried yet
-        self.error: str | None = None
-        self.lost_at: float | None = None  # Unix time of the first failure since it was reached
-        self.bad_values: dict[str, str] = {}  # by router: why its counts cannot be read
+        self._bad_values: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
 
@@ -79,7 +111,7 @@ class RedisBudgets:
     async def _run(self) -> None:
         """Exchanges counts until `stop`, and then once more."""
         while not self._ending.is_set():
-            pause = RETRY_SECONDS if self.reached is False else self._interval
+            pause = RETRY_SECONDS if self.state.reached is False else self._interval
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
             await self._round()
@@ -107,19 +139,24 @@ class RedisBudgets:
             log.exception("the exchange of budgets through Redis failed")
             self._failed(_reason(error))
         else:
-            if self.reached is False:
-                log.info("Redis is reachable again; budgets are shared", address=self.place)
-            self.reached, self.error, self.lost_at = True, None, None
+            if self.state.reached is False:
+                log.info("Redis is reachable again; budgets are shared", address=self.state.address)
+            self.state.reached, self.state.error, self.state.lost_at = True, None, None
+        self.state.routers, self.state.bad_values = len(self._read), dict(self._bad_values)
+        merged, self._merged = self._merged, []
+        if merged or self.state != self._told:
+            self._told = replace(self.state)
+            await self._tell(self._told, merged)
 
     def _failed(self, reason: str) -> None:
-        if self.reached is not False:
+        if self.state.reached is not False:
             log.warning(
                 "cannot share budgets through Redis; this router goes on with the counts that it knows",
-                address=self.place,
+                address=self.state.address,
                 reason=reason,
             )
-            self.lost_at = time.time()
-        self.reached, self.error, self._written = False, reason, None
+            self.state.lost_at = time.time()
+        self.state.reached, self.state.error, self._written = False, reason, None
 
     async def _exchange(self) -> None:
         """Reads what others have changed, and then publishes what has changed here."""
@@ -146,7 +183,7 @@ class RedisBudgets:
                 self._read[name] = sums[name]
         self._read = {name: found for name, found in self._read.items() if name in others}
         shown = {_shown(name) for name in others}
-        self.bad_values = {name: why for name, why in self.bad_values.items() if name in shown}
+        self._bad_values = {name: why for name, why in self._bad_values.items() if name in shown}
         ended = [name for name, mark in others.items() if minute - _minute(mark) > ENDED_MINUTES]
         if ended and self._written is not None:  # after the first publication, which has their counts
             async with self._redis.pipeline() as pipeline:
@@ -161,13 +198,14 @@ class RedisBudgets:
                 raise LmetricError("no counts" if counts is None else f"{len(counts)} bytes")
             self._budgets.restore(counts, (time.monotonic(), time.time()))
         except LmetricError as error:
-            if shown not in self.bad_values:
+            if shown not in self._bad_values:
                 log.warning(
                     "Redis has counts that no router wrote", key=COUNTS, field=shown, reason=str(error)
                 )
-            self.bad_values[shown] = str(error)
+            self._bad_values[shown] = str(error)
         else:
-            self.bad_values.pop(shown, None)
+            self._bad_values.pop(shown, None)
+            self._merged.append(counts)
 
     async def _publish(self, minute: int) -> None:
         counts = self._budgets.save((time.monotonic(), time.time()))
@@ -180,16 +218,6 @@ class RedisBudgets:
                 pipeline.expire(key, KEPT_SECONDS)
             await pipeline.execute()
         self._written = counts, minute
-
-    def state(self) -> dict[str, Any]:
-        """Returns the part of /debug/replicas about Redis."""
-        return {
-            "address": self.place,
-            "reached": self.reached,
-            "error": self.error,
-            "routers": len(self._read),
-            "bad_values": self.bad_values,
-        }
 
 
 def _minute(mark: bytes) -> int:

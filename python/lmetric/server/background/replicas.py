@@ -8,17 +8,18 @@ Most messages hold only what changed since the last message that the other route
 message has a version, and names the version that it builds on. The core notes what changed, and
 reads and writes the messages (`rust/core/src/router/listeners/message.rs`, `rust/core/src/budget`).
 The load of a silent router no longer counts; its budgets count until their periods have passed.
+
+Each worker publishes its own load, and the supervisor the budgets of all workers
+(`lmetric.server.supervisor.sharing`). Each process counts as a sender.
 """
 
 import asyncio
-import math
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from secrets import token_hex
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -29,53 +30,50 @@ from lmetric._core import BadValueError, Budgets, LoadFormatError, LoadMessage, 
 from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.background.redis_budgets import RedisBudgets
-from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.background.addresses import MOST_ADDRESSES, PATH, Address, look_up, read_answer
+from lmetric.server.background.redis_budgets import RedisBudgets, RedisState
+from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.tls.contexts import outgoing_context
-from lmetric.server.upstream.connection import connect_error, request_error
+from lmetric.server.upstream.connection import request_error
 
 log = structlog.get_logger("lmetric.replicas")
 
-PATH = "/replicas"
 CONTENT_TYPE = "application/octet-stream"
 RESOLVE_SECONDS = 5.0
-# Limit on the routers that this one sends to and receives from; the core has the same limit.
-MOST_ADDRESSES = 64
 MOST_ANSWER_BYTES = 4096  # an answer is an id and a version, or an error of one sentence
 FULL_SECONDS = 60.0  # time between two full messages to a router
+ID_DIGITS = 16  # of a router; the ID of a worker begins with that of its router
 
 # Limit on the body of a message: 16,384 instances with long names and many numbers, and 10,000
 # budgets.
 MOST_MESSAGE_BYTES = 16 << 20
 
 
-class Address:
-    """An address of another router, or of this one."""
-
-    def __init__(self, url: str, ip: str, port: int) -> None:
-        parts = urlsplit(url)
-        self.host = parts.netloc
-        self.server_hostname = parts.hostname if parts.scheme == "https" else None
-        self.place = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
-        self.url = f"{parts.scheme}://{self.place}{parts.path.rstrip('/')}{PATH}"
-        self.own = False
-        self.reached: bool | None = None  # None: not tried yet
-        self.error: str | None = None
-        self.lost_at: float | None = None  # Unix time of the first failure since it was reached
-        self.sending: asyncio.Task[None] | None = None
-        self.version: int | None = None  # last load that it received; None: the next message is full
-        self.full_at = -math.inf  # time of the last full message, monotonic clock
-
-
 class Replicas:
-    """The exchange of load and budgets with the other routers of the fleet."""
+    """The exchange of load and budgets with the other routers of the fleet.
 
-    def __init__(self, config: ReplicasConfig, fleet: Fleet, budgets: Budgets) -> None:
+    ``models``: returns those whose load is published. ``router``: ID of this start of the router,
+    with workers; None: a new one. ``pass_on``: in a worker: gives a message, and the version of its
+    load that counts here, to the other processes of the router. Returns the answer to it. Raises
+    ConfigError.
+    """
+
+    def __init__(
+        self,
+        config: ReplicasConfig,
+        models: Callable[[], Sequence[Model]],
+        budgets: Budgets,
+        *,
+        router: str | None = None,
+        pass_on: Callable[[bytes, int | None], Awaitable[dict[str, Any]]] | None = None,
+    ) -> None:
         self.config = config
-        self.fleet = fleet
+        self._models = models
         self.budgets = budgets
-        self.id = token_hex(8)
+        self.router = (router or token_hex(ID_DIGITS))[:ID_DIGITS]
+        self._pass_on = pass_on
+        self.id = self.router if pass_on is None else self.router + token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
         self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
         # By router whose budgets do not count here: how far its clock is ahead, seconds.
@@ -92,17 +90,37 @@ class Replicas:
         self.on_keys_version: Callable[[Address, str, int], None] = lambda *_: None
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
+        self.redis: RedisState | None = None
+        # Called with the counts of other routers that were read from Redis.
+        self.on_counts: Callable[[RedisState, Sequence[bytes]], Awaitable[None]] | None = None
+        if self.shares:
+            budgets.share(self.router)
         url = config.redis_url
-        self.redis: RedisBudgets | None = None
-        if self.on or url is not None:
-            budgets.share(self.id)
-        if url is not None:
-            self.redis = RedisBudgets(url.get_secret_value(), self.id, budgets, interval=config.interval)
+        self._redis: RedisBudgets | None = None
+        if url is not None and pass_on is None:
+            self._redis = RedisBudgets(
+                url.get_secret_value(),
+                self.router,
+                budgets,
+                interval=config.interval,
+                tell=self._redis_round,
+            )
+            self.redis = self._redis.state
 
     @property
     def on(self) -> bool:
         """Whether other routers are configured."""
         return bool(self.config.urls)
+
+    @property
+    def shares(self) -> bool:
+        """Whether other routers share the budgets."""
+        return self.on or self.config.redis_url is not None
+
+    @property
+    def routers(self) -> set[str]:
+        """The other routers that send their load."""
+        return {sender[:ID_DIGITS] for sender in self.received}
 
     async def connect(self) -> None:
         """Looks up the other routers, so that `call` reaches them."""
@@ -119,8 +137,8 @@ class Replicas:
 
     async def start(self) -> None:
         """Starts to send messages. Called once the router listens."""
-        if self.redis is not None:
-            self.redis.start()
+        if self._redis is not None:
+            self._redis.start()
         if not self.on:
             return
         await self.connect()
@@ -131,8 +149,8 @@ class Replicas:
 
     async def stop(self) -> None:
         """Stops the exchange and closes its connections."""
-        if self.redis is not None:
-            await self.redis.stop()
+        if self._redis is not None:
+            await self._redis.stop()
         sending = [address.sending for address in self.addresses.values() if address.sending is not None]
         for task in [*self._tasks, *sending]:
             task.cancel()
@@ -156,22 +174,42 @@ class Replicas:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    def receive(self, body: bytes) -> dict[str, Any]:
+    async def receive(self, body: bytes) -> dict[str, Any]:
         """Applies a load message from another router. Returns the answer to it. Raises ApiError.
 
         The answer has the version of the load that counts here, or null if the next message must
         be full.
         """
+        message = self._read(body)
+        is_own = message.sender.startswith(self.router)
+        version = None if is_own else self._apply(message)
+        if self._pass_on is not None:
+            return await self._pass_on(b"" if is_own else body, version)
+        return self.answer(version)
+
+    def answer(self, version: int | None) -> dict[str, Any]:
+        """Returns the answer to a message. ``version``: of the load that counts here."""
+        return {"router": self.router, "version": version, "keys": self.keys_version()}
+
+    def apply(self, body: bytes) -> int | None:
+        """Applies a load message that another process of this router has received.
+
+        Returns the version of its load that counts here; None: the next message must be full.
+        """
         try:
-            message = LoadMessage(body)
+            return self._apply(self._read(body))
+        except ApiError:  # the process that received it has the same limits, and refuses it
+            return None
+
+    def _read(self, body: bytes) -> LoadMessage:
+        try:
+            return LoadMessage(body)
         except LoadFormatError as error:
             self._counts["received", "other_version"] += 1
             raise ApiError(409, str(error), code="other_version") from None
         except BadValueError as error:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
-        version = self._apply(message) if message.sender != self.id else None
-        return {"router": self.id, "version": version, "keys": self.keys_version()}
 
     def _apply(self, message: LoadMessage) -> int | None:
         sender = message.sender
@@ -184,7 +222,7 @@ class Replicas:
             )
         try:
             counted, ahead = self.budgets.merge(message.budgets, _times())
-            applied = [model.router.import_load(message, model.name) for model in self.fleet.models]
+            applied = [model.router.import_load(message, model.name) for model in self._models()]
         except BadValueError as error:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
@@ -212,7 +250,7 @@ class Replicas:
 
     async def _round(self) -> None:
         """Sends one message to each router, and drops the load of silent routers."""
-        for model in self.fleet.models:
+        for model in self._models():
             model.router.expire_peers(self.config.silent_after)
         now = time.monotonic()
         for router, at in list(self.received.items()):
@@ -227,8 +265,8 @@ class Replicas:
                 address.version = None
         if others:
             known = [address.version for address in others if address.version is not None]
-            oldest, self._version = min(known, default=self._version), self.budgets.enter()
-            for model in self.fleet.models:
+            oldest, self._version = min(known, default=self._version), self._next_version()
+            for model in self._models():
                 model.router.enter_load(self._version, oldest)
         for address in others:
             if address.sending is not None and not address.sending.done():
@@ -237,12 +275,15 @@ class Replicas:
             if (base := address.version) is None:
                 address.full_at = now
             if base not in messages:
-                routers = [(model.name, model.router) for model in self.fleet.models]
-                budgets = self.budgets.encode(base, _times())
+                routers = [(model.name, model.router) for model in self._models()]
+                budgets = b"" if self._pass_on is not None else self.budgets.encode(base, _times())
                 messages[base] = encode_load(self.id, self._version, base, routers, budgets=budgets)
             address.version = self._version  # unless the message fails
             sending = self._send(address, messages[base], self._version)
             address.sending = asyncio.create_task(sending)
+
+    def _next_version(self) -> int:
+        return self._version + 1 if self._pass_on is not None else self.budgets.enter()
 
     async def call(
         self, address: Address, data: bytes | None, *, page: str = "", most: int = MOST_ANSWER_BYTES
@@ -266,7 +307,7 @@ class Replicas:
             ssl=True if self.tls is None else self.tls.context,
             allow_redirects=False,  # another address must not get the load
         ) as answer:
-            body = await _read(answer, most)
+            body = await read_answer(answer, most)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}: {body[:200].decode(errors='replace')}")
         return body
@@ -274,7 +315,7 @@ class Replicas:
     async def _send(self, address: Address, message: bytes, version: int) -> None:
         try:
             router, counted, keys = _sender(await self.call(address, message))
-            address.own = router == self.id
+            address.own = router == self.router
             if counted != version:
                 address.version = None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -297,32 +338,25 @@ class Replicas:
 
     async def _resolve(self) -> None:
         """Looks up the addresses of all routers. If a look-up fails, the old addresses stay."""
-        loop = asyncio.get_running_loop()
-        found: dict[tuple[str, str], Address] = {}
-        self.not_found = {url: why for url, why in self.not_found.items() if url in self.config.urls}
-        for url in self.config.urls:
-            parts = urlsplit(url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            try:
-                infos = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                reason = str(connect_error(error))
-                if self.not_found.get(url) != reason:
-                    self.not_found[url] = reason
-                    log.warning("cannot look up the address of replicas", url=url, reason=reason)
-                found |= {key: known for key, known in self.addresses.items() if key[0] == url}
-                continue
-            self.not_found.pop(url, None)
-            for *_, sockaddr in infos:
-                key = (url, str(sockaddr[0]))
-                found[key] = self.addresses.get(key) or Address(url, key[1], port)
-        if len(found) > MOST_ADDRESSES:
-            log.warning("too many replicas; the rest is ignored", found=len(found), most=MOST_ADDRESSES)
-            found = dict(sorted(found.items())[:MOST_ADDRESSES])
+        found = await look_up(self.config.urls, self.addresses, self.not_found)
         for key, gone in self.addresses.items():
             if key not in found and gone.sending is not None:
                 gone.sending.cancel()
         self.addresses = found
+
+    async def _redis_round(self, state: RedisState, counts: Sequence[bytes]) -> None:
+        self.redis = state
+        if self.on_counts is not None:
+            await self.on_counts(state, counts)
+
+    def add_counts(self, state: RedisState | None, counts: Sequence[bytes]) -> None:
+        """Adds the counts of other routers that another process of this router has read.
+
+        ``state``: of Redis; None: it is not used.
+        """
+        self.redis = state
+        for each in counts:
+            self.budgets.restore(each, _times())
 
     def state(self) -> dict[str, Any]:
         """Returns the content of /debug/replicas."""
@@ -342,13 +376,13 @@ class Replicas:
                 for router, at in self.received.items()
             ],
             "not_looked_up": self.not_found,
-            "redis": None if self.redis is None else self.redis.state(),
+            "redis": None if self.redis is None else asdict(self.redis),
         }
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics of the exchange."""
         replicas = GaugeMetricFamily("lmetric_replicas", "Other routers whose in-flight load counts here")
-        replicas.add_metric((), len(self.received))
+        replicas.add_metric((), len(self.routers))
         yield replicas
         messages = CounterMetricFamily(
             "lmetric_replica_messages",
@@ -380,13 +414,3 @@ def _sender(body: bytes) -> tuple[str, object, int]:
         return str(told["router"]), told["version"], int(told.get("keys", 0))
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError("the answer is not a router's") from None
-
-
-async def _read(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    """Reads an answer. Raises ValueError if it is too long; its connection is then closed."""
-    body = bytearray()
-    while part := await answer.content.read(most + 1 - len(body)):
-        body += part
-        if len(body) > most:
-            raise ValueError(f"an answer of more than {most} bytes")
-    return bytes(body)

@@ -19,7 +19,6 @@ from lmetric.server.api.identity import Identity
 from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.issued import IssuedKey
 from lmetric.server.api.paths import stored_response
-from lmetric.server.background.key_exchange import KeyExchange
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
@@ -77,7 +76,8 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
-        self.key_exchange: KeyExchange  # set by the server
+        # Returns records of issued API keys for another router; set by the server.
+        self.keys_page: Callable[[str, int, int], Awaitable[bytes]]
         # Stores issued or revoked API keys in all workers and routers; set by the server.
         self.change_keys: Callable[[Sequence[IssuedKey]], Awaitable[None]]
         # Reloads the configuration; set by the server.

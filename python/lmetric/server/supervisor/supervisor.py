@@ -33,10 +33,11 @@ from lmetric.server.observe.startup import LISTENING
 from lmetric.server.observe.state import StateFiles, state_files
 from lmetric.server.observe.usage import UsageTable
 from lmetric.server.supervisor.merge import merge
+from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
-from lmetric.server.worker.worker import MARK, AdminChange, Copies, Start, socket_path
+from lmetric.server.worker.worker import MARK, AdminChange, Copies, Start, router_id, socket_path
 
 log = structlog.get_logger("lmetric.workers")
 
@@ -105,6 +106,14 @@ class Supervisor:
         self._state: Sequence[StateFiles] = ()
         folder = config.state_folder
         self._keys = KeyStore(folder, IssuedKeys(stored=folder is not None))
+        self._sharing = Sharing(
+            self.config,
+            router_id(self._secret),
+            self._budgets,
+            keys=self._keys.keys,
+            change=self._store_keys,
+            tell=self._tell,
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
@@ -121,6 +130,7 @@ class Supervisor:
         """Starts all workers. Returns the report of the first one. Raises LmetricError."""
         self._state = state_files(self.config.state_folder, self._budgets, self._usage)
         self._keys.read()
+        await self._sharing.begin()
         starts = [asyncio.create_task(self._start(place)) for place in range(self._workers)]
         try:
             reports = await asyncio.gather(*starts)
@@ -131,6 +141,7 @@ class Supervisor:
             raise
         for files in self._state:
             files.start()
+        await self._sharing.start()
         return reports[0]
 
     def _take_number(self) -> int:
@@ -190,6 +201,8 @@ class Supervisor:
         async with self._canaries:
             worker.ready = True
             await worker.channel.call("keys", self._keys.keys.all())
+            if (counts := self._sharing.counts()) is not None:
+                await worker.channel.call("counts", counts)
             copies = await self._copies()
             await worker.channel.call("begin_copying", copies)
             for change in list(self._changes.values()):
@@ -262,6 +275,10 @@ class Supervisor:
                 return await self._change_keys(value)
             case "reload":
                 return await self.reload()
+            case "replica":
+                return await self._sharing.receive(*value)
+            case "replica_keys":
+                return self._sharing.keys.answer(*value)
             case "usage":
                 return self._usage.add_rows(value)
             case "usage_rows":
@@ -328,12 +345,23 @@ class Supervisor:
         return None
 
     async def _change_keys(self, keys: Sequence[IssuedKey]) -> None:
+        """Stores API keys, and waits until all workers and routers have them.
+
+        Raises LmetricError.
+        """
+        try:
+            await self._store_keys(keys)
+        finally:
+            await self._sharing.keys.confirmed()
+
+    async def _store_keys(self, keys: Sequence[IssuedKey]) -> list[IssuedKey]:
         """Stores API keys, and waits until all workers know them. Raises LmetricError.
 
         A worker that does not answer within `REPEAT_SECONDS` follows before its next request.
+        Returns the changed records.
         """
         try:
-            await self._keys.change(keys)
+            return await self._keys.change(keys)
         finally:  # a revocation applies even if it cannot be stored
             known = [key for each in keys if (key := self._keys.keys.find(bytes.fromhex(each.sha256)))]
             await asyncio.gather(*(self._send_keys(each, known) for each in self.processes if each.ready))
@@ -342,6 +370,19 @@ class Supervisor:
         with contextlib.suppress(ChannelClosedError, TimeoutError):
             async with asyncio.timeout(REPEAT_SECONDS):
                 await worker.channel.call("keys", keys)
+
+    async def _tell(self, name: str, value: Any, asking: int | None) -> list[Any]:
+        """Calls all workers but the asking one. Returns the answers of those that answer."""
+
+        async def tell(worker: Process) -> list[Any]:
+            try:
+                async with asyncio.timeout(REPEAT_SECONDS):
+                    return [await worker.channel.call(name, value)]
+            except (ChannelClosedError, TimeoutError):
+                return []
+
+        others = [each for each in self.processes if each.ready and each.number != asking]
+        return [answer for found in await asyncio.gather(*map(tell, others)) for answer in found]
 
     async def _pass_on(self, name: str, asking: int, value: Any) -> None:
         """Calls all workers but the asking one."""
@@ -440,6 +481,7 @@ class Supervisor:
         """Ends the workers that are left, and frees the memory."""
         self.end(signal.SIGKILL)
         await self.wait()
+        await self._sharing.stop()
         for files in self._state:
             await files.stop()
         for each in () if self._gateways is None else self._gateways.sockets:

@@ -122,6 +122,12 @@ class Worker:
         # Set by the server. Returns the usage that this worker has counted since the last call.
         self.take_usage: Callable[[], Sequence[Any]] | None = None
         self.issued = IssuedKeys(stored=start.config.state_folder is not None)
+        self.router = router_id(start.secret)
+        # Set by the server. Applies a load message that another worker has received; returns the
+        # version of the load that counts here.
+        self.apply_load: Callable[[bytes], int | None]
+        # Set by the server. Adds the budgets of other routers.
+        self.add_counts: Callable[..., None]
 
     def sockets(self, place: int) -> list[socket.socket]:
         """Returns the listening sockets of a worker, each to be closed."""
@@ -269,6 +275,19 @@ class Worker:
         rows: list[Any] = await self.channel.call("usage_rows")
         return rows
 
+    async def pass_on(self, body: bytes, version: int | None) -> dict[str, Any]:
+        """Gives a load message of another router to all processes. Returns the answer to it.
+
+        ``version``: of the load that counts here.
+        """
+        answer: dict[str, Any] = await self.channel.call("replica", (self.number, body, version))
+        return answer
+
+    async def keys_page(self, router: str, after: int, copied: int) -> bytes:
+        """Returns records of issued API keys for another router."""
+        page: bytes = await self.channel.call("replica_keys", (router, after, copied))
+        return page
+
     async def change_keys(self, keys: Sequence[IssuedKey]) -> None:
         """Stores issued or revoked API keys, in all workers. Raises LmetricError."""
         await self.channel.call("change_keys", keys)
@@ -311,6 +330,11 @@ class Worker:
 def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Returns the fields of a request that the other workers get with it."""
     return tuple((name, headers[name]) for name in FORWARDED if name in headers)
+
+
+def router_id(secret: bytes) -> str:
+    """Returns the ID of this start of the router for other routers."""
+    return hmac.digest(secret, b"replicas", "sha256").hex()
 
 
 def socket_path(folder: str, number: int) -> str:

@@ -7,7 +7,7 @@
 //! router learns the counts of routers that are gone.
 use super::message::{Kind, Part, Words, read, write};
 use super::ring::{Shape, WORDS, add_word};
-use super::{Budgets, Entry, Now, Row};
+use super::{Budgets, Now, Row};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::{HashMap, HashSet};
@@ -23,7 +23,6 @@ const SILENT: Seconds = 10.0;
 /// A window's counts at the other origins.
 #[derive(Debug, Default)]
 struct Others {
-    kind: Kind,
     /// Grows with each change.
     changes: u64,
     by_origin: Vec<(u64, Words)>,
@@ -123,10 +122,10 @@ impl Exchange {
         if part.base.is_none() {
             self.drop_counts(part.origin);
         }
-        for (key, kind, words) in part.rows {
+        for (key, words) in part.rows {
             let others = self.others.entry(key).or_default();
             self.changes += 1;
-            (others.kind, others.changes) = (kind, self.changes);
+            others.changes = self.changes;
             match others.by_origin.iter_mut().find(|(origin, _)| *origin == part.origin) {
                 Some((_, known)) => {
                     known.retain(|(place, _)| words.iter().all(|(changed, _)| changed != place));
@@ -152,8 +151,8 @@ impl Exchange {
 
     /// Drops what counts no more.
     fn prune(&mut self, now: Now) {
-        for others in self.others.values_mut() {
-            let kind = others.kind;
+        for (key, others) in &mut self.others {
+            let kind = Kind::of(*key);
             for (_, words) in &mut others.by_origin {
                 words.retain(|(_, word)| kind.counts(*word, now));
             }
@@ -166,17 +165,17 @@ impl Exchange {
     }
 
     /// Returns the published counts of this router, as of the last change.
-    fn own(&self, rows: &HashMap<u64, Entry>, base: Option<u64>, now: Now) -> Part {
+    fn own(&self, base: Option<u64>, now: Now) -> Part {
         let mut own = Part { origin: self.origin, version: self.changed, base, rows: Vec::new() };
         for (key, Published { words, versions }) in &self.published {
-            let kind = rows.get(key).map_or(Kind::default(), |entry| entry.kind);
+            let kind = Kind::of(*key);
             let is_part = |place: &usize| match base {
                 Some(base) => versions[*place] > base,
                 None => kind.counts(words[*place], now),
             };
             let words: Words = (0..WORDS).filter(is_part).map(|place| (place as u8, words[place])).collect();
             if !words.is_empty() {
-                own.rows.push((*key, kind, words));
+                own.rows.push((*key, words));
             }
         }
         own
@@ -191,7 +190,7 @@ impl Exchange {
         for (key, others) in &self.others {
             for (id, words) in &others.by_origin {
                 if let Some(part) = parts.get_mut(id) {
-                    part.rows.push((*key, others.kind, words.clone()));
+                    part.rows.push((*key, words.clone()));
                 }
             }
         }
@@ -212,7 +211,13 @@ impl Budgets {
     }
 
     /// Enters the present counts as a new version, and returns its number; 0 without other routers.
+    /// The counts of all workers are this router's.
     pub fn enter(&mut self) -> u64 {
+        if let (Some(board), true) = (self.board.clone(), self.exchange.is_some()) {
+            for (key, _) in board.budgets() {
+                self.entry(key);
+            }
+        }
         let Some(exchange) = &mut self.exchange else { return 0 };
         exchange.version += 1;
         for (key, entry) in &self.rows {
@@ -235,7 +240,7 @@ impl Budgets {
     /// since the version `base`, or all counts and those of other origins.
     pub fn encode(&mut self, base: Option<u64>, now: Now) -> Vec<u8> {
         let Some(exchange) = &mut self.exchange else { return Vec::new() };
-        let mut own = exchange.own(&self.rows, base, now);
+        let mut own = exchange.own(base, now);
         own.version = exchange.version;
         let mut parts = vec![own];
         if base.is_none() {
@@ -278,14 +283,14 @@ impl Budgets {
         if let Some(exchange) = &mut self.exchange {
             exchange.prune(now);
             parts.extend(exchange.parts());
-            parts.push(exchange.own(&self.rows, None, now));
+            parts.push(exchange.own(None, now));
         } else {
             let mut rows = Vec::new();
             for (key, words) in self.board.iter().flat_map(|board| board.budgets()) {
-                push(&mut rows, key, Kind::default(), words);
+                push(&mut rows, key, words);
             }
             for (key, entry) in self.rows.iter().filter(|(_, entry)| matches!(entry.row, Row::Own(_))) {
-                push(&mut rows, *key, entry.kind, entry.row.words());
+                push(&mut rows, *key, entry.row.words());
             }
             parts.push(Part { origin: 0, version: 0, base: None, rows });
         }
@@ -307,8 +312,8 @@ impl Budgets {
                 exchange.apply(part, now);
                 continue;
             }
-            for (key, kind, words) in part.rows {
-                let entry = self.entry(key, kind);
+            for (key, words) in part.rows {
+                let entry = self.entry(key);
                 for (place, word) in words {
                     add_word(&entry.row.words()[usize::from(place)], word);
                 }
@@ -318,10 +323,10 @@ impl Budgets {
     }
 }
 
-fn push(rows: &mut Vec<(u64, Kind, Words)>, key: u64, kind: Kind, words: &[AtomicU64]) {
+fn push(rows: &mut Vec<(u64, Words)>, key: u64, words: &[AtomicU64]) {
     let words = words.iter().map(|word| word.load(Ordering::Acquire));
     let used: Words = (0..).zip(words).filter(|(_, word)| *word != 0).collect();
     if !used.is_empty() {
-        rows.push((key, kind, used));
+        rows.push((key, used));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A message ([`crate::codec`]) has [`MAGIC`], the sender's two clocks, and the number of origins,
 //! the sender first. An origin has its ID, its version, 1 plus the version that it changes (0: all
-//! of its counts), and rows: key, kind, and words with their places. A checksum ends the message.
+//! of its counts), and rows: key, and words with their places. A checksum ends the message.
 use super::Now;
 use super::calendar::{Period, Zone};
 use super::exchange::{MOST_ORIGINS, MOST_SKEW};
@@ -13,26 +13,35 @@ use crate::ids::Seconds;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// First bytes of a message; the last one is the format.
-const MAGIC: &[u8; 8] = b"lmbudge1";
+const MAGIC: &[u8; 8] = b"lmbudge2";
 const MOST_ROWS: usize = 1 << 20;
 const DAY: Seconds = 86_400.0;
 
 /// Words with their places in a row.
 pub type Words = Vec<(u8, u64)>;
 
-/// The kind of a window, in one byte: when its counts no longer count. 0: not known.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// The kind of a window: when its counts no longer count. The last bits of a key have it, so that
+/// whoever has only the counts knows it, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind(u8);
+
+const KIND_BITS: u32 = 4;
 
 impl Kind {
     /// Returns the kind of windows of a period.
     pub fn new(period: Period, is_calendar: bool) -> Kind {
         let place = Period::NAMES.iter().position(|(_, each)| *each == period).unwrap_or(0);
-        Kind(1 + 2 * place as u8 + u8::from(is_calendar))
+        Kind(2 * place as u8 + u8::from(is_calendar))
     }
 
-    fn read(byte: u8) -> Option<Kind> {
-        (usize::from(byte) <= 2 * Period::NAMES.len()).then_some(Kind(byte))
+    /// Returns the kind in a key.
+    pub fn of(key: u64) -> Kind {
+        Kind((key & ((1 << KIND_BITS) - 1)) as u8)
+    }
+
+    /// Returns a key with this kind.
+    pub fn mark(self, key: u64) -> u64 {
+        key >> KIND_BITS << KIND_BITS | u64::from(self.0)
     }
 
     /// Returns whether a word may still count, in any time zone.
@@ -40,13 +49,12 @@ impl Kind {
         if word & MOST == 0 {
             return false;
         }
-        let Some(place) = self.0.checked_sub(1) else { return true };
-        let period = Period::NAMES[usize::from(place / 2)].1;
-        if place.is_multiple_of(2) {
+        let Some((_, period)) = Period::NAMES.get(usize::from(self.0 / 2)) else { return false };
+        if self.0.is_multiple_of(2) {
             let part = (now.steady / part_seconds(period.seconds())).floor() as i64;
             return ROLLING.age(word, part).is_some();
         }
-        let number = Zone::default().number(period, now.unix);
+        let number = Zone::default().number(*period, now.unix);
         let behind = (number - (word >> AMOUNT_BITS) as i64).rem_euclid(TAGS);
         let behind = if behind < TAGS / 2 { behind } else { behind - TAGS };
         // Time zones differ by a day at most, routers by `MOST_SKEW`.
@@ -64,8 +72,8 @@ pub struct Part {
     pub version: u64,
     /// Version that the part changes; none: it has all counts.
     pub base: Option<u64>,
-    /// By window: key, kind and counts.
-    pub rows: Vec<(u64, Kind, Words)>,
+    /// By window: key and counts.
+    pub rows: Vec<(u64, Words)>,
 }
 
 /// Returns a message. `now`: the clocks of the sender.
@@ -79,9 +87,9 @@ pub fn write(parts: &[Part], now: Now) -> Vec<u8> {
         write_int(&mut out, *version);
         write_int(&mut out, base.map_or(0, |base| base + 1));
         write_int(&mut out, rows.len() as u64);
-        for (key, Kind(kind), words) in rows {
+        for (key, words) in rows {
             out.extend(key.to_le_bytes());
-            out.extend([*kind, words.len() as u8]);
+            out.push(words.len() as u8);
             for (place, word) in words {
                 out.push(*place);
                 out.extend(word.to_le_bytes());
@@ -125,8 +133,6 @@ fn parts(bytes: &[u8]) -> Result<(Vec<Part>, Now), Malformed> {
         let mut rows = Vec::new();
         for _ in 0..rest.count(MOST_ROWS, "rows")? {
             let key = rest.word("a key")?;
-            let byte = rest.byte("a kind")?;
-            let kind = Kind::read(byte).ok_or_else(|| Malformed(format!("a window of kind {byte}")))?;
             let mut words = Words::new();
             for _ in 0..rest.byte("the number of words")? {
                 let place = rest.byte("a place")?;
@@ -135,7 +141,7 @@ fn parts(bytes: &[u8]) -> Result<(Vec<Part>, Now), Malformed> {
                 }
                 words.push((place, rest.word("a word")?));
             }
-            rows.push((key, kind, words));
+            rows.push((key, words));
         }
         parts.push(Part { origin, version, base, rows });
     }

@@ -82,7 +82,8 @@ pub struct Now {
 /// A window of an account.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Window {
-    /// Identity of its counts; the limit is no part of it. Different windows have different keys.
+    /// Identity of its counts; the limit is no part of it. Different windows differ in the first 60
+    /// bits of their keys.
     pub key: u64,
     /// Name for messages.
     pub name: String,
@@ -169,7 +170,7 @@ impl Window {
     fn key_in(&self, scope: Scope) -> u64 {
         let model = if self.per_model { scope.model } else { 0 };
         let key = if self.per_key { scope.key.rotate_left(32) } else { 0 };
-        self.key ^ model ^ key
+        self.kind().mark(self.key ^ model ^ key)
     }
 }
 
@@ -279,7 +280,6 @@ impl Drop for Reservation {
 /// This router's counts of a window.
 #[derive(Debug)]
 struct Entry {
-    kind: Kind,
     row: Row,
     /// The use at other routers.
     others: Sum,
@@ -309,8 +309,8 @@ impl Budgets {
         self.accounts = accounts.into_iter().map(shared).collect();
     }
 
-    fn entry(&mut self, key: u64, kind: Kind) -> &mut Entry {
-        self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key, kind))
+    fn entry(&mut self, key: u64) -> &mut Entry {
+        self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key))
     }
 
     /// Reserves what a request may use at most. Returns `None` for an account without windows.
@@ -329,8 +329,7 @@ impl Budgets {
         let mut refusal: Option<Refusal> = None;
         for window in windows.iter().filter(|window| window.has(scope)) {
             let key = window.key_in(scope);
-            let entry =
-                self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key, window.kind()));
+            let entry = self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key));
             let row = entry.row.clone();
             let (shape, part, amount) = (window.shape(), window.part(now), window.amount(&asked));
             let mut used = shape.used(shape.of(row.words()), part);
@@ -368,8 +367,8 @@ impl Budgets {
 }
 
 /// Returns the counts of a window. Without room on the board, they are this worker's own.
-fn entry(board: Option<&Arc<Board>>, key: u64, kind: Kind) -> Entry {
+fn entry(board: Option<&Arc<Board>>, key: u64) -> Entry {
     let shared = board.and_then(|board| Some(Row::Shared(board.clone(), board.budget_row(key)?)));
     let row = shared.unwrap_or_else(|| Row::Own(Arc::new(std::array::from_fn(|_| AtomicU64::new(0)))));
-    Entry { kind, row, others: Sum::default() }
+    Entry { row, others: Sum::default() }
 }

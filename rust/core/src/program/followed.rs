@@ -177,6 +177,11 @@ impl Followed {
         self.shared.as_ref().is_none_or(|shared| shared.waits.is_none())
     }
 
+    /// Returns whether this process tells other routers of the programs: one of all workers does.
+    pub fn publishes(&self) -> bool {
+        self.shared.as_ref().is_none_or(|shared| shared.leads())
+    }
+
     /// Follows a change of the fleet.
     pub fn member(&mut self, member: Member, fleet: &Fleet) {
         match (member, &mut self.shared) {

@@ -7,7 +7,7 @@ use super::state::State;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredIndicator, declared};
-use crate::program::{PeerPrograms, Programs};
+use crate::program::{Followed, PeerPrograms, Programs};
 use crate::suggest::nearest;
 use std::sync::Arc;
 
@@ -106,9 +106,10 @@ impl Router {
     pub fn enter_load(&mut self, version: u64, oldest: u64, now: Seconds) -> Result<(), CoreError> {
         let now = self.clock(now);
         let Router { state, listeners: Listeners { admission, outgoing, .. }, .. } = self;
-        let programs = admission.programs();
+        let all = admission.programs().is_some();
+        let programs = admission.followed().filter(|followed| followed.publishes()).map(Followed::programs);
         let load = published(programs, now);
-        outgoing.enter(version, oldest, programs.is_some(), &mut state.ledger, &state.fleet, now, load)
+        outgoing.enter(version, oldest, all, &mut state.ledger, &state.fleet, now, load)
     }
 
     /// Returns the load of the instances that changed since the version `base` of

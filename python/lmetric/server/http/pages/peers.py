@@ -9,13 +9,14 @@ from aiohttp import web
 from lmetric.server.api.errors import bad
 from lmetric.server.api.own_pages import OBJECT, TEXT, Pages, answer, in_query
 from lmetric.server.background import replicas
+from lmetric.server.background.addresses import PATH
 from lmetric.server.background.key_exchange import KEYS_PATH
 from lmetric.server.http.pages.call import Call, json
 
 PAGES = Pages()
 
 
-@PAGES.page(replicas.PATH, "replicas", "replica").on(
+@PAGES.page(PATH, "replicas", "replica").on(
     "POST",
     "Exchange load between routers; only with `replicas.urls`",
     answer("Accepted", OBJECT),
@@ -24,7 +25,7 @@ PAGES = Pages()
     media=replicas.CONTENT_TYPE,
 )
 async def _receive(call: Call) -> web.Response:
-    return json(call.front.replicas.receive(await call.body(replicas.MOST_MESSAGE_BYTES)))
+    return json(await call.front.replicas.receive(await call.body(replicas.MOST_MESSAGE_BYTES)))
 
 
 @PAGES.page(KEYS_PATH, "replicas", "replica").on(
@@ -47,4 +48,4 @@ async def _keys(call: Call) -> web.Response:
         versions = int(after), int(copied)
     except (KeyError, ValueError):
         raise bad("the query must be after=VERSION&copied=VERSION&router=ID", "after") from None
-    return json(call.front.key_exchange.answer(router, *versions))
+    return json(await call.front.keys_page(router, *versions))
