@@ -189,5 +189,5 @@ def test_the_lower_level_of_tenant_and_class_holds(tenant: str, slo_class: str, 
     admission = AdmissionConfig.model_validate({"classes": {"high": {"level": 5}, "low": {"level": -3}}})
     tenants = {"a": TenantConfig(level=3), "b": TenantConfig()}
     assert Levels(admission, tenants).of(tenant, slo_class) == level
-    assert not Levels(None, tenants)
-    assert not Levels(AdmissionConfig(), {"b": TenantConfig()})
+    assert not Levels(None, tenants).on
+    assert not Levels(AdmissionConfig(), {"b": TenantConfig()}).on

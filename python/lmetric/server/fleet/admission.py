@@ -72,7 +72,7 @@ class HeldRequests:
         given = admission or AdmissionConfig()
         levels = Levels(admission, tenants)
         settings = core_settings(admission, tenants)
-        if settings is not None and levels:
+        if settings is not None and levels.on:
             settings["aging_seconds"] = given.aging_seconds
         if settings != self._settings:
             self._router.set_admission(settings)
@@ -89,7 +89,7 @@ class HeldRequests:
 
     def arrive(self, request: Request, tenant: str, slo_class: str, *, now: float) -> Arrival | None:
         """Records the arrival of a request; None if every request runs."""
-        if self.levels:
+        if self.levels.on:
             arrival = self._router.arrive(request, now=now, level=self.levels.of(tenant, slo_class))
         else:
             arrival = self._router.arrive(request, now=now)
@@ -158,7 +158,7 @@ class HeldRequests:
 
     def waiting_by_level(self) -> Counter[int]:
         """Returns the number of waiting requests by level; empty without levels."""
-        return Counter(map(self._level, self._waiting.values()) if self.levels else ())
+        return Counter(map(self._level, self._waiting.values()) if self.levels.on else ())
 
     def _level(self, waiting: Waiting) -> int:
         return self.levels.of(waiting.tenant, waiting.slo_class)

@@ -56,6 +56,7 @@ class Catalog:
         """Applies settings to new requests."""
         self.aliases = Aliases(config.aliases)
         self._fallbacks: Mapping[str, Sequence[str]] = config.fallbacks
+        self.has_fallbacks = bool(config.fallbacks)
         tenants = config.tenants.items()
         self._lists = {name: frozenset(each.models) for name, each in tenants if each.models is not None}
         self.changed()
@@ -94,11 +95,6 @@ class Catalog:
             for each in self._fallbacks.get(name, ())
             if each in self._names and self.allows(caller, each)
         ][:1]
-
-    @property
-    def has_fallbacks(self) -> bool:
-        """Whether some names have fallbacks."""
-        return bool(self._fallbacks)
 
     def fallbacks(self, name: str, alias: str | None, caller: Caller) -> list[str]:
         """Returns the models that may serve a caller's request for a model in its place, in order.

@@ -8,16 +8,14 @@ from lmetric.config import AdmissionConfig, TenantConfig
 
 
 class Levels:
-    """The levels of tenants and classes. False: there are none."""
+    """The levels of tenants and classes. ``on``: whether there are any."""
 
     def __init__(self, admission: AdmissionConfig | None, tenants: Mapping[str, TenantConfig]) -> None:
         classes = {} if admission is None else admission.classes
         given = {} if admission is None else tenants  # without admission, tenants do not share a queue
         self._classes = {name: each.level for name, each in classes.items() if each.level is not None}
         self._tenants = {name: each.level for name, each in given.items() if each.level is not None}
-
-    def __bool__(self) -> bool:
-        return bool(self._tenants or self._classes)
+        self.on = bool(self._tenants or self._classes)
 
     def of(self, tenant: str, slo_class: str) -> int:
         """Returns the level of a request; 0: neither its tenant nor its class has one.
