@@ -13,8 +13,10 @@ import pytest
 from lmetric.config import AdmissionConfig, TenantConfig
 from lmetric.server.fleet.levels import Levels
 from lmetric.why import because
-from server_world import FakeEngine, decision_id, hang
+from server_world import FakeEngine, decision_id, hang, world
 from test_server_admission import Gate, emulated, learned, long, model, post, small, stream, waiting
+from test_server_programs import SETTINGS as PROGRAMS
+from test_server_programs import body, held
 from test_server_reload_settings import reloaded
 
 # A prompt takes 0.3 s, and an engine has room for about two.
@@ -188,6 +190,27 @@ async def test_a_client_that_leaves_frees_a_place_of_its_level() -> None:
 def test_the_lower_level_of_tenant_and_class_holds(tenant: str, slo_class: str, level: int) -> None:
     admission = AdmissionConfig.model_validate({"classes": {"high": {"level": 5}, "low": {"level": -3}}})
     tenants = {"a": TenantConfig(level=3), "b": TenantConfig()}
-    assert Levels(admission, tenants).of(tenant, slo_class) == level
-    assert not Levels(None, tenants).on
-    assert not Levels(AdmissionConfig(), {"b": TenantConfig()}).on
+    assert Levels(admission, tenants, holds=True).of(tenant, slo_class) == level
+    assert not Levels(None, tenants, holds=False).on
+    assert not Levels(AdmissionConfig(), {"b": TenantConfig()}, holds=True).on
+
+
+async def test_held_programs_have_levels_without_admission() -> None:
+    settings = {**PROGRAMS, "forget_seconds": 1}
+    tenants = {"low": {}, "high": {"level": 2}}
+    async with world(1, cache_blocks=100, programs=settings, tenants=tenants) as w:
+        assert (await w.post(body(1)))[0] == 200
+        low = asyncio.create_task(w.post(body(2), headers={"x-tenant": "low"}))
+        await held(w, 1)
+        high = asyncio.create_task(w.post(body(3), headers={"x-tenant": "high"}))
+        await held(w, 2)
+        page = (await w.get("/metrics"))[1].decode()
+        for level in (0, 2):
+            assert f'lmetric_level_waiting_requests{{level="{level}",model="tiny"}} 1.0' in page
+        async with asyncio.timeout(20):
+            status, headers, _ = await high
+            assert (status, low.done()) == (200, False)
+            assert (await low)[0] == 200
+        record = record_of(w, headers)
+        assert record["level"] == 2
+        assert f"; it waited {record['held_seconds']:.3g} s at level 2" in because(record)

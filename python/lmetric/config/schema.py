@@ -62,6 +62,7 @@ from lmetric.options import (
     Maturity,
     PrefixFetch,
     PriorityOption,
+    ProgramAdmission,
     ProgramAuto,
     ProgramOption,
     RebalanceOption,
@@ -1643,13 +1644,15 @@ class ServerConfig(PoolSettings):
 
     def _check_classes(self) -> None:
         """Refuses classes of tenants and budgets that no model has, and levels without a queue."""
-        admissions = [pool.admission for pool in (self, *self.models) if pool.admission is not None]
+        pools = (self, *self.models)
+        admissions = [pool.admission for pool in pools if pool.admission is not None]
+        queues = [*admissions, *(pool for pool in pools if isinstance(pool.programs, ProgramAdmission))]
         known = sorted({name for admission in admissions for name in admission.classes})
         for name, tenant in self.tenants.items():
-            if tenant.level is not None and not admissions:
+            if tenant.level is not None and not queues:
                 raise ValueError(
-                    f"tenants.{name}.level = {tenant.level}: levels order the queue of admission, which is "
-                    "off; set admission, such as admission: {}, or remove the level"
+                    f"tenants.{name}.level = {tenant.level}: levels order waiting requests, and none wait "
+                    "without admission or programs; set admission, such as admission: {}, or remove the level"
                 )
             named = [("slo_class", tenant.slo_class)]
             named += [(f"budgets ({each.label})", each.slo_class) for each in tenant.budgets]

@@ -44,6 +44,7 @@ pub mod guard;
 pub mod ids;
 pub mod indicators;
 pub mod kv;
+pub mod levels;
 pub mod maturity;
 pub mod plan;
 pub mod policy;

@@ -38,7 +38,7 @@ pub struct Request<'a> {
     /// Deadline of the first token after the arrival, for admission by load; `None`: that of the
     /// settings.
     pub ttft_slo_seconds: Option<f64>,
-    /// Priority level while it waits, for admission by load ([`crate::admission::LEVELS`]).
+    /// Priority level while it waits ([`crate::levels::LEVELS`]).
     pub level: i8,
     /// Whether the answer comes whole, so that its first token is not seen.
     pub whole_answer: bool,

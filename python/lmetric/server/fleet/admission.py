@@ -57,7 +57,7 @@ class HeldRequests:
         self.refused: Counter[tuple[str, str]] = Counter()  # by tenant and reason
         self.longest_hold_seconds = 0.0
         self.classes: Mapping[str, SloClass] = {}
-        self.levels = Levels(None, {})
+        self.levels = Levels(None, {}, holds=False)
         # Time between two comments to the client of a held stream, s; 0: none.
         self.keep_alive_seconds = KEEP_ALIVE_SECONDS
         if isinstance(programs, ProgramAdmission):
@@ -70,7 +70,8 @@ class HeldRequests:
         Raises LmetricError.
         """
         given = admission or AdmissionConfig()
-        levels = Levels(admission, tenants)
+        holds = admission is not None or isinstance(self._programs, ProgramAdmission)
+        levels = Levels(admission, tenants, holds=holds)
         settings = core_settings(admission, tenants)
         if settings is not None and levels.on:
             settings["aging_seconds"] = given.aging_seconds

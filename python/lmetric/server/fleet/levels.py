@@ -8,11 +8,16 @@ from lmetric.config import AdmissionConfig, TenantConfig
 
 
 class Levels:
-    """The levels of tenants and classes. ``on``: whether there are any."""
+    """The levels of tenants and classes. ``on``: whether there are any.
 
-    def __init__(self, admission: AdmissionConfig | None, tenants: Mapping[str, TenantConfig]) -> None:
+    ``holds``: whether requests wait in a queue of the router.
+    """
+
+    def __init__(
+        self, admission: AdmissionConfig | None, tenants: Mapping[str, TenantConfig], *, holds: bool
+    ) -> None:
         classes = {} if admission is None else admission.classes
-        given = {} if admission is None else tenants  # without admission, tenants do not share a queue
+        given = tenants if holds else {}
         self._classes = {name: each.level for name, each in classes.items() if each.level is not None}
         self._tenants = {name: each.level for name, each in given.items() if each.level is not None}
         self.on = bool(self._tenants or self._classes)

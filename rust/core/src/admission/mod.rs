@@ -36,7 +36,7 @@ pub(crate) mod tests;
 mod tests_levels;
 mod verdict;
 
-pub use levels::{LEVELS, LevelNote, LevelSnapshot};
+pub use levels::{LevelNote, LevelSnapshot};
 pub use settings::{LoadConfig, TenantLimits};
 pub use verdict::{Asked, Counters, Fullness, HeldFor, LoadSnapshot, RefusedFor, Released, Room, Verdict};
 
@@ -46,7 +46,7 @@ use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{
-    self, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
+    self, AGING_SECONDS, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
 };
 use hashbrown::HashMap;
 use limits::{Limits, Shared};
@@ -221,6 +221,7 @@ impl Admission {
             (Some(programs), Some(config)) => programs.programs_mut().set_config(config)?,
             (programs, config) => *programs = config.map(Followed::new).transpose()?,
         }
+        self.age_programs();
         if self.programs.is_none() {
             self.arrivals.values_mut().for_each(|arrival| (arrival.turn, arrival.home) = (None, None));
             for (_, id) in std::mem::take(&mut self.by_turn) {
@@ -228,6 +229,14 @@ impl Admission {
             }
         }
         Ok(())
+    }
+
+    /// Gives programs the aging of requests.
+    fn age_programs(&mut self) {
+        let own = self.load.as_ref().and_then(|load| load.config.aging_seconds);
+        if let Some(programs) = &mut self.programs {
+            programs.set_aging_seconds(own.unwrap_or(AGING_SECONDS));
+        }
     }
 
     /// Switches admission by load on or off, or changes its settings. Requests that wait stay; when
@@ -250,6 +259,7 @@ impl Admission {
                 }
             }
         }
+        self.age_programs();
         if self.load.is_none() {
             let ids: Vec<ArrivalId> = self.arrivals.keys().collect();
             for id in ids {
@@ -319,7 +329,8 @@ impl Admission {
             program::Verdict::Run(home) => Some(home),
             program::Verdict::Free | program::Verdict::Held(_) => None,
         };
-        let asked = Asked { level: if self.has_levels() { asked.level } else { 0 }, ..asked };
+        let counts = self.has_levels() || self.load.is_none(); // without a queue, only programs have levels
+        let asked = Asked { level: if counts { asked.level } else { 0 }, ..asked };
         let default = self.load.as_ref().and_then(|load| load.config.ttft_seconds);
         let ttft = asked.ttft_seconds.or(default);
         let answer = self.load.as_ref().map_or(0.0, |load| load.service.answer_tokens());

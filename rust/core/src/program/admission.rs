@@ -12,8 +12,10 @@
 //! own tenant: that program would return soon, compute its context again, and wait in turn.
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
+use super::queue::Line;
 use super::types::{Hold, ProgramId, Released, Root, SOON_SECONDS, State, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
+use crate::levels::Ranks;
 use hashbrown::HashMap;
 
 /// Held turns of one program. A client that sends more is refused.
@@ -100,13 +102,17 @@ impl Programs {
             needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.expected_seconds(self.programs[id].tenant, now),
+            expected_seconds: self.expected_seconds(self.line_of(id), now),
         }
     }
 
-    /// Returns the predicted seconds until all held programs of a tenant are admitted.
-    pub(super) fn expected_seconds(&self, tenant: u64, now: Seconds) -> Seconds {
-        self.queue.expected_seconds(tenant, self.peer_demand(), now)
+    fn line_of(&self, id: ProgramId) -> Line {
+        (self.programs[id].level, self.programs[id].tenant)
+    }
+
+    /// Returns the predicted seconds until all held programs of a line are admitted.
+    pub(super) fn expected_seconds(&self, line: Line, now: Seconds) -> Seconds {
+        self.queue.expected_seconds(line, self.peer_demand(), now)
     }
 
     /// Returns the instance that can take a program: its home if it fits there, else the instance
@@ -286,10 +292,9 @@ impl Programs {
         let slots: Vec<usize> = (0..self.instances.len()).collect();
         let mut resting = None;
         let mut places = MAX_PER_FAIR_ROUND;
-        for tenant in self.tenants_by_share() {
-            let held: Vec<ProgramId> =
-                self.queue.tenants[&tenant].places.iter().map(|(.., id)| *id).collect();
-            // Within a tenant, a program that does not get a place holds back those behind it.
+        for line in self.lines_by_turn(&self.ranks(now)) {
+            let held: Vec<ProgramId> = self.queue.lines[&line].places.iter().map(|(.., id)| *id).collect();
+            // Within a line, a program that does not get a place holds back those behind it.
             let mut blocked = false;
             for id in held {
                 let hold = now - self.held_since(id, now);
@@ -308,7 +313,7 @@ impl Programs {
                     blocked = true;
                 }
                 if is_over {
-                    let seconds = self.expected_seconds(tenant, now).clamp(1.0, 3600.0);
+                    let seconds = self.expected_seconds(line, now).clamp(1.0, 3600.0);
                     for turn in self.programs[id].held.clone() {
                         self.refuse(turn, seconds, now);
                         self.queue.refused.push((turn, seconds));
@@ -388,7 +393,8 @@ impl Programs {
 
     /// Admits held programs while there is room.
     fn release(&mut self, now: Seconds) {
-        while let Some((id, instance)) = self.next_to_admit(now) {
+        let ranks = self.ranks(now);
+        while let Some((id, instance)) = self.next_to_admit(&ranks, now) {
             self.give_place(id, instance, now);
         }
     }
@@ -408,17 +414,17 @@ impl Programs {
     }
 
     /// Returns the held program to admit next, if one fits.
-    fn next_to_admit(&self, now: Seconds) -> Option<(ProgramId, InstanceId)> {
+    fn next_to_admit(&self, ranks: &Ranks, now: Seconds) -> Option<(ProgramId, InstanceId)> {
         let kept = self.queue.kept;
         let mut reserved: Vec<InstanceId> = kept.iter().map(|(_, instance)| *instance).collect();
-        for tenant in self.tenants_by_share() {
-            if let Some(id) = self.queue.overdue.filter(|id| self.queue.places[id].0 == tenant) {
+        for line in self.lines_by_turn(ranks) {
+            if let Some(id) = self.queue.overdue.filter(|id| self.queue.places[id].0 == line) {
                 if let Some(instance) = self.room_for(id, &reserved) {
                     return Some((id, instance));
                 }
                 reserved.extend(self.emptiest(&reserved));
             }
-            for &(_, _, id) in self.queue.tenants[&tenant].places.iter().take(CANDIDATES) {
+            for &(_, _, id) in self.queue.lines[&line].places.iter().take(CANDIDATES) {
                 let is_kept = kept.is_some_and(|(kept, _)| kept == id);
                 if let Some(instance) = self.room_for(id, if is_kept { &[] } else { &reserved }) {
                     return Some((id, instance));
@@ -441,12 +447,31 @@ impl Programs {
         None
     }
 
-    /// Returns the tenants with held programs; those with the fewest counted tokens for their
-    /// weight first.
-    fn tenants_by_share(&self) -> Vec<u64> {
-        let mut tenants: Vec<u64> = self.queue.tenants.keys().copied().collect();
-        let share = |tenant: &u64| self.sets.share(*tenant);
-        tenants.sort_by(|a, b| share(a).total_cmp(&share(b)).then(a.cmp(b)));
-        tenants
+    /// Returns the order of the levels of held programs. One level needs none.
+    fn ranks(&self, now: Seconds) -> Ranks {
+        let (first, last) = (self.queue.lines.first_key_value(), self.queue.lines.last_key_value());
+        if first.map(|(line, _)| line.0) == last.map(|(line, _)| line.0) {
+            return Ranks::default();
+        }
+        let places = self.queue.places.iter();
+        let waits = places.map(|(id, ((level, _), ..))| (*level, now - self.held_since(*id, now)));
+        Ranks::new(waits, self.config.aging_seconds)
+    }
+
+    /// Returns the lines of held programs: those of higher levels first, then those of the tenants
+    /// with the fewest counted tokens for their weight.
+    fn lines_by_turn(&self, ranks: &Ranks) -> Vec<Line> {
+        let mut lines: Vec<Line> = self.queue.lines.keys().copied().collect();
+        let share = |(_, tenant): &Line| self.sets.share(*tenant);
+        lines.sort_by(|a, b| {
+            let by_level = ranks.of(a.0).cmp(&ranks.of(b.0));
+            by_level.then(share(a).total_cmp(&share(b))).then(a.1.cmp(&b.1)).then(b.0.cmp(&a.0))
+        });
+        lines
+    }
+
+    /// Sets the hold after which a program's level rises by one.
+    pub(super) fn set_aging_seconds(&mut self, seconds: Seconds) {
+        self.config.aging_seconds = seconds;
     }
 }

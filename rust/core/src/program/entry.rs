@@ -14,6 +14,8 @@ pub struct Program {
     pub tenant: u64,
     /// Share of its tenant.
     pub weight: f64,
+    /// Priority level of its latest request.
+    pub(super) level: i8,
     pub(super) session: Option<u64>,
     /// Arrival of the first request of its tree, and its place among programs of that time.
     pub born: Seconds,

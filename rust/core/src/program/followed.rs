@@ -177,6 +177,11 @@ impl Followed {
         self.shared.as_ref().is_none_or(|shared| shared.waits.is_none())
     }
 
+    /// Sets the hold after which a program's level rises by one.
+    pub fn set_aging_seconds(&mut self, seconds: Seconds) {
+        self.programs.set_aging_seconds(seconds);
+    }
+
     /// Returns whether this process tells other routers of the programs: one of all workers does.
     pub fn publishes(&self) -> bool {
         self.shared.as_ref().is_none_or(|shared| shared.leads())
@@ -217,7 +222,8 @@ impl Followed {
             return (Some(turn), verdict);
         };
         let (session, flags) = (arrival.session.unwrap_or(0), u64::from(arrival.session.is_some()));
-        let flags = flags | u64::from(arrival.last) << 1 | u64::from(arrival.prompt_tokens) << 32;
+        let level = u64::from(arrival.level as u8) << 8;
+        let flags = flags | u64::from(arrival.last) << 1 | level | u64::from(arrival.prompt_tokens) << 32;
         let (weight, tokens) = (arrival.weight.to_bits(), arrival.tokens_per_block.to_bits());
         let head: [u64; ARRIVAL_WORDS] = [arrival.tenant, weight, session, flags, tokens];
         let chain = &arrival.chain[..arrival.chain.len().min(MOST_WORDS - ARRIVAL_WORDS)];
@@ -510,6 +516,7 @@ impl Shared {
                     session: (flags & 1 != 0).then_some(*session),
                     tenant: *tenant,
                     weight: f64::from_bits(*weight),
+                    level: (flags >> 8) as u8 as i8,
                     last: flags & 2 != 0,
                     worker,
                 };

@@ -35,6 +35,8 @@ pub mod settings;
 pub(crate) mod tests;
 #[cfg(test)]
 mod tests_bounds;
+#[cfg(test)]
+mod tests_levels;
 mod types;
 mod waste;
 
@@ -43,7 +45,7 @@ pub use followed::Followed;
 pub use gaps::{Finish, GapClass, Gaps};
 pub use programs::Programs;
 pub use rules::{ProgramRules, Terms};
-pub use settings::{ProgramConfig, ProgramMode};
+pub use settings::{AGING_SECONDS, ProgramConfig, ProgramMode};
 pub use types::{
     Arrival, Hold, MAX_ROOTS, PeerPrograms, PeerRoot, ProgramId, ProgramNote, Released, Root, SOON_SECONDS,
     State, TurnId, Verdict, Work,

@@ -307,7 +307,11 @@ impl Programs {
                             let turn = self.add_turn(turn);
                             return (
                                 turn,
-                                self.refuse(turn, self.expected_seconds(arrival.tenant, now), now),
+                                self.refuse(
+                                    turn,
+                                    self.expected_seconds((arrival.level, arrival.tenant), now),
+                                    now,
+                                ),
                             );
                         }
                     }
@@ -325,6 +329,9 @@ impl Programs {
         let turn = self.add_turn(Turn { program: Some(id), ..turn });
         let program = &mut self.programs[id];
         program.turns += 1;
+        if program.state != State::Held {
+            program.level = arrival.level; // a held program keeps its place
+        }
         let tokens = match program.state {
             // A second request of a running program may be shorter than the first.
             State::Running | State::Held => program.tokens.max(f64::from(arrival.prompt_tokens)),
@@ -428,6 +435,7 @@ impl Programs {
         let program = Program {
             tenant: arrival.tenant,
             weight: arrival.weight.max(1e-3),
+            level: arrival.level,
             session: arrival.session,
             born: order.0,
             order: order.1,

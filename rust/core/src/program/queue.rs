@@ -15,7 +15,10 @@ const MIN_FLOW_SECONDS: Seconds = 60.0;
 /// Place of a program among the held programs of its tenant: what the order counts, then its birth.
 pub(super) type Place = (u64, u64, ProgramId);
 
-/// The held programs of a tenant, and the tokens that they need.
+/// The level and the tenant of held programs.
+pub(super) type Line = (i8, u64);
+
+/// The held programs of a line, and the tokens that they need.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Waiting {
     pub places: BTreeSet<Place>,
@@ -26,9 +29,9 @@ pub(super) struct Waiting {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Queue {
     /// In an order that all workers share, because the order of a sum changes its rounding.
-    pub tenants: BTreeMap<u64, Waiting>,
-    /// Tenant, place and needed tokens of each held program.
-    pub places: HashMap<ProgramId, (u64, Place, f64)>,
+    pub lines: BTreeMap<Line, Waiting>,
+    /// Line, place and needed tokens of each held program.
+    pub places: HashMap<ProgramId, (Line, Place, f64)>,
     #[serde(skip)]
     pub released: Vec<Released>,
     #[serde(skip)]
@@ -57,22 +60,23 @@ impl Queue {
         });
         let place = (first, program.order, id);
         let tokens = program.own_tokens();
-        self.places.insert(id, (program.tenant, place, tokens));
-        let waiting = self.tenants.entry(program.tenant).or_default();
+        let line = (program.level, program.tenant);
+        self.places.insert(id, (line, place, tokens));
+        let waiting = self.lines.entry(line).or_default();
         waiting.places.insert(place);
         waiting.tokens += tokens;
     }
 
     /// Removes a program.
     pub fn remove(&mut self, id: ProgramId) {
-        let Some((tenant, place, tokens)) = self.places.remove(&id) else { return };
+        let Some((line, place, tokens)) = self.places.remove(&id) else { return };
         self.kept = self.kept.filter(|(kept, _)| *kept != id);
         self.overdue = self.overdue.filter(|overdue| *overdue != id);
-        if let Some(waiting) = self.tenants.get_mut(&tenant) {
+        if let Some(waiting) = self.lines.get_mut(&line) {
             waiting.places.remove(&place);
             waiting.tokens -= tokens;
             if waiting.places.is_empty() {
-                self.tenants.remove(&tenant);
+                self.lines.remove(&line);
             }
         }
     }
@@ -89,21 +93,26 @@ impl Queue {
 
     /// Returns the tokens that held programs need, and those admitted recently.
     pub fn demand(&self, now: Seconds) -> (f64, f64) {
-        let tokens = self.tenants.values().map(|waiting| waiting.tokens).sum();
+        let tokens = self.lines.values().map(|waiting| waiting.tokens).sum();
         (tokens, self.flow.now(now, FLOW_SECONDS))
     }
 
-    /// Returns the predicted seconds until all held programs of a tenant are admitted. Tenants take
-    /// turns, so at most as many tokens of each other tenant are admitted before. `peers`: the
-    /// demand of peer routers on the same instances.
-    pub fn expected_seconds(&self, tenant: u64, peers: (f64, f64), now: Seconds) -> Seconds {
+    /// Returns the predicted seconds until all held programs of a line are admitted. Higher levels
+    /// go first. Tenants of a level take turns, so at most as many tokens of each other tenant are
+    /// admitted before. `peers`: the demand of peer routers on the same instances.
+    pub fn expected_seconds(&self, line: Line, peers: (f64, f64), now: Seconds) -> Seconds {
         let age = self.flow_began.map_or(0.0, |began| now - began).max(MIN_FLOW_SECONDS);
         let admitted = self.demand(now).1 + peers.1;
         let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
         let (own, number) =
-            self.tenants.get(&tenant).map_or((0.0, 0), |waiting| (waiting.tokens, waiting.places.len()));
-        let tokens: f64 = self.tenants.values().map(|waiting| waiting.tokens.min(own)).sum();
-        let programs: usize = self.tenants.values().map(|waiting| waiting.places.len().min(number)).sum();
+            self.lines.get(&line).map_or((0.0, 0), |waiting| (waiting.tokens, waiting.places.len()));
+        let (mut tokens, mut programs) = (0.0, 0);
+        for ((level, _), waiting) in self.lines.range((line.0, 0)..) {
+            let (most, most_programs) =
+                if *level > line.0 { (f64::INFINITY, usize::MAX) } else { (own, number) };
+            tokens += waiting.tokens.min(most);
+            programs += waiting.places.len().min(most_programs);
+        }
         // Peers share by tenants, too: they admit at most as many tokens before. If none were
         // admitted lately, one in each `FLOW_SECONDS` is assumed.
         ((tokens + peers.0.min(own)) / rate).min(programs as f64 * FLOW_SECONDS)
@@ -111,7 +120,11 @@ impl Queue {
 
     /// Returns whether a tenant has more than its share of a full queue.
     pub fn is_full(&self, tenant: u64, most: usize) -> bool {
-        let own = self.tenants.get(&tenant).map_or(0, |waiting| waiting.places.len());
-        self.len() > most && own > most / self.tenants.len().max(1)
+        if self.len() <= most {
+            return false;
+        }
+        let tenants: BTreeSet<u64> = self.lines.keys().map(|(_, tenant)| *tenant).collect();
+        let own = self.lines.iter().filter(|((_, each), _)| *each == tenant);
+        own.map(|(_, waiting)| waiting.places.len()).sum::<usize>() > most / tenants.len().max(1)
     }
 }

@@ -6,6 +6,9 @@ use crate::settings::SettingsReader;
 use serde::Deserialize;
 use std::sync::Arc;
 
+/// Hold after which a program's level rises by one, unless admission by load has another.
+pub const AGING_SECONDS: Seconds = 30.0;
+
 /// Treatment of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ProgramMode {
@@ -63,6 +66,9 @@ pub struct ProgramConfig {
     pub sessions: bool,
     /// Whether classes of gaps distinguish how the last answer ended.
     pub finish_reason: bool,
+    /// Hold after which a held program's level rises by one.
+    #[serde(skip)]
+    pub aging_seconds: Seconds,
     /// Rules in place of the core's own; `None`: the core's.
     #[serde(skip)]
     pub rules: Option<Arc<dyn ProgramRules>>,
@@ -84,6 +90,7 @@ impl Default for ProgramConfig {
             max_held: 4096,
             sessions: true,
             finish_reason: true,
+            aging_seconds: AGING_SECONDS,
             rules: None,
         }
     }

@@ -42,6 +42,8 @@ pub struct Arrival<'a> {
     pub tenant: u64,
     /// The tenant's share relative to other tenants.
     pub weight: f64,
+    /// Priority level: programs of a higher level are admitted first.
+    pub level: i8,
     /// Whether the client says that this is the last turn of its program.
     pub last: bool,
     /// Number of the worker that has the request, if the server has several.

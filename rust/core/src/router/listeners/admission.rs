@@ -1,12 +1,13 @@
 //! Admission and agent programs as a listener ([`crate::admission`]): a request is admitted before
 //! its decision, completed for it, and followed from its placement to its end.
 use super::listener::{Before, Ended, Listener, Placement};
-use crate::admission::{Admission, Asked, LEVELS, Released, Room, Verdict};
+use crate::admission::{Admission, Asked, Released, Room, Verdict};
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::kv::tier::Tier;
+use crate::levels::LEVELS;
 use crate::program::{Arrival, Followed, Work};
 use crate::record::DecisionRecord;
 use crate::request::Request;
@@ -110,6 +111,7 @@ pub fn arrive(
         session,
         tenant: request.tenant.id,
         weight: request.tenant.weight,
+        level: request.level,
         last: request.session_final,
         worker: 0,
     };
