@@ -78,6 +78,7 @@ class Publisher:
         self.endpoint = self.pub.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.past: list[tuple[int, bytes]] = []
         self.next = 0
+        self.clock: Callable[[], float] = time.time
         self.asked: list[int] = []
         self.router: zmq.Socket[bytes] | None = None
         self.replay_endpoint: str | None = None
@@ -91,7 +92,7 @@ class Publisher:
         self.replay_endpoint = self.router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def publish(self, *events: Any, lose: bool = False) -> None:
-        payload = msgpack.packb([time.time(), list(events), 0])
+        payload = msgpack.packb([self.clock(), list(events), 0])
         self.past = [*self.past, (self.next, payload)][-self.keep :]
         if not lose:
             self.pub.send_multipart((self.topic, self.next.to_bytes(8, "big"), payload))

@@ -588,6 +588,9 @@ class EventFeed:
         self, instance: str, endpoint: str, *, topic: str = ""
     ) -> None: ...  # load reports of SGLang (LoadStat)
     def unsubscribe(self, instance: str) -> bool: ...  # drops the blocks learned from its events
+    def begin_new_weights(
+        self, instances: Sequence[str]
+    ) -> None: ...  # drops their blocks, and ignores events made before now
     def instances(self) -> list[str]: ...
     def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
     # By rank. `state` is "connecting", "live" or "incomplete". `skipped` is {reason: count},

@@ -188,8 +188,8 @@ class EngineConfig(Strict):
         None,
         min_length=1,
         description="revision of the model's weights. No KV cache passes between engines with different "
-        "revisions. Default: as the engine reports (SGLang: its weight version; vLLM: only in development "
-        "mode)",
+        "revisions. Default: as announced by a trainer, or as the engine reports (SGLang: its weight "
+        "version; vLLM: only in development mode)",
         json_schema_extra={"when": "you update weights, and engines transfer KV"},
     )
     group: str | None = Field(

@@ -412,6 +412,10 @@ class Adapter(ABC):
             return False
         return isinstance(value, dict) and True in value.values()
 
+    def asleep(self, page: bytes) -> bool:
+        """Whether an engine's metrics show that it sleeps, without a cache; False: not known."""
+        return False
+
     def error(self, body: bytes) -> str:
         """The message of an error answer on one line; empty if it has none."""
         return error_text(body)

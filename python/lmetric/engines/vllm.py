@@ -39,6 +39,8 @@ _HANDOVER_FLAG = (
     """"kv_load_failure_policy": "recompute"}'"""
 )
 _INFOS = ("cache_config_info", "lora_requests_info")
+_SLEEP_STATE = "engine_sleep_state"
+_ASLEEP = ("weights_offloaded", "discard_all")
 _SOURCES = "/kv_event_sources"
 _OFF = "its KV events are off"
 _NIXL = re.compile(rb"^vllm:nixl_", re.MULTILINE)
@@ -135,6 +137,11 @@ class Vllm(Adapter):
             pause_pages=("/is_paused", "/is_sleeping") if isinstance(told, dict) else (),
             ignored=tuple(pages.ignored),
         )
+
+    def asleep(self, page: bytes) -> bool:
+        """Whether `vllm:engine_sleep_state` shows level 1 or 2; level 0 only pauses."""
+        states = samples(self.own(page), self.prefix, (_SLEEP_STATE,))
+        return any(labels_of(raw).get("sleep_state") in _ASLEEP and state > 0 for _, raw, state in states)
 
     def _metrics(
         self, page: bytes

@@ -2,7 +2,7 @@
 //! repeated report of known blocks means.
 use crate::decode::DecodeError;
 use crate::early::EarlyEvents;
-use crate::event::{Event, MAX_STEPS, Removed, Scratch, Stored, read_batch};
+use crate::event::{Event, MAX_STEPS, Removed, Scratch, Stored, moment_of, read_batch};
 use crate::extra::Rest;
 use crate::groups::{Others, Role};
 use crate::load::LOAD;
@@ -128,6 +128,8 @@ pub struct Applier {
     removes: BTreeSet<&'static str>,
     narrowing: Vec<u64>,
     scratch: Scratch,
+    /// Timestamp before which batches are of old weights.
+    old_before: Option<f64>,
     /// Work since the start, in steps.
     steps: u64,
     /// The limit that the last batch exceeded.
@@ -149,6 +151,7 @@ impl Applier {
             removes: BTreeSet::new(),
             narrowing: Vec::new(),
             scratch: Scratch::default(),
+            old_before: None,
             steps: 0,
             over_limit: None,
         }
@@ -185,6 +188,11 @@ impl Applier {
         (self.group, self.others) = (None, Others::default());
     }
 
+    /// Sets the timestamp before which batches are of old weights: their blocks do not count.
+    pub fn set_old_before(&mut self, moment: Option<f64>) {
+        self.old_before = moment;
+    }
+
     /// Forgets the source's blocks, tiers and block size.
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
@@ -199,7 +207,10 @@ impl Applier {
     pub fn apply(&mut self, batch: &[u8]) -> bool {
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut cleared = false;
+        let is_old = self.old_before.is_some_and(|moment| moment_of(batch).is_some_and(|at| at < moment));
         let read = read_batch(batch, &mut scratch, |event| match event {
+            Event::Stored(stored) if is_old => self.tally.skip("old_weights", stored.hashes.len()),
+            Event::Removed(_) if is_old => {}
             Event::Stored(stored) => self.stored(&stored),
             Event::Removed(removed) => self.removed(&removed),
             Event::Cleared => {

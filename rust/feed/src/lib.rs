@@ -19,6 +19,7 @@ pub mod source;
 pub mod status;
 pub mod stream;
 pub mod subscriber;
+pub mod weights;
 pub mod zmtp;
 
 pub use subscriber::{EventFeed, Subscription, rank_endpoint};

@@ -5,6 +5,7 @@ use crate::event::moment_of;
 use crate::load::{Load, read_load, read_load_event};
 use crate::status::Status;
 use crate::stream::{HELD_BYTES, Sink, Standing, Stream};
+use crate::weights::NewWeights;
 use crate::zmtp::{MAX_MESSAGE_BYTES, Talk};
 use lmetric_core::CoreError;
 use lmetric_core::router::feed::{KvFeed, Source as Origin};
@@ -57,6 +58,7 @@ pub struct Blocks {
 struct Hands {
     applier: Applier,
     line: Line,
+    new_weights: NewWeights,
     /// The applier's steps at the start of the turn, and the steps of reading since then.
     began: u64,
     read: u64,
@@ -81,6 +83,12 @@ impl Sink for Hands {
 
     fn clear(&mut self) {
         self.applier.clear();
+    }
+
+    fn note_restart(&mut self) {
+        // The new process has no block of old weights, and maybe another clock.
+        self.new_weights = NewWeights::default();
+        self.applier.set_old_before(None);
     }
 
     fn ask(&mut self, from: u64) {
@@ -116,7 +124,7 @@ impl Blocks {
             epoch,
             stream: Stream::new(line.endpoint.is_some()),
             more: false,
-            hands: Hands { applier, line, began: 0, read: 0 },
+            hands: Hands { applier, line, new_weights: NewWeights::default(), began: 0, read: 0 },
         }
     }
 
@@ -290,6 +298,8 @@ impl Source {
                 if let Some(delay) = moment_of(payload).and_then(delay_since) {
                     let least = &mut self.status.min_delay_seconds;
                     *least = Some(least.map_or(delay, |known| known.min(delay)));
+                    blocks.hands.new_weights.note_delay(delay, now);
+                    blocks.hands.applier.set_old_before(blocks.hands.new_weights.old_before());
                 }
                 blocks.stream.live(number, payload, now, &mut blocks.hands);
                 // A load is complete by itself, so gaps and replays do not matter, and only live
@@ -398,6 +408,24 @@ impl Source {
         true
     }
 
+    /// Forgets the applied batches, and ignores those that the engine has made before now.
+    pub fn begin_new_weights(&mut self) {
+        if let (Kind::Blocks(blocks), Some(now)) = (&mut self.kind, unix_now()) {
+            let Hands { applier, new_weights, .. } = &mut blocks.hands;
+            new_weights.announce(now);
+            applier.set_old_before(new_weights.old_before());
+            applier.clear();
+            blocks.stream.begin_empty();
+        }
+    }
+
+    /// Continues after the index was emptied in agreement with the applied batches.
+    pub fn keep_up(&mut self, feed: &KvFeed) {
+        if let Kind::Blocks(blocks) = &mut self.kind {
+            blocks.epoch = feed.epoch_of(blocks.hands.applier.source());
+        }
+    }
+
     /// Returns when [`Source::attend`] has something to do without a signal.
     pub fn deadline(&self) -> Option<f64> {
         match &self.kind {
@@ -428,8 +456,12 @@ impl Source {
 
 /// Returns the seconds from `moment` on the engine's clock to now on this machine's clock.
 fn delay_since(moment: f64) -> Option<f64> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs_f64();
-    moment.is_finite().then_some(now - moment)
+    moment.is_finite().then_some(unix_now()? - moment)
+}
+
+/// Returns the seconds since 1970 on this machine's clock.
+fn unix_now() -> Option<f64> {
+    Some(SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs_f64())
 }
 
 /// Decodes a batch number from 8 big-endian bytes.

@@ -31,6 +31,8 @@ pub trait Sink {
     fn apply(&mut self, batch: &[u8]) -> bool;
     /// Forgets all applied batches.
     fn clear(&mut self);
+    /// Notes that another process publishes now.
+    fn note_restart(&mut self) {}
     /// Requests all batches from this number on, and cancels the previous request.
     fn ask(&mut self, from: u64);
     /// Returns whether the source has spent its turn. Held batches then wait for the next turn.
@@ -225,6 +227,14 @@ impl Stream {
         if self.can_replay && self.connected {
             self.attempts = 0;
             self.ask(now, sink);
+        }
+    }
+
+    /// Handles new weights: the blocks of the applied batches count no more, so those of the next
+    /// batches are all that count.
+    pub fn begin_empty(&mut self) {
+        if self.next.is_some() && self.replay.is_none() {
+            (self.complete, self.again_at) = (true, None);
         }
     }
 
@@ -477,6 +487,7 @@ impl Stream {
     /// Forgets everything, because another process publishes now.
     fn restarted(&mut self, sink: &mut impl Sink) {
         self.counts.restarts += 1;
+        sink.note_restart();
         (self.next, self.complete, self.replay, self.attempts) = (None, false, None, 0);
         self.let_go();
         sink.clear();

@@ -63,6 +63,7 @@ type Shown = Arc<Mutex<BTreeMap<String, Vec<Arc<Mutex<Status>>>>>>;
 enum Command {
     Subscribe(String, Subscription, Reply),
     Unsubscribe(String, SyncSender<bool>),
+    NewWeights(Vec<String>, SyncSender<()>),
     /// Addresses of a name, for the token of a link or a source.
     Found(usize, Vec<SocketAddr>),
     Close,
@@ -152,6 +153,17 @@ impl EventFeed {
     pub fn unsubscribe(&self, instance: &str) -> Result<bool, CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Unsubscribe(instance.to_string(), reply))?;
+        answer.recv().map_err(|_| self.gone())
+    }
+
+    /// Forgets the blocks of these instances, whose engines have new weights, and ignores events
+    /// that were made before now ([`crate::weights`]).
+    ///
+    /// # Errors
+    /// `BadValue` if the feed is closed or its thread has stopped.
+    pub fn begin_new_weights(&self, instances: Vec<String>) -> Result<(), CoreError> {
+        let (reply, answer) = sync_channel(1);
+        self.send(Command::NewWeights(instances, reply))?;
         answer.recv().map_err(|_| self.gone())
     }
 
@@ -356,6 +368,10 @@ impl Worker {
                     }
                     Command::Unsubscribe(instance, reply) => {
                         let _ = reply.send(self.unsubscribe(&instance));
+                    }
+                    Command::NewWeights(instances, reply) => {
+                        instances.iter().for_each(|instance| self.begin_new_weights(instance));
+                        let _ = reply.send(());
                     }
                     Command::Found(id, addresses) => {
                         self.found(id, &addresses);
@@ -610,6 +626,24 @@ impl Worker {
         self.links_of.entry(instance).or_default().push(link_id);
         self.settle(link_id, now);
         Ok(())
+    }
+
+    fn begin_new_weights(&mut self, instance: &str) {
+        let ids = self.links_of.get(instance).cloned().unwrap_or_default();
+        let feed = self.feed.clone();
+        let mut each_source = |change: &dyn Fn(&mut Source)| {
+            for id in &ids {
+                let sources = self.links.get_mut(id).into_iter().flat_map(|link| link.sources.values_mut());
+                sources.filter(|source| source.instance == instance).for_each(change);
+            }
+        };
+        each_source(&Source::begin_new_weights);
+        // The index has already forgotten an instance that is gone.
+        let _ = feed.forget(instance);
+        each_source(&|source| {
+            source.keep_up(&feed);
+            source.show();
+        });
     }
 
     fn unsubscribe(&mut self, instance: &str) -> bool {

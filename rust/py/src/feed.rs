@@ -102,6 +102,13 @@ impl EventFeed {
         Ok(py.detach(|| self.feed.unsubscribe(instance))?)
     }
 
+    /// Drops the blocks of these instances, whose engines have new weights. Later events that were
+    /// made before this call do not count, whatever the engine's clock shows: the shortest delay
+    /// of its batches is known. `status` counts their blocks under `skipped`, `old_weights`.
+    fn begin_new_weights(&self, py: Python<'_>, instances: Vec<String>) -> Result<()> {
+        Ok(py.detach(|| self.feed.begin_new_weights(instances))?)
+    }
+
     /// The problem of the feed's thread, if it has failed or hangs: then no events are applied.
     #[getter]
     fn problem(&self) -> Option<String> {

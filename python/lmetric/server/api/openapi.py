@@ -85,6 +85,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "too_many_keys": ("409", "10,000 API keys have not expired."),
     "no_model": ("409", "The engine's model is not known yet."),
     "unfit": ("409", "The engine cannot have this role."),
+    "engine_asleep": ("409", "The engine is asleep. Announce its weights after it wakes up."),
     "discovered": ("409", "A discovery source lists the engine and would add it again."),
     "other_version": ("409", "The other router runs another version, with another format of load messages."),
     "body_too_large": ("413", "The body exceeds `limits.max_body_bytes`."),

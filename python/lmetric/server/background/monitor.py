@@ -9,6 +9,7 @@ import structlog
 
 from lmetric._core import LmetricError
 from lmetric.config import ServerConfig, Timeouts
+from lmetric.engines.adapter import read_page
 from lmetric.server.api.errors import Unusable
 from lmetric.server.background.downloads import Downloads
 from lmetric.server.background.polls import Polls
@@ -16,6 +17,7 @@ from lmetric.server.execution.exchange import SATURATED
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.indicators import METRICS_PAGE
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.fleet.policies import Policies
@@ -209,7 +211,11 @@ class Monitor:
                     continue  # /is_paused waits for a step of the engine, which may take long
                 raise
             if status == 200 and engine.adapter.paused(body):
-                raise UpstreamError("paused", f"GET {path}: {body[:80].decode(errors='replace')}")
+                status, page = await engine.upstream.get(METRICS_PAGE, self.config.health.timeout)
+                engine.sleeps(status == 200 and await read_page(page, engine.adapter.asleep))
+                state = "asleep" if engine.asleep else "paused"
+                raise UpstreamError("paused", f"{state}: GET {path}: {body[:80].decode(errors='replace')}")
+        engine.sleeps(False)
 
     async def _probe(self, engine: Engine) -> None:
         """Tests with a small request whether an engine works again after its ejection."""

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -112,6 +112,9 @@ class ServedModel(Protocol):
     def usable_text(self) -> str:
         """How many of its engines get requests, as "2 of 3 usable"."""
 
+    def begin_empty(self, engines: "Sequence[Engine]") -> None:
+        """Forgets what engines have cached: their caches or their weights are new."""
+
     def sends_prefixes(self, name: str) -> bool:
         """Whether other engines still fetch the prefixes of an engine that leaves."""
 
@@ -160,6 +163,7 @@ class Engine:
         self.unfit: str | None = None  # reason why it cannot serve its role
         self.misfit: str | None = None  # reason: it serves other models than the configured one
         self.weights: str | None = None  # version of its weights, as announced by a trainer
+        self.asleep = False  # it reports that its memory is released
         # The last read of its list of models: time on the monotonic clock, hash of the page, error.
         self.models_at = -math.inf
         self.models_hash: int | None = None
@@ -193,8 +197,8 @@ class Engine:
 
     @property
     def revision(self) -> str | None:
-        """The revision of its weights: from the configuration, else as reported."""
-        return self.config.revision or self.capabilities.revision
+        """The revision of its weights: as announced, else from the configuration or as reported."""
+        return self.weights or self.config.revision or self.capabilities.revision
 
     @property
     def handover(self) -> Handover | None:
@@ -423,14 +427,11 @@ class Engine:
             extra=values or None,
         )
 
-    def announce(self, weights: str) -> None:
-        """Sets the version of its weights: what the old ones cached leaves the KV index.
-
-        Blocks that its KV events report later count again: an engine that keeps its cache uses it.
-        """
-        self.weights = weights
-        if self.model is not None:
-            self.model.router.blocks_cleared(self.name)
+    def sleeps(self, asleep: bool) -> None:
+        """Records whether it sleeps. Engines discard their caches when they fall asleep."""
+        if asleep and not self.asleep and self.model is not None:
+            self.model.begin_empty([self])
+        self.asleep = asleep
 
     def ask_anew(self) -> None:
         """Requests a new identification: the process may be another one, with other settings."""
@@ -444,7 +445,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Clears its blocks and load: no process listens there, so cache and requests are gone."""
-        self.weights = None
+        self.weights, self.asleep = None, False
         if self.model is not None:
             self.model.router.blocks_cleared(self.name)
             gone = self.model.indicators.of_nobody()

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,6 +251,23 @@ class KvFeed:
                 self._refill(engine)
         engine.lost_blocks = False
         self._turn(engine, mode)
+
+    def begin_empty(self, engines: Sequence[Engine]) -> None:
+        """Forgets what engines have cached: their caches or their weights are new.
+
+        Events that the engines made before now do not count, even if they arrive later.
+        """
+        names = [engine.name for engine in engines]
+        for engine in engines:
+            engine.refill = None
+        try:
+            if self._feed is not None:
+                self._feed.begin_new_weights(names)
+                return
+        except LmetricError as error:  # its thread has stopped, so no event arrives
+            log.error("the KV event feed does not empty the index", engines=names, reason=str(error))
+        for name in names:
+            self._router.blocks_cleared(name)
 
     def unwire(self, name: str) -> None:
         """Ends all subscriptions to an engine, and forgets its addresses."""

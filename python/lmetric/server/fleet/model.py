@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -337,6 +337,10 @@ class Model:
         if not self.engines:
             self.unserved_since = time.monotonic()
         return self.names.remove(name)
+
+    def begin_empty(self, engines: Sequence[Engine]) -> None:
+        """Forgets what engines have cached: their caches or their weights are new."""
+        self.kv.begin_empty(engines)
 
     def set_role(self, engine: Engine) -> None:
         """Updates the core router after a possible change of an engine's role."""

@@ -30,6 +30,7 @@ from lmetric.server.api.request import read_object
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
+from lmetric.server.fleet.weights import begin_weights
 from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, unknown
 
@@ -242,20 +243,25 @@ async def _reload(call: Call) -> web.Response:
     "POST",
     "Announce new weights of engines: what the old ones cached leaves the KV index",
     answer("Engines", _LISTED),
-    *CHANGE,
+    *(*CHANGE, 409),
     body={
         "type": "object",
         "required": ["version"],
         "properties": {
             "version": {"type": ["string", "integer"], "description": "1 to 200 visible ASCII characters"},
             "engines": {"type": "array", "items": TEXT, "description": "Names; default: all engines"},
+            "cache_kept": {
+                "type": "boolean",
+                "default": False,
+                "description": "Whether the engines still use what the old weights cached",
+            },
         },
     },
 )
 async def _weights(call: Call) -> web.Response:
-    """Sets the version of engines' weights, of all or none of the named ones."""
-    fleet, body = call.front.fleet, await call.fields({"version", "engines"})
-    version, names = body.get("version"), body.get("engines")
+    """Sets the version of engines' weights, of all or none of the named ones, if all are awake."""
+    fleet, body = call.front.fleet, await call.fields({"version", "engines", "cache_kept"})
+    version, names, kept = body.get("version"), body.get("engines"), body.get("cache_kept", False)
     if isinstance(version, int) and not isinstance(version, bool):
         version = str(version)
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
@@ -264,13 +270,20 @@ async def _weights(call: Call) -> web.Response:
         not isinstance(names, list) or not all(isinstance(each, str) for each in names)
     ):
         raise bad("engines must be a list of names", "engines")
+    if not isinstance(kept, bool):
+        raise bad("cache_kept must be true or false", "cache_kept")
     chosen = list(fleet.engines())
     if names is not None:
         if unknown := [each for each in names if fleet.engine(each) is None]:
             raise ApiError(404, f"no engine {unknown[0]!r}; /debug/engines lists them", param="engines")
         chosen = [engine for engine in chosen if engine.name in names]
-    for engine in chosen:
-        engine.announce(version)
+    for _ in range(2):  # engines may have woken up since their last check; one may be in progress
+        checks = [fleet.check(engine) for engine in chosen if engine.asleep]
+        await asyncio.gather(*(check for check in checks if check is not None))
+    if asleep := [engine.name for engine in chosen if engine.asleep]:
+        reason = f"{asleep[0]} is asleep; announce its weights after /wake_up"
+        raise ApiError(409, reason, param="engines", code="engine_asleep")
+    begin_weights(chosen, version, cache_kept=kept)
     return await large_json(await engines.shown(fleet, chosen))
 
 
