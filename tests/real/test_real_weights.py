@@ -16,8 +16,18 @@ from vllm_process import BLOCK, MODEL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-CALLS = ("reset_prefix_cache", "pause_abort", "pause_wait", "pause_keep", "sleep_1", "sleep_2", "sleep_0")
-EMPTYING = {"reset_prefix_cache", "pause_abort", "pause_wait", "sleep_1", "sleep_2"}
+# Paths by name, and whether vLLM 0.32 empties its prefix cache.
+CALLS = {
+    "reset": ("/reset_prefix_cache", True),
+    "abort": ("/pause", True),
+    "wait": ("/pause?mode=wait", True),
+    "keep": ("/pause?mode=keep", True),  # against its docstring
+    "kept": ("/pause?mode=keep&clear_cache=false", False),
+    "sleep_0": ("/sleep?level=0", False),
+    "sleep_1": ("/sleep", True),
+    "sleep_2": ("/sleep?level=2", True),
+    "release": ("/release_kv_cache_memory", True),
+}
 
 
 def drawn(seed: int, tokens: int = 20 * BLOCK + 5) -> list[int]:
@@ -47,21 +57,17 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any = None) -> An
 
 async def call(w: Served, engine: VllmEngine, name: str) -> None:
     """Makes a call of `CALLS`, as a trainer does around an update."""
-    match name.split("_"):
-        case ["pause", mode]:
-            await post(w.session, f"{engine.url}/pause?mode={mode}")
-            await usable(w, engine, False)
-        case ["sleep", level]:
-            await post(w.session, f"{engine.url}/sleep?level={level}")
-            await usable(w, engine, False)
-        case _:
-            assert await post(w.session, f"{engine.url}/{name}") == {"success": True}
+    if name == "release":  # it needs a pause
+        await post(w.session, f"{engine.url}/pause?clear_cache=false")
+    await post(w.session, engine.url + CALLS[name][0])
+    if name != "reset":
+        await usable(w, engine, False)
 
 
 async def resume(w: Served, engine: VllmEngine, name: str) -> None:
-    if name.startswith("reset"):
+    if name == "reset":
         return
-    await post(w.session, f"{engine.url}/{'resume' if name.startswith('pause') else 'wake_up'}")
+    await post(w.session, f"{engine.url}/{'resume' if 'pause' in CALLS[name][0] else 'wake_up'}")
     await usable(w, engine, True)
 
 
@@ -97,14 +103,14 @@ async def test_which_call_empties_the_cache_and_what_the_router_shows(
             # vLLM publishes AllBlocksCleared with its next step: the first prompt may still count.
             assert predicted in (real, 20 * BLOCK)
             assert (await told(w, prompt))[:2] == (20 * BLOCK, 20 * BLOCK)
-        assert found == {name: name in EMPTYING for name in CALLS}
+        assert found == {name: empties for name, (_, empties) in CALLS.items()}
 
 
 async def test_a_prompt_of_old_weights_is_no_hit(vllm_engines: Callable[..., list[VllmEngine]]) -> None:
     (engine,) = vllm_engines(1)
     flags = ("--set", f"block_size={BLOCK}", "--set", "health.interval=0.5", "--set", "admin.enabled=true")
     async with served([engine], *flags) as w:
-        for version, name in enumerate(CALLS):
+        for version, (name, (_, empties)) in enumerate(CALLS.items()):
             prompt = drawn(100 + version)
             await told(w, prompt)
             assert (await told(w, prompt))[:2] == (20 * BLOCK, 20 * BLOCK)
@@ -119,11 +125,11 @@ async def test_a_prompt_of_old_weights_is_no_hit(vllm_engines: Callable[..., lis
                 await resume(w, engine, name)
             predicted, real, label = await told(w, prompt)
             assert (predicted, label) == (0, str(version))
-            assert real == (0 if name in EMPTYING else 20 * BLOCK), "the engine has kept its cache"
-            # What an engine has kept is in no event, so the index does not have it. What it has
-            # computed with the new weights is.
+            assert real == (0 if empties else 20 * BLOCK), "the engine has kept its cache"
+            # No event names the blocks that an engine has kept, so the index lacks them. It has those
+            # that were computed with the new weights.
             kept = 20 * BLOCK
-            assert (await told(w, prompt))[:2] == (kept if name in EMPTYING else 0, kept)
+            assert (await told(w, prompt))[:2] == (kept if empties else 0, kept)
             fresh = drawn(200 + version)
             await told(w, fresh)
             assert (await told(w, fresh))[:2] == (20 * BLOCK, 20 * BLOCK)

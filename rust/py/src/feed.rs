@@ -103,8 +103,9 @@ impl EventFeed {
     }
 
     /// Drops the blocks of these instances, whose engines have new weights. Later events that were
-    /// made before this call do not count, whatever the engine's clock shows: the shortest delay
-    /// of its batches is known. `status` counts their blocks under `skipped`, `old_weights`.
+    /// made before this call do not count. Engine clocks may differ from this machine's: the feed
+    /// knows the shortest delay of each engine's batches. `status` counts the blocks of such events
+    /// under `skipped`, `old_weights`.
     fn begin_new_weights(&self, py: Python<'_>, instances: Vec<String>) -> Result<()> {
         Ok(py.detach(|| self.feed.begin_new_weights(instances))?)
     }
