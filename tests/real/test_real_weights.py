@@ -26,7 +26,6 @@ CALLS = {
     "sleep_0": ("/sleep?level=0", False),
     "sleep_1": ("/sleep", True),
     "sleep_2": ("/sleep?level=2", True),
-    "release": ("/release_kv_cache_memory", True),
 }
 
 
@@ -57,8 +56,6 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any = None) -> An
 
 async def call(w: Served, engine: VllmEngine, name: str) -> None:
     """Makes a call of `CALLS`, as a trainer does around an update."""
-    if name == "release":  # it needs a pause
-        await post(w.session, f"{engine.url}/pause?clear_cache=false")
     await post(w.session, engine.url + CALLS[name][0])
     if name != "reset":
         await usable(w, engine, False)
