@@ -1,4 +1,4 @@
-"""While weights change: each answer is labelled with the version with which its engine began it."""
+"""While weights change: each answer is labeled with the version with which its engine began it."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def test_which_call_empties_the_cache_and_what_the_router_shows(
     async with served([engine], *flags) as w:
         found = {}
         for version, name in enumerate(CALLS):
-            prompt = drawn(version)
+            prompt = drawn(300 + version)
             assert (await told(w, prompt))[:2] == (0, 0)
             predicted, real, _ = await told(w, prompt)
             assert predicted == real == 20 * BLOCK
@@ -123,8 +123,8 @@ async def test_a_prompt_of_old_weights_is_no_hit(vllm_engines: Callable[..., lis
             predicted, real, label = await told(w, prompt)
             assert (predicted, label) == (0, str(version))
             assert real == (0 if empties else 20 * BLOCK), "the engine has kept its cache"
-            # No event names the blocks that an engine has kept, so the index lacks them. It has those
-            # that were computed with the new weights.
+            # No event names the blocks that an engine has kept, so the index lacks them. It has
+            # those that were computed with the new weights.
             kept = 20 * BLOCK
             assert (await told(w, prompt))[:2] == (kept if empties else 0, kept)
             fresh = drawn(200 + version)
