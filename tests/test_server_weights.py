@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric.server.fleet.engine import blocks_differ
 from server_world import FakeEngine, World, answer, plain, reset, says, usage, world
 
 PROMPT = {"model": "tiny", "prompt": [*range(640)], "max_tokens": 3}
@@ -143,6 +144,7 @@ async def test_an_engine_that_slept_comes_back_with_an_empty_index() -> None:
         ({"version": 1, "engines": "e0"}, 400, "engines"),
         ({"version": 1, "engines": [1]}, 400, "engines"),
         ({"version": 1, "engines": ["e0", "nobody"]}, 404, "engines"),
+        ({"version": 1, "cache_kept": "yes"}, 400, "cache_kept"),
         ({"version": 1, "more": 1}, 400, "more"),
     ],
 )
@@ -151,3 +153,24 @@ async def test_bad_announcements_change_nothing(body: dict[str, Any], status: in
         got_status, got = await announce(it, **body)
         assert (got_status, got["error"]["param"]) == (status, param)
         assert "x-lmetric-weights" not in (await ask(it))[0]
+
+
+async def test_kv_passes_only_between_engines_with_the_same_version() -> None:
+    async with world(2, admin=True) as it:
+        one, other = it.server.fleet.engines()
+        assert blocks_differ(one, other) is None
+        await announce(it, version=1)
+        assert blocks_differ(one, other) is None
+        await announce(it, version=2, engines=["e1"])
+        assert blocks_differ(one, other) == "e0 serves revision 1 of the model, e1 serves 2"
+        one.config = one.config.model_copy(update={"revision": "main"})
+        assert one.revision == "1"  # the weights have changed since the start
+
+
+async def test_an_engine_that_keeps_its_cache_on_purpose_keeps_its_index() -> None:
+    async with world(1, admin=True, policy="lmetric") as it:
+        await ask(it)
+        assert (await announce(it, version=1, cache_kept=True))[0] == 200
+        headers, record = await ask(it)
+        assert record["predicted_cached_tokens"] > 500
+        assert headers["x-lmetric-weights"] == "1"
