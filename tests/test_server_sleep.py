@@ -99,6 +99,23 @@ async def test_a_paused_engine_gets_new_weights() -> None:
         assert (await it.post({"version": 8}, "/admin/weights"))[0] == 200
 
 
+async def test_an_engine_is_back_at_once_when_its_drain_ends() -> None:
+    fake = Sleeping()
+    async with world([fake], health={"interval": 3600.0}, admin=True) as it:
+        engine = it.server.fleet.engine("e0")
+        assert engine is not None
+        assert (await it.post({}, "/admin/engines/e0/drain"))[0] == 200
+        fake.turn(1)
+        check = it.server.fleet.check(engine)
+        assert check is not None
+        await check
+        assert not engine.healthy
+        fake.turn(None)
+        status, _, got = await it.post({}, "/admin/engines/e0/undrain")
+        assert (status, got["healthy"], got["draining"]) == (200, True, False)
+        assert (await it.post(PROMPT))[0] == 200
+
+
 async def test_a_page_of_metrics_that_fails_shows_a_pause() -> None:
     class Broken(Sleeping):
         async def _answer(self, request: Request, writer: Any) -> bool:

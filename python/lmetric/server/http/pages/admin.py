@@ -140,6 +140,8 @@ async def _hold(call: Call, engine: Engine, draining: bool) -> web.Response:
         engine.ask_anew()
     engine.draining = draining
     engine.hold()
+    if not (draining or engine.healthy) and (check := call.front.fleet.check(engine)) is not None:
+        await check  # it may have been paused or asleep, and may not be any more
     return json(*await engines.shown(call.front.fleet, [engine]))
 
 
