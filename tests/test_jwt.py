@@ -563,16 +563,26 @@ async def test_a_file_is_followed(issuer: Issuer) -> None:
         issuer.write(file)
         assert (await resolved(tokens, issuer.token())).tenant == "red"
         assert tokens.known(old) is None
+        move, move_back = partial(file.rename, away := file.with_suffix(".away")), partial(away.rename, file)
         breaks: list[tuple[Callable[[], object], str]] = [
             (partial(file.write_bytes, b"{"), "it is not valid JSON"),
-            (partial(file.rename, file.with_suffix(".away")), "No such file or directory"),
+            (move, "No such file or directory"),
         ]
         for break_file, problem in breaks:
             break_file()
             await until(lambda problem=problem: problem in (source.problem or ""))  # type: ignore[misc]
             assert tokens.check(issuer.token(sub=problem), None)
-        issuer.write(file)
+            failed = source.reads[False]  # an alert needs a count that grows
+            await until(lambda failed=failed: source.reads[False] > failed)  # type: ignore[misc]
+            good = source.reads[True]
+            issuer.write(file)
+            await until(lambda: source.problem is None)
+            assert source.reads[True] == good + 1
+        move()
+        await until(lambda: source.problem is not None)
+        move_back()
         await until(lambda: source.problem is None)
+        assert source.reads[True] == good + 2, "an unchanged file that returns is a good read"
 
 
 async def test_waiting_requests_get_an_error_when_the_server_stops() -> None:

@@ -341,20 +341,20 @@ async def test_one_name_for_two_models_is_a_problem_until_it_is_over() -> None:
     with capture_logs() as log:
         async with world(fakes(right, same, other), health=FAST) as w:
             (problem,) = w.server.fleet.own_problems()
-            assert (problem.what, problem.engines) == ("other weights", ["e2"])
+            assert (problem.what, problem.engines) == ("maybe other weights", ["e2"])
             assert problem.reason == "m: meta/Llama-3-8B at them, /data/Qwen3-8B/ at most engines"
             assert problem.fix is not None
             assert "--served-model-name" in problem.fix
             assert problem.shown(True) in orjson.loads((await w.get("/ready"))[1])["warnings"]
-            assert "e2: other weights" in [
+            assert "e2: maybe other weights" in [
                 each["what"] for each in orjson.loads((await w.get("/debug/live"))[1])["problems"]
             ]
             w.engines[2].cards = right
             await w.until(lambda: not [*w.server.fleet.own_problems()])
-    lines = [each for each in log if each["event"].startswith("the engine reports other weights")]
+    lines = [each for each in log if each["event"].startswith("the engine may have other weights")]
     assert [(each["engine"], each["weights"]) for each in lines] == [("e2", "meta/Llama-3-8B")]
     block = startup_block(next(event for event in log if event["event"] == "listening"))
-    assert "WARNING  e2: other weights: m: meta/Llama-3-8B at them" in block
+    assert "WARNING  e2: maybe other weights: m: meta/Llama-3-8B at them" in block
 
 
 async def test_several_models_in_one_list_are_in_the_start_block() -> None:

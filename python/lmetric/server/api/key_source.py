@@ -47,8 +47,8 @@ class KeySource:
         self.problem_since: float | None = None  # monotonic
         self.reads: Counter[bool] = Counter()  # by whether they were good
         self._file = None if "://" in place else Path(place)
-        self._stamp: tuple[int, int, int] | None = None  # of the file that was read
-        self._refused: str | None = None  # why that file cannot be used
+        # Of the file in use. None: read it again, so that each failure counts.
+        self._stamp: tuple[int, int, int] | None = None
         self._clock = clock
         self._began = -PAUSE_SECONDS  # the last read; monotonic
         self.next_read_at = clock()  # monotonic
@@ -59,13 +59,10 @@ class KeySource:
     def load_file(self) -> None:
         """Reads the key set now if it is in a file. Raises KeySetError."""
         if self._file is not None:
-            self._stamp, data = _read(self._file)
-            try:
-                self._use(parse(data))
-            except KeySetError as error:
-                self._refused = str(error)
-                raise
-            self._refused = None
+            self._stamp = None
+            stamp, data = _read(self._file)
+            self._use(parse(data))
+            self._stamp = stamp
 
     async def load(self) -> None:
         """Reads the key set now, from its file or address. Raises KeySetError."""
@@ -139,13 +136,11 @@ class KeySource:
         began = self._began = self._clock()
         self.next_read_at = math.inf
         try:
-            if self._file is not None and self._stamp == await asyncio.to_thread(_stamp, self._file):
-                problem = self._refused
-            else:
+            if self._file is None or self._stamp != await asyncio.to_thread(_stamp, self._file):
                 await self.load()
-                problem = None
+            problem = None
         except KeySetError as error:
-            problem = str(error)
+            problem, self._stamp = str(error), None
             self.reads[False] += 1
         except Exception as error:
             log.exception("reading a key set failed unexpectedly", place=self.place)

@@ -80,11 +80,14 @@ class OwnProblems:
         for model in self.fleet.models:
             usual, others = model.weights.look()
             if others:
-                cause = "engines of one model report different weights"
+                cause = "engines of one model may have different weights: their names differ"
                 different = first_of([*dict.fromkeys(others.values())])
                 reason = f"{model.name}: {different} at them, {usual} at most engines"
-                fix = "if these are different models, start them with different --served-model-name"
-                yield Problem("other weights", cause, reason, fix, [*others])
+                fix = (
+                    "if these are different models, start them with different --served-model-name; if "
+                    "not, give their folders one name"
+                )
+                yield Problem("maybe other weights", cause, reason, fix, [*others])
         if self.live is not None:
             yield from _of_refusals(self.live)
         now = self.clock()

@@ -24,7 +24,8 @@ _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/")
 def weights_of(root: str) -> str:
     """Returns the name of a model's weights: the last part of a folder or of a name at a hub.
 
-    Engines may have the same weights in different folders.
+    Engines may have the same weights in different folders. Different names are only a sign of
+    different weights, because engines report no hash of them.
     """
     cached = _CACHED.search(root)
     return (cached[1] if cached else root.rstrip("/").rpartition("/")[2]).lower()
@@ -66,7 +67,7 @@ class Weights:
             for name, root in self._others.items():
                 if before.get(name) != root:
                     log.warning(
-                        "the engine reports other weights than most engines of its model",
+                        "the engine may have other weights than most engines of its model",
                         engine=name,
                         model=self._model,
                         weights=root,
