@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmetric.server.api.request import ParsedRequest
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.trace import RequestTrace
 
 CONTEXT = "context_length_exceeded"  # the code of OpenAI's error, and the reason of a fallback
 # The messages of vLLM and SGLang for a prompt, or a prompt and an answer, beyond `max_model_len`.
@@ -23,15 +26,17 @@ class FallbackStep(NamedTuple):
 class Fallback:
     """The models that may serve a request, in order, and the changes so far.
 
-    ``call``: the request. It is sent again with the name of the next model.
+    ``call``: the request. It is sent again with the name of the next model. ``trace``: of its
+    attempts at the models before; None: it was sent to no engine, or has no trace.
     """
 
-    __slots__ = ("call", "models", "steps")
+    __slots__ = ("call", "models", "steps", "trace")
 
     def __init__(self, call: ParsedRequest, models: list[str]) -> None:
         self.call = call
         self.models = models
         self.steps: list[FallbackStep] = []
+        self.trace: RequestTrace | None = None
 
 
 def is_too_long(words: str) -> bool:

@@ -63,6 +63,7 @@ class FallingBack:
             client_request.__dict__.pop(name, None)
         if relay is not None:
             self._running.relays.discard(relay)
+            fallback.trace = relay.trace or fallback.trace
 
         def then(work: asyncio.Future[None], now: float) -> None:
             work.result()

@@ -181,7 +181,8 @@ class Tracing(Traces, Observer):
         if execution is not None:
             self.remember(execution.model.index, execution.decision.id, context.hex_id)
         if context.sampled:
-            relay.trace = trace = SampledRequest(self.begin(request, context), execution)
+            spans = _earlier(request) or self.begin(request, context)
+            relay.trace = trace = SampledRequest(spans, execution)
             if execution is not None:
                 trace.decided(execution, request)
         elif not context.parent_id:  # else the client's fields, which engines get, say the same
@@ -191,9 +192,15 @@ class Tracing(Traces, Observer):
         """Ends the trace of a request, or records that the router refused it."""
         if relay is not None and isinstance(relay.trace, SampledRequest):
             self.export(relay.trace.ended(request, relay))
-        elif request.error is not None:
-            self.refused(request)
+        elif (earlier := _earlier(request)) is not None or request.error is not None:
+            self.refused(request, earlier)
 
     def stop(self) -> None:
         """Sends the last spans for at most `STOP_SECONDS`. Blocks."""
         self.queue.stop()
+
+
+def _earlier(request: ClientRequest) -> RequestTrace | None:
+    """Returns the spans of a request from before its last fallback; None: it has none."""
+    trace = None if request.fallback is None else request.fallback.trace
+    return trace.fell_back() if isinstance(trace, SampledRequest) else None

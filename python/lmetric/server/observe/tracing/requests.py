@@ -77,8 +77,13 @@ class AttemptSpan:
 
     def failed(self, attempt: Attempt, reason: str) -> None:
         """Ends the span with a failure, unless it has ended."""
-        if self._span.end is None:
-            self._end(getattr(attempt, "reader", None), reason)
+        if self._span.end is not None:
+            return
+        reader = getattr(attempt, "reader", None)
+        if reason == "cancelled" and reader is not None and reader.status >= 400:
+            self.answered(attempt)  # the router needs no more of an error than its status
+        else:
+            self._end(reader, reason)
 
     def _end(self, reader: Any, error: str | None) -> None:
         """Ends the span. ``reader``: of the answer; None: the attempt was never sent."""
@@ -152,11 +157,17 @@ class SampledRequest:
             attributes["lmetric.fetch_instance"] = decision.fetch[0]
         self._spans.decided(request.decision_began, request.decision_ended, attributes)
 
-    def ended(self, request: ClientRequest, relay: InFlightRequest) -> RequestTrace:
-        """Ends the spans, and returns them."""
+    def fell_back(self) -> RequestTrace:
+        """Ends the spans of this model's attempts. Returns the spans, for the next model."""
         for attempt, trace in self._attempts:
             trace.answered(attempt)
         self._attempts.clear()
+        self._spans.leave_segment(time.monotonic())
+        return self._spans
+
+    def ended(self, request: ClientRequest, relay: InFlightRequest) -> RequestTrace:
+        """Ends the spans, and returns them."""
+        self.fell_back()
         error, now = request.error, time.monotonic()  # not before the ends of the attempts
         status = relay.status if relay.committed else error.status if error else CLIENT_LEFT
         spans, span = self._spans, self._spans.request

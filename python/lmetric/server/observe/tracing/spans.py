@@ -96,9 +96,15 @@ class RequestTrace:
         if self.segment is not None:
             if self.segment.attributes["lmetric.segment.from_token"] == from_token:
                 return
-            self.segment.finish(now)
+            self.leave_segment(now)
         self.segment = self._span("lmetric.segment", "internal", parent_id=self.request.span_id, start=now)
         self.segment.attributes["lmetric.segment.from_token"] = from_token
+
+    def leave_segment(self, now: float) -> None:
+        """Ends the span of the segment, if there is one. The next segment has a span of its own."""
+        if self.segment is not None:
+            self.segment.finish(now)
+            self.segment = None
 
     def attempt(self, model: str, beside: bool, now: float) -> Span:
         """Returns the span of an attempt at an engine. ``beside``: beside the open segment."""
@@ -155,11 +161,14 @@ class Traces:
         """Returns the trace id of a decision; None: unknown, or too old."""
         return self._decisions.get((model, decision))
 
-    def refused(self, request: ClientRequest) -> None:
-        """Records a request that the router answered without a decision."""
+    def refused(self, request: ClientRequest, earlier: RequestTrace | None) -> None:
+        """Records a request that the router answered without a decision of its last model.
+
+        ``earlier``: its spans so far; None: it has none.
+        """
         context, status = self.context(request), request.status
         if context.sampled:
-            trace = self.begin(request, context)
+            trace = earlier or self.begin(request, context)
             trace.request.attributes = request_attributes(request, status)
             trace.request.finish(time.monotonic(), str(status) if status >= 500 else None)
             self.export(trace)
@@ -184,6 +193,7 @@ def request_attributes(request: ClientRequest, status: int) -> Attributes:
             attributes["gen_ai.operation.name"] = operation(path)
     if request.model is not None:
         attributes["gen_ai.request.model"] = request.model.name
+    attributes |= {f"lmetric.{key}": name for key, name in request.earlier_names.items()}
     if request.tenant:
         attributes["lmetric.tenant"] = request.tenant
     if request.slo_class:
