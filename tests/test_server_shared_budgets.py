@@ -122,8 +122,14 @@ async def test_a_restart_from_a_file_counts_nothing_twice(tmp_path: Path) -> Non
 
 
 async def test_an_idle_router_writes_no_state_file(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"tenants": tenants(budget("requests", 10, "month"))}
-    async with two([FakeEngine()], **settings, state_folder=str(tmp_path)) as (a, _):
+    ports = free_ports(2)
+    shared = {"urls": [f"http://127.0.0.1:{port}" for port in ports], "interval": 0.02}
+    settings: dict[str, Any] = {"tenants": tenants(budget("requests", 10, "month")), "replicas": shared}
+    async with (
+        world(1, **settings, port=ports[0], state_folder=str(tmp_path)) as a,
+        world(1, **settings, port=ports[1]) as b,
+    ):
+        await until(lambda: all(len(each.server.front.replicas.received) == 1 for each in (a, b)))
         assert (await ask(a))[0] == 200
         file = tmp_path / "budgets.bin"
         await until(file.exists)

@@ -1473,7 +1473,8 @@ class ServerConfig(PoolSettings):
     state_folder: Path | None = Field(
         None,
         description="folder for API keys of /admin/keys, and for the counts of budgets and /admin/usage, "
-        "which then survive a restart; a crash loses at most a second of counts. null: memory only",
+        "which then survive a restart; a crash loses at most a second of counts. Each router needs a folder "
+        "of its own: it locks the folder, and a second router does not start. null: memory only",
         json_schema_extra={"when": "budgets of days or months, usage, or issued keys must survive a restart"},
     )
     replicas: ReplicasConfig = Field(

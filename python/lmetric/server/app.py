@@ -45,7 +45,7 @@ from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.observe.startup import LISTENING, startup_report
-from lmetric.server.observe.state import StateFiles, state_files
+from lmetric.server.observe.state import StateFolder
 from lmetric.server.tls.contexts import TlsContext, engine_context, listener_context
 from lmetric.server.tls.contexts import metrics as tls_metrics
 
@@ -123,7 +123,7 @@ class Server:
         self._replicas: Replicas
         self.listeners: Listeners
         self.recorder: Recorder | None = None
-        self._state: Sequence[StateFiles] = ()
+        self._state: StateFolder | None = None
         self._picks = picks
         self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
         self.reloads: Reloads | None = None
@@ -183,7 +183,8 @@ class Server:
             pass_on=None if self.worker is None else self.worker.pass_on,
         )
         if self.worker is None:
-            self._state = state_files(config.state_folder, front.budgets.core, front.usage.table)
+            if config.state_folder is not None:
+                self._state = StateFolder(config.state_folder, front.budgets.core, front.usage.table)
             self._keys.read()
         else:
             self.worker.take_usage = front.usage.table.take
@@ -242,8 +243,8 @@ class Server:
         self._monitor.start()
         if self.recorder is not None:
             self.recorder.start()
-        for files in self._state:
-            files.start()
+        if self._state is not None:
+            self._state.start()
         if front.live is not None:
             if self.worker is not None:
                 self.worker.show, front.live.send = front.live.receive, self.worker.send
@@ -442,10 +443,10 @@ class Server:
         if self.front.live is not None:
             await self.front.live.stop()
         await self.front.shutdown(STOP_SECONDS)
-        for files in self._state:
-            await files.stop()
         if self._key_exchange is not None:
             await self._key_exchange.stop()
+        if self._state is not None:
+            await self._state.stop()
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()

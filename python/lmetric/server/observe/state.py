@@ -1,12 +1,14 @@
-"""Files of counts that survive a restart, in the folder `state_folder`."""
+"""The folder `state_folder`: its lock, and its files of counts that survive a restart."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import structlog
 
@@ -15,6 +17,7 @@ from lmetric.config import ConfigError
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.observe.usage import UsageTable
 
+LOCK = "lock"  # the name of the file that a router locks
 WRITE_SECONDS = 0.5  # time between two writes: a crash loses less than a second
 
 log = structlog.get_logger("lmetric.state")
@@ -50,17 +53,11 @@ class StateFiles:
         """
         place = self._folder
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "writable").touch()
-            (place / "writable").unlink()
             contents = {}
             for place in sorted(self._folder.glob(self._pattern)):
                 contents[place] = place.read_bytes()
         except OSError as error:
-            raise ConfigError(
-                f"state_folder: cannot use {place}: {error.strerror}; expected a folder in which the router "
-                "may write"
-            ) from None
+            raise _unusable(place, error) from None
         for path, content in contents.items():
             self._read(path, content)
 
@@ -131,21 +128,74 @@ def replace_file(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def state_files(folder: Path | None, budgets: Budgets, usage: UsageTable) -> Sequence[StateFiles]:
-    """Returns the files of a folder, read; None: no files. Raises ConfigError."""
-    if folder is None:
-        return ()
+class StateFolder:
+    """The state folder of a router, and its files of counts.
 
-    def save() -> dict[str, bytes]:
-        return {"budgets.bin": budgets.save((time.monotonic(), time.time()))}
+    No other router may use the folder until `stop`, or until the process ends. Raises ConfigError
+    if the folder is in use, or is not usable.
+    """
 
-    def restore(saved: bytes) -> None:
-        budgets.restore(saved, (time.monotonic(), time.time()))
+    def __init__(self, folder: Path, budgets: Budgets, usage: UsageTable) -> None:
+        self._lock = _locked(folder)
 
-    files = (
-        StateFiles(folder, "budgets.bin", save, restore=restore),
-        StateFiles(folder, "usage-*.json", usage.save, restore=usage.restore),
+        def save() -> dict[str, bytes]:
+            return {"budgets.bin": budgets.save((time.monotonic(), time.time()))}
+
+        def restore(saved: bytes) -> None:
+            budgets.restore(saved, (time.monotonic(), time.time()))
+
+        self._files = (
+            StateFiles(folder, "budgets.bin", save, restore=restore),
+            StateFiles(folder, "usage-*.json", usage.save, restore=usage.restore),
+        )
+        for each in self._files:
+            each.read()
+
+    def start(self) -> None:
+        """Starts to write the files."""
+        for each in self._files:
+            each.start()
+
+    async def stop(self) -> None:
+        """Writes the files for the last time, and frees the folder."""
+        for each in self._files:
+            await each.stop()
+        self._lock.close()
+
+
+def _locked(folder: Path) -> TextIO:
+    """Locks a folder, which it makes if needed. Returns the open file that holds the lock.
+
+    The kernel frees the lock when the process ends, also after SIGKILL. Child processes do not
+    inherit it. Raises ConfigError.
+    """
+    place = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "writable").touch()
+        (folder / "writable").unlink()
+        place = folder / LOCK
+        file = place.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(20).strip()
+            raise ConfigError(
+                f"state_folder: another router uses {folder}"
+                + (f" (process {holder})" if holder else "")
+                + ", and two would overwrite each other's files; stop that router, or set another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+    except OSError as error:
+        raise _unusable(place, error) from None
+    return file
+
+
+def _unusable(place: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"state_folder: cannot use {place}: {error.strerror}; expected a folder in which the router may "
+        "write and lock files"
     )
-    for each in files:
-        each.read()
-    return files

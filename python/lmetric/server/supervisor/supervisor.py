@@ -30,7 +30,7 @@ from lmetric.server.api.issued import IssuedKey, IssuedKeys
 from lmetric.server.http.port import Bound, divide
 from lmetric.server.observe.key_store import KeyStore
 from lmetric.server.observe.startup import LISTENING
-from lmetric.server.observe.state import StateFiles, state_files
+from lmetric.server.observe.state import StateFolder
 from lmetric.server.observe.usage import UsageTable
 from lmetric.server.supervisor.merge import merge
 from lmetric.server.supervisor.sharing import Sharing
@@ -103,7 +103,7 @@ class Supervisor:
         # The clock of all workers begins here.
         self._budgets = Budgets(time.time() - time.monotonic(), self._board)
         self._usage = UsageTable()
-        self._state: Sequence[StateFiles] = ()
+        self._state: StateFolder | None = None
         folder = config.state_folder
         self._keys = KeyStore(folder, IssuedKeys(stored=folder is not None))
         self._sharing = Sharing(
@@ -128,7 +128,8 @@ class Supervisor:
 
     async def start(self) -> dict[str, Any]:
         """Starts all workers. Returns the report of the first one. Raises LmetricError."""
-        self._state = state_files(self.config.state_folder, self._budgets, self._usage)
+        if self.config.state_folder is not None:
+            self._state = StateFolder(self.config.state_folder, self._budgets, self._usage)
         self._keys.read()
         await self._sharing.begin()
         starts = [asyncio.create_task(self._start(place)) for place in range(self._workers)]
@@ -139,8 +140,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             raise
-        for files in self._state:
-            files.start()
+        if self._state is not None:
+            self._state.start()
         await self._sharing.start()
         return reports[0]
 
@@ -482,8 +483,8 @@ class Supervisor:
         self.end(signal.SIGKILL)
         await self.wait()
         await self._sharing.stop()
-        for files in self._state:
-            await files.stop()
+        if self._state is not None:
+            await self._state.stop()
         for each in () if self._gateways is None else self._gateways.sockets:
             each.close()
         self._bound.remove_file()

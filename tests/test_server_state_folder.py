@@ -1,0 +1,83 @@
+"""The lock of `state_folder`: one router at a time uses the folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lmetric.config import ConfigError
+from lmetric.server.observe.state import LOCK
+from server_world import FakeEngine, world
+from test_server_process import Process, engine, router
+from test_workers import replaced, workers_of
+
+
+def configuration(folder: Path, fake: FakeEngine, **more: Any) -> str:
+    file = folder / "router.yaml"
+    values = {"engines": [{"url": fake.url}], "state_folder": str(folder / "state"), **more}
+    file.write_text(yaml.safe_dump(values))
+    return str(file)
+
+
+async def check_refused(file: str, holder: Process, folder: Path) -> None:
+    """Checks that a second router does not start, and why."""
+    async with router("--config", file) as second:
+        assert await second.ended() == 2  # the code of a wrong configuration
+        (line,) = "".join(second.log).splitlines()
+    expected = f"state_folder: another router uses {folder}/state (process {holder.process.pid}), and two"
+    assert expected in line
+    assert "stop that router, or set another folder" in line
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_second_router_is_refused_until_the_first_one_is_killed(tmp_path: Path, workers: int) -> None:
+    async with engine() as fake:
+        file = configuration(tmp_path, fake, workers=workers)
+        async with router("--config", file) as first:
+            await first.listening(60)
+            await check_refused(file, first, tmp_path)
+            first.process.kill()
+            await first.process.wait()
+            # The next router starts at once, also while workers of a killed supervisor end.
+            async with router("--config", file) as second:
+                await second.listening(60)
+
+
+async def test_killed_workers_reloads_and_a_rolling_restart_keep_the_lock(tmp_path: Path) -> None:
+    async with engine() as fake:
+        file = configuration(tmp_path, fake, workers=2)
+        async with router("--config", file) as first:
+            await first.listening(60)
+            first.process.send_signal(signal.SIGHUP)
+            old = workers_of(first)
+            first.process.send_signal(signal.SIGUSR2)
+            await replaced(first, old)
+            await check_refused(file, first, tmp_path)
+            old = workers_of(first)
+            for worker in old:
+                os.kill(worker, signal.SIGKILL)
+            await replaced(first, old)
+            await check_refused(file, first, tmp_path)
+
+
+async def test_routers_of_one_process_take_the_folder_in_turn(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    said = re.escape(f"another router uses {folder} (process {os.getpid()})")
+    for _ in range(2):
+        async with world(1, state_folder=str(folder)):
+            with pytest.raises(ConfigError, match=said):
+                async with world(1, state_folder=str(folder)):
+                    pass
+
+
+async def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ConfigError, match=rf"state_folder: cannot use {tmp_path}/{LOCK}: Is a directory"):
+        async with world(1, state_folder=str(tmp_path)):
+            pass
