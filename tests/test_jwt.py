@@ -603,7 +603,7 @@ async def test_workers_have_keys_of_their_own(tmp_path: Path) -> None:
         settings = {"workers": 2, "auth": {"jwt": [issuer.settings()]}, "engines": [{"url": fake.url}]}
         config.write_text(orjson.dumps(settings).decode())
         async with router("--config", str(config)) as r:
-            await r.listening()
+            await r.listening(60)
             url, body = f"{r.url}/v1/completions", {"model": "tiny", "prompt": "x"}
             for number in range(20):
                 headers = bearer(issuer.token(sub=str(number)))
