@@ -190,6 +190,25 @@ async def test_two_turns_with_a_tool_call(vllm_engines: Start, name: str, tmp_pa
         assert second[0]["predicted_cached_tokens"] > 0.4 * second[0]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("name", ["Claude Code", "Codex"])
+async def test_turns_at_two_workers(vllm_engines: Start, name: str, tmp_path: Path) -> None:
+    """All requests go to one engine, and the second turn finds the first, whatever the worker."""
+    engines = vllm_engines(2, **flags(words := 20))
+    async with served(engines, "--set", "workers=2") as world:
+        it = Client(name, tmp_path / "home", world.url)
+        await it.prepare()
+        names = ("request_success", "prefix_cache_hits", "prefix_cache_queries")
+        counts = [[await counter(engines, world, each) for each in names]]
+        for number in range(2):
+            says(await it.turn(number), words)
+            counts.append([await counter(engines, world, each) for each in names])
+        begin, middle, end = counts
+        busy = [engine for engine, requests in begin[0].items() if end[0][engine] > requests]
+        assert len(busy) == 1
+        requests, hits, tokens = (end[n][busy[0]] - middle[n][busy[0]] for n in range(3))
+        assert (requests, hits > 0.9 * tokens) == (1, True), (hits, tokens)
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_engine_dies_in_an_answer(vllm_engines: Start, name: str, tmp_path: Path) -> None:
     """The client ends without an error, and has the whole answer."""
