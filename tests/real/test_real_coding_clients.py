@@ -57,16 +57,23 @@ def answer(words: int) -> str:
     return "I see: " + " ".join(f"word {number}" for number in range(words)) + " end."
 
 
-def flags(words: int) -> dict[str, Any]:
-    """Flags of engines whose answers have this number of words, after a tool call if possible."""
+def flags(words: int, reasoning: str = "") -> dict[str, Any]:
+    """Flags of engines whose answers have this number of words, after a tool call if possible.
+
+    ``reasoning``: comes before each answer, if not empty.
+    """
+    thinks = f"<think>{reasoning}</think>" if reasoning else ""
     answers: list[Any] = []
     for marker, name, arguments in TOOLS.values():
         call = json.dumps({"name": name, "arguments": arguments})
-        answers.append([f'"{marker}"', [f"<tool_call>\n{call}\n</tool_call>", answer(words)]])
-    answers.append(["", [answer(words)]])
+        answers.append(
+            [f'"{marker}"', [f"{thinks}<tool_call>\n{call}\n</tool_call>", thinks + answer(words)]]
+        )
+    answers.append(["", [thinks + answer(words)]])
     return {
         "environ": {"PYTHONPATH": str(HERE), "ANSWERS": json.dumps(answers)},
         "logits_processors": ["scripted_answers:Scripted"],
+        "reasoning_parser": "qwen3" if reasoning else None,
         "served_model_name": MODEL,
         "max_model_len": 65536,
         "hf_overrides": {"max_position_embeddings": 65536},
@@ -165,7 +172,7 @@ async def counter(engines: Sequence[VllmEngine], world: Served, name: str) -> di
 @pytest.mark.parametrize("name", NAMES)
 async def test_two_turns_with_a_tool_call(vllm_engines: Start, name: str, tmp_path: Path) -> None:
     """The second turn continues on the engine of the first; predicted equals reported hits."""
-    engines = vllm_engines(2, **flags(words := 20))
+    engines = vllm_engines(2, **flags(words := 20, reasoning="The file has the reason."))
     async with served(engines) as world:
         it = Client(name, tmp_path / "home", world.url)
         await it.prepare()
@@ -182,7 +189,8 @@ async def test_two_turns_with_a_tool_call(vllm_engines: Start, name: str, tmp_pa
             print(
                 name, *(record.get(n) for n in ("prompt_tokens", "predicted_cached_tokens", "cached_tokens"))
             )
-            assert record["outcome"] == "finished"
+            # Aider may leave after the finish_reason, before the end of the stream.
+            assert record["outcome"] == "finished" or (name, record["outcome"]) == ("Aider", "cancelled")
             if name != "Aider":  # it does not ask for usage
                 assert record["cached_tokens"] == record["predicted_cached_tokens"]
         predicted = [record["predicted_cached_tokens"] for record in first + second]
@@ -192,8 +200,8 @@ async def test_two_turns_with_a_tool_call(vllm_engines: Start, name: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["Claude Code", "Codex"])
 async def test_turns_at_two_workers(vllm_engines: Start, name: str, tmp_path: Path) -> None:
-    """All requests go to one engine, and the second turn finds the first, whatever the worker."""
-    engines = vllm_engines(2, **flags(words := 20))
+    """All requests go to one engine, and the second turn finds the cache of the first."""
+    engines = vllm_engines(2, **flags(words := 20, reasoning="The file has the reason."))
     async with served(engines, "--set", "workers=2") as world:
         it = Client(name, tmp_path / "home", world.url)
         await it.prepare()
