@@ -379,6 +379,46 @@ def test_a_message_that_is_too_large_costs_its_own_engine_its_events(bed: Bed) -
         assert bed.status("e1")["over_limit"] is None
 
 
+def test_blocks_match_prompts_with_the_same_images_at_the_same_places(bed: Bed) -> None:
+    """Extra keys as vLLM sends them: adapter, images (identity, offset from the block), salt."""
+    tokens = list(range(64))
+    cat, dog = ("cat", 10, 20), ("dog", 30, 3)
+    of_blocks = [[["cat", 10]], [["cat", -6], ["dog", 14]], [["dog", -2]], None]
+    with publisher() as engine:
+        bed.subscribe(engine)
+        engine.publish(stored([1, 2, 3, 4], tokens, extra_keys=of_blocks))
+        salted = [[["cat", 0], "tenant"], [["cat", -16]]]
+        lora = {"lora_name": "sql", "lora_id": 1}
+        with_lora = [["sql", *keys] for keys in salted]
+        engine.publish(stored([11, 12], tokens[:32], extra_keys=salted))
+        engine.publish(stored([21, 22], tokens[:32], extra_keys=with_lora, **lora))
+        bed.settle(engine, "live")
+        assert bed.held(tokens, images=[cat, dog]) == 4
+        assert bed.held(tokens, images=[cat]) == 1
+        assert bed.held(tokens, images=[cat, ("cow", 30, 3)]) == 1
+        assert bed.held(tokens, images=[("cat", 11, 19), dog]) == 0
+        assert bed.held(tokens) == 0
+        # The prompt ends behind its last image that is known.
+        assert bed.held(tokens[:32], images=[cat, dog]) == 2
+        large = [("cat", 0, 20)]
+        assert bed.held(tokens, images=large, cache_salt="tenant") == 2
+        assert bed.held(tokens, images=large, cache_salt="tenant", lora_name="sql") == 2
+        assert bed.held(tokens, images=large) == 0
+        assert bed.held(tokens, images=large, cache_salt="other") == 0
+
+
+def test_images_of_a_request_are_checked() -> None:
+    request = lm.Request(range(40), images=[("a", 2, 3), ("b", 5, 4)])
+    assert repr(request) == "Request(40 token IDs, 2 images)"
+    assert request.token_ids is not None
+    assert request.token_ids.tolist() == list(range(40))
+    for images in ([("a", 2, 3), ("b", 4, 1)], [("a", 2**63, 1)]):
+        with pytest.raises(lm.BadValueError, match="images in order, which do not overlap"):
+            lm.Request(range(40), images=images)
+    with pytest.raises(lm.BadValueError, match="token_ids alone"):
+        lm.Request(text="x", images=[("a", 0, 1)])
+
+
 def test_adapters_salts_pictures_tiers_and_groups(bed: Bed) -> None:
     tokens = list(range(64))
     with publisher() as engine:

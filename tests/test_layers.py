@@ -146,11 +146,11 @@ def test_files_of_the_front_end_are_short() -> None:
 
 def test_the_positional_arguments_of_a_request_have_its_order() -> None:
     """`Request(...)` of the fast path is positional, because keywords take 4% of a chat."""
-    assert list(inspect.signature(Request).parameters)[:24] == [
+    assert list(inspect.signature(Request).parameters)[:25] == [
         *("token_ids", "text", "block_hashes", "prompt_tokens", "max_tokens", "session", "request_id"),
         *("lora_name", "cache_salt", "extra_tokens", "tenant", "tenant_weight", "handicap_seconds"),
         *("length_class", "reasoning_tokens", "allow_split", "split_reason", "allow_fetch", "fetch_reason"),
-        *("priority", "instances", "session_final", "ttft_slo_seconds", "whole_answer"),
+        *("priority", "instances", "session_final", "ttft_slo_seconds", "whole_answer", "images"),
     ]
 
 

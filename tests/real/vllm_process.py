@@ -24,6 +24,7 @@ CACHE = ROOT / ".cache" / "vllm"
 START_SECONDS = 900.0  # on a crowded machine
 NAMED = {name: os.environ.get(f"TEST_{name}_VENV") for name in ("VLLM", "AIPERF", "CLIENTS")}
 
+TORCHVISION = "torchvision==0.28.0"  # for torch 2.13
 MODEL = "tiny"
 BLOCK = 32  # tokens; on CPU a multiple of 32
 # The flags that docs/reference/engines.md asks operators to set, and flags that make it small.
@@ -148,6 +149,21 @@ def model(venv: Path, *size: int) -> Path:
             subprocess.run(command, check=True, timeout=300)
             made_by.write_text(maker.read_text())
     return target
+
+
+def vision_model(venv: Path) -> tuple[Path, Path]:
+    """The folder of the tiny vision model, and that of torchvision, which its image processor
+    needs; each made the first time."""
+    target, maker = CACHE / "vision", HERE / "make_vision_model.py"
+    with locked("vision"):
+        made_by = target / "made_by"
+        if not made_by.exists() or made_by.read_text() != maker.read_text():
+            subprocess.run([venv / "bin" / "python", maker, target / "model"], check=True, timeout=300)
+            # Apart, as it breaks text models (`install_vllm`).
+            install = ["-m", "pip", "install", "-q", "--no-deps", "--target", target / "packages"]
+            subprocess.run([venv / "bin" / "python", *install, TORCHVISION], check=True, timeout=600)
+            made_by.write_text(maker.read_text())
+    return target / "model", target / "packages"
 
 
 def free_port() -> int:

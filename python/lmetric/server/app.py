@@ -461,6 +461,7 @@ class Server:
             engine.upstream.close()
         for model in self.fleet.models:
             model.kv.close()
+            model.images.close()
         log.info("stopped")
 
 
@@ -577,6 +578,7 @@ def check_config(config: ServerConfig) -> None:
     server.build()
     for model in server.fleet.models:
         model.kv.close()
+        model.images.close()
 
 
 def _warn_ignored(config: ServerConfig) -> None:

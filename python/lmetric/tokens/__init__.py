@@ -4,6 +4,7 @@ from lmetric.tokens.chat import NotPredictable
 from lmetric.tokens.detokenise import Detokeniser
 from lmetric.tokens.files import EXPORT_COMMAND, TokenizerError, configured_folder, find_folder
 from lmetric.tokens.hub import HubError, fetch, is_hub_id, why_not_downloaded
+from lmetric.tokens.images import Image, ImagePrompt, NotAligned, aligned
 from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 from lmetric.tokens.verify import Difference, NotVerifiable, verify
 
@@ -12,12 +13,16 @@ __all__ = [
     "Detokeniser",
     "Difference",
     "HubError",
+    "Image",
+    "ImagePrompt",
+    "NotAligned",
     "NotPredictable",
     "NotVerifiable",
     "PromptTokenizer",
     "Text",
     "TokenizerError",
     "Tokens",
+    "aligned",
     "configured_folder",
     "fetch",
     "find_folder",

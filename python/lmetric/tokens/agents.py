@@ -147,19 +147,29 @@ def _add_message(role: str, content: Any, messages: list[dict[str, Any]]) -> Non
                 parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
             elif kind == "image":
                 if block.get("source"):
-                    raise NotPredictable("media", "an image is not text")
+                    parts.append(_anthropic_image(block["source"]))
             elif kind not in ("redacted_thinking", "tool_reference"):
                 raise NotPredictable("shape", f"a content block of type {kind!r:.40}")
         if reasoning:
             message["reasoning"] = "".join(reasoning)
         if calls:
             message["tool_calls"] = calls
-        if len(parts) == 1:
+        if len(parts) == 1 and parts[0]["type"] == "text":
             message["content"] = parts[0]["text"]
         elif parts:
             message["content"] = parts
     if role != "user" or "content" in message:
         messages.append(message)
+
+
+def _anthropic_image(source: Any) -> dict[str, Any]:
+    given = _object(source, "the source of an image")
+    if given.get("type") == "url":
+        url = _text(given.get("url", ""), "the URL of an image")
+    else:
+        kind, data = given.get("media_type", "image/jpeg"), given.get("data", "")
+        url = f"data:{_text(kind, 'a media type')};base64,{_text(data, 'the data of an image')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _anthropic_call(block: JSON) -> dict[str, Any]:
@@ -176,6 +186,7 @@ def _anthropic_call(block: JSON) -> dict[str, Any]:
 
 def _add_result(block: JSON, messages: list[dict[str, Any]]) -> None:
     content, texts, names = block.get("content"), [], []
+    images: list[dict[str, Any]] = []
     if isinstance(content, str):
         texts.append(content)
     else:
@@ -184,11 +195,13 @@ def _add_result(block: JSON, messages: list[dict[str, Any]]) -> None:
             if kind == "text":
                 texts.append(_text(part.get("text", ""), "a text"))
             elif kind == "image":
-                raise NotPredictable("media", "an image is not text")
+                images.append(_anthropic_image(part.get("source", {})))
             elif kind == "tool_reference" and (name := part.get("tool_name") or part.get("name")):
                 names.append(_text(name, "the name of a tool"))
     call_id = _optional_text(block.get("tool_use_id"), "an ID")
     messages.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
+    if images := [image for image in images if image["image_url"]["url"]]:
+        messages.append({"role": "user", "content": images})
     if names:
         references = [{"type": "tool_reference", "name": name} for name in names]
         messages.append({"role": "tool", "tool_call_id": call_id, "content": references})

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from lmetric.tokens.images import Image, image_of
 from lmetric.tokens.template import ContentFormat
 
 # Text content parts, and the key of their text.
@@ -19,6 +20,8 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
+# Content parts of images, of which the engine gives templates `{"type": "image"}`.
+_IMAGE_PARTS = ("image_url", "input_image")
 # A line that changes with each request of Claude Code; engines drop it.
 BILLING_HEADER = "x-anthropic-billing-header"
 # Arguments of Hugging Face's apply_chat_template that do more than set a template variable.
@@ -48,8 +51,8 @@ class NotPredictable(Exception):
 
 def messages_of(
     request: Mapping[str, Any], content_format: ContentFormat, *, name_first: bool = False
-) -> list[dict[str, Any]]:
-    """The messages of a request for the template. Raises NotPredictable.
+) -> tuple[list[dict[str, Any]], list[Image]]:
+    """The messages of a request for the template, and their images. Raises NotPredictable.
 
     ``name_first``: in a call of a tool, the name precedes the arguments, as for /v1/responses.
     """
@@ -57,7 +60,9 @@ def messages_of(
     if not isinstance(messages, list) or not messages:
         raise NotPredictable("shape", "messages must be a list of at least one message")
     wrap = content_format == "openai"
-    return [_message(message, wrap, name_first) for message in messages]
+    media: list[Mapping[str, Any]] = []
+    shaped = [_message(message, wrap, name_first, media) for message in messages]
+    return shaped, [image_of(part, request) for part in media]
 
 
 def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -85,7 +90,7 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _message(message: Any, wrap: bool, name_first: bool) -> dict[str, Any]:
+def _message(message: Any, wrap: bool, name_first: bool, media: list[Mapping[str, Any]]) -> dict[str, Any]:
     try:
         role = message["role"]
         content = message.get("content")
@@ -100,7 +105,10 @@ def _message(message: Any, wrap: bool, name_first: bool) -> dict[str, Any]:
     elif content is None:
         content = [] if wrap else ""
     else:
-        content = _parts(content, wrap)
+        known = len(media)
+        content = _parts(content, wrap, media)
+        if len(media) > known and role in ("system", "developer"):
+            raise NotPredictable("media", f"an image in a message of role {role}")
     shaped = {"role": role, "content": content}
     if len(message) > 2 or "content" not in message:
         _further(message, role, shaped, name_first)
@@ -152,8 +160,8 @@ def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any], name
             shaped[field] = value
 
 
-def _parts(parts: Any, wrap: bool) -> Any:
-    """Content in parts, returned as parts or as one text."""
+def _parts(parts: Any, wrap: bool, media: list[Mapping[str, Any]]) -> Any:
+    """Content in parts, returned as parts or as one text. Adds its images to ``media``."""
     if type(parts) is not list:
         raise NotPredictable("shape", "content must be a text or a list of parts")
     shaped = []
@@ -164,6 +172,10 @@ def _parts(parts: Any, wrap: bool) -> Any:
         kind = part.get("type") if type(part) is dict else None
         if kind == "tool_reference" and type(part.get("name")) is str:
             shaped.append({"type": kind, "name": part["name"]})
+            continue
+        if wrap and kind in _IMAGE_PARTS:
+            media.append(part)
+            shaped.append({"type": "image"})
             continue
         where = _TEXT_PARTS.get(kind) if type(kind) is str else None
         if where is None:

@@ -15,6 +15,7 @@ from lmetric._core import BadValueError, TokenEncoder, TokenizeError
 from lmetric.tokens.agents import chat_of_messages, chat_of_responses
 from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of, without_developer
 from lmetric.tokens.files import ModelFiles, TokenizerError, read_folder
+from lmetric.tokens.images import Image, ImagePrompt, KnownImages
 from lmetric.tokens.template import TemplateError
 
 Tokens = NDArray[np.uint32]
@@ -29,6 +30,7 @@ class Text(NamedTuple):
     text: str
     add_special_tokens: bool
     scope: int = 0  # texts of different scopes share nothing in the tokenizer's cache
+    images: tuple[Image, ...] = ()  # in the order of their placeholders in the text
 
 
 class PromptTokenizer:
@@ -50,6 +52,7 @@ class PromptTokenizer:
         except BadValueError as error:
             raise TokenizerError(f"{files.folder / 'tokenizer.json'}: {error}") from None
         files.tokenizer = b""
+        self.images = KnownImages()
 
     @classmethod
     def load(
@@ -144,7 +147,7 @@ class PromptTokenizer:
         if template is None:
             raise NotPredictable("no_template", f"{files.folder}: no chat template for this kind of request")
         documents = request.get("documents")
-        messages = messages_of(request, template.content_format, name_first=name_first)
+        messages, images = messages_of(request, template.content_format, name_first=name_first)
         if not template.knows_developer:
             messages = without_developer(messages)
         try:
@@ -158,7 +161,7 @@ class PromptTokenizer:
             )
         except TemplateError as error:
             raise NotPredictable("template", str(error)) from None
-        return Text(text, bool(request.get("add_special_tokens", False)))
+        return Text(text, bool(request.get("add_special_tokens", False)), images=tuple(images))
 
     def completion_text(self, request: Mapping[str, Any], prompt: str) -> Text:
         """The text of a body of /v1/completions with this prompt. Raises NotPredictable."""
@@ -179,6 +182,10 @@ class PromptTokenizer:
         except (TokenizeError, UnicodeEncodeError) as error:
             raise NotPredictable("tokenizer", str(error)) from None
 
+    def expand(self, text: Text, tokens: Tokens) -> Tokens | ImagePrompt:
+        """The prompt of a text's tokens: with its images if it has some."""
+        return self.images.expand(tokens, list(text.images)) if text.images else tokens
+
     def chat(self, request: Mapping[str, Any]) -> Tokens:
         """Token ids of a body of /v1/chat/completions. Raises NotPredictable."""
         return self._all(self.chat_text(request))
@@ -196,6 +203,8 @@ class PromptTokenizer:
         return self._all(Text(prompt, add_special_tokens))
 
     def _all(self, text: Text) -> Tokens:
+        if text.images:
+            raise NotPredictable("media", "only an engine knows the tokens of an image")
         tokens = self.encode(text)
         assert tokens is not None  # without a limit the result is never None
         return tokens

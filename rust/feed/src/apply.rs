@@ -475,11 +475,8 @@ impl Applier {
         let mut salt = event.cache_salt;
         for at in 0..event.hashes.len() {
             let Some(keys) = event.extra_keys(at) else { break };
-            let mut rest = Rest::of(keys, event.lora_name);
-            if at == 0 && event.parent.is_none() {
-                salt = rest.salt.or(salt);
-                rest.narrowing = if rest.salt.is_some() { 0 } else { rest.narrowing };
-            }
+            let rest = Rest::of(keys, event.lora_name, at == 0 && event.parent.is_none());
+            salt = rest.salt.or(salt);
             self.narrowing.push(rest.narrowing);
         }
         let number;

@@ -187,6 +187,15 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// Reads an integer of either sign.
+    pub fn signed(&mut self) -> Decoded<i64> {
+        self.expect("a whole number", |head| match head {
+            Head::Unsigned(n) => i64::try_from(n).ok(),
+            Head::Signed(n) => Some(n),
+            _ => None,
+        })
+    }
+
     /// Reads a number.
     pub fn float(&mut self) -> Decoded<f64> {
         self.expect("a number", |head| match head {

@@ -1,30 +1,28 @@
 //! Extra keys of blocks: what their hashes contain besides tokens.
 use crate::decode::Reader;
-use xxhash_rust::xxh3::Xxh3;
+use lmetric_core::kv::media::Part;
 
 /// A block's extra keys without the adapter's name.
 pub(crate) struct Rest<'a> {
-    /// The only remaining key, if it is a string: in a prompt's first block, the cache salt.
+    /// The cache salt: the only string that remains, in a prompt's first block.
     pub salt: Option<&'a str>,
     /// Hash of the remaining keys; 0 if there are none.
     pub narrowing: u64,
 }
 
 impl<'a> Rest<'a> {
-    /// Reads the extra keys of a block.
-    pub fn of(keys: &'a [u8], lora_name: Option<&str>) -> Rest<'a> {
-        let mut rest = Rest { salt: None, narrowing: 0 };
+    /// Reads the extra keys of a block. `first`: the block starts the prompt.
+    pub fn of(keys: &'a [u8], lora_name: Option<&str>, first: bool) -> Rest<'a> {
+        let mut part = Part::default();
         let mut reader = Reader::new(keys);
         if reader.nil() {
-            return rest;
+            return Rest { salt: None, narrowing: 0 };
         }
-        let mut hasher = Xxh3::new();
-        let (mut left, mut named) = (0, lora_name.is_none());
         let Ok(length) = reader.array() else {
-            hasher.update(keys);
-            rest.narrowing = hasher.digest() | 1;
-            return rest;
+            part.other(keys);
+            return Rest { salt: None, narrowing: part.hash() };
         };
+        let (mut salt, mut salts, mut named) = (None, 0, lora_name.is_none());
         for _ in 0..length {
             let Ok(raw) = reader.raw() else { break };
             let text = Reader::new(raw).text().ok();
@@ -32,13 +30,26 @@ impl<'a> Rest<'a> {
                 named = true;
                 continue;
             }
-            left += 1;
-            hasher.update(raw);
-            rest.salt = text.filter(|_| left == 1);
+            match (text, image(raw)) {
+                (Some(_), _) if first && salts == 0 => (salt, salts) = (text, 1),
+                (None, Some((identifier, offset))) => part.image(identifier, offset),
+                _ => {
+                    salts += usize::from(text.is_some());
+                    part.other(raw);
+                }
+            }
         }
-        if left > 0 {
-            rest.narrowing = hasher.digest() | 1;
+        if salts > 1 {
+            salt.take().into_iter().for_each(|text| part.other(text.as_bytes()));
         }
-        rest
+        Rest { salt, narrowing: part.hash() }
     }
+}
+
+/// Reads vLLM's key of an image: its identity, and its offset from the block's start.
+fn image(raw: &[u8]) -> Option<(&str, i64)> {
+    let mut reader = Reader::new(raw);
+    let length = reader.array().ok()?;
+    let key = (reader.text().ok()?, reader.signed().ok()?);
+    (length == 2).then_some(key)
 }

@@ -4,6 +4,7 @@ use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
+use lmetric_core::kv::media::{self, Item};
 use lmetric_core::request::{Allowed, Arm, Request as CoreRequest, Tenant};
 use numpy::{PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -26,7 +27,9 @@ const MAX_BLOCKS: usize = 1 << 18;
 /// - `text`: str or UTF-8 bytes
 /// - `block_hashes`: 64-bit integers, one per block of `block_size` tokens, chained by the router
 ///
-/// If no prefix can match, `prompt_tokens` alone is enough. A contiguous numpy array of uint32 is
+/// If no prefix can match, `prompt_tokens` alone is enough. `images` are the images in `token_ids`:
+/// tuples of identity (vLLM's `mm_hash`), position of the first token, and number of tokens, in
+/// their order in the prompt. Blocks with different images never match. A contiguous numpy array of uint32 is
 /// read in place: do not change it while the request is in use. Everything else is copied.
 ///
 /// Raises `BadValueError` with the position and the value of a token that is out of range.
@@ -108,6 +111,8 @@ enum Prompt {
     /// Contiguous and aligned; read in place.
     Array(Py<PyArray1<u32>>),
     Tokens(Vec<u32>),
+    /// Tokens with images between them.
+    Images(Vec<u32>, Vec<Item>),
     Text(Py<PyString>),
     Bytes(Py<PyBytes>),
     Hashes(Vec<u64>),
@@ -124,13 +129,23 @@ impl Prompt {
         token_ids: Option<&Bound<'_, PyAny>>,
         text: Option<&Bound<'_, PyAny>>,
         block_hashes: Option<&Bound<'_, PyAny>>,
+        images: Vec<(String, usize, usize)>,
         has_length: bool,
     ) -> Result<Prompt> {
+        let tokens = |ids| -> Result<Vec<u32>> {
+            Ok(Ints::take(ids, "token_ids")?.tokens(py, "token_ids")?.into_owned())
+        };
+        if !images.is_empty() {
+            return match (token_ids, text, block_hashes) {
+                (Some(ids), None, None) => Ok(Prompt::Images(tokens(ids)?, in_order(images)?)),
+                _ => Err(bad_images("a prompt without token_ids", "token_ids alone")),
+            };
+        }
         match (token_ids, text, block_hashes) {
             (None, None, None) if has_length => Ok(Prompt::Absent),
             (Some(ids), None, None) => match ids.cast::<PyArray1<u32>>() {
                 Ok(array) if buffers::is_a_slice(array) => Ok(Prompt::Array(array.clone().unbind())),
-                _ => Ok(Prompt::Tokens(Ints::take(ids, "token_ids")?.tokens(py, "token_ids")?.into_owned())),
+                _ => Ok(Prompt::Tokens(tokens(ids)?)),
             },
             (None, Some(text), None) => match (text.cast::<PyString>(), text.cast::<PyBytes>()) {
                 (Ok(text), _) => Ok(Prompt::Text(text.clone().unbind())),
@@ -155,6 +170,30 @@ impl Prompt {
     }
 }
 
+/// Returns the images.
+///
+/// # Errors
+/// `BadValue` if one begins before the end of the one before it, or ends beyond 2^63.
+fn in_order(images: Vec<(String, usize, usize)>) -> Result<Vec<Item>> {
+    let mut free = 0;
+    let item = |(identifier, offset, length): (String, usize, usize)| {
+        let end = offset.checked_add(length).filter(|end| i64::try_from(*end).is_ok());
+        let (true, Some(end)) = (offset >= free, end) else {
+            return Err(bad_images(
+                &format!("an image at token {offset}"),
+                "images in order, which do not overlap",
+            ));
+        };
+        free = end;
+        Ok(Item { identifier, offset, length })
+    };
+    images.into_iter().map(item).collect()
+}
+
+fn bad_images(got: &str, expected: &str) -> crate::errors::Error {
+    CoreError::BadValue { what: "images".into(), got: got.into(), expected: expected.into() }.into()
+}
+
 #[pymethods]
 impl Request {
     #[new]
@@ -165,7 +204,7 @@ impl Request {
         request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0,
         handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true,
         split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instances=None,
-        session_final=false, ttft_slo_seconds=None, whole_answer=false
+        session_final=false, ttft_slo_seconds=None, whole_answer=false, images=Vec::new()
     ))]
     fn new(
         py: Python<'_>,
@@ -193,6 +232,7 @@ impl Request {
         session_final: bool,
         ttft_slo_seconds: Option<f64>,
         whole_answer: bool,
+        images: Vec<(String, usize, usize)>,
     ) -> Result<Request> {
         for (what, allowed, reason) in
             [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
@@ -204,7 +244,7 @@ impl Request {
             }
         }
         Ok(Request {
-            prompt: Prompt::of(py, token_ids, text, block_hashes, prompt_tokens.is_some())?,
+            prompt: Prompt::of(py, token_ids, text, block_hashes, images, prompt_tokens.is_some())?,
             prompt_tokens,
             extra_tokens,
             max_tokens,
@@ -234,7 +274,7 @@ impl Request {
     fn token_ids<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u32>>> {
         match &self.prompt {
             Prompt::Array(array) => Some(array.bind(py).clone()),
-            Prompt::Tokens(ids) => Some(PyArray1::from_slice(py, ids)),
+            Prompt::Tokens(ids) | Prompt::Images(ids, _) => Some(PyArray1::from_slice(py, ids)),
             _ => None,
         }
     }
@@ -269,6 +309,7 @@ impl Request {
             Prompt::Absent => None,
             Prompt::Array(array) => Some(format!("{} token IDs", array.bind(py).len())),
             Prompt::Tokens(ids) => Some(format!("{} token IDs", ids.len())),
+            Prompt::Images(ids, items) => Some(format!("{} token IDs, {} images", ids.len(), items.len())),
             Prompt::Text(text) => Some(format!("text of {} characters", text.bind(py).len()?)),
             Prompt::Bytes(text) => Some(format!("text of {} bytes", text.bind(py).len()?)),
             Prompt::Hashes(hashes) => Some(format!("{} block hashes", hashes.len())),
@@ -367,6 +408,7 @@ impl Request {
             Prompt::Absent => (Source::Tokens(&[]), keys.tokens, keys.block_size),
             Prompt::Array(array) => (Source::Array(array), keys.tokens, keys.block_size),
             Prompt::Tokens(ids) => (Source::Tokens(ids), keys.tokens, keys.block_size),
+            Prompt::Images(ids, items) => (Source::Images(ids, items), keys.tokens, keys.block_size),
             Prompt::Hashes(hashes) => (Source::Hashes(hashes), keys.hashes, 1),
             Prompt::Text(text) => {
                 (Source::Text(text.bind(py).to_str()?.as_bytes()), keys.text, keys.text_block_bytes)
@@ -383,7 +425,7 @@ impl Request {
         let by_tokens = |tokens: usize| (given.unwrap_or(length(tokens)), keys.block_size as f64);
         match source {
             Source::Array(array) => by_tokens(array.bind(py).len()),
-            Source::Tokens(ids) => by_tokens(ids.len()),
+            Source::Tokens(ids) | Source::Images(ids, _) => by_tokens(ids.len()),
             Source::Hashes(hashes) => by_tokens(hashes.len() * keys.block_size),
             Source::Text(text) => {
                 // Four bytes per token is typical of English; callers that know better give the
@@ -409,6 +451,7 @@ pub struct Unhashed<'a> {
 enum Source<'a> {
     Array(&'a Py<PyArray1<u32>>),
     Tokens(&'a [u32]),
+    Images(&'a [u32], &'a [Item]),
     Hashes(&'a [u64]),
     Text(&'a [u8]),
 }
@@ -432,7 +475,7 @@ impl Unhashed<'_> {
         chain.clear();
         let bytes = match self.source {
             Source::Array(array) => return self.hash_array(py, array, chain),
-            Source::Tokens(ids) => size_of_val(ids),
+            Source::Tokens(ids) | Source::Images(ids, _) => size_of_val(ids),
             Source::Hashes(hashes) => size_of_val(hashes),
             Source::Text(text) => text.len(),
         };
@@ -449,6 +492,11 @@ impl Unhashed<'_> {
         match self.source {
             Source::Array(_) => {}
             Source::Tokens(ids) => hash::hash_tokens(domain, size, first(ids, size), chain),
+            Source::Images(ids, items) => {
+                let ids = first(ids, size);
+                let parts = media::parts(items, size, ids.len());
+                media::hash_tokens_with(domain, size, None, ids, &parts, chain);
+            }
             Source::Hashes(hashes) => hash::chain(domain, first(hashes, size), chain),
             Source::Text(text) => hash::hash_text(domain, size, first(text, size), chain),
         }

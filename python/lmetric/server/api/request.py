@@ -18,7 +18,7 @@ from lmetric._core import BadRequestError, check_object, edit_object, join_parts
 from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import RelayedPath
-from lmetric.tokens import Tokens
+from lmetric.tokens import ImagePrompt, Tokens
 
 JSON = Mapping[str, Any]
 
@@ -85,6 +85,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     priority: float | None  # NaN: the field `priority` is not a number
     # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
+    images: ImagePrompt | None = None  # the prompt if it has images; `tokens` is None
     first: FirstSegment | None = None  # of a large body, if its model may split it
     _fields: JSON | None = None
     _brief: JSON | None = None

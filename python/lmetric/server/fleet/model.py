@@ -34,6 +34,7 @@ from lmetric.server.fleet.canary import Canary
 from lmetric.server.fleet.changes import FleetChanges
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
+from lmetric.server.fleet.images import Images
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix, flags_for
@@ -145,6 +146,12 @@ class Model:
                 self.changes = FleetChanges(name, self.router, self.engines, mover=self.mover)
         self.ratio = BytesPerToken()
         self.tokenizers = Tokenizers(name, settings)
+        self.images = Images(
+            name,
+            self.engines,
+            tokenizer=lambda: self.tokenizers.current,
+            name_for=self.names.name_for,
+        )
         self.activity = Activity()
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())

@@ -32,10 +32,12 @@ from lmetric.server.http.threads import PendingWork, WorkThreads
 from lmetric.server.http.tokenizing import (
     RENDERED_BYTES,
     count_text_prompt,
+    encode_all,
     prompt_text,
     read_prompt,
+    take_prompt,
 )
-from lmetric.tokens import NotPredictable, Tokens
+from lmetric.tokens import ImagePrompt, NotPredictable, Tokens
 
 log = structlog.get_logger("lmetric.access")
 log_tokens = structlog.get_logger("lmetric.tokens")
@@ -178,7 +180,7 @@ class Arrivals:
             client_request.drops_priority = True
             if call.priority is not None:
                 priority.remove(call)
-        in_thread = self._read_prompt(call, model)
+        in_thread: Callable[[], Tokens | ImagePrompt | None] | None = self._read_prompt(call, model)
         splits = len(call.body) > LARGE_BODY and model.cuts
         intent = Intent(client_request, call, model, adapter=adapter)
         if in_thread is None and not call.changes and not splits:
@@ -203,7 +205,7 @@ class Arrivals:
         self._running.add(client_request, PendingSearch(client_request, self._running, found, then=then))
         return True
 
-    def _read_prompt(self, call: ParsedRequest, model: Model) -> Callable[[], Tokens | None] | None:
+    def _read_prompt(self, call: ParsedRequest, model: Model) -> Callable[[], Tokens | ImagePrompt] | None:
         """Tokenizes the prompt if its model matches tokens.
 
         Returns long work as a function, for a thread.
@@ -215,11 +217,14 @@ class Arrivals:
             return partial(read_prompt, tokenizer, call)
         try:
             text = prompt_text(tokenizer, call)
-            call.tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
+            tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
         except NotPredictable as error:
             count_text_prompt(model, error)
             return None
-        return partial(tokenizer.encode, text) if call.tokens is None else None
+        if tokens is None:
+            return partial(encode_all, tokenizer, text)
+        take_prompt(model, call, tokenizer.expand(text, tokens))
+        return None
 
     def _place(self, intent: Intent, now: float) -> None:
         """Places a request whose prompt was read. Raises ApiError."""
@@ -227,18 +232,20 @@ class Arrivals:
             self._falling_back.check_length(intent)
         self._placement.place(intent, now)
 
-    def _prepare_in_thread(self, intent: Intent, read: Callable[[], Tokens | None] | None) -> None:
+    def _prepare_in_thread(
+        self, intent: Intent, read: Callable[[], Tokens | ImagePrompt | None] | None
+    ) -> None:
         """Changes the body in a thread, and renders or tokenizes its prompt; then places it.
 
         It is not placed if it has ended by then.
         """
         call, model = intent.call, intent.model
 
-        def then(work: asyncio.Future[Tokens | None], now: float) -> None:
+        def then(work: asyncio.Future[Tokens | ImagePrompt | None], now: float) -> None:
             error = work.exception()
             if error is None:
-                if read is not None:
-                    call.tokens = work.result()
+                if (prompt := work.result()) is not None:
+                    take_prompt(model, call, prompt)
             elif isinstance(error, NotPredictable):
                 count_text_prompt(model, error)
             else:
@@ -252,17 +259,21 @@ class Arrivals:
         )
 
 
-def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> Tokens | None:
+def _prepare(
+    call: ParsedRequest, read: Callable[[], Tokens | ImagePrompt | None] | None
+) -> Tokens | ImagePrompt | None:
     """Changes a body, and returns its prompt's tokens. Raises NotPredictable."""
     if call.changes:
         call.apply_changes()
     return None if read is None else read()
 
 
-def _read_first(intent: Intent, read: Callable[[], Tokens | None] | None) -> Tokens | None:
+def _read_first(
+    intent: Intent, read: Callable[[], Tokens | ImagePrompt | None] | None
+) -> Tokens | ImagePrompt | None:
     """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
     call = intent.call
     call.first = FirstSegment(intent.client_request.path, call.body)
     if intent.model.prefills_apart and not call.first.why_whole:  # the prefill has a body of its own
         call.first.for_one_token()
-    return call.tokens if read is None else read()
+    return None if read is None else read()

@@ -107,7 +107,7 @@ def _reason_of(error: ApiError) -> str | None:
 def _rename(call: ParsedRequest, model: str) -> None:
     """Gives a request another model. A body may be large: it changes in a thread."""
     if call.text is not None:
-        call.tokens = None  # of the model before
+        call.tokens = call.images = None  # of the model before
     call.first = None
     call.rename(model)
     if call.changes:

@@ -80,9 +80,11 @@ class Placement:
         policies, held = model.policies, model.held
         slo = self._slo_class(client_request, model) if held.classes else None
         # Positional, in the order of `Request`: keywords take 4% of a chat's instructions.
+        images = call.images
+        tokens = call.tokens if images is None else images.tokens
         intent.asked = asked = Request(
-            call.tokens,
-            call.text if call.tokens is None else None,
+            tokens,
+            call.text if tokens is None else None,
             None,  # block_hashes
             prompt_tokens,
             call.max_tokens,
@@ -108,6 +110,7 @@ class Placement:
             head.session_final,
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
+            images.images if images is not None else (),
         )
         for arrived in self._running.observers.arrived:
             try:  # `guarded`, inline because each request runs it
@@ -303,6 +306,8 @@ def _size(model: Model, call: ParsedRequest) -> tuple[int, int, int]:
     more = call.more_tokens + (model.ratio.tokens_of(call.more_bytes) if call.more_bytes else 0)
     if call.tokens is not None:
         return 0, len(call.tokens), more
+    if call.images is not None and call.images.tokens is not None:
+        return 0, call.images.total_tokens, more
     text = call.text
     if text is None:
         return 0, 1, more

@@ -6,7 +6,7 @@ import structlog
 
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.model import Model
-from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
+from lmetric.tokens import ImagePrompt, NotPredictable, PromptTokenizer, Text, Tokens
 
 # Larger bodies are rendered in a thread: a template may take microseconds for each message.
 RENDERED_BYTES = 64 << 10
@@ -37,12 +37,33 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
     return text._replace(scope=call.scope) if call.scope else text
 
 
+def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt) -> None:
+    """Gives a request its prompt, and has unknown images of it learned."""
+    if not isinstance(prompt, ImagePrompt):
+        call.tokens = prompt
+        return
+    call.images = prompt
+    if prompt.unknown:
+        model.images.learn(prompt.unknown, call)
+    if prompt.tokens is None:
+        count_text_prompt(model, NotPredictable("media", "no engine has rendered an image yet"))
+    elif len(prompt.images) < prompt.image_count:
+        model.tokenizers.text_prompts["image"] += 1
+
+
 def count_text_prompt(model: Model, why: NotPredictable) -> None:
     """Counts a prompt that is matched as text although its model matches tokens."""
     model.tokenizers.text_prompts[why.reason] += 1
     log.debug("a prompt is matched as text", model=model.name, reason=why.reason, why=str(why))
 
 
-def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | None:
+def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | ImagePrompt:
     """Returns a prompt's tokens. Raises NotPredictable."""
-    return tokenizer.encode(prompt_text(tokenizer, call))
+    return encode_all(tokenizer, prompt_text(tokenizer, call))
+
+
+def encode_all(tokenizer: PromptTokenizer, text: Text) -> Tokens | ImagePrompt:
+    """Returns the tokens of a text of any length. Raises NotPredictable."""
+    tokens = tokenizer.encode(text)
+    assert tokens is not None  # without a limit the result is never None
+    return tokenizer.expand(text, tokens)

@@ -3,6 +3,7 @@ pub mod groups;
 pub mod hash;
 pub mod index;
 pub mod keys;
+pub mod media;
 pub(crate) mod names;
 mod table;
 pub mod tier;

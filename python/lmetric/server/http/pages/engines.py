@@ -76,4 +76,6 @@ def _tokenizer(model: Model, engine: Engine) -> dict[str, Any]:
         "note": model.tokenizers.note,
         "compared": known is not None and engine.compared is known,
         "differs": engine.tokens_differ,
+        "images": len(known.images) if known is not None else 0,
+        "images_waiting": model.images.waiting,
     }

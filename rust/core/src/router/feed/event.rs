@@ -1,6 +1,7 @@
 //! KV cache events of an engine, and their results.
 use crate::ids::InstanceId;
-use crate::kv::hash::{Domain, hash_tokens_after, narrowed};
+use crate::kv::hash::Domain;
+use crate::kv::media::hash_tokens_with;
 use crate::kv::names::Means;
 
 /// The source of an event: a rank of an instance. Each rank has its own cache; an instance holds a
@@ -80,17 +81,6 @@ impl Applied {
 impl Stored<'_> {
     /// Appends the chained hashes of the blocks; `last`: hash of the previous block.
     pub(super) fn hash(&self, block_size: usize, last: Option<u64>, chain: &mut Vec<u64>) {
-        let domain = self.domain;
-        if self.narrowing.iter().all(|part| *part == 0) {
-            return hash_tokens_after(domain, block_size, last, self.token_ids, chain);
-        }
-        let mut last = last.unwrap_or_else(|| domain.token_start());
-        for (at, block) in self.token_ids.chunks_exact(block_size).enumerate() {
-            if let Some(part) = self.narrowing.get(at).filter(|part| **part != 0) {
-                last = narrowed(last, *part);
-            }
-            hash_tokens_after(domain, block_size, Some(last), block, chain);
-            last = chain.last().copied().unwrap_or(last);
-        }
+        hash_tokens_with(self.domain, block_size, last, self.token_ids, self.narrowing, chain);
     }
 }
