@@ -113,3 +113,74 @@ async def test_predicted_equals_reported_over_chats_with_repeated_images(world: 
     assert totals["chats"] == CHATS
     assert totals["new"] <= len(IMAGES)
     assert totals["hits"] > CHATS / 2
+
+
+async def test_messages_and_responses_are_predicted_too(world: Served) -> None:
+    """Their images become those of a chat: of one image, all three have the same identity."""
+    words = " ".join(WORDS * 4)
+
+    def block(number: int) -> dict[str, Any]:
+        data = IMAGES[number].partition(",")[2]
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    def shown(number: int) -> dict[str, Any]:
+        return {"type": "input_image", "image_url": IMAGES[number]}
+
+    await send(world, {"messages": [{"role": "user", "content": [image(0), image(1)]}]})
+    call = {"type": "tool_use", "id": "t1", "name": "screen", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("Seen."), block(1)]}
+    messages = [
+        {"role": "user", "content": [block(0), text(words)]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, text(words)]},
+    ]
+    for count in (1, 1, 3, 3):
+        predicted, reported, _ = await send(world, {"messages": messages[:count]}, MESSAGES)
+        assert predicted == reported, count
+    assert reported > 4 * BLOCK
+    said = {"type": "input_text", "text": words}
+    items = [{"role": "user", "content": [said, shown(1), shown(0)]}, {"role": "user", "content": [said]}]
+    for count in (1, 1, 2, 2):
+        predicted, reported, _ = await send(world, {"input": items[:count]}, RESPONSES)
+        assert predicted == reported, count
+    assert reported > 2 * BLOCK
+
+
+async def test_names_of_images_stand_for_their_content(world: Served) -> None:
+    """vLLM's `uuid`: the identity is the name, whatever the data."""
+    named = [image(0) | {"uuid": "screen 1"}, text(" ".join(WORDS * 4))]
+    other = [image(1) | {"uuid": "screen 1"}, *named[1:]]
+    await send(world, {"messages": [{"role": "user", "content": named}]})
+    for content in (named, other, named):
+        predicted, reported, prompt = await send(world, {"messages": [{"role": "user", "content": content}]})
+        assert predicted == reported == (prompt - 1) // BLOCK * BLOCK
+
+
+BAD: dict[str, Any] = {
+    "no image": {"url": url(b"no image")},
+    "cut": {"url": IMAGES[0][:200]},
+    "not base64": {"url": "data:image/png;base64,%%%"},
+    "no data": {"url": "data:,"},
+    "refused": {"url": "http://127.0.0.1:1/a.png"},
+    "no scheme": {"url": "a.png"},
+    "a file": {"url": "file:///etc/passwd"},
+    "a number": {"url": 3},
+    "nothing": None,
+    "large": {"url": url(bytes(2 << 20))},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_the_engine_judges_bad_images(world: Served, name: str) -> None:
+    """The client gets the engine's own answer, and nothing stays in flight (`served`)."""
+    parts = [image(0), {"type": "image_url", "image_url": BAD[name]}, text("What is this?")]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
+    engine = next(iter((await world.engines()).values()))
+    answers = []
+    for base in (world.url, world.url, engine["url"]):
+        async with world.session.post(base + CHAT, json=body) as response:
+            answers.append((response.status, (await response.json()).get("error")))
+        await learned(world)
+    through, again, direct = answers
+    assert through == again == direct
+    assert through[0] >= 400
