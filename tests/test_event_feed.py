@@ -410,8 +410,10 @@ def test_blocks_match_prompts_with_the_same_images_at_the_same_places(bed: Bed) 
 def test_images_of_a_request_are_checked() -> None:
     request = lm.Request(range(40), images=[("a", 2, 3), ("b", 5, 4)])
     assert repr(request) == "Request(40 token IDs, 2 images)"
+    assert request.images == [("a", 2, 3), ("b", 5, 4)]
     assert request.token_ids is not None
     assert request.token_ids.tolist() == list(range(40))
+    assert lm.Request(range(40)).images == []
     for images in ([("a", 2, 3), ("b", 4, 1)], [("a", 2**63, 1)]):
         with pytest.raises(lm.BadValueError, match="images in order, which do not overlap"):
             lm.Request(range(40), images=images)

@@ -147,7 +147,7 @@ async def test_messages_and_responses_are_predicted_too(world: Served) -> None:
 
 
 async def test_names_of_images_stand_for_their_content(world: Served) -> None:
-    """vLLM's `uuid`: the identity is the name, whatever the data."""
+    """vLLM's `uuid`: the identity is the name, also of other data."""
     named = [image(0) | {"uuid": "screen 1"}, text(" ".join(WORDS * 4))]
     other = [image(1) | {"uuid": "screen 1"}, *named[1:]]
     await send(world, {"messages": [{"role": "user", "content": named}]})

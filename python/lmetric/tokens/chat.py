@@ -20,7 +20,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-# Content parts of images, of which the engine gives templates `{"type": "image"}`.
+# Content parts of images. Templates get `{"type": "image"}` in their place.
 _IMAGE_PARTS = ("image_url", "input_image")
 # A line that changes with each request of Claude Code; engines drop it.
 BILLING_HEADER = "x-anthropic-billing-header"

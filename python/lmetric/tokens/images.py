@@ -33,8 +33,7 @@ class Image(NamedTuple):
 
 
 class ImageTokens(NamedTuple):
-    """What an engine makes of an image: its identity, the token of the chat template in its place,
-    and its tokens."""
+    """An image in an engine's prompt: its identity, the template's token in its place, its tokens."""
 
     identifier: str
     placeholder: int
@@ -76,7 +75,7 @@ def image_of(part: Mapping[str, Any], request: Mapping[str, Any]) -> Image:
 
 
 def aligned(template: Tokens, rendered: Tokens, identifier: str, offset: int, length: int) -> ImageTokens:
-    """What an engine makes of the only image of a prompt.
+    """The only image of an engine's prompt.
 
     ``template``: tokens of the chat template; ``rendered``: tokens of the engine, with the image's
     at ``offset``. Raises NotAligned.

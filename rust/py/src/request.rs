@@ -29,8 +29,8 @@ const MAX_BLOCKS: usize = 1 << 18;
 ///
 /// If no prefix can match, `prompt_tokens` alone is enough. `images` are the images in `token_ids`:
 /// tuples of identity (vLLM's `mm_hash`), position of the first token, and number of tokens, in
-/// their order in the prompt. Blocks with different images never match. A contiguous numpy array of uint32 is
-/// read in place: do not change it while the request is in use. Everything else is copied.
+/// their order in the prompt. Blocks with different images never match. A contiguous numpy array of
+/// uint32 is read in place: do not change it while the request is in use. Everything else is copied.
 ///
 /// Raises `BadValueError` with the position and the value of a token that is out of range.
 #[pyclass(frozen, freelist = 16, module = "lmetric")]
@@ -276,6 +276,17 @@ impl Request {
             Prompt::Array(array) => Some(array.bind(py).clone()),
             Prompt::Tokens(ids) | Prompt::Images(ids, _) => Some(PyArray1::from_slice(py, ids)),
             _ => None,
+        }
+    }
+
+    /// Images in `token_ids`: identity, position of the first token, number of tokens.
+    #[getter]
+    fn images(&self) -> Vec<(&str, usize, usize)> {
+        match &self.prompt {
+            Prompt::Images(_, items) => {
+                items.iter().map(|item| (item.identifier.as_str(), item.offset, item.length)).collect()
+            }
+            _ => Vec::new(),
         }
     }
 

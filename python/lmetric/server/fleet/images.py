@@ -16,7 +16,7 @@ import structlog
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.upstream.connection import UpstreamError
-from lmetric.tokens import Image, NotAligned, NotPredictable, PromptTokenizer, aligned
+from lmetric.tokens import Image, NotAligned, NotPredictable, PromptTokenizer, Tokens, aligned
 from lmetric.tokens.images import PROCESSOR_FIELDS
 
 log = structlog.get_logger("lmetric.tokens")
@@ -150,9 +150,13 @@ class Images:
         places = [] if features is None else features.mm_placeholders.get("image", [])
         if len(hashes) != 1 or len(places) != 1:
             raise NotAligned(f"the engine has {len(hashes)} images in place of one")
-        text = tokenizer.chat_text(chat)
-        tokens = await asyncio.to_thread(tokenizer.encode, text)
-        assert tokens is not None  # without a limit the result is never None
+        tokens = await asyncio.to_thread(_template_tokens, tokenizer, chat)
         token_ids = np.array(rendered.token_ids, dtype=np.uint32)
         place = places[0]
         tokenizer.images.add(key, aligned(tokens, token_ids, hashes[0], place.offset, place.length))
+
+
+def _template_tokens(tokenizer: PromptTokenizer, chat: Mapping[str, Any]) -> Tokens:
+    tokens = tokenizer.encode(tokenizer.chat_text(chat))
+    assert tokens is not None  # without a limit the result is never None
+    return tokens

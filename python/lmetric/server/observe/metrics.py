@@ -235,7 +235,8 @@ class Metrics:
         """Yields metrics of the tokenizer caches, and of the prompts matched as text."""
         as_text = CounterMetricFamily(
             "lmetric_text_prompts",
-            "Prompts matched as text although the model has a tokenizer, by reason",
+            "Prompts matched as text although the model has a tokenizer, by reason (image: matched up to "
+            "an image that is not known)",
             labels=("model", "reason"),
         )
         text = CounterMetricFamily(

@@ -158,4 +158,5 @@ def _again(request: Request) -> Request:
         fetch_reason=request.fetch_reason,
         priority=request.priority,
         instances=request.instances,
+        images=request.images,
     )
