@@ -40,7 +40,8 @@ def url(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-IMAGES = [url(png(seed, mode=mode)) for seed, mode in enumerate(2 * ("RGB", "L", "RGBA"))]
+MODES = ("RGB", "L", "RGBA", "RGB", "L", "RGBA")
+IMAGES = [url(png(seed, 40 + 30 * seed, 45, mode)) for seed, mode in enumerate(MODES)]
 
 
 def image(number: int) -> dict[str, Any]:

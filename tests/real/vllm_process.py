@@ -158,10 +158,12 @@ def vision_model(venv: Path) -> tuple[Path, Path]:
     with locked("vision"):
         made_by = target / "made_by"
         if not made_by.exists() or made_by.read_text() != maker.read_text():
-            subprocess.run([venv / "bin" / "python", maker, target / "model"], check=True, timeout=300)
-            # Apart, as it breaks text models (`install_vllm`).
-            install = ["-m", "pip", "install", "-q", "--no-deps", "--target", target / "packages"]
-            subprocess.run([venv / "bin" / "python", *install, TORCHVISION], check=True, timeout=600)
+            python, packages = venv / "bin" / "python", target / "packages"
+            # Apart: `install_vllm` keeps it out of the environment.
+            install = ["-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", packages]
+            subprocess.run([python, *install, TORCHVISION], check=True, timeout=600)
+            environ = {**os.environ, "PYTHONPATH": str(packages)}
+            subprocess.run([python, maker, target / "model"], check=True, timeout=300, env=environ)
             made_by.write_text(maker.read_text())
     return target / "model", target / "packages"
 

@@ -33,7 +33,7 @@ class Image(NamedTuple):
 
 
 class ImageTokens(NamedTuple):
-    """An image in an engine's prompt: its identity, the template's token in its place, its tokens."""
+    """An image in a prompt: its identity, the template's token in its place, and its tokens."""
 
     identifier: str
     placeholder: int

@@ -29,8 +29,10 @@ const MAX_BLOCKS: usize = 1 << 18;
 ///
 /// If no prefix can match, `prompt_tokens` alone is enough. `images` are the images in `token_ids`:
 /// tuples of identity (vLLM's `mm_hash`), position of the first token, and number of tokens, in
-/// their order in the prompt. Blocks with different images never match. A contiguous numpy array of
-/// uint32 is read in place: do not change it while the request is in use. Everything else is copied.
+/// their order in the prompt. Blocks with different images never match.
+///
+/// A contiguous numpy array of uint32 is read in place: do not change it while the request is in
+/// use. Everything else is copied.
 ///
 /// Raises `BadValueError` with the position and the value of a token that is out of range.
 #[pyclass(frozen, freelist = 16, module = "lmetric")]
