@@ -70,7 +70,7 @@ def test_a_replay_of_the_past_brings_no_old_block_back(bed: Bed, seconds: float)
         bed.settle(engine, "live")
         assert (bed.held([5] * BLOCK), bed.held(NEW)) == (0, 1)
         # The router forgets all, and asks for all.
-        bed.feed.begin_new_weights(["e0"])
+        bed.router.blocks_cleared("e0")
         until(lambda: bed.held(NEW) == 1 and bed.status()["skipped"]["old_weights"] == 3, engine)
         assert bed.held(OLD) == bed.held([5] * BLOCK) == 0
 
