@@ -177,7 +177,7 @@ class Request:
         session_final: bool = False,  # the last request of its session
         ttft_slo_seconds: float | None = None,
         whole_answer: bool = False,
-        images: Sequence[tuple[str, int, int]] = (),  # identity, position and length of each image
+        images: Sequence[tuple[str, int, int]] | None = None,  # identity, position and length of each image
     ) -> Request: ...
     @property
     def token_ids(self) -> NDArray[np.uint32] | None: ...

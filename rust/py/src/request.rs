@@ -206,7 +206,7 @@ impl Request {
         request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0,
         handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true,
         split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instances=None,
-        session_final=false, ttft_slo_seconds=None, whole_answer=false, images=Vec::new()
+        session_final=false, ttft_slo_seconds=None, whole_answer=false, images=None
     ))]
     fn new(
         py: Python<'_>,
@@ -234,7 +234,7 @@ impl Request {
         session_final: bool,
         ttft_slo_seconds: Option<f64>,
         whole_answer: bool,
-        images: Vec<(String, usize, usize)>,
+        images: Option<Vec<(String, usize, usize)>>,
     ) -> Result<Request> {
         for (what, allowed, reason) in
             [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
@@ -246,7 +246,14 @@ impl Request {
             }
         }
         Ok(Request {
-            prompt: Prompt::of(py, token_ids, text, block_hashes, images, prompt_tokens.is_some())?,
+            prompt: Prompt::of(
+                py,
+                token_ids,
+                text,
+                block_hashes,
+                images.unwrap_or_default(),
+                prompt_tokens.is_some(),
+            )?,
             prompt_tokens,
             extra_tokens,
             max_tokens,
