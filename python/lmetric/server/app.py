@@ -31,6 +31,7 @@ from lmetric.server.background.key_exchange import KeyExchange
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replicas import Replicas
+from lmetric.server.background.stored_search import StoredSearch
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
@@ -196,6 +197,7 @@ class Server:
             self.picker = epp.Picker(config, front, self.worker.gateway_port if self.worker else None)
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
+        front.stored.others = StoredSearch(self._replicas)
         if self.worker is None:
             self._key_exchange = KeyExchange(self._replicas, self._keys.keys, self._keys.change)
             front.keys_page, front.change_keys = self._keys_page, self._change_keys

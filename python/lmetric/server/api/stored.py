@@ -55,17 +55,21 @@ class StoredResponses:
         self._all[tenant, response_id] = holder
         self._of_tenant.setdefault(tenant, own)[response_id] = None
 
+    def get(self, tenant: str, response_id: str) -> Holder | None:
+        """Returns the holder of a tenant's response; None: it is unknown."""
+        return self._all.get((tenant, response_id))
+
     def find(self, tenant: str, response_id: str) -> Holder:
         """Returns the holder of a tenant's response.
 
         Raises ApiError (404), equal for an unknown response and for another tenant's.
         """
-        holder = self._all.get((tenant, response_id))
+        holder = self.get(tenant, response_id)
         if holder is None:
             raise not_found(
                 response_id,
-                "is unknown to this router: you did not create it through this router, or it is older than "
-                "the responses that the router remembers (the newest 100,000)",
+                "is unknown to this router: you did not create it through this router or its replicas, or it "
+                "is older than the responses that a router remembers (the newest 100,000)",
             )
         return holder
 

@@ -16,6 +16,7 @@ from lmetric.server.api.form import parse_form
 from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
+from lmetric.server.api.stored import Holder
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.fallback import Fallback
@@ -26,7 +27,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.falling_back import FallingBack
 from lmetric.server.http.place import Placement
-from lmetric.server.http.searching import PendingSearch
+from lmetric.server.http.searching import PendingSearch, StoredPendingSearch
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import PendingWork, WorkThreads
 from lmetric.server.http.tokenizing import (
@@ -164,8 +165,13 @@ class Arrivals:
             return
         self._serve_model(client_request, call, now)
 
-    def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
-        """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
+    def _serve_model(
+        self, client_request: ClientRequest, call: ParsedRequest, now: float, *, searched: bool = False
+    ) -> None:
+        """Finds the request's model, reads its prompt, and places it. Raises ApiError.
+
+        ``searched``: other routers were asked for the response that it continues.
+        """
         if client_request.alias is not None and call.model not in self._fleet.names:
             aliases = self._fleet.catalog.aliases
             raise unserved_alias(client_request.alias, aliases.targets(client_request.alias))
@@ -174,6 +180,8 @@ class Arrivals:
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
             raise not_isolated(client_request.tenant, client_request.path)
         if call.path.stores:
+            if not searched and self._search_response(client_request, call):
+                return
             self._stored.follow(client_request, call, model)
         if model.orders or self.admission.identity.on:
             # Otherwise clients could delay the requests of others.
@@ -189,6 +197,22 @@ class Arrivals:
             if splits:
                 in_thread = partial(_read_first, intent, in_thread)
             self._prepare_in_thread(intent, in_thread)
+
+    def _search_response(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
+        """Asks other routers for the response that a request continues, if it is not known here.
+
+        Returns whether the request waits for their answers.
+        """
+        search = self._stored.continued(client_request.tenant, call)
+        if search is None:
+            return False
+
+        def then(_: asyncio.Future[Holder | None], now: float) -> None:
+            self._serve_model(client_request, call, now, searched=True)
+
+        waiting = StoredPendingSearch(client_request, self._running, search, then=then)
+        self._running.add(client_request, waiting)
+        return True
 
     def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
         """Asks the engines for an unknown model: one may have loaded it a moment ago.

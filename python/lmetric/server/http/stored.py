@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import structlog
@@ -12,6 +13,7 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.paths import StoredResponsePath
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
+from lmetric.server.background.stored_search import StoredSearch
 from lmetric.server.execution import request_log
 from lmetric.server.execution.direct import DirectExecution, DirectRequest
 from lmetric.server.execution.exchange import FAILED, ClientRequest
@@ -21,6 +23,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.running import SERVING
+from lmetric.server.http.searching import StoredPendingSearch
 
 log = structlog.get_logger("lmetric.access")
 
@@ -33,9 +36,32 @@ class StoredRequests:
     ) -> None:
         self.responses = StoredResponses(config.limits)
         self._board = board  # shared with the other workers
+        self.others: StoredSearch  # set by the server
         self._fleet = fleet
         self._admission = admission
         self._running = admission.running
+
+    def continued(self, tenant: str, call: ParsedRequest) -> asyncio.Task[Holder | None] | None:
+        """Begins to search the response that a request continues; None: it waits for none."""
+        previous = previous_id(call)
+        return None if previous is None else self._search(tenant, previous)
+
+    def _search(self, tenant: str, response_id: str) -> asyncio.Task[Holder | None] | None:
+        if self.known(tenant, response_id) is not None:
+            return None
+        search = self.others.begin(tenant, response_id)
+
+        def note(done: asyncio.Task[Holder | None]) -> None:
+            if not (done.cancelled() or done.exception()) and (holder := done.result()) is not None:
+                self._add(tenant, response_id, holder)
+
+        if search is not None:
+            search.add_done_callback(note)
+        return search
+
+    def known(self, tenant: str, response_id: str) -> Holder | None:
+        """Returns the holder of a response that this router knows."""
+        return self._found(tenant, response_id) or self.responses.get(tenant, response_id)
 
     def follow(self, client_request: ClientRequest, call: ParsedRequest, model: Model) -> None:
         """Pins a request to the engine of the response that it continues, and follows its own.
@@ -89,9 +115,21 @@ class StoredRequests:
         if client_request.trace is not None and request_log.current.request is not client_request:
             request_log.in_request(client_request, self.serve, client_request, target, method)
             return
+        self._running.count(client_request)
+        search = self._search(client_request.tenant, target.response_id)
+        if search is None:
+            self._serve(client_request, target, method)
+            return
+
+        def then(_: asyncio.Future[Holder | None], now: float) -> None:
+            self._serve(client_request, target, method)
+
+        waiting = StoredPendingSearch(client_request, self._running, search, then=then)
+        self._running.add(client_request, waiting)
+
+    def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
-        self._running.count(client_request)
         try:
             model, engine = self._holder(tenant, response_id)
             caller = client_request.caller

@@ -11,6 +11,7 @@ from lmetric.server.api.own_pages import OBJECT, TEXT, Pages, answer, in_query
 from lmetric.server.background import replicas
 from lmetric.server.background.addresses import PATH
 from lmetric.server.background.key_exchange import KEYS_PATH
+from lmetric.server.background.stored_search import STORED_PATH
 from lmetric.server.http.pages.call import Call, json
 
 PAGES = Pages()
@@ -49,3 +50,25 @@ async def _keys(call: Call) -> web.Response:
     except (KeyError, ValueError):
         raise bad("the query must be after=VERSION&copied=VERSION&router=ID", "after") from None
     return json(await call.front.keys_page(router, *versions))
+
+
+@PAGES.page(STORED_PATH, "replicas", "replica").on(
+    "GET",
+    "The engine of a stored response, for another router; only with `replicas.urls`",
+    answer("Model and engine; an empty object: the response is unknown", OBJECT),
+    *(400, 401, 404),
+    parameters=(
+        in_query("tenant", "Tenant that made the response", TEXT),
+        in_query("id", "ID of the response", TEXT),
+    ),
+)
+async def _stored(call: Call) -> web.Response:
+    given = parse_qs(call.query, keep_blank_values=True, errors="surrogateescape")
+    try:
+        (tenant,), (response_id,) = (given.pop(name) for name in ("tenant", "id"))
+        if given:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise bad("the query must be tenant=NAME&id=ID", "id") from None
+    holder = call.front.stored.known(tenant, response_id)
+    return json({} if holder is None else holder._asdict())

@@ -1,0 +1,146 @@
+"""Stored responses that clients made through another router of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import orjson
+import pytest
+
+from lmetric.server.background import stored_search
+from lmetric.server.background.stored_search import STORED_PATH
+from lmetric_lab.ports import free_ports
+from server_world import World
+from test_server_passthrough import RESPONSES, Responses, ask, created
+from test_server_replicas import two
+from test_workers_replicas import Fleet, met
+
+ALICE, BOB = ({"x-tenant": name} for name in ("alice", "bob"))
+TENANTS = {"tenants": {"alice": {}, "bob": {}}}
+
+
+async def test_a_chain_goes_on_through_another_router_at_the_same_engine() -> None:
+    async with two([Responses() for _ in range(3)], **TENANTS) as (a, b):
+        last = await created(a, ALICE)
+        for turn in range(6):
+            here = (b, a)[turn % 2]
+            following = await created(here, ALICE, previous_response_id=last["id"])
+            assert following["engine"] == last["engine"]
+            last = following
+        path = f"{RESPONSES}/{last['id']}"
+        assert (await ask(b, "GET", path, ALICE))[2] == last
+        # Another tenant's response is unknown, also at the router that it was made through.
+        answers = [await ask(each, "GET", path, BOB) for each in (a, b)]
+        assert [status for status, _, _ in answers] == [404, 404]
+        assert {got["error"]["code"] for _, _, got in answers} == {"response_not_found"}
+        body = {"model": "tiny", "input": "b", "previous_response_id": last["id"]}
+        for each in (a, b):
+            status, _, answer = await each.post(body, RESPONSES, BOB)
+            assert (status, answer["error"]["code"]) == (404, "response_not_found")
+            await each.settled()
+
+
+async def test_an_unknown_response_is_asked_for_once_and_then_unknown() -> None:
+    async with two([Responses()]) as (a, b):
+        unknown = "resp_" + "0" * 32
+        status, _, answer = await ask(a, "GET", f"{RESPONSES}/{unknown}")
+        assert (status, answer["error"]["code"]) == (404, "response_not_found")
+        body = {"model": "tiny", "input": "b", "previous_response_id": unknown}
+        assert (await a.post(body, RESPONSES))[0] == 404
+        assert a.server.front.stored.others._searches == set()
+        # Long IDs are not sent.
+        body["previous_response_id"] = "x" * 300
+        assert (await a.post(body, RESPONSES))[0] == 404
+        await a.settled()
+        await b.settled()
+
+
+async def test_a_router_that_does_not_answer_delays_only_unknown_responses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored_search, "ANSWER_SECONDS", 0.2)
+    async with two([Responses()]) as (a, b):
+        made, theirs = await created(a), await created(b)
+
+        async def hang(*_: object, **__: object) -> bytes:
+            await asyncio.sleep(3600)
+            return b""
+
+        monkeypatch.setattr(a.server.front.replicas, "call", hang)
+        async with asyncio.timeout(0.19):
+            await created(a, previous_response_id=made["id"])
+        status, _, answer = await ask(a, "GET", f"{RESPONSES}/{theirs['id']}")
+        assert (status, answer["error"]["code"]) == (404, "response_not_found")
+
+
+async def test_searches_of_invented_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_search, "MOST_SEARCHES", 3)
+    most = 0
+    async with two([Responses()]) as (a, _):
+        replicas, search = a.server.front.replicas, a.server.front.stored.others
+        sent = replicas.call
+
+        async def counted(*args: object, **more: object) -> bytes:
+            nonlocal most
+            most = max(most, len(search._searches))
+            await asyncio.sleep(0.05)
+            return await sent(*args, **more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(replicas, "call", counted)
+        paths = [f"{RESPONSES}/resp_{number:032x}" for number in range(20)]
+        answers = await asyncio.gather(*(ask(a, "GET", path) for path in paths))
+        assert {status for status, _, _ in answers} == {404}
+        assert most == 3
+        await a.settled()
+
+
+@pytest.mark.parametrize("page", [b"", b"[]", b"{}", b'{"model": 1, "engine": 2}', b"null", b"x" * 9000])
+async def test_a_strange_answer_of_another_router_is_no_answer(
+    page: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two([Responses()]) as (a, b):
+        made = await created(b)
+
+        async def strange(*_: object, **__: object) -> bytes:
+            return page
+
+        monkeypatch.setattr(a.server.front.replicas, "call", strange)
+        assert (await ask(a, "GET", f"{RESPONSES}/{made['id']}"))[0] == 404
+
+
+async def page(w: World, query: str, token: str) -> int:
+    headers = {"authorization": f"Bearer {token}"}
+    return (await ask(w, "GET", STORED_PATH + query, headers))[0]
+
+
+async def test_only_routers_read_the_page() -> None:
+    async with two([Responses()], {"token": "among-us"}) as (a, _):
+        made = await created(a)
+        query = f"?tenant=&id={made['id']}"
+        assert await page(a, query, "among-us") == 200
+        assert await page(a, query, "guess") == 401
+        for bad in ("", "?tenant=a", "?id=a", "?tenant=a&id=b&id=c", "?tenant=a&id=b&more=c"):
+            assert await page(a, bad, "among-us") == 400
+
+
+async def test_any_worker_of_any_router_finds_a_response(tmp_path: Path) -> None:
+    ports = free_ports(2)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    fake = Responses()
+    await fake.start()
+    try:
+        async with Fleet(tmp_path, fake, {"urls": urls}, tenants={"a": {}}) as fleet:
+            a, b = [await fleet.add(port) for port in ports]
+            await met(a, b)
+            previous = None
+            for turn in range(12):
+                client = (a, b)[turn % 2].client
+                body = {"model": "tiny", "input": "a", "previous_response_id": previous}
+                headers = {"x-tenant": "a"}
+                async with client.session.post(client.url + RESPONSES, json=body, headers=headers) as got:
+                    answer = orjson.loads(await got.read())
+                    assert got.status == 200, answer
+                previous = answer["id"]
+    finally:
+        await fake.stop()
