@@ -1,0 +1,76 @@
+"""`bench/rollouts.py`: the workload has the stated structure, and policies place as their sources
+do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import rollouts
+
+
+def test_a_worker_starts_its_next_group_when_all_rollouts_of_its_last_have_ended() -> None:
+    made = rollouts.workload(1, 2)
+    played = rollouts.run(made, "session hash", 40_000, 1)
+    group = np.asarray(made.trace.sessions) // rollouts.SAMPLES
+    for worker in range(rollouts.WORKERS):
+        first, second = group == worker, group == worker + rollouts.WORKERS
+        end = played.finished_seconds[first].max()
+        starts = played.arrival_seconds[second & (np.asarray(made.trace.previous) < 0)]
+        assert len(starts) == rollouts.SAMPLES
+        np.testing.assert_allclose(starts, end)
+
+
+def test_rollouts_of_a_group_share_their_first_prompt_and_nothing_else() -> None:
+    trace = rollouts.workload(3, 1).trace
+    sessions = np.asarray(trace.sessions)
+    last = {int(session): number for number, session in enumerate(sessions)}
+    task = trace.blocks(0)[: trace.input_tokens[0] // rollouts.BLOCK_TOKENS]
+    ends = [trace.blocks(last[session]) for session in range(rollouts.SAMPLES)]
+    assert all((blocks[: len(task)] == task).all() for blocks in ends)
+    own = np.concatenate([blocks[len(task) :] for blocks in ends])
+    assert len(own) == len(set(own.tolist())) > 1000
+    assert trace.input_tokens.max() <= rollouts.MAX_CONTEXT
+
+
+def decide(arguments: dict[str, Any], tenant: float, requests: list[float]) -> int:
+    """The engine that a sticky policy chooses."""
+    score = arguments["policy"].fn
+    return int(np.argmin(score({"tenant": tenant, "bs": np.array(requests)})))
+
+
+def test_new_sessions_go_to_the_engine_with_the_fewest_active_sessions() -> None:
+    trace = rollouts.workload(1, 1).trace
+    turns = rollouts.turns_of(trace)
+    assert sorted(turns.values()) == sorted(np.bincount(np.asarray(trace.sessions)).tolist())
+    policy, (one, two, three) = rollouts.sticky(trace), list(turns)[:3]
+    homes = [decide(policy, session, [9.0, 0.0]) for session in (one, two)]
+    assert sorted(homes) == [0, 1]
+    for _ in range(turns[one] - 1):
+        assert decide(policy, one, [9.0, 9.0]) == homes[0]  # whatever the load
+    assert decide(policy, three, [9.0, 0.0]) == homes[0]  # the first session has ended
+
+
+def test_verls_gate_moves_each_session_and_its_margin_only_those_on_busy_engines() -> None:
+    trace = rollouts.workload(1, 1).trace
+    session = next(iter(rollouts.turns_of(trace)))
+    for name, then in {"verl": 0, "verl, margin 2": 0, "verl, gate": 1}.items():
+        policy = rollouts.POLICIES[name](trace)
+        assert decide(policy, session, [0.0, 5.0, 5.0]) == 0
+        assert decide(policy, session, [2.0, 0.0, 9.0]) == then
+        assert decide(policy, session, [9.0, 9.0, 9.0]) == then  # balanced: nobody moves
+    policy = rollouts.POLICIES["verl, margin 2"](trace)
+    decide(policy, session, [0.0, 5.0, 5.0])
+    assert decide(policy, session, [3.0, 0.0, 5.0]) == 1
+
+
+def test_hashing_thrashes_where_counting_sessions_does_not() -> None:
+    made = rollouts.workload(1, 1)
+    blocks = round(rollouts.working_set(1) / 0.4 / rollouts.ENGINES / rollouts.BLOCK_TOKENS)
+    hashed, counted = (
+        rollouts.figures(made.trace, rollouts.run(made, policy, blocks, 1))
+        for policy in ("session hash", "sticky_least_loaded")
+    )
+    assert hashed["worst_hits"] < 0.5 < 0.9 < counted["worst_hits"]
+    assert hashed["group_mean"] > 1.1 * counted["group_mean"]
