@@ -1,15 +1,15 @@
 """Routing policies on the rollouts of RL trainers: groups of long sessions, simulated.
 
-    python bench/rollouts.py [--seeds 1 2 3] [--pressures 0.4 0.7 1 1.3] [--json FILE]
+    python bench/rollouts.py [--seeds 1 2 3] [--pressures 0.4 0.7 1 1.3]
 
-A group has `SAMPLES` rollouts of one task. Its latency ends with its slowest rollout. A
-*synchronous* step starts all groups at once. In *asynchronous* training, each of `WORKERS` workers
-starts its next group when its last group has ended. Each worker has its own list of groups.
+A group has `SAMPLES` rollouts of one task, and ends with the slowest one. A *synchronous* step
+starts all groups at once. In *asynchronous* training, each of `WORKERS` workers starts the next
+group of its own list when the last one has ended.
 
 The pressure is the mean working set of asynchronous training with caches without an end, divided by
-all caches. A synchronous step has the same caches. No rollout is aborted: `late` counts those above
-`LIMIT_SECONDS`. `sticky_least_loaded` frees a session when its last turn is sent, because a policy
-does not see the end of a request.
+all caches. A synchronous step has the same caches. No rollout is aborted: `late_tokens` is the part
+of the answers in rollouts above `LIMIT_SECONDS`. Clients repeat refused requests. Sticky policies
+free a session when its last turn is sent.
 
 Sources: NovaSky-AI/SkyRL#1791 and vllm-project/router#235 (`sticky_least_loaded`),
 PrimeIntellect-ai/prime-rl#3255 (hashing), verl-project/verl#6533 (gate) and #7435 (margin). Turns,
@@ -49,7 +49,7 @@ PROFILE = load_profile("independent-sim").in_blocks_of(BLOCK_TOKENS)
 ENDLESS_BLOCKS = 4_000_000  # of an engine: more than a run ever names
 LIMIT_SECONDS = 1800.0  # of a rollout
 WINDOW_SECONDS = 300.0  # of `worst_hits`
-WINDOW_REQUESTS = 20  # an engine's windows with fewer requests do not count
+WINDOW_REQUESTS = 20  # least of an engine's window
 
 SYSTEM_TOKENS = 1024  # shared by all groups
 TASK_TOKENS = LogNormal(p50=1500, mean=2500, max=12_000)  # shared by a group
@@ -60,7 +60,6 @@ ANSWER_TOKENS = LogNormal(p50=250, mean=450, max=6000)
 TOOL_SECONDS = LogNormal(p50=2, p99=60, max=300)
 MAX_CONTEXT = 60_000
 
-Ids = Iterator[int]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -80,12 +79,12 @@ class Turn:
     number: int = -1
 
 
-def new(ids: Ids, tokens: int, blocks: list[int]) -> list[int]:
+def new(ids: Iterator[int], tokens: int, blocks: list[int]) -> list[int]:
     """The ids of all whole blocks of a context of `tokens` that begins with `blocks`."""
     return blocks + list(islice(ids, max(0, tokens // BLOCK_TOKENS - len(blocks))))
 
 
-def rollout(rng: np.random.Generator, first: Turn, turns: int, ids: Ids) -> Iterator[Turn]:
+def rollout(rng: np.random.Generator, first: Turn, turns: int, ids: Iterator[int]) -> Iterator[Turn]:
     """The turns of a rollout, at least one, up to `MAX_CONTEXT`."""
     tools = draw_whole(TOOL_TOKENS, turns, rng, least=1).tolist()
     answers = draw_whole(ANSWER_TOKENS, turns, rng, least=1).tolist()
@@ -123,7 +122,7 @@ def rollouts(seed: int, rounds: int) -> Trace:
     return traced(f"rollouts-{seed}", sorted(turns, key=lambda turn: turn.earliest), ids)
 
 
-def traced(name: str, turns: list[Turn], ids: Ids) -> Trace:
+def traced(name: str, turns: list[Turn], ids: Iterator[int]) -> Trace:
     """The trace of sorted turns."""
     for number, turn in enumerate(turns):
         turn.number = number
@@ -190,9 +189,13 @@ def sticky(trace: Trace, moves: Callable[[Floats, int], bool] | None = None) -> 
 
 DEFAULT = {"policy": "total_delay", "programs": "auto", "guard": True}
 FINAL = {**DEFAULT, "session_final": True}
+PATIENT = {"kind": "auto", "max_hold_seconds": 3600.0}
 POLICIES: dict[str, Callable[[Trace], dict[str, Any]]] = {
     "default": lambda trace: DEFAULT,
     "default, finish_session": lambda trace: FINAL,
+    "default, max_hold_seconds": lambda trace: {**DEFAULT, "programs": PATIENT},
+    "default, both": lambda trace: {**FINAL, "programs": PATIENT},
+    "default, both, oldest first": lambda trace: {**FINAL, "programs": {**PATIENT, "shortest_first": False}},
     "programs: admit, finish_session": lambda trace: {**FINAL, "programs": "admit"},
     "programs: none": lambda trace: {**DEFAULT, "programs": "none"},
     "lmetric": lambda trace: {"policy": "lmetric"},
@@ -218,8 +221,7 @@ def run(made: Workload, policy: str, blocks: int, seed: int) -> Run:
 @cache
 def working_set(seed: int) -> float:
     """The mean working set in tokens after the first groups. A group's prompt counts once."""
-    made = workload(seed, ROUNDS)
-    endless = run(made, "session hash", ENDLESS_BLOCKS, seed)
+    endless = run(made := workload(seed, ROUNDS), "session hash", ENDLESS_BLOCKS, seed)
     groups = replace(made.trace, programs=np.asarray(made.trace.sessions) // SAMPLES)
     return working_set_tokens(groups, endless, (1 / ROUNDS, 1.0))
 
@@ -280,8 +282,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--pressures", type=float, nargs="+", default=[0.4, 0.7, 1, 1.3])
     parser.add_argument("--json", type=Path, help="result file; default: bench/results/DATE-rollouts.json")
-    options = parser.parse_args()
-    rows, began = [], about(None, [])
+    options, rows, began = parser.parse_args(), [], about(None, [])
     scenarios = list(product(MODES, options.pressures, POLICIES))
     print(f"| mode | pressure | policy | {' | '.join(SHOWN)} |\n|{' --- |' * (len(SHOWN) + 3)}")
     with ProcessPoolExecutor(2) as pool:

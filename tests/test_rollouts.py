@@ -48,7 +48,7 @@ def test_new_sessions_go_to_the_engine_with_the_fewest_active_sessions() -> None
     homes = [decide(policy, session, [9.0, 0.0]) for session in (one, two)]
     assert sorted(homes) == [0, 1]
     for _ in range(turns[one] - 1):
-        assert decide(policy, one, [9.0, 9.0]) == homes[0]  # whatever the load
+        assert decide(policy, one, [9.0, 9.0]) == homes[0]
     assert decide(policy, three, [9.0, 0.0]) == homes[0]  # the first session has ended
 
 
