@@ -3,11 +3,19 @@ do."""
 
 from __future__ import annotations
 
+import json
+import re
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pytest
 
 import rollouts
+from studies import ROOT
+
+Rows = dict[tuple[str, float, str], dict[str, Any]]
+SYNC, ASYNC = "synchronous", "asynchronous"
 
 
 def test_a_worker_starts_its_next_group_when_all_rollouts_of_its_last_have_ended() -> None:
@@ -74,3 +82,38 @@ def test_hashing_thrashes_where_counting_sessions_does_not() -> None:
     )
     assert hashed["worst_hits"] < 0.5 < 0.9 < counted["worst_hits"]
     assert hashed["group_mean"] > 1.1 * counted["group_mean"]
+
+
+@pytest.fixture(scope="module")
+def results() -> Rows:
+    """The rows of the shipped results by mode, pressure and policy."""
+    told = json.loads(max(ROOT.glob("bench/results/*-rollouts.json")).read_text())
+    return {(row["mode"], row["pressure"], row["policy"]): row for row in told["rows"]}
+
+
+def test_the_page_has_the_figures_of_the_results(results: Rows) -> None:
+    seconds = [(ASYNC, 0.7, "group_mean"), (ASYNC, 1.3, "group_mean"), (ASYNC, 0.7, "group_max")]
+    seconds += [(ASYNC, 1.3, "group_max"), (SYNC, 1.0, "makespan")]
+    shares = [(ASYNC, 1.0, "hits"), (ASYNC, 1.0, "recomputed"), (ASYNC, 1.3, "late_tokens")]
+    page = (ROOT / "docs" / "how-to" / "rl_trainers.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d.*) \|$", page.partition("## Choose a policy")[2], re.MULTILINE)
+    assert len(rows) == 11
+    for policy, cells in rows:
+        for column, cell in zip(seconds + shares, cells.split(" | "), strict=True):
+            values = np.array(results[column[0], column[1], policy][column[2]])
+            values = values * 100 if column in shares else values
+            mean, least, most = (f"{each:,.0f}" for each in (values.mean(), values.min(), values.max()))
+            assert cell == f"{mean} [{least}, {most}]", (policy, column)
+
+
+def test_the_published_orders_hold(results: Rows) -> None:
+    def mean(pressure: float, policy: str, figure: str = "group_mean") -> float:
+        return fmean(results[ASYNC, pressure, policy][figure])
+
+    pressures = 0.4, 0.7, 1.0, 1.3
+    changes = [mean(each, "sticky_least_loaded") / mean(each, "session hash") - 1 for each in pressures]
+    assert [f"{100 * change:.0f}" for change in changes] == ["-5", "-40", "-32", "-23"]
+    assert round(100 * mean(0.7, "session hash", "worst_hits")) == 5
+    assert round(mean(0.7, "session hash", "slowdown"), 1) == 3.2
+    for pressure in pressures:
+        assert mean(pressure, "verl, margin 2") < mean(pressure, "verl, gate")
