@@ -407,5 +407,5 @@ def test_the_page_has_every_option_with_its_default() -> None:
 
 def test_the_page_has_every_field_of_a_request() -> None:
     fields = [name for name in lm.Request.__dict__ if not name.startswith("_")]
-    assert len(fields) == 24
+    assert len(fields) == 25
     assert [name for name in fields if f"`{name}`" not in PAGE] == []
