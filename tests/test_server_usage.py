@@ -19,6 +19,8 @@ from pyarrow import parquet
 
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
+from lmetric.server.api import openapi
+from lmetric.server.http.pages import PAGES
 from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, OTHER_TENANTS, UsageTable
 from server_world import FakeEngine, World, answer, plain, world
 from test_server_budgets import ask, budget, left, tenants
@@ -78,6 +80,12 @@ async def test_usage_counts_answered_requests_by_tenant_and_model() -> None:
         _, text = await w.get("/metrics")
         assert b'lmetric_usage_tokens_total{kind="cached",model="tiny",tenant="a"} 4.0' in text
         assert b'lmetric_usage_requests_total{model="tiny",tenant="a"} 2.0' in text
+        documented = openapi.document(PAGES.values())["paths"]["/admin/usage"]["get"]["responses"]["200"]
+        answered = set()
+        for query in ("json", "csv", "parquet"):
+            async with w.client.get(f"{w.url}/admin/usage?format={query}") as response:
+                answered.add(response.content_type)
+        assert answered == set(documented["content"])
         for query in ("?format=xml", "?format=csv&format=json", "?day=1"):
             assert (await w.get(f"/admin/usage{query}"))[0] == 400
 

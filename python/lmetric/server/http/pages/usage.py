@@ -17,12 +17,18 @@ from aiohttp import web
 
 from lmetric.extras import install
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.api.own_pages import ARRAY, Pages, answer, in_query
+from lmetric.server.api.own_pages import ARRAY, JSON, TEXT, Pages, in_query
 from lmetric.server.http.pages.call import Call, json
 from lmetric.server.observe.usage import COLUMNS, Row
 
 PAGES = Pages()
 _FORMATS = ("json", "csv", "parquet")
+_PARQUET = "application/vnd.apache.parquet"
+_CONTENT: JSON = {
+    "application/json": {"schema": ARRAY},
+    "text/csv": {"schema": TEXT},
+    _PARQUET: {"schema": {"type": "string", "format": "binary"}},
+}
 _SHOWN = ("router", *COLUMNS)
 _TEXTS = 5  # the first columns
 
@@ -30,7 +36,7 @@ _TEXTS = 5  # the first columns
 @PAGES.page("/admin/usage", "admin", "admin").on(
     "GET",
     "Show answered requests of this router and their tokens by day (UTC), tenant, API key and model",
-    answer("Usage", ARRAY),
+    {"description": "Usage", "content": _CONTENT},
     400,
     401,
     403,
@@ -56,7 +62,7 @@ def _answer(found: Sequence[Row], shape: str, router: str) -> web.Response:
     if shape == "json":
         return json([dict(zip(_SHOWN, row, strict=True)) for row in rows])
     if shape == "parquet":
-        return web.Response(body=_parquet(rows), content_type="application/vnd.apache.parquet")
+        return web.Response(body=_parquet(rows), content_type=_PARQUET)
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerows([_SHOWN, *rows])

@@ -243,7 +243,7 @@ def _failed(what: str, message: str, param: str | None, status: int = 400) -> Ap
 
 def _asked(call: Call, name: str) -> str:
     """Returns the only parameter of the query. Raises ApiError (400)."""
-    given = parse_qs(call.query, keep_blank_values=True, max_num_fields=10)
+    given = parse_qs(call.query, keep_blank_values=True)
     (value, *more) = given.pop(name, [""])
     if not value or more or given:
         raise bad(f"the query must be {name}=VALUE, with one value", name)
