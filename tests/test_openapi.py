@@ -62,6 +62,22 @@ def test_every_code_of_an_error_is_in_the_document() -> None:
     assert codes == set(openapi.ERRORS)
 
 
+def test_relayed_paths_permit_the_errors_of_engines() -> None:
+    document = openapi.document(PAGES.values())
+    responses = document["components"]["responses"]
+    for error in ({"detail": "Not Found"}, {"error": {"message": "m", "type": "Bad Request", "code": 400}}):
+        forms = {
+            name: jsonschema.Draft202012Validator(
+                resolved(document, each["content"]["application/json"]["schema"])
+            ).is_valid(error)
+            for name, each in responses.items()
+        }
+        assert forms == {"Error": False, "RelayedError": True}
+    for path, form in (("/v1/completions", "RelayedError"), ("/admin/guard", "Error")):
+        given = document["paths"][path]["post"]["responses"]["400"]
+        assert given == {"$ref": f"#/components/responses/{form}"}
+
+
 def test_every_own_page_is_in_the_document() -> None:
     document = openapi.document(PAGES.values())["paths"]
     for path, page in PAGES.items():

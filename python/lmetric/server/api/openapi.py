@@ -178,8 +178,8 @@ RESPONSE_HEADERS: Mapping[str, str] = {
 }
 
 
-def _errors(*statuses: int) -> JSON:
-    return {str(status): {"$ref": "#/components/responses/Error"} for status in statuses}
+def _errors(*statuses: int, form: str = "Error") -> JSON:
+    return {str(status): {"$ref": f"#/components/responses/{form}"} for status in statuses}
 
 
 def _security(*schemes: str | None) -> list[JSON]:
@@ -196,7 +196,11 @@ def _operation(
     body: JSON | None = None,
     parameters: tuple[JSON, ...] = (),
 ) -> JSON:
-    """``body``: schemas of the request's body, by content type."""
+    """``body``: schemas of the request's body, by content type.
+
+    Errors of operations with the tag "engines" may be the engine's own.
+    """
+    form = "RelayedError" if tag == "engines" else "Error"
     shown: JSON = {"tags": [tag], "summary": summary}
     if parameters:
         shown["parameters"] = list(parameters)
@@ -205,7 +209,11 @@ def _operation(
             "required": True,
             "content": {media: {"schema": each} for media, each in body.items()},
         }
-    return {**shown, "responses": {"200": answer, **_errors(*errors)}, "security": _security(*access)}
+    return {
+        **shown,
+        "responses": {"200": answer, **_errors(*errors, form=form)},
+        "security": _security(*access),
+    }
 
 
 def _relayed(path: str) -> JSON:
@@ -385,6 +393,13 @@ def _components() -> JSON:
         },
     }
     bearer = {"type": "http", "scheme": "bearer"}
+    error_headers = {
+        name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", "retry-after")
+    }
+    relayed_error = answer(
+        "The router's own error, in the format of OpenAI's API, or the engine's error, unchanged",
+        {"anyOf": [schema("Error"), OBJECT]},
+    )
     return {
         "schemas": {
             "Error": {"type": "object", "required": ["error"], "properties": {"error": error}},
@@ -406,10 +421,9 @@ def _components() -> JSON:
         "responses": {
             "Error": {
                 **answer("The router's own error, in the format of OpenAI's API", schema("Error")),
-                "headers": {
-                    name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", "retry-after")
-                },
-            }
+                "headers": error_headers,
+            },
+            "RelayedError": {**relayed_error, "headers": error_headers},
         },
         "parameters": {
             name: {"name": name, "in": "header", **declared}
