@@ -73,6 +73,8 @@ def test_relayed_paths_permit_the_errors_of_engines() -> None:
             for name, each in responses.items()
         }
         assert forms == {"Error": False, "RelayedError": True}
+    rendered = document["paths"]["/v1/completions/render"]["post"]["responses"]["200"]
+    jsonschema.validate([{}], rendered["content"]["application/json"]["schema"])
     for path, form in (("/v1/completions", "RelayedError"), ("/admin/guard", "Error")):
         given = document["paths"][path]["post"]["responses"]["400"]
         assert given == {"$ref": f"#/components/responses/{form}"}

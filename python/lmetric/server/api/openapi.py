@@ -220,6 +220,8 @@ def _relayed(path: str) -> JSON:
     """The operation of a path that the router relays to an engine."""
     streams = path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages", *paths.AUDIO)
     form = path in paths.AUDIO
+    # One engine request for each prompt.
+    shape: JSON = {"type": ["array", "object"]} if path == f"{COMPLETIONS}/render" else OBJECT
     passed: JSON = {
         "description": "The engine's answer, unchanged",
         "headers": {
@@ -227,7 +229,7 @@ def _relayed(path: str) -> JSON:
             for name in RESPONSE_HEADERS
             if name != "retry-after"
         },
-        "content": {"application/json": {"schema": OBJECT}},
+        "content": {"application/json": {"schema": shape}},
     }
     if streams:
         passed["content"]["text/event-stream"] = {"schema": {"type": "string"}}
