@@ -1,15 +1,17 @@
 """Records KV events of vLLM's own KV cache manager for hybrid models, without a model.
 
-Run it with the Python of `install_vllm`: `python tests/real/record_groups.py OUT`. Each file is one
+Run it with the Python of `install_vllm`: `python tests/real/record_groups.py OUT`. For a version
+that has no CPU build, unpack its wheel and add its folder to PYTHONPATH. Each file is one
 MessagePack array per kind of model: `[name, block_size, steps]`. A step is `[prompt, hit, batch]`:
 a prompt's token ids, the tokens of it that vLLM finds in its cache, and the events of computing it
-as vLLM publishes them. `rust/feed/tests/groups.rs` replays the steps.
+as vLLM publishes them. `rust/feed/tests/groups.rs` and `tests/test_samples.py` replay the steps.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from inspect import signature
 from pathlib import Path
 
 import msgspec
@@ -56,9 +58,17 @@ MODELS = [
     ("window, state and full attention", [full(16), window(16, 48), state(16)], 16, 90),
     ("a window only", [window(16, 64)], 16, 40),
 ]
+LOOKAHEAD = "num_hash_lookahead_tokens"  # since 0.33, for drafters: a hash covers tokens behind its block
+NEW_MODELS = [
+    ("full attention", [full(16)], 16, 40),
+    ("full attention and a drafter", [full(16)], 16, 40, 1),
+]
 
 
-def record(name: str, groups: list[KVCacheSpec], size: int, blocks: int, seed: int) -> list:
+def record(
+    name: str, groups: list[KVCacheSpec], size: int, blocks: int, lookahead: int = 0, *, seed: int
+) -> list:
+    more = {LOOKAHEAD: lookahead} if lookahead else {}
     config = KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[],
@@ -72,8 +82,9 @@ def record(name: str, groups: list[KVCacheSpec], size: int, blocks: int, seed: i
         hash_block_size=min(sizes),
         max_in_flight_tokens=CHUNK,
         enable_kv_cache_events=True,
+        **more,
     )
-    hasher = get_request_block_hasher(min(sizes), sha256_cbor)
+    hasher = get_request_block_hasher(min(sizes), sha256_cbor, **more)
     draw = random.Random(seed)
     bases = [[draw.randrange(100) for _ in range(320)] for _ in range(4)]
     encoder = msgspec.msgpack.Encoder()
@@ -108,7 +119,8 @@ def record(name: str, groups: list[KVCacheSpec], size: int, blocks: int, seed: i
 
 def main(out: Path, seed: int = 7) -> None:
     init_none_hash(sha256_cbor)
-    runs = [record(*model, seed=seed + at) for at, model in enumerate(MODELS)]
+    models = NEW_MODELS if LOOKAHEAD in signature(KVCacheManager).parameters else MODELS
+    runs = [record(*model, seed=seed + at) for at, model in enumerate(models)]
     out.write_bytes(msgspec.msgpack.encode(runs))
     for name, _, steps in runs:
         print(name, sum(hit for _, hit, _ in steps), "hit tokens of", sum(len(p) for p, _, _ in steps))
