@@ -126,6 +126,28 @@ def test_sglang_events() -> None:
         assert (status["blocks_removed"], status["unknown_parent"], status["skipped"]) == (2, 0, {})
 
 
+def test_predicted_hits_equal_those_of_sglangs_radix_cache() -> None:
+    """Replays what SGLang's own cache and publisher sent, against the hits that it found."""
+    page, steps = msgpack.unpackb((SAMPLES / "sglang-0.5.23-radix.msgpack").read_bytes())
+    hits: dict[str | None, int] = {None: 0, "tenant": 0}
+    with publisher() as (endpoint, send), hearing(page, endpoint, "kv") as (router, feed):
+        for step, (prompt, salt, hit, frames) in enumerate(steps):
+            request = lm.Request(token_ids=array("I", prompt), cache_salt=salt)
+            predicted = int(router.cached_tokens(request)[0])
+            # SGLang computes at least one token.
+            assert min(predicted, (len(prompt) - 1) // page * page) == hit, (step, salt)
+            hits[salt] += hit
+            if frames:
+                topic, sequence, payload = frames
+                number = int.from_bytes(sequence, "big")
+                send([topic.decode(), number, msgpack.unpackb(payload)])
+                until(lambda: feed.status("e0")[0]["last_sequence"] == number)  # noqa: B023
+        status = feed.status("e0")[0]
+    assert min(hits.values()) > 400
+    assert status["blocks_removed"] > 100
+    assert (status["skipped"], status["unknown_parent"], status["gaps"]) == ({}, 0, 0)
+
+
 def test_sglang_load() -> None:
     [stat] = json.loads((SAMPLES / "sglang-0.5.23.json").read_text())["load"]
     with publisher() as (endpoint, send):
