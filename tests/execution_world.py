@@ -345,12 +345,18 @@ class Engines:
             cut = len(whole) // 2
             pieces = [http(200, whole)[:-cut], whole[-cut:]]
             return Answer(pieces, False, held, body=body)
+        # vLLM 0.33 in bidirectional mode: the last chunk tells where the cache is.
+        fetched = (body.get("kv_transfer_params") or {}).get("do_remote_prefill")
+        left = (
+            b',"kv_transfer_params":{"remote_port":1}}\n\n' if fetched and self.setup.bidirectional else None
+        )
         opening = shape.opening()
         pieces = [STREAM_HEAD] + ([chunk(opening)] if opening else [])
         for number, each in enumerate(ids, 1):
             last = number == len(ids)
             text = "" if last and stops else self.text_of([each])
-            pieces.append(chunk(shape.token(each, number, finish if last else None, None, text)))
+            event = shape.token(each, number, finish if last else None, None, text)
+            pieces.append(chunk(event if left is None or not last else event.removesuffix(b"}\n\n") + left))
         return Answer([*pieces, chunk(shape.closing(len(ids), 0)) + STREAM_END], True, body=body)
 
     def _fetch(self, engine: str, body: dict[str, Any], prompt: list[int], now: float) -> None:

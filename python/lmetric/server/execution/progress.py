@@ -238,7 +238,11 @@ class Progress:
             self.side = step
         elif self.hedge is None or step is not self.hedge.step:
             self.main = step
-            if self.mover is not None and self.handle is not None and (step.observed or step.merges):
+            if (
+                self.mover is not None
+                and self.handle is not None
+                and (step.merges or (step.observed and self.observed))
+            ):
                 self.mover.running[self.ticket.id] = self.handle
         refill = step.engine.refill
         if refill is not None and step.refills:

@@ -94,18 +94,19 @@ def own_request(p: Progress, engine: Engine) -> Step:
     # If a chat continues inside its prompt, the engine renders the chat again. Its tokens must be
     # those of the fetched cache, and the engine does not check that.
     checks = inside and p.chat and bool(fields)
-    # A whole answer may contain the engine's KV transfer fields, which must not reach the client.
+    # The answer may contain the engine's KV transfer fields, which must not reach the client: of
+    # vLLM 0.33 also a stream's last chunk.
     tells = engine.handover is not None and bool(engine.handover.bidirectional)
-    whole = bool(fields) and not p.stream and (tells or inside)
+    secret = bool(fields) and (tells or inside)
     wants_ids = observed or checks
     return Step(
         engine,
         _body(p, inside, fields, wants_ids=wants_ids),
-        "whole" if whole else "pass",
+        "whole" if secret and not p.stream else "pass",
         limit_seconds=p.limit_seconds,
         stream=p.stream,
         kv=kv if fields else None,
-        observed=p.stream and wants_ids,
+        observed=p.stream and (wants_ids or secret),
         hides_ids=wants_ids and not p.request.get("return_token_ids"),
         checks_prompt=checks,
     )
