@@ -7,8 +7,8 @@ SGLang has no CPU build on PyPI. Its Python code runs beside the libraries of `i
     PYTHONPATH=SGLANG VENV/bin/python tests/real/record_radix.py OUT
 
 The file is one MessagePack array `[page_size, steps]`. A step is `[prompt, cache_salt, hit,
-frames]`: a prompt's token ids, its salt, the tokens of it that SGLang finds in its cache, and the
-frames that SGLang's publisher then sends over ZMQ (topic, sequence, payload).
+frames]`: token ids, salt, the tokens that SGLang finds in its cache, and the frames that its
+publisher then sends over ZMQ (topic, sequence, payload).
 `tests/test_samples.py` replays them.
 """
 
