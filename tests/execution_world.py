@@ -345,7 +345,7 @@ class Engines:
             cut = len(whole) // 2
             pieces = [http(200, whole)[:-cut], whole[-cut:]]
             return Answer(pieces, False, held, body=body)
-        # vLLM 0.33 in bidirectional mode: the last chunk tells where the cache is.
+        # vLLM 0.33 in bidirectional mode: the last chunk has the address of the cache.
         fetched = (body.get("kv_transfer_params") or {}).get("do_remote_prefill")
         left = (
             b',"kv_transfer_params":{"remote_port":1}}\n\n' if fetched and self.setup.bidirectional else None

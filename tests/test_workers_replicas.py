@@ -119,7 +119,7 @@ async def test_each_worker_counts_the_requests_of_all_other_routers(tmp_path: Pa
             return await a.bs() == await b.bs() == {number}
 
         await eventually(lambda: count(10))
-        # A worker ends: its requests stop to count. Its successor hears what all others have.
+        # A worker ends: its requests no longer count. Its successor gets the load of all others.
         os.kill(workers_of(a.process)[0], signal.SIGKILL)
         await until(lambda: len(workers_of(a.process)) == WORKERS)
         await met(a, b)

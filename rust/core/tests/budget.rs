@@ -368,7 +368,7 @@ fn workers_and_supervisor() -> (Vec<Budgets>, Budgets) {
     (workers, Budgets::new(Some(board(2))))
 }
 
-/// The supervisor exchanges counts with other routers, and tells its workers what it learns.
+/// The supervisor exchanges counts with other routers, and its workers restore what it receives.
 #[test]
 fn a_supervisor_publishes_what_its_workers_use() {
     let (mut workers, mut supervisor) = workers_and_supervisor();

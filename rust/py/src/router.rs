@@ -736,8 +736,8 @@ impl Router {
     /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always
     ///   have room.
     /// - `max_waiting`, `max_waiting_per_tenant`: bounds of the queue.
-    /// - `aging_seconds`: wait after which a request's level rises by one; None: the levels of
-    ///   `arrive` do not count.
+    /// - `aging_seconds`: wait after which a request's level rises by one. None: the levels of
+    ///   `arrive` count only for held programs, which then age by 30 s.
     /// - `tenants`: limits by tenant: `max_concurrent`, `max_waiting`.
     ///
     /// Raises `BadValueError`. Documentation: docs/how-to/overload.md.

@@ -182,7 +182,7 @@ impl Followed {
         self.programs.set_aging_seconds(seconds);
     }
 
-    /// Returns whether this process tells other routers of the programs: one of all workers does.
+    /// Returns whether this process publishes the programs to other routers: one worker does.
     pub fn publishes(&self) -> bool {
         self.shared.as_ref().is_none_or(|shared| shared.leads())
     }
