@@ -26,7 +26,7 @@ from lmetric.config import (
 )
 from lmetric.extras import install
 from lmetric.server.api.identity import Identity
-from lmetric.server.api.issued import IssuedKey, IssuedKeys
+from lmetric.server.api.issued import IssuedKeys
 from lmetric.server.background.key_exchange import KeyExchange
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
@@ -199,8 +199,8 @@ class Server:
         front.tls = tls
         front.stored.others = StoredSearch(self._replicas)
         if self.worker is None:
-            self._key_exchange = KeyExchange(self._replicas, self._keys.keys, self._keys.change)
-            front.keys_page, front.change_keys = self._keys_page, self._change_keys
+            exchange = self._key_exchange = KeyExchange(self._replicas, self._keys.keys, self._keys.change)
+            front.keys_page, front.change_keys = exchange.answer, exchange.publish
         else:
             front.keys_page, front.change_keys = self.worker.keys_page, self.worker.change_keys
         self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)
@@ -264,18 +264,6 @@ class Server:
         if self.worker is not None:
             return  # the supervisor logs the report once
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
-
-    async def _change_keys(self, keys: Sequence[IssuedKey]) -> None:
-        """Stores issued or revoked API keys, in all routers. Raises LmetricError."""
-        try:
-            await self._keys.change(keys)
-        finally:  # a revocation applies even if it cannot be stored
-            assert self._key_exchange is not None
-            await self._key_exchange.confirmed()
-
-    async def _keys_page(self, router: str, after: int, copied: int) -> bytes:
-        assert self._key_exchange is not None
-        return self._key_exchange.answer(router, after, copied)
 
     def _certificates(self) -> Iterator[TlsContext]:
         """Yields the TLS contexts for clients, other routers and engines."""

@@ -59,20 +59,6 @@ class StoredResponses:
         """Returns the holder of a tenant's response; None: it is unknown."""
         return self._all.get((tenant, response_id))
 
-    def find(self, tenant: str, response_id: str) -> Holder:
-        """Returns the holder of a tenant's response.
-
-        Raises ApiError (404), equal for an unknown response and for another tenant's.
-        """
-        holder = self.get(tenant, response_id)
-        if holder is None:
-            raise not_found(
-                response_id,
-                "is unknown to this router: you did not create it through this router or its replicas, or it "
-                "is older than the responses that a router remembers (the newest 100,000)",
-            )
-        return holder
-
     def forget(self, tenant: str, response_id: str) -> None:
         """Removes a response, if it is known."""
         if self._all.pop((tenant, response_id), None) is not None:

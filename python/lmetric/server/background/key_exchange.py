@@ -123,7 +123,17 @@ class KeyExchange:
             ended = sum(bool(key.revoked) for key in changed)
             log.info("API keys of another router", router=router, keys=len(changed), revoked=ended)
 
-    def answer(self, router: str, after: int, copied: int) -> bytes:
+    async def publish(self, keys: Sequence[IssuedKey]) -> None:
+        """Stores issued or revoked keys, and waits until the other routers have them.
+
+        Raises LmetricError.
+        """
+        try:
+            await self._change(keys)
+        finally:  # a revocation applies even if it cannot be stored
+            await self._confirmed_by_all()
+
+    async def answer(self, router: str, after: int, copied: int) -> bytes:
         """Returns the first records that changed after a version, for another router.
 
         ``copied``: the version that it has stored.
@@ -134,7 +144,7 @@ class KeyExchange:
         keys, version = self._keys.since(after, MOST_RECORDS)
         return KeyTable(keys, self._replicas.router, version).encode()
 
-    async def confirmed(self) -> None:
+    async def _confirmed_by_all(self) -> None:
         """Waits until all routers that send their load have this router's keys.
 
         After `CONFIRM_SECONDS`, it logs the others and returns.

@@ -27,12 +27,17 @@ class StoredSearch:
         self._replicas = replicas
         self._searches: set[asyncio.Task[Holder | None]] = set()
 
+    @property
+    def on(self) -> bool:
+        """Whether there are other routers."""
+        return self._replicas.on
+
     def begin(self, tenant: str, response_id: str) -> asyncio.Task[Holder | None] | None:
         """Begins a search of a tenant's response; its result is None if no router knows it.
 
-        None: there is no other router, or there are too many searches.
+        None: there are too many searches, or no response has this ID.
         """
-        if not self._replicas.on or len(self._searches) >= MOST_SEARCHES:
+        if len(self._searches) >= MOST_SEARCHES:
             return None
         if not 0 < len(response_id) <= MAX_ID_LENGTH:
             return None

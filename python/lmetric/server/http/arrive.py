@@ -27,7 +27,6 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.falling_back import FallingBack
 from lmetric.server.http.place import Placement
-from lmetric.server.http.searching import PendingSearch, StoredPendingSearch
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import PendingWork, WorkThreads
 from lmetric.server.http.tokenizing import (
@@ -210,8 +209,7 @@ class Arrivals:
         def then(_: asyncio.Future[Holder | None], now: float) -> None:
             self._serve_model(client_request, call, now, searched=True)
 
-        waiting = StoredPendingSearch(client_request, self._running, search, then=then)
-        self._running.add(client_request, waiting)
+        self._running.add(client_request, self._stored.waiting(client_request, search, then))
         return True
 
     def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
@@ -226,7 +224,9 @@ class Arrivals:
         def then(_: asyncio.Future[None], now: float) -> None:
             self._serve_model(client_request, call, now)
 
-        self._running.add(client_request, PendingSearch(client_request, self._running, found, then=then))
+        why = "; the engines were asked for its model"
+        waiting = PendingWork(client_request, self._running, found, then=then, why=why)
+        self._running.add(client_request, waiting)
         return True
 
     def _read_prompt(self, call: ParsedRequest, model: Model) -> Callable[[], Tokens | ImagePrompt] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -23,7 +24,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
 from lmetric.server.http.running import SERVING
-from lmetric.server.http.searching import StoredPendingSearch
+from lmetric.server.http.threads import PendingWork
 
 log = structlog.get_logger("lmetric.access")
 
@@ -47,7 +48,7 @@ class StoredRequests:
         return None if previous is None else self._search(tenant, previous)
 
     def _search(self, tenant: str, response_id: str) -> asyncio.Task[Holder | None] | None:
-        if self.known(tenant, response_id) is not None:
+        if not self.others.on or self.known(tenant, response_id) is not None:
             return None
         search = self.others.begin(tenant, response_id)
 
@@ -83,7 +84,13 @@ class StoredRequests:
 
     def _holder(self, tenant: str, response_id: str) -> tuple[Model, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
-        holder = self._found(tenant, response_id) or self.responses.find(tenant, response_id)
+        holder = self.known(tenant, response_id)
+        if holder is None:
+            raise not_found(
+                response_id,
+                "is unknown to this router: you did not create it through this router or its replicas, or it "
+                "is older than the responses that a router remembers (the newest 100,000)",
+            )
         model = next((model for model in self._fleet.models if model.name == holder.model), None)
         engine = model.engines.get(holder.engine) if model is not None else None
         if model is None or engine is None:
@@ -124,8 +131,17 @@ class StoredRequests:
         def then(_: asyncio.Future[Holder | None], now: float) -> None:
             self._serve(client_request, target, method)
 
-        waiting = StoredPendingSearch(client_request, self._running, search, then=then)
-        self._running.add(client_request, waiting)
+        self._running.add(client_request, self.waiting(client_request, search, then))
+
+    def waiting(
+        self,
+        client_request: ClientRequest,
+        search: asyncio.Task[Holder | None],
+        then: Callable[[asyncio.Future[Holder | None], float], None],
+    ) -> PendingWork[Holder | None]:
+        """Returns a request that waits for a search of a stored response."""
+        why = "; other routers were asked for the stored response"
+        return PendingWork(client_request, self._running, search, then=then, why=why)
 
     def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id

@@ -23,7 +23,7 @@ class PendingWork(WaitingRequest, Generic[T]):
     """A request that waits for other work, mostly in a thread.
 
     ``then`` is called once with the work, which is done, and the monotonic clock (s), unless the
-    request ends before.
+    request ends before. ``why``: added to the message of a timeout.
     """
 
     def __init__(
@@ -32,10 +32,13 @@ class PendingWork(WaitingRequest, Generic[T]):
         running: RunningRequests,
         work: asyncio.Future[T],
         then: Callable[[asyncio.Future[T], float], None],
+        *,
+        why: str = "",
     ) -> None:
         super().__init__(client_request, running)
         self._work = work
         self._then = then
+        self._why = why
         work.add_done_callback(self._done)
 
     def _done(self, work: asyncio.Future[T]) -> None:
@@ -43,6 +46,9 @@ class PendingWork(WaitingRequest, Generic[T]):
             return
         work.exception()  # else asyncio logs the error of a request that has ended
         self._go_on(partial(self._then, work), time.monotonic())
+
+    def _explain(self) -> str:
+        return self._why
 
     def _abandon(self) -> None:
         """Cancels the work. The result of a running thread is ignored."""

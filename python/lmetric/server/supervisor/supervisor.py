@@ -273,7 +273,7 @@ class Supervisor:
             case "find":
                 return await self.find(*value)
             case "change_keys":
-                return await self._change_keys(value)
+                return await self._sharing.keys.publish(value)
             case "reload":
                 return await self.reload()
             case "replica":
@@ -344,16 +344,6 @@ class Supervisor:
                 if status == 200:
                     return page
         return None
-
-    async def _change_keys(self, keys: Sequence[IssuedKey]) -> None:
-        """Stores API keys, and waits until all workers and routers have them.
-
-        Raises LmetricError.
-        """
-        try:
-            await self._store_keys(keys)
-        finally:
-            await self._sharing.keys.confirmed()
 
     async def _store_keys(self, keys: Sequence[IssuedKey]) -> list[IssuedKey]:
         """Stores API keys, and waits until all workers know them. Raises LmetricError.
