@@ -275,8 +275,11 @@ async def test_a_router_without_a_folder_has_the_keys_of_the_others(tmp_path: Pa
 async def test_an_answer_that_is_no_table_of_keys_changes_nothing(
     tmp_path: Path, page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def answer(*_: object) -> bytes:
+        return page
+
     async with two(tmp_path) as (a, b):
-        monkeypatch.setattr(a.server._key_exchange, "answer", lambda *_: page)
+        monkeypatch.setattr(a.server.front, "keys_page", answer)
         await a.server._keys.change([issue("t", "", 2_000_000_000)[1]])
         await asyncio.sleep(0.2)
         assert b.server.issued.all() == []

@@ -279,7 +279,7 @@ class Supervisor:
             case "replica":
                 return await self._sharing.receive(*value)
             case "replica_keys":
-                return self._sharing.keys.answer(*value)
+                return await self._sharing.keys.answer(*value)
             case "usage":
                 return self._usage.add_rows(value)
             case "usage_rows":
