@@ -28,7 +28,7 @@ from lmetric.options import (
 )
 from lmetric.policies import PolicyLike
 from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
-from lmetric.roles import Role
+from lmetric.roles import PlacedRole
 
 __all__ = [
     "END",
@@ -426,14 +426,14 @@ class Router:
         name: str,
         *,
         cache_blocks: int | None = None,
-        role: Role = "both",
+        role: PlacedRole = "both",
         group: str | None = None,
     ) -> int: ...
     def update_instance(
         self,
         name: str,
         *,
-        role: Role = ...,
+        role: PlacedRole = ...,
         healthy: bool = ...,
         draining: bool = ...,
         cache_blocks: int | None = ...,

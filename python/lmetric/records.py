@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric.roles import Role
+from lmetric.roles import PlacedRole
 
 
 class Candidate(TypedDict):
@@ -98,7 +98,7 @@ class InstanceStats(TypedDict):
 
     healthy: bool
     draining: bool
-    role: Role
+    role: PlacedRole
     in_flight: int
     decisions: int
     bs: float

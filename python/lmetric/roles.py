@@ -2,5 +2,10 @@
 
 from typing import Literal
 
-Role = Literal["both", "prefill", "decode"]
-"""The work of an instance: whole requests, only prefills, or only decodes."""
+PlacedRole = Literal["both", "prefill", "decode"]
+"""The work of an instance that the core router places requests on: whole requests, only prefills,
+or only decodes."""
+
+Role = Literal[PlacedRole, "encode"]
+"""The work of an instance. `encode`: it encodes images, sound and video for the others, and gets no
+request of a client."""

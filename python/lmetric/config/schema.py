@@ -181,6 +181,7 @@ class EngineConfig(Strict):
     role: Role | None = Field(
         None,
         description="both: whole requests; prefill: prompts only; decode: answers after a prefill engine; "
+        "encode: images, sound and video for the others; "
         "default: as the engine reports, else both",
         json_schema_extra={"when": "the engine does not report its role"},
     )

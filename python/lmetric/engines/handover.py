@@ -57,6 +57,12 @@ class FirstSegment:
         except orjson.JSONDecodeError as error:  # the reader in Rust allows more
             self.why_whole = f"its body cannot be parsed: {error}"
 
+    def add(self, fields: JSON) -> None:
+        """Adds fields, which the body must not have."""
+        self.body = with_fields(self.body, fields)
+        if self._for_one_token is not None:
+            self._for_one_token = with_fields(self._for_one_token, fields)
+
     def for_one_token(self) -> bytes:
         """Returns the request with one output token and without streaming."""
         if self._for_one_token is None:

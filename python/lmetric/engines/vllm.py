@@ -100,6 +100,8 @@ class Vllm(Adapter):
         # In development mode it reports its configuration.
         told = (await pages.object("/server_info?config_format=json")).get("vllm_config")
         handover, role = _handover(told, nixl)
+        if _encodes(told):
+            role = "encode"
         return Capabilities(
             self.name,
             version,
@@ -192,6 +194,12 @@ def _handover(config: object, nixl: bool) -> tuple[Handover | None, Role | None]
     policy = text_of(transfer, "kv_load_failure_policy")
     told = Handover("nixl", lease, policy, bidirectional=both_ways is True)
     return told, _ROLES.get(str(transfer.get("kv_role")))
+
+
+def _encodes(config: object) -> bool:
+    """Whether it runs no language model, and stores encoded images for others (`ec_producer`)."""
+    transfer = config.get("ec_transfer_config") if isinstance(config, dict) else None
+    return isinstance(transfer, dict) and transfer.get("ec_role") == "ec_producer"
 
 
 def _number(version: str | None) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import RelayedPath
 from lmetric.tokens import ImagePrompt, Tokens
+from lmetric.tokens.media import Media
 
 JSON = Mapping[str, Any]
 
@@ -86,6 +87,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
     images: ImagePrompt | None = None  # the prompt if it has images; `tokens` is None
+    media: Media | None = None  # to encode before its engine gets it; None: nothing
     first: FirstSegment | None = None  # of a large body, if its model may split it
     _fields: JSON | None = None
     _brief: JSON | None = None

@@ -54,6 +54,10 @@ class Execution(Progress):
         self.body = call.body
         self.stream = call.stream
         self.first = call.first
+        if call.media is not None and intent.client_request.gateway is None:
+            self.media = call.media
+            if call.images is not None:
+                self.media.places = call.images.images
         if intent.client_request.gateway is None:  # a gateway sends one copy
             self.hedge = intent.hedge
         if intent.moves or intent.fetches or intent.resumes:
@@ -99,7 +103,7 @@ class Execution(Progress):
         if reason := self.client_request.overdue(limits.request, now):
             # The engine did not fail.
             self._abort(reason, "timeout", ApiError(504, reason, code="timeout"))
-        elif self.main is None and self.side is None:
+        elif self.main is None and self.side is None and not self.encoding:
             log.error("a request was left without an engine", decision=self.label)
             self._abort("no engine worked on it", "engine_error", ApiError(500, FAILED))
         elif self.stalled_at and now - self.stalled_at > limits.slow_client:
@@ -132,6 +136,9 @@ class Execution(Progress):
                 way, go = self._beside, self._go_beside
             elif self.committed:
                 return []  # a prefill; the other engine has answered
+        elif step in self.encoding:
+            if event in ENDS:
+                self.encoding = tuple(each for each in self.encoding if each is not step)
         elif self.hedge is None or step is not self.hedge.step:
             return []  # a late event of a canceled attempt
         if way is None:
@@ -242,7 +249,7 @@ class Execution(Progress):
             error = None
         if self.timed:
             self.wake(None)
-        if self.main or self.side or self.mover or self.hedge:
+        if self.main or self.side or self.mover or self.hedge or self.encoding:
             self.abandon()
         if failure is not None and self.ticket.open:
             self.ticket.failed(ticket_kind(failure), retry=False)

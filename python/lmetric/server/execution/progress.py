@@ -40,6 +40,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.server.fleet.transfer import KvTransfer
 from lmetric.tokens import Tokens
+from lmetric.tokens.media import Media
 
 
 class Progress:
@@ -61,6 +62,8 @@ class Progress:
     handle: Movable | None = None  # the rebalancer's access to the request
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # engines' answers cannot be merged: one engine answers it
+    media: Media | None = None  # to encode before the first engine gets the request
+    encoding: tuple[Step, ...] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     at_once: bool = False  # prefill and decode run at once
     close_client: bool = False
@@ -256,6 +259,9 @@ class Progress:
         """Cancels the attempts of the open segment."""
         self.drop_main()
         self.drop_side()
+        if self.encoding:
+            self.acts.extend(map(Cancel, self.encoding))
+            self.encoding = ()
 
     def drop_main(self) -> None:
         """Cancels the attempt that runs the open segment, if it still runs."""

@@ -220,6 +220,16 @@ class Engine:
         return self.draining or self.switches > 0 or self.leaving or not self.ready
 
     @property
+    def encodes(self) -> bool:
+        """Whether it only encodes images, sound and video: it gets no request of a client."""
+        return self.role == "encode"
+
+    @property
+    def inexact(self) -> bool:
+        """Whether its mode is below `exact`. An engine that only encodes caches no prompt."""
+        return self.mode.name != "exact" and not self.encodes
+
+    @property
     def down_level(self) -> int:
         """The log level of its failures: without a warning if it gets no requests on purpose."""
         return logging.INFO if self.held else logging.WARNING
@@ -283,7 +293,7 @@ class Engine:
         None: it has no such problem, or gets no requests because it is held or saturated.
         """
         if self.in_service:
-            return None if self.mode.name == "exact" else self.mode_since
+            return self.mode_since if self.inexact else None
         if self.held or (self.healthy and self.service.state != "EJECTED"):
             return None
         return max(self.service.since, self.added_at)
@@ -496,6 +506,8 @@ def unusable(engines: Iterable[Engine]) -> Unusable | None:
     causes: Counter[str] = Counter()
     reasons = []
     for engine in engines:
+        if engine.encodes:
+            continue
         why = engine.unusable
         if why is None:
             return None

@@ -299,7 +299,9 @@ class Fleet:
     def _serves(self, name: str) -> bool:
         """Whether an engine is in service for a name."""
         served = self.names.get(name)
-        return served is not None and any(engine.in_service for engine in served.model.engines.values())
+        return served is not None and any(
+            engine.in_service and not engine.encodes for engine in served.model.engines.values()
+        )
 
     def engines(self) -> Iterator[Engine]:
         """Yields all engines, with or without a known model."""
@@ -385,7 +387,7 @@ class Fleet:
         if capabilities == before:
             return
         model.retry_joins()
-        level = logging.INFO if engine.mode.name == "exact" else logging.WARNING
+        level = logging.WARNING if engine.inexact else logging.INFO
         log.log(
             engine.quiet or level,
             "engine identified",
@@ -590,7 +592,9 @@ class Fleet:
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""
         return any(
-            engine.in_service and not engine.held for p in self.models for engine in p.engines.values()
+            engine.in_service and not engine.held and not engine.encodes
+            for model in self.models
+            for engine in model.engines.values()
         )
 
 

@@ -122,7 +122,10 @@ class Images:
         usable = [
             engine
             for engine in self._engines.values()
-            if engine.healthy and not engine.held and engine.capabilities.engine == "vllm"
+            if engine.healthy
+            and not engine.held
+            and not engine.encodes
+            and engine.capabilities.engine == "vllm"
         ]
         if not usable or time.monotonic() < self._off_until:
             return

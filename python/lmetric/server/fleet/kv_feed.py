@@ -230,6 +230,7 @@ class KvFeed:
             tokens_differ=engine.tokens_differ,
             flags=engine.adapter.flags,
             admit=lambda endpoint: self._admit(engine, endpoint),
+            encodes=engine.encodes,
         )
         events, pushed = self._events.get(engine.name), self._pushed_load(engine)
         same = events is not None and (events.subscriptions, events.pooled) == (subscriptions, pooled)
@@ -423,7 +424,7 @@ class KvFeed:
         if mode.name != "exact":
             engine.refill = None
         if before is not UNASKED:  # else the mode is logged with the identification
-            level = logging.INFO if mode.name == "exact" else logging.WARNING
+            level = logging.WARNING if engine.inexact else logging.INFO
             log.log(
                 level,
                 "KV index mode changed",

@@ -18,6 +18,7 @@ from lmetric.engines.adapter import MODELS
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
+from lmetric.roles import PlacedRole, Role
 from lmetric.server.api.eligibility import (
     MERGEABLE_PATHS,
     Ineligible,
@@ -132,6 +133,7 @@ class Model:
         self.programs = ProgramWatch(name, self.router, routing.programs, held=self.held)
         self.kv = KvFeed(self.router)
         self.engines: dict[str, Engine] = {}
+        self.encoders: dict[str, Engine] = {}  # those that only encode
         self.queues = Queues(self.router, self.engines)
         self.weights = Weights(name, self.engines)
         self.request_weights = RequestWeights()
@@ -174,6 +176,7 @@ class Model:
         self.not_resumable: Counter[str] = Counter()  # streams that could not continue, by reason
         self.kv_transfers: Counter[str] = Counter()  # by outcome
         self.fetch_outcomes: Counter[str] = Counter()
+        self.encodings: Counter[str] = Counter()  # images, sounds and videos, by outcome
         # Called with an engine that answered that it does not serve a model that it lists.
         self.look_again: Callable[[Engine], None] = lambda engine: None
         self.unserved_since: float | None = time.monotonic()  # None: the model has engines
@@ -244,10 +247,10 @@ class Model:
         self.router.add_instance(
             engine.name,
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
-            role=engine.role,
+            role=_placed(engine.role),
             group=engine.config.group_label,
         )
-        self.router.update_instance(engine.name, healthy=False, draining=engine.held)
+        self.router.update_instance(engine.name, healthy=False, draining=engine.held or engine.encodes)
         engine.service.in_service = False
         engine.model = self
         self.engines[engine.name] = engine
@@ -263,14 +266,14 @@ class Model:
 
         ``one_of_many``: the review waits for further changes in this turn of the event loop.
         """
-        self.router.update_instance(engine.name, draining=engine.held)
+        self.router.update_instance(engine.name, draining=engine.held or engine.encodes)
         if not one_of_many:
             self.review(engine)
         elif not self.outliers.calm and not self._review_due:
             # If no engine is ejected or full, a change of `held` needs no review.
             self._review_due = True
             asyncio.get_running_loop().call_soon(self.review)
-        if self.changes is not None and engine.held and engine.in_service:
+        if self.changes is not None and engine.held and engine.in_service and not engine.encodes:
             self.changes.leaves(engine)
 
     def sends_prefixes(self, name: str) -> bool:
@@ -290,7 +293,7 @@ class Model:
         else:
             engines = self.outliers.review_one(changed, self.engines.values(), now)
         for engine in engines:
-            if self.changes is not None and engine.in_service and engine.cold:
+            if self.changes is not None and engine.in_service and engine.cold and not engine.encodes:
                 self.changes.joins(engine)  # before it can get a request
             engine.cold &= not engine.in_service
             self.router.update_instance(engine.name, healthy=engine.service.in_service)
@@ -336,6 +339,7 @@ class Model:
         engine.model = None
         for names in self._with.values():
             names.discard(name)
+        self.encoders.pop(name, None)
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
@@ -356,8 +360,13 @@ class Model:
 
     def _apply_role(self, engine: Engine) -> None:
         role, handover = engine.role, engine.handover
-        self.router.update_instance(engine.name, role=role)
-        self._note(engine, "one role", role != "both")
+        apart = role in ("prefill", "decode")
+        self.router.update_instance(engine.name, role=_placed(role), draining=engine.held or engine.encodes)
+        self._note(engine, "one role", apart)
+        if engine.encodes:
+            self.encoders[engine.name] = engine
+        else:
+            self.encoders.pop(engine.name, None)
         self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
         fetches = (
@@ -367,7 +376,7 @@ class Model:
             or (self.mover is not None and self.mover.by != "recompute")
         )
         between_equals = fetches and connector is not None and not connector.at_once
-        engine.connector = does = connector if role != "both" or between_equals else None
+        engine.connector = does = connector if apart or (between_equals and role == "both") else None
         self._note(engine, "at once", does is not None and does.at_once)
         self._note(engine, "in turn", does is not None and not does.at_once)
         if self.splits or self.fetches_prefixes:
@@ -378,14 +387,16 @@ class Model:
             self.router.configure(binding="late" if self.binds_late else "early")
         engine.unfit = None
         rank, capabilities = engine.config.data_parallel_rank, engine.capabilities
+        reported = capabilities.role
         if engine.identified and rank is not None and capabilities.data_parallel_rank != rank:
             engine.unfit = f"it did not confirm data_parallel_rank {rank}"
             if capabilities.no_events is not None:
                 flags = flags_for(engine.adapter.flags, engine.config.kv_events or self.settings.kv_events)
                 fix = capabilities.events_fix or flag_fix(flags, "kv_events")
                 engine.unfit = f"{capabilities.no_events}; {fix}" if fix else capabilities.no_events
-        elif role != "both" and engine.identified:
-            reported = engine.capabilities.role
+        elif reported not in (None, role) and "encode" in (role, reported):
+            engine.unfit = f"role {role}, but it was started as {reported}"
+        elif apart and engine.identified:
             if does is None:
                 engine.unfit = (
                     f"role {role}, but {engine.capabilities.no_handover or 'it has no KV transfer'}"
@@ -451,7 +462,8 @@ class Model:
     @property
     def context_tokens(self) -> int | None:
         """The longest `max_model_len` of its engines; None: an engine does not report it."""
-        cards = [engine.capabilities.base(self.name) for engine in self.engines.values()]
+        placed = (engine for engine in self.engines.values() if not engine.encodes)
+        cards = [engine.capabilities.base(self.name) for engine in placed]
         lengths = [card.max_model_len if card is not None else None for card in cards]
         known = [length for length in lengths if length is not None]
         return max(known) if known and len(known) == len(lengths) else None
@@ -610,6 +622,11 @@ class Model:
             message = f"{name}: no engine of {self.name} lists it in {MODELS}"
             return ApiError(503, message, code="no_engine", headers={"retry-after": "2"})
         return no_engine_error(name, error, unusable(self.engines[each] for each in serving))
+
+
+def _placed(role: Role) -> PlacedRole:
+    """Returns an engine's role for the core router, which places nothing on one that encodes."""
+    return "both" if role == "encode" else role
 
 
 def _router(name: str, settings: PoolSettings, policies: Policies, block_size: int) -> Router:

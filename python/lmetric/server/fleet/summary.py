@@ -53,7 +53,7 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
             mode = engine.mode
             usable += 1
             modes[mode.name] += 1
-            if mode.name == "exact":
+            if not engine.inexact:
                 continue
             what, why = mode.name, NotUsable(mode.cause, mode.reason, mode.fix)
         # Reasons have addresses: without them, engines with the same cause are one warning.

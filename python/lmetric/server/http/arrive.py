@@ -33,7 +33,9 @@ from lmetric.server.http.tokenizing import (
     RENDERED_BYTES,
     count_text_prompt,
     encode_all,
+    may_have_media,
     prompt_text,
+    read_media,
     read_prompt,
     take_prompt,
 )
@@ -188,6 +190,11 @@ class Arrivals:
             if call.priority is not None:
                 priority.remove(call)
         in_thread: Callable[[], Tokens | ImagePrompt | None] | None = self._read_prompt(call, model)
+        if may_have_media(model, call):
+            if in_thread is None and len(call.body) <= RENDERED_BYTES:
+                read_media(call)
+            else:
+                in_thread = partial(_read_media, call, in_thread)
         splits = len(call.body) > LARGE_BODY and model.cuts
         intent = Intent(client_request, call, model, adapter=adapter)
         if in_thread is None and not call.changes and not splits:
@@ -289,6 +296,14 @@ def _prepare(
     """Changes a body, and returns its prompt's tokens. Raises NotPredictable."""
     if call.changes:
         call.apply_changes()
+    return None if read is None else read()
+
+
+def _read_media(
+    call: ParsedRequest, read: Callable[[], Tokens | ImagePrompt | None] | None
+) -> Tokens | ImagePrompt | None:
+    """Reads the media, and returns the prompt's tokens. Raises NotPredictable."""
+    read_media(call)
     return None if read is None else read()
 
 

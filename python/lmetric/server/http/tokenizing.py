@@ -7,9 +7,12 @@ import structlog
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.model import Model
 from lmetric.tokens import ImagePrompt, NotPredictable, PromptTokenizer, Text, Tokens
+from lmetric.tokens.media import has_media, media_of
 
 # Larger bodies are rendered in a thread: a template may take microseconds for each message.
 RENDERED_BYTES = 64 << 10
+# Readers of prompts whose media an engine may encode in advance.
+ENCODED_APIS = ("chat", "messages", "responses")
 
 log = structlog.get_logger("lmetric.tokens")
 
@@ -35,6 +38,19 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
         assert call.text is not None
         text = tokenizer.completion_text(request, call.text.decode())
     return text._replace(scope=call.scope) if call.scope else text
+
+
+def may_have_media(model: Model, call: ParsedRequest) -> bool:
+    """Whether engines of a model encode media, and a request may have some."""
+    return bool(model.encoders) and call.path.prompt in ENCODED_APIS and has_media(call.body)
+
+
+def read_media(call: ParsedRequest) -> None:
+    """Reads the media of a request. For a large body, call it in a thread."""
+    try:
+        call.media = media_of(call.path.prompt, call.request)
+    except ValueError as error:  # the reader in Rust allows more
+        log.debug("the media of a request are unknown", reason=str(error))
 
 
 def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt) -> None:

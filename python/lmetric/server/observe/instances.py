@@ -60,7 +60,9 @@ def instance_metrics(stats: Sequence[tuple[Model, Mapping[str, Any]]]) -> Iterat
                 elif key == "predicted_ttft_source":
                     source.add(labels_text({**labels, "source": value}), 1)
                 elif key == "role":
-                    role.add(labels_text({**labels, "role": value}), 1)
+                    engine = model.engines.get(name)
+                    told = value if engine is None else engine.role
+                    role.add(labels_text({**labels, "role": told}), 1)
                 else:
                     family = families.get(key)
                     if family is None:

@@ -128,7 +128,7 @@ class LiveView:
             state = "draining" if held else "ejected" if ejected else "full" if engine.healthy else "down"
         elif model is not None and model.changes is not None and model.changes.warms(name):
             state = "warming"
-        inexact = engine is not None and engine.identified and engine.mode.name != "exact"
+        inexact = engine is not None and engine.identified and engine.inexact
         rows["name"].append(name)
         rows["model"].append(model.name if model is not None else None)
         rows["role"].append(engine.role if engine is not None else None)

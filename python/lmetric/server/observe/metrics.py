@@ -116,6 +116,16 @@ class Metrics:
             for outcome, count in model.fetch_outcomes.items():
                 fetches.add_metric((model.name, outcome), count)
         yield fetches
+        encodings = CounterMetricFamily(
+            "lmetric_media_encodings",
+            "Images, sounds and videos for engines that encode, by outcome: encoded, cached (the request's "
+            "engine has their tokens), or the reason why the request's engine encodes them",
+            labels=("model", "outcome"),
+        )
+        for model in self.fleet.models:
+            for outcome, count in model.encodings.items():
+                encodings.add_metric((model.name, outcome), count)
+        yield encodings
         changes = CounterMetricFamily(
             "lmetric_fleet_change_fetches",
             "Prefix fetches for engines that join or leave, by outcome: fetched, or the reason for failing",

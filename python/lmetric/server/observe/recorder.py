@@ -329,6 +329,7 @@ def _state(model: Model) -> Line:
                 "cache_blocks": engine.capabilities.cache_blocks,
             }
             for engine in model.engines.values()
+            if not engine.encodes
         ],
     }
 

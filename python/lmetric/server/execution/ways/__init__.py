@@ -19,7 +19,7 @@ from collections.abc import Callable
 from lmetric.server.execution.failures import next_engine, switch
 from lmetric.server.execution.plan import EngineLost, NoTransfer, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import chain, copy, pair, plain
+from lmetric.server.execution.ways import chain, copy, encode, pair, plain
 from lmetric.server.fleet.engine import Engine
 
 
@@ -29,7 +29,10 @@ def run(p: Progress) -> Way[None]:
     way = _segment if p.model.cuts else plain.plain
     while name is not None:
         try:
-            name = yield from way(p, p.model.engines[name])
+            engine = p.model.engines[name]
+            if p.media is not None:
+                yield from encode.encode(p, engine)
+            name = yield from way(p, engine)
         except EngineLost as lost:
             name = next_engine(p, lost)
         except SwitchTo as to:
