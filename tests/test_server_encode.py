@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ class Encoder:
         await self.gate.wait()
         parts = request.json["messages"][0]["content"]
         params = {str(part): {"metadata": {}} for part in parts} if self.params == {} else self.params
-        said = {"choices": [{"message": {"content": ""}, "finish_reason": "stop"}], "ec_transfer_params": params}
+        said = {
+            "choices": [{"message": {"content": ""}, "finish_reason": "stop"}],
+            "ec_transfer_params": params,
+        }
         writer.write(plain(self.status, orjson.dumps(said)))
         return True
 
@@ -131,7 +135,7 @@ async def test_equal_media_go_to_the_same_engine_and_others_are_spread() -> None
     async with encoding(2) as (w, encoders):
         await ok(w, chat(*map(image, urls), image(urls[0])))
         shares = [[part["image_url"]["url"] for part in each.parts] for each in encoders]
-        assert sorted(sum(shares, [])) == sorted(urls)
+        assert sorted(itertools.chain(*shares)) == sorted(urls)
         assert min(map(len, shares)) > 5
         assert [len(each.bodies) for each in encoders] == [1, 1]  # at the same time
         for url in urls[:8]:
@@ -295,7 +299,11 @@ async def test_a_role_is_detected_and_a_wrong_one_is_refused() -> None:
         await w.until(lambda: all(each.identified for each in model(w).engines.values()))
         found = model(w).engines
         assert [each.role for each in found.values()] == ["both", "encode", "both"]
-        assert [each.unfit for each in found.values()] == [None, None, "role both, but it was started as encode"]
+        assert [each.unfit for each in found.values()] == [
+            None,
+            None,
+            "role both, but it was started as encode",
+        ]
         assert list(model(w).encoders) == ["e1"]
 
 

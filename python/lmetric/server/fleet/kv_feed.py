@@ -23,6 +23,7 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import (
+    ENCODES,
     UNASKED,
     Mode,
     ModelFacts,
@@ -230,8 +231,9 @@ class KvFeed:
             tokens_differ=engine.tokens_differ,
             flags=engine.adapter.flags,
             admit=lambda endpoint: self._admit(engine, endpoint),
-            encodes=engine.encodes,
         )
+        if engine.encodes:
+            mode, subscriptions = ENCODES, ()
         events, pushed = self._events.get(engine.name), self._pushed_load(engine)
         same = events is not None and (events.subscriptions, events.pooled) == (subscriptions, pooled)
         if not same or self._pushed.get(engine.name) != pushed:

@@ -49,6 +49,7 @@ class Mode:
         return self.cause if self.detail is None else f"{self.cause}: {self.detail}"
 
 
+ENCODES = Mode("load_only", "it only encodes, and caches no prompt")
 UNASKED = Mode("approximate", "it is not identified yet")
 
 FIX_TOKENIZER = (
@@ -102,17 +103,13 @@ def choose(
     tokens_differ: str | None = None,
     flags: Mapping[str, str] = MappingProxyType({}),
     admit: Callable[[str], str] = str,
-    encodes: bool = False,
 ) -> tuple[Mode, tuple[Subscription, ...]]:
     """Returns the best mode that an engine at `host` allows, and the subscriptions it needs.
 
     ``tokens_differ``: a prompt that the engine tokenizes differently from the router, or None.
     ``flags``: the flags of this kind of engine by feature (`Adapter.flags`), for the fix.
     ``admit``: returns the endpoint to connect to for an endpoint, or raises EndpointError.
-    ``encodes``: it only encodes images, sound and video.
     """
-    if encodes:
-        return Mode("load_only", "it only encodes, and caches no prompt"), ()
     flags = flags_for(flags, setting)
     if capabilities.prefix_caching is False:
         return Mode("load_only", "its prefix cache is off", fix=flag_fix(flags, "prefix_cache")), ()

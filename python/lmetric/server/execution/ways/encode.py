@@ -44,13 +44,14 @@ def encode(p: Progress, target: Engine) -> Way[None]:
     parts = _missing(p, media, target)
     outcomes["cached"] += len(media.parts) - len(parts)
     running: dict[Step, _Batch] = {}
-    _send(p, media, _Batch(parts, frozenset()), running)
+    _send(p, media, _Batch(parts, frozenset()), running=running)
     try:
         while running:
             step, outcome, again = yield from _next(p, running, params)
             batch = running.pop(step)
             if again:
-                _send(p, media, _Batch(batch.parts, batch.tried | {step.engine.name}), running)
+                tried = batch.tried | {step.engine.name}
+                _send(p, media, _Batch(batch.parts, tried), running=running)
             else:
                 outcomes[outcome] += len(batch.parts)
     except GeneratorExit:
@@ -71,7 +72,7 @@ def _missing(p: Progress, media: Media, target: Engine) -> list[MediaPart]:
     return list({part.key: part for part in media.parts[known:]}.values())
 
 
-def _send(p: Progress, media: Media, batch: _Batch, running: dict[Step, _Batch]) -> None:
+def _send(p: Progress, media: Media, batch: _Batch, *, running: dict[Step, _Batch]) -> None:
     """Sends each part to its engine that is usable and has not failed to encode it."""
     usable = [
         engine
