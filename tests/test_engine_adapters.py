@@ -143,7 +143,9 @@ async def test_older_and_other_engines() -> None:
     adapter, told = await of({"/v1/models": MODELS})
     assert (adapter, told.engine, [model.name for model in told.models]) == (UNKNOWN, "unknown", ["tiny"])
     assert "neither vLLM nor SGLang" in str(told.no_events)
-    for body in ("{}", "[]", '{"data": []}', '{"data": [{"id": "a", "parent": "b"}]}', "nonsense"):
+    with pytest.raises(ValueError, match="lists no model"):
+        await of({"/v1/models": '{"data": []}'})
+    for body in ("{}", "[]", '{"data": [{"id": "a", "parent": "b"}]}', "nonsense"):
         with pytest.raises(ValueError, match="not a list of models"):
             await of({"/v1/models": body})
     with pytest.raises(ValueError, match="status 404"):

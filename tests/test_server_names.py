@@ -201,6 +201,24 @@ async def test_a_404_for_a_listed_name_is_the_failure_of_its_engine() -> None:
         await w.until(lambda: w.server.fleet.models[0].engines["e2"].models_due)
 
 
+@pytest.mark.parametrize("body", [b"", b'{"message":"Model not found","type":"Not Found","code":404}'])
+async def test_a_404_without_the_model_s_name_is_the_failure_of_its_engine(body: bytes) -> None:
+    """Dynamo's frontend answers so before the router has read that its list is empty."""
+
+    async def refuse(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(404, body))
+        return True
+
+    async with world(fakes([BASE], [BASE]), health={"interval": 60}) as w:
+        engine = w.server.fleet.models[0].engines["e0"]
+        w.engines[0].behave, engine.models_at = refuse, engine.models_at - 5
+        w.engines[0].extra_pages["/v1/models"] = (200, b'{"data": []}')
+        assert await ask(w, "tiny", 2) == {(200, "e1"): 2}
+        await w.until(lambda: not engine.in_service)
+        assert await ask(w, "tiny", 4) == {(200, "e1"): 4}
+        assert len(w.engines[0].requests) == 1
+
+
 async def test_other_404s_pass_unchanged() -> None:
     async def refuse(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
         writer.write(plain(404, {"error": {"message": "Response with id 'r' not found.", "param": "id"}}))
@@ -435,11 +453,42 @@ async def test_an_engine_that_hangs_does_not_hold_a_search(monkeypatch: pytest.M
 
 async def test_a_page_that_cannot_be_read_keeps_the_known_names() -> None:
     async with world(fakes([BASE, lora("sql")]), health={"interval": 0.02}) as w:
-        for page in ((200, b"<html>"), (500, b""), (200, b"null"), (200, b'{"data": []}')):
+        for page in ((200, b"<html>"), (500, b""), (200, b"null")):
             w.engines[0].extra_pages["/v1/models"] = page
             read = len(w.engines[0].page_reads)
             await w.until(lambda read=read: w.engines[0].page_reads[read:].count("/v1/models") > 1)
             assert await ask(w, "sql") == {(200, "e0"): 1}
+
+
+@pytest.mark.parametrize("config", [{}, {"model": "tiny"}])
+async def test_an_engine_that_lists_no_model_gets_no_requests_until_it_lists_one(config: Any) -> None:
+    """As Dynamo's frontend without a worker: it is healthy, and answers 404 at once."""
+    empty = {"/v1/models": (200, b'{"object":"list","data":[]}')}
+    async with world(fakes([BASE], [BASE]), health=FAST, **config) as w:
+        first = w.server.fleet.models[0].engines["e0"]
+        assert await ask(w, "tiny", 4) == {(200, "e0"): 2, (200, "e1"): 2}
+        w.engines[0].extra_pages.update(empty)
+        await w.until(lambda: not first.in_service)
+        assert await ask(w, "tiny", 4) == {(200, "e1"): 4}
+        w.engines[1].extra_pages.update(empty)
+        await w.until(lambda: not any(each.in_service for each in first.model.engines.values()))
+        status, _, got = await w.post({"model": "tiny", "prompt": "x"})
+        assert (status, "lists no model (2 of 2 engines)" in got["error"]["message"]) == (503, True)
+        assert (await debug(w, "e0"))["last_error"] == "GET /v1/models: it lists no model"
+        for engine in w.engines:
+            engine.extra_pages.clear()
+        await w.until(lambda: all(each.in_service for each in first.model.engines.values()))
+        assert await ask(w, "tiny", 4) == {(200, "e0"): 2, (200, "e1"): 2}
+
+
+async def test_an_engine_whose_list_is_empty_at_the_start_is_not_usable() -> None:
+    engines = fakes([BASE], [BASE])
+    engines[0].extra_pages["/v1/models"] = (200, b'{"data": []}')
+    async with world(engines, model="tiny", health=FAST) as w:
+        assert await ask(w, "tiny", 4) == {(200, "e1"): 4}
+        engines[0].extra_pages.clear()
+        await w.until(lambda: w.server.fleet.models[0].engines["e0"].in_service)
+        assert await ask(w, "tiny", 4) == {(200, "e0"): 2, (200, "e1"): 2}
 
 
 async def test_one_model_can_be_asked_for_before_the_router_knows_it() -> None:

@@ -239,8 +239,15 @@ class Capabilities:
 MODELS = "/v1/models"
 
 
+class NoModels(ValueError):
+    """An engine lists no models, as Dynamo's frontend without a worker."""
+
+
 async def read_models(status: int, body: bytes) -> tuple[tuple[ModelCard, ...], list[str]]:
-    """The models in an answer to GET /v1/models, and what was ignored. Raises ValueError."""
+    """The models in an answer to GET /v1/models, and what was ignored.
+
+    Raises NoModels if the list is empty, ValueError if it is no such list.
+    """
     if status != 200:
         raise ValueError(f"GET {MODELS}: status {status}")
     return await read_page(body, _models_of)
@@ -250,7 +257,10 @@ def _models_of(body: bytes) -> tuple[tuple[ModelCard, ...], list[str]]:
     models: list[ModelCard] = []
     ignored: list[str] = []
     try:
-        for card in orjson.loads(body)["data"]:
+        cards = orjson.loads(body)["data"]
+        if cards == []:
+            raise NoModels(f"GET {MODELS}: it lists no model")
+        for card in cards:
             name = card["id"]
             if not isinstance(name, str) or not name:
                 continue

@@ -177,7 +177,7 @@ class Monitor:
             if isinstance(error, UpstreamError):
                 kind = error.kind
             elif engine.misfit is not None:
-                kind = "other_model"
+                kind = "other_model" if engine.capabilities.models else "no_model"
             else:
                 kind = "unidentified" if engine.unfit is None else "unfit"
             engine.failed(kind, reason)

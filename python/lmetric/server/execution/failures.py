@@ -166,11 +166,14 @@ def _may_fall_back(p: Progress, attempt: Attempt) -> bool:
 def _lacks_model(p: Progress, attempt: Attempt) -> bool:
     """Whether a 404 says that the engine does not serve the model that the router lists for it.
 
-    vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the engine
-    is asked for its models again.
+    vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". Dynamo, whose
+    workers have left: "Model not found", or no body. If so, the engine's list of models is read
+    again.
     """
     name, words = p.client_request.model_name, attempt.message
-    if name is None or name not in words or not ("model" in words or "adapter" in words):
+    empty = attempt.reader.coding is None and not attempt.answer and not attempt.reader.held
+    named = name is not None and name in words and ("model" in words or "adapter" in words)
+    if not (named or empty or words.lower().startswith("model not found")):
         return False
     p.model.look_again(attempt.step.engine)
     return True

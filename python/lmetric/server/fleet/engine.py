@@ -66,6 +66,7 @@ _CAUSES = {
         "start the engine with --served-model-name of this model, or correct the model (serve: --model) in "
         "the configuration",
     ),
+    "no_model": ("lists no model", "start the workers behind its address; it gets requests again by itself"),
     "stalled": ("stopped generating", "restart the engine; other engines get its requests"),
     "paused": ("paused or asleep", "POST /resume or /wake_up to the engine"),
     "ejected": (
@@ -77,7 +78,8 @@ _CAUSES = {
 
 # Failures of checks that got no answer.
 UNANSWERED = frozenset({"refused", "unreachable", "timeout", "reset", "stalled"})
-AT_ONCE = ("refused", "stalled", "paused", "other_model")  # failures that mark an engine as down at once
+# Failures that mark an engine as down at once.
+AT_ONCE = ("refused", "stalled", "paused", "other_model", "no_model")
 
 
 class NotUsable(NamedTuple):

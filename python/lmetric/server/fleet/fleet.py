@@ -14,7 +14,14 @@ import structlog
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, EngineTls, ModelConfig, ServerConfig
-from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, ModelCard, read_models
+from lmetric.engines.adapter import (
+    MODELS,
+    MOST_NAME_CHARACTERS,
+    Capabilities,
+    ModelCard,
+    NoModels,
+    read_models,
+)
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.catalog import Catalog, Served
@@ -355,6 +362,10 @@ class Fleet:
             reason = str(error) or f"its pages did not answer within {3 * self.config.health.timeout:g} s"
             if engine.model is None:
                 raise ValueError(reason) from None
+            if isinstance(error, NoModels):
+                self._lists_nothing(engine, reason)
+                engine.identified, engine.ask_again_at = True, math.inf
+                return
             unanswered.append(reason)
             engine.adapter, engine.capabilities = (
                 UNKNOWN,
@@ -492,6 +503,10 @@ class Fleet:
             if hash(body) == engine.models_hash:
                 return
             models, ignored = await read_models(status, body)
+        except NoModels as error:
+            engine.models_hash = None
+            self._lists_nothing(engine, str(error))
+            return
         except (UpstreamError, ValueError) as error:
             # The health check judges engines that do not answer.
             if engine.models_error != str(error):
@@ -511,6 +526,17 @@ class Fleet:
             new = self._take_models(engine, before)
             if new is not None and (checked := self.check(new)) is not None:
                 await checked
+
+    def _lists_nothing(self, engine: Engine, reason: str) -> None:
+        """Takes an engine out of service until its list of models has an entry."""
+        model, before = self.model_of(engine), engine.capabilities.models
+        if model is None or engine.misfit == reason:
+            return
+        engine.capabilities = replace(engine.capabilities, models=())
+        self._take_models(engine, before)
+        engine.misfit = reason
+        model.kv.unwire(engine.name)
+        engine.failed("no_model", reason)
 
     def _take_models(self, engine: Engine, before: Sequence[ModelCard]) -> Engine | None:
         """Handles an engine's new list of models. ``before``: the list so far.
