@@ -110,6 +110,7 @@ class Setup:
     bidirectional: bool = True
     cached: int = 9  # the number of engines with a prefix cache, from the first on
     other_blocks: bool = False  # the last engine has larger blocks
+    pauses: bool = False  # engines report whether they are paused
     long_gaps: bool = False  # the expected gap of every move is too long
     request_seconds: float | None = None
     attempts: int = 3
@@ -138,6 +139,7 @@ class Setup:
             handover=handover,
             role=role,
             token_ids=self.roles != "sglang",
+            pause_pages=("/is_paused",) if self.pauses else (),
         )
         engine.identified = True
         engine.succeeded()
@@ -305,6 +307,9 @@ class Engines:
     def answer(self, engine: str, request: bytes, for_client: bool, now: float) -> Answer:
         """Returns an engine's answer to the bytes of a request."""
         head, _, raw = request.partition(b"\r\n\r\n")
+        if head.startswith(b"GET /is_paused "):
+            assert self.setup.pauses
+            return Answer([http(200, b'{"is_paused":true}')], False)
         body = orjson.loads(raw)
         assert head.startswith(b"POST /v1/")
         assert (b"/v1/chat/" in head) is ("messages" in body)
@@ -875,6 +880,9 @@ class Driver:
             assert heard["error"] is not None or self.asked.only_closing_ends_it, (
                 "the client is not told that this is no end"
             )
+        elif heard["finish"] == "abort" and execution.answered is None:
+            assert self.setup.pauses, "the engine did not abort by order"
+            assert heard["whole"]
         elif heard["error"] is None and heard["finish"] != "abort" and not self.left:
             assert heard["whole"]
             assert (heard["text"], heard["finish"]) == (text, finish)

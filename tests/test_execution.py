@@ -83,6 +83,7 @@ SPLIT_SETUPS = st.builds(
     bidirectional=seldom(3, True),
     cached=st.sampled_from([9, 9, 9, 9, 2, 1, 0]),
     other_blocks=seldom(8),
+    pauses=st.booleans(),
     long_gaps=seldom(8),
     request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
     attempts=st.sampled_from([3, 3, 1, 2, 5]),
@@ -94,6 +95,7 @@ HEDGED_SETUPS = st.builds(
     Setup,
     fails_over=st.booleans(),
     hedges=st.just(True),
+    pauses=st.booleans(),
     request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
     attempts=st.sampled_from([3, 3, 1, 2, 5]),
 )
@@ -261,7 +263,8 @@ class Requests(RuleBasedStateMachine):
     def _aborts(self, slot: Slot) -> None:
         found, answer = self.speaker(slot)
         if answer.stream:
-            choice: dict[str, Any] = {"index": 0, "finish_reason": "abort"}
+            ids = [] if answer.body.get("return_token_ids") else None
+            choice: dict[str, Any] = {"index": 0, "finish_reason": "abort", "token_ids": ids}
             choice |= CHAT_END if "messages" in answer.body else {"text": ""}
             self.goes_on(answer, b"data: %b\n\n" % orjson.dumps({"choices": [choice]}), over=True)
         else:

@@ -345,12 +345,20 @@ BUSY = {"error": {"message": "busy", "code": 503}}
 
 
 @contextlib.asynccontextmanager
-async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIterator[World]:
+async def faulty(
+    behave: Behaviour,
+    number: int = 3,
+    *,
+    make: Callable[[Behaviour], FakeEngine] | None = None,
+    **config: Any,
+) -> AsyncIterator[World]:
     """Starts engines with one common behavior.
 
-    Requests are split after the tenth token of their answers.
+    Requests are split after the tenth token of their answers. `make`: makes an engine.
     """
-    fakes = [FakeEngine(behave=behave, metrics=NIXL_PAGE) for _ in range(number)]
+    fakes = [
+        FakeEngine(behave=behave, metrics=NIXL_PAGE) if make is None else make(behave) for _ in range(number)
+    ]
     given = {
         "tokenizer": str(TOKENIZER_PATH.parent),
         "split": SplitAt(fraction=40 / 70),

@@ -380,7 +380,10 @@ class Progress:
         self.acts.append(Begin(kind, length, engine))
 
     def end_merged(self, delta: Delta | None = None, *, early: bool = False) -> None:
-        """Ends the merged answer. `early`: inside its open segment, before the planned end."""
+        """Ends the merged answer. `early`: inside its open segment, before the planned end.
+
+        Raises Ended if its engine has aborted it.
+        """
         transcript = self.merged()
         engine = self.ticket.instance if early else self.answering_engine_name
         if self.stream:
@@ -391,5 +394,7 @@ class Progress:
         else:
             assert delta is not None
             self.write_whole(transcript.answer(delta), engine)
+        if delta is not None and delta.finish == "abort":
+            raise Ended(None, "engine_error")
         close = self.ticket.done if early else self.ticket.segment_done
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))

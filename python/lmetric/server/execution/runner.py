@@ -111,7 +111,7 @@ class Runner(InFlightRequest):
             step,
             self._require_finish,
         )
-        if attempt.weights is not None and not step.beside:
+        if attempt.weights is not None and not step.beside and step.body:
             execution.model.request_weights.note(execution.decision.id, attempt.weights)
         if execution.stalled_at and step.for_client:
             attempt.pause(True)

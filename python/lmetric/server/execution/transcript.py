@@ -183,14 +183,14 @@ class Transcript:
 
     # The answers of segments.
 
-    def take(self, answer: JSON, max_tokens: int, *, whole: bool = False) -> Delta:
+    def take(self, answer: JSON, max_tokens: int, *, whole: bool = False, aborts: bool = False) -> Delta:
         """Adds a segment's answer of at most `max_tokens` tokens, not streamed. Raises MergeError.
 
-        Unless `whole`, the next segment produces the last token again.
+        Unless `whole`, the next segment produces the last token again. `aborts`: it may be aborted.
         """
         choice = _choice(answer)
         finish = choice.get("finish_reason")
-        if finish in ("abort", "error"):
+        if finish == "error" or (finish == "abort" and not aborts):
             raise MergeError(f"it ended with finish_reason {finish}", failed=True)
         ids = _ids(choice)
         if not self.begun:

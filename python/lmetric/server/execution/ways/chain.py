@@ -21,6 +21,7 @@ from lmetric.server.execution.failures import check_beginning, prove, refuse
 from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, cached_of, object_of
+from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.pair import whole_answer
 from lmetric.server.fleet.engine import Engine
 
@@ -39,7 +40,8 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     kv.begin(engine)
     kv.tokens = ends_at - keeps_last
     if ends_at > count:
-        delta = _merge(p, attempt, tokens, whole=keeps_last)
+        aborts = reader.aborted and (yield from aborts_by_order(p, engine))
+        delta = _merge(p, attempt, tokens, whole=keeps_last, aborts=aborts)
         if delta is not None and delta.finish is not None:
             p.end_merged(delta, early=True)
             return None
@@ -62,8 +64,9 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
     if ended and attempt.reader.status != 200:
         refuse(p, attempt)
     if step.reader == "whole":
+        aborts = attempt.reader.aborted and (yield from aborts_by_order(p, engine))
         try:
-            delta = p.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED)
+            delta = p.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED, aborts=aborts)
         except MergeError as error:
             raise EngineLost(engine, "reset", str(error), step=step) from None
         p.end_merged(delta)
@@ -73,7 +76,15 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
         p.acts.append(Commit(attempt))
     while not ended:
         _, events = yield None
-        ended = events is None or _take(p, step, events)
+        try:
+            ended = events is None or _take(p, step, events)
+        except Aborted as lost:
+            if not (yield from aborts_by_order(p, engine)):
+                raise
+            try:
+                p.end_merged(p.merged().more(lost.choice))
+            except MergeError:
+                raise lost from None
     p.end_merged()
     return None
 
@@ -111,13 +122,15 @@ def _choices(step: Step, data: bytes) -> list[dict[str, Any]]:
         ends = [choice.get("finish_reason") for choice in choices]
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise MergeError(f"an event of the stream is not a completion's: {error}") from None
-    for end in ends:
-        if end in ("abort", "error"):
-            raise EngineLost(step.engine, "engine_error", f"it ended with finish_reason {end}", step=step)
+    for choice, end in zip(choices, ends, strict=True):
+        if end == "abort":
+            raise Aborted(step, choice)
+        if end == "error":
+            raise EngineLost(step.engine, "engine_error", "it ended with finish_reason error", step=step)
     return choices
 
 
-def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool) -> Delta | None:
+def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool, aborts: bool) -> Delta | None:
     """Adds a segment's tokens to the answer; None: they cannot be merged.
 
     Then the next engine computes the whole answer. Raises EngineLost if the client already has a
@@ -127,7 +140,7 @@ def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool) -> Delta 
     try:
         answer = object_of(bytes(attempt.answer))
         transcript.cached = cached_of(answer) or transcript.cached
-        return transcript.take(answer, tokens, whole=whole)
+        return transcript.take(answer, tokens, whole=whole, aborts=aborts)
     except MergeError as error:
         if p.committed or error.failed:
             lost = EngineLost(engine, "reset", str(error), step=attempt.step, in_answer=p.committed)

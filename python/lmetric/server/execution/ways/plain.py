@@ -13,9 +13,10 @@ import orjson
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
 from lmetric.server.execution.failures import check_beginning, discard_transfer, prove, refuse, stream_failed
-from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way, Write
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import other_tokens
+from lmetric.server.execution.transcript import MergeError, other_tokens
+from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 
@@ -32,7 +33,13 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
     else:
         attempt, flags = yield from hedged(p, step, own_request)
     if not begin_passing(p, attempt, flags):
-        yield None  # until the end of the answer
+        try:
+            yield None  # until the end of the answer
+        except EngineLost as lost:
+            event = _abort_event(attempt, lost)
+            if event is None or not (yield from aborts_by_order(p, lost.engine)):
+                raise
+            _end_aborted(p, attempt, event)
     end_passing(p, attempt)
     return None
 
@@ -57,6 +64,30 @@ def end_passing(p: Progress, attempt: Attempt) -> None:
     reader.finish_ticket()
 
 
+def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
+    """Returns the withheld event with which the engine aborted its stream; None: it did not."""
+    withheld = attempt.reader.withheld
+    if lost.step is not attempt.step or not (attempt.reader.aborted and withheld):
+        return None
+    event: dict[str, Any] = orjson.loads(withheld)
+    return event if event["choices"][0].get("finish_reason") == "abort" else None
+
+
+def _end_aborted(p: Progress, attempt: Attempt, event: dict[str, Any]) -> None:
+    """Ends a forwarded stream with the event that aborted it."""
+    transcript, recorded = p.merged(), True
+    try:
+        p.observe()
+    except MergeError:
+        recorded = False
+    for choice in event["choices"]:
+        transcript.output_ids += choice.get("token_ids") or ()
+    if p.rules.answers_asked_name and (names := p.client_request.renamed) is not None:
+        event["model"] = names[1]
+    p.acts.append(Write(b"data: %b\n\n" % _stripped(event, event["choices"], attempt.step.hides_ids)))
+    p.acts.append(Write(transcript.closing(usage=recorded), last=True))
+
+
 def _rewritten(p: Progress, step: Step) -> Way[None]:
     """Sends a whole answer to the client, without fields that only the router requested."""
     engine = step.engine
@@ -68,13 +99,15 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         choices = answer["choices"]
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
         raise EngineLost(engine, "reset", f"its answer has no choices: {error}", step=step) from None
-    if attempt.reader.aborted:
+    if attempt.reader.aborted and not (
+        choices[0].get("finish_reason") == "abort" and (yield from aborts_by_order(p, engine))
+    ):
         raise EngineLost(engine, "reset", "its answer was aborted", step=step)
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
         discard_transfer(p, engine, why)
     p.answered = attempt
     p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
-    attempt.reader.finish_ticket()
+    end_passing(p, attempt)
 
 
 def own_request(p: Progress, engine: Engine) -> Step:

@@ -1,0 +1,251 @@
+"""Answers that engines abort: by order they are the client's, else another engine continues."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import pytest
+
+from lmetric.options import SplitAt
+from lmetric_lab.emulated.text import TOKENIZER_PATH
+from server_world import Behaviour, FakeEngine, Request, World, chunk, decision_id, event, plain, world
+from split_world import COMPLETIONS, heard
+from test_server_failover import STORY_BODY, cut, is_whole, model, story
+from test_server_split_faults import (
+    ASKED,
+    FRAME,
+    NIXL_PAGE,
+    START,
+    STORY,
+    but,
+    changed,
+    faulty,
+    said_in,
+    tells,
+    text_of,
+)
+from waiting import PATIENCE_SECONDS
+
+# What `/is_paused` of an engine answers after an abort.
+ORDERED = ["paused", "works", "hangs"]
+NOT_ORDERED = ["stops", "dies"]
+
+
+@dataclass
+class Development(FakeEngine):
+    """A vLLM in development mode."""
+
+    state: str = "works"
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path != "/is_paused":
+            return await super()._answer(request, writer)
+        self.page_reads.append(request.path)
+        if self.state == "hangs":
+            await self.until_left(writer)
+        elif self.state == "dies":
+            writer.transport.abort()
+        elif self.state == "stops":
+            writer.write(plain(500, {"error": "Failed to fetch pause status"}))
+        else:
+            writer.write(plain(200, {"is_paused": self.state == "paused"}))
+            return True
+        return False
+
+
+def development(behave: Behaviour) -> Development:
+    transfer = {"kv_connector_extra_config": {"bidirectional_kv_xfer": True}}
+    pages = {
+        "/server_info?config_format=json": (
+            200,
+            orjson.dumps({"vllm_config": {"kv_transfer_config": transfer}}),
+        ),
+        "/is_sleeping": (200, b'{"is_sleeping":false}'),
+    }
+    return Development(behave=behave, metrics=NIXL_PAGE, extra_pages=pages)
+
+
+@contextlib.asynccontextmanager
+async def engines(*behaviours: Behaviour, **config: Any) -> AsyncIterator[World]:
+    """Starts engines that are not checked again after the start."""
+    given: dict[str, Any] = {"tokenizer": str(TOKENIZER_PATH.parent), "model": "tiny"}
+    given["health"] = {"interval": 600, "timeout": 0.3}
+    async with world([development(each) for each in behaviours], **(given | config)) as w:
+        await w.until(lambda: all(each.identified for each in model(w).engines.values()))
+        yield w
+
+
+def last(token: int, text: str, finish: str) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "token_ids": [token], "finish_reason": finish}
+    return chunk(event(FRAME | {"choices": [choice | {"stop_reason": None}]}))
+
+
+def aborting(at: int, state: str, *, finish: str = "abort") -> Behaviour:
+    """Aborts after this many tokens: the last one comes with the end. Later requests get all."""
+    then = last(STORY[at - 1], text_of(START, STORY[:at])[len(text_of(START, STORY[: at - 1])) :], finish)
+    aborts = cut(at - 1, then)
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        assert isinstance(engine, Development)
+        if request.path != "/tokenize" and len(request.json["prompt"]) == len(START):
+            engine.state = state
+        return await aborts(engine, request, writer)
+
+    return behave
+
+
+def is_aborted(said: dict[str, Any], tokens: int) -> None:
+    """The client has this many tokens, and the engine's reason."""
+    assert "error" not in said
+    assert (said["text"], said["finish"]) == (text_of(START, STORY[:tokens]), "abort")
+    usage = {name: said["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    count = len(START)
+    assert usage == {"prompt_tokens": count, "completion_tokens": tokens, "total_tokens": count + tokens}
+
+
+def sent(w: World) -> list[int]:
+    """The number of requests that each engine got."""
+    return [sum(each.path == COMPLETIONS for each in engine.requests) for engine in w.engines]
+
+
+@pytest.mark.parametrize("at", [2, 7, 39])
+@pytest.mark.parametrize("state", ORDERED)
+async def test_an_ordered_abort_is_the_answer(at: int, state: str) -> None:
+    async with engines(aborting(at, state), aborting(at, state)) as w:
+        for more in ({}, {"return_token_ids": True}):
+            said = await story(w, **more)
+            is_aborted(said, at)
+            assert said["ids"] == (STORY[:at] if more else [])
+        assert not model(w).failovers
+        assert sent(w) == [1, 1]
+
+
+@pytest.mark.parametrize("state", NOT_ORDERED)
+async def test_another_engine_continues_the_abort_of_an_engine_that_stops(state: str) -> None:
+    async with engines(aborting(7, state), aborting(7, state)) as w:
+        is_whole(await story(w))
+        assert model(w).failovers == {"continued": 1}
+
+
+async def test_an_error_is_no_abort() -> None:
+    async with engines(*[aborting(7, "paused", finish="error")] * 2) as w:
+        is_whole(await story(w))
+        assert model(w).failovers == {"continued": 1}
+        assert w.engines[0].page_reads.count("/is_paused") == 1, "only the check reads it"
+
+
+async def test_a_continued_stream_can_be_aborted() -> None:
+    """The first engine dies, the second one is paused."""
+    second = 20
+
+    async def pauses(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/tokenize" or len(request.json["prompt"]) == len(START):
+            return await cut(second - 8)(engine, request, writer)
+        assert isinstance(engine, Development)
+        engine.state = "paused"
+        done = len(request.json["prompt"]) - len(START)
+        events = [last(each, "of no use", None) for each in STORY[done : second - 1]]  # type: ignore[arg-type]
+        head = b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"".join([*events, last(STORY[second - 1], "", "abort")]) + b"0\r\n\r\n")
+        return True
+
+    async with engines(pauses, pauses) as w:
+        is_aborted(await story(w), second)
+        assert model(w).failovers == {"continued": 1}
+
+
+async def test_records_and_labels_of_an_aborted_stream() -> None:
+    """The question to the engine is no part of the request: new weights give it no label."""
+
+    async def announces(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path != "/tokenize":
+            await asyncio.sleep(0.05)
+            body = {"version": 2}
+            assert (await w.post(body, "/admin/weights"))[0] == 200
+        return await aborting(7, "works")(engine, request, writer)
+
+    async with engines(announces, admin={"enabled": True}) as w:
+        assert (await w.post({"version": 1}, "/admin/weights"))[0] == 200
+        _, headers, got = await w.post(STORY_BODY)
+        assert heard(got)["finish"] == "abort"
+        assert headers["x-lmetric-weights"] == "1"
+        _, page = await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+        record = orjson.loads(page)
+        assert (record["weights"], record["outcome"]) == (["1"], "engine_error")
+
+
+async def test_an_aborted_answer_has_the_asked_name() -> None:
+    names: dict[str, Any] = {"aliases": {"large": "tiny"}, "model_in_answers": "asked"}
+    async with engines(aborting(7, "paused"), **names) as w:
+        _, _, got = await w.post(STORY_BODY | {"model": "large"})
+        assert heard(got)["finish"] == "abort"
+        assert {name for _, _, name in heard(got)["same"]} == {"large"}
+
+
+async def test_a_client_leaves_while_the_engine_does_not_say() -> None:
+    slow = {"health": {"interval": 600, "timeout": PATIENCE_SECONDS}}
+    async with engines(aborting(7, "hangs"), **slow) as w:
+        task = asyncio.create_task(w.post(STORY_BODY))
+        await w.until(lambda: w.engines[0].page_reads.count("/is_paused") == 2)
+        task.cancel()
+        await w.settled()
+        await w.until(lambda: w.engines[0].left == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("state", ["paused", "stops"])
+async def test_an_aborted_segment_is_the_answer(state: str, stream: bool) -> None:
+    """The first of two engines aborts after its part of the answer."""
+
+    async def aborts(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        assert isinstance(engine, Development)
+        engine.state = state
+        ids = STORY[:6]
+        change = {"token_ids": ids, "text": text_of(START, ids), "finish_reason": "abort"}
+        return await changed(**change)(engine, request, writer)
+
+    health = {"interval": 600, "timeout": 0.3}
+    async with faulty(but(aborts, first=True), make=development, health=health) as w:
+        _, _, got = await w.post({**ASKED, "stream": stream})
+        ids = STORY[:6] if state == "paused" else STORY
+        assert said_in(got) == text_of(START, ids)
+        finish = heard(got)["finish"] if stream else got["choices"][0]["finish_reason"]
+        assert finish == ("abort" if state == "paused" else "length")
+
+
+@pytest.mark.parametrize("tokens", [10, 0])
+@pytest.mark.parametrize("state", ["paused", "stops"])
+async def test_an_aborted_rest_is_the_answer(state: str, tokens: int) -> None:
+    """The second of two engines aborts a whole answer, after this many tokens of the first one."""
+
+    done = False
+
+    async def aborts(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal done
+        fields = request.json.get("kv_transfer_params") or {}
+        if done or not fields.get("remote_request_id"):
+            return await tells(engine, request, writer)
+        assert isinstance(engine, Development)
+        engine.state, done = state, True
+        ids = STORY[tokens : tokens + 5]
+        change = {"token_ids": ids, "text": text_of(START, ids), "finish_reason": "abort"}
+        return await changed(**change)(engine, request, writer)
+
+    config: dict[str, Any] = {"health": {"interval": 600, "timeout": 0.3}}
+    config["split"] = SplitAt(fraction=40 / 70 if tokens else 20 / 70)
+    async with faulty(aborts, make=development, **config) as w:
+        _, headers, got = await w.post(ASKED)
+        record = model(w).router.explain(decision_id(headers))
+        assert record is not None
+        if state == "paused":
+            (choice,) = got["choices"]
+            whole = text_of(START, STORY[: tokens + 5])
+            assert (choice["finish_reason"], choice["text"]) == ("abort", whole)
+            assert record["outcome"] == "engine_error"
+        else:
+            assert (said_in(got), record["outcome"]) == (text_of(START, STORY), "finished")
