@@ -277,7 +277,7 @@ async def _weights(call: Call) -> web.Response:
     chosen = list(fleet.engines())
     if names is not None:
         if unknown := [each for each in names if fleet.engine(each) is None]:
-            raise ApiError(404, f"no engine {unknown[0]!r}; /debug/engines lists them", param="engines")
+            raise ApiError(404, f"no engine {unknown[0][:200]!r}; /debug/engines lists them", param="engines")
         chosen = [engine for engine in chosen if engine.name in names]
     for _ in range(2):  # engines may have woken up since their last check; one may be in progress
         checks = [fleet.check(engine) for engine in chosen if engine.asleep]
