@@ -839,7 +839,8 @@ class Driver:
         hedge = self.execution.hedge
         assert main is not None or side is not None, "nothing runs"
         fetching = side is not None and side.step.limit_seconds == math.inf  # the timer ends it
-        assert fetching is (main is None)
+        assert main is not None or fetching or side.step.merges  # the parser has the last tokens
+        assert not fetching or main is None
         assert main is None or main.step.limit_seconds < math.inf
         assert (self.wakes_at is not None) is (fetching or self.hedge_due)
         if hedge is not None and hedge.step is not None:

@@ -16,6 +16,7 @@ import pytest
 
 from constants import configured
 from lmetric.server import Server
+from lmetric.server.fleet.parsing import DERENDER, PROBE
 from log_watch import MARKED_KEY, MARKED_PROMPT
 from waiting import PATIENCE_SECONDS, until
 
@@ -246,6 +247,9 @@ class FakeEngine:
             }
             writer.write(plain(*pages.get(request.path, (404, b"{}"))))
             return "close" not in request.headers.get("connection", "")
+        if request.path == DERENDER and request.body == PROBE:  # whether it parses
+            writer.write(plain(404, b"{}"))
+            return True
         self.requests.append(request)
         return await self.behave(self, request, writer)
 

@@ -362,9 +362,10 @@ async def test_engines_that_parse_reasoning_are_named() -> None:
         for _ in range(2):
             _, _, got = await w.post(body, CHAT)
             assert heard(got)["error"]["code"] == "reset"
-        assert model(w).failovers == {"not_mergeable": 1, "not_resumable": 1}
-        assert model(w).not_resumable == {"not_mergeable": 1}
-        assert "tool calls or reasoning" in heard(got)["error"]["message"]
+            assert "tool calls or reasoning" in heard(got)["error"]["message"]
+            assert "--enable-scale-out" in heard(got)["error"]["message"]
+        assert model(w).failovers == {"not_resumable": 2}
+        assert model(w).not_resumable == {"parser": 2}
 
 
 # -- edges of a stream

@@ -949,9 +949,9 @@ class ResponseReader:
     With ``observe``, the reader records every event of a stream of status 200 on its way to the
     client (one choice, with ``token_ids``), and ``kv_transfer_params`` become null. With
     ``hide_ids``, ``prompt_token_ids`` and ``token_ids`` become null, too. If the reader can no
-    longer observe the stream, the sink receives UNSEEN, and the stream passes on unobserved. If the
-    engine reports its failure after a token, the event is withheld, and the sink receives
-    INCOMPLETE.
+    longer observe the stream, the sink receives UNSEEN, and the stream passes on unobserved. It
+    also receives UNSEEN at the first reasoning or tool call. If the engine reports its failure
+    after a token, the event is withheld, and the sink receives INCOMPLETE.
     """
 
     def __new__(cls, *_args: Any) -> Self: ...  # the arguments are the subclass's
@@ -998,6 +998,8 @@ class ResponseReader:
     def observed(self) -> tuple[NDArray[np.uint32] | None, NDArray[np.uint32], str, dict[str, Any]]: ...
     # Token IDs of the prompt (if reported), token IDs and text of the answer, and `id`, `created`
     # and `model` of its first event (empty before it). Copies.
+    def observed_parsed(self) -> tuple[str, list[str]] | None: ...
+    # The reasoning of the answer, and the `tool_calls` of its events as JSON; None: it has neither.
     @property
     def observed_prompt(self) -> NDArray[np.uint32] | None: ...  # copy; None: not reported
     @property

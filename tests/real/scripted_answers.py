@@ -49,9 +49,13 @@ class Scripted(AdapterLogitsProcessor):
 
     def _rest(self, prompt: list[int]) -> list[int]:
         """Returns the tokens that a prompt's answer still needs."""
-        text = self._tokens.decode(prompt, skip_special_tokens=False)
+        text, begin = self._tokens.decode(prompt, skip_special_tokens=False), self._ids(ANSWER_STARTS)
         answers = next(answers for marker, answers in self._answers if marker in text)
         before = text.split(ANSWER_STARTS)
         answer = answers[min(len(before) - 2, len(answers) - 1)]
-        said = len(self._tokens.encode(before[-1], add_special_tokens=False).ids)
-        return self._tokens.encode(answer + ANSWER_ENDS, add_special_tokens=False).ids[said:]
+        starts = (at for at in range(len(prompt), 0, -1) if prompt[at - len(begin) : at] == begin)
+        return self._ids(answer + ANSWER_ENDS)[len(prompt) - next(starts) :]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokens.encode(text, add_special_tokens=False).ids
+        return ids

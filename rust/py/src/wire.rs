@@ -287,6 +287,13 @@ impl ResponseReader {
         Ok((self.observed_prompt(py), ids, observer.map_or("", Observer::text).to_owned(), frame))
     }
 
+    /// Returns the observed reasoning, and the lists of tool calls as JSON; `None`: the answer has
+    /// neither.
+    fn observed_parsed(&self) -> Option<(String, Vec<String>)> {
+        let observer = self.scanner.observer().filter(|observer| observer.parsed())?;
+        Some((observer.reasoning().to_owned(), observer.calls().to_vec()))
+    }
+
     /// Token IDs of the prompt, if the engine reports them.
     #[getter]
     fn observed_prompt<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u32>>> {

@@ -23,7 +23,7 @@ const TOO_LONG: &str = "an event is too long to be followed";
 const SEVERAL_LINES: &str = "an event is in several lines";
 const DECLARED: &str = "its length is declared";
 const CODED: &str = "it has a content-encoding";
-const PARSED: &str = "the engine parses its answers into more than text (tool calls or reasoning)";
+const FUNCTION_CALL: &str = "the engine sends a function_call";
 
 fn no_completion(why: impl fmt::Display) -> String {
     format!("an event of the stream is not a completion's: {why}")
@@ -38,6 +38,9 @@ pub struct Observer {
     prompt: Option<Vec<u32>>,
     ids: Vec<u32>,
     text: String,
+    reasoning: String,
+    /// The lists of tool calls, as JSON.
+    calls: Vec<String>,
     frame: Option<String>,
     over: bool,
     /// An event without choices followed the `finish_reason`: the usage.
@@ -45,7 +48,7 @@ pub struct Observer {
     /// The event `[DONE]` was read.
     done_sent: bool,
     lost: Option<String>,
-    /// The loss was reported.
+    /// The loss was reported, or that the answer has more than text.
     told: bool,
     /// Part of an event went to the client: the last byte of that part.
     cut: Option<u8>,
@@ -84,6 +87,21 @@ impl Observer {
         &self.text
     }
 
+    /// The answer's reasoning, as the engine sends it.
+    pub fn reasoning(&self) -> &str {
+        &self.reasoning
+    }
+
+    /// The `tool_calls` of the answer's events, as JSON.
+    pub fn calls(&self) -> &[String] {
+        &self.calls
+    }
+
+    /// Whether the engine parses the answer into more than text: reasoning or tool calls.
+    pub fn parsed(&self) -> bool {
+        !self.reasoning.is_empty() || !self.calls.is_empty()
+    }
+
     /// A JSON object of the first event's `id`, `created` and `model`; `None` before it.
     pub fn frame(&self) -> Option<&str> {
         self.frame.as_deref()
@@ -109,9 +127,10 @@ impl Observer {
         self.lost.as_deref()
     }
 
-    /// Whether the stream was lost since the last call.
+    /// Whether the stream was lost since the last call, or has more than text for the first time.
+    /// Returns true once.
     pub(crate) fn newly_lost(&mut self) -> bool {
-        self.lost.is_some() && !std::mem::replace(&mut self.told, true)
+        (self.lost.is_some() || self.parsed()) && !std::mem::replace(&mut self.told, true)
     }
 
     /// Records that the stream's length is declared, so it passes unchanged.
@@ -281,6 +300,7 @@ impl Observer {
         }
         let (Some([Object(choice)]), None) = (event.choices.as_deref(), &event.error) else { return None };
         let text = match &choice.delta {
+            Some(Object(delta)) if delta.reasoning.is_some() || delta.calls.is_some() => None,
             Some(Object(delta)) => delta.content.as_ref(),
             None => choice.text.as_ref(),
         };
@@ -304,11 +324,16 @@ impl Observer {
             Some(_) => return Err(NOT_ONE_CHOICE.into()),
         };
         let text = match &choice.delta {
-            Some(Object(delta)) if delta.parsed => return Err(PARSED.into()),
+            Some(Object(delta)) if delta.function_call => return Err(FUNCTION_CALL.into()),
             Some(Object(delta)) => &delta.content,
             None => &choice.text,
         };
         let text = text.as_ref().map_or("", |Text(text)| text);
+        let (reasoning, calls) = match &choice.delta {
+            Some(Object(delta)) => (delta.reasoning.as_ref().map_or("", |Text(text)| text), delta.calls),
+            None => ("", None),
+        };
+        let calls = calls.filter(|calls| !empty(calls));
         let mut prompt = Vec::new();
         if self.frame.is_none() {
             let mut lists = [event.prompt, choice.prompt].into_iter().flatten().filter_map(list);
@@ -316,7 +341,7 @@ impl Observer {
         }
         match choice.ids.and_then(list) {
             Some(list) => read_ids(list, &mut self.ids)?,
-            None if !text.is_empty() => return Err(NO_IDS.into()),
+            None if !text.is_empty() || !reasoning.is_empty() || calls.is_some() => return Err(NO_IDS.into()),
             None => {}
         }
         if self.frame.is_none() {
@@ -326,6 +351,8 @@ impl Observer {
             self.frame = Some(format!(r#"{{"id":{id},"created":{created},"model":{model}}}"#));
         }
         self.text.push_str(text);
+        self.reasoning.push_str(reasoning);
+        self.calls.extend(calls.map(|calls| calls.get().to_owned()));
         self.over |= choice.finish.is_some();
         Ok(())
     }
@@ -393,8 +420,9 @@ struct Choice<'a> {
 #[derive(Default)]
 struct Delta<'a> {
     content: Option<Text<'a>>,
-    /// It has a part of another kind than text: reasoning or tool calls.
-    parsed: bool,
+    reasoning: Option<Text<'a>>,
+    calls: Option<&'a RawValue>,
+    function_call: bool,
 }
 
 /// Reads the members of an object.
@@ -434,9 +462,15 @@ impl<'a> Members<'a> for Delta<'a> {
     fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error> {
         match name {
             "content" => once(&mut self.content, "content", map),
-            "reasoning" | "reasoning_content" | "tool_calls" | "function_call" => {
+            // Engines use one of the two names.
+            "reasoning" | "reasoning_content" if self.reasoning.is_none() => {
+                self.reasoning = map.next_value()?;
+                Ok(())
+            }
+            "tool_calls" => once(&mut self.calls, "tool_calls", map),
+            "function_call" => {
                 let value: Option<&RawValue> = map.next_value()?;
-                self.parsed |= value.is_some_and(|value| !empty(value));
+                self.function_call |= value.is_some_and(|value| !empty(value));
                 Ok(())
             }
             _ => map.next_value::<IgnoredAny>().map(drop),
@@ -555,6 +589,44 @@ mod tests {
         assert_eq!((observer.prompt(), observer.ids()), (Some([5].as_slice()), [].as_slice()));
         assert_eq!((observer.text(), observer.over(), observer.lost()), ("a", true, None));
         assert_eq!(observer.frame(), Some(r#"{"id":1,"created":null,"model":null}"#));
+    }
+
+    #[test]
+    fn reasoning_and_tool_calls_are_noted() {
+        let event = |delta: &str| format!(r#"{{"choices":[{{"delta":{{{delta}}},"token_ids":[1]}}]}}"#);
+        let events = [
+            event(r#""content":"","tool_calls":[],"reasoning":"""#),
+            event(r#""reasoning":"a\n""#),
+            event(r#""reasoning":null,"reasoning_content":"b","content":"c""#),
+            event(r#""tool_calls":[{"index":0}]"#),
+            event(""),
+            event(r#""content":"d","tool_calls":[{"index":1}]"#),
+        ];
+        let (mut plain, _) = read(false, &[&events[0]]);
+        assert!(!plain.parsed() && !plain.newly_lost());
+        let (mut observer, _) = read(false, &events.each_ref().map(String::as_str));
+        assert_eq!((observer.reasoning(), observer.text()), ("a\nb", "cd"));
+        assert_eq!(observer.calls(), [r#"[{"index":0}]"#, r#"[{"index":1}]"#]);
+        assert_eq!((observer.ids().len(), observer.lost()), (6, None));
+        assert!(observer.newly_lost() && !observer.newly_lost());
+        let choice = |delta: &str| lost(&format!(r#"{{"choices":[{{"delta":{{{delta}}}}}]}}"#));
+        assert_eq!(choice(r#""function_call":{"name":"f"},"content":"""#).as_deref(), Some(FUNCTION_CALL));
+        assert_eq!(choice(r#""reasoning":"a""#).as_deref(), Some(NO_IDS));
+        assert_eq!(choice(r#""tool_calls":[{}]"#).as_deref(), Some(NO_IDS));
+        assert_eq!(choice(r#""reasoning":"","tool_calls":[]"#), None);
+    }
+
+    #[test]
+    fn events_that_differ_only_in_their_text_are_read_quickly_and_those_with_reasoning_are_not() {
+        let event = |delta: &str| format!("data: {{\"choices\":[{{\"delta\":{{{delta}}},\"token_ids\":[1]}}]}}\n\n");
+        let mut observer = Observer::new(false);
+        let both = event(r#""content":"a","reasoning":"b""#);
+        observer.read(both.as_bytes());
+        assert!(observer.read_quickly(both.as_bytes()).is_none());
+        let text = event(r#""content":"a""#);
+        observer.read(text.as_bytes());
+        assert!(observer.read_quickly(text.as_bytes()).is_some());
+        assert_eq!((observer.text(), observer.reasoning()), ("aaa", "b"));
     }
 
     #[test]

@@ -28,6 +28,16 @@ MERGEABLE_PATHS = (CHAT, COMPLETIONS)
 # vLLM's default length of a completion. The length of a chat has no default limit.
 COMPLETION_MAX_TOKENS = 16
 
+# An answer with reasoning or tool calls, and the engines that continue it.
+PARSED = "the engine parses its answers into more than text (tool calls or reasoning)"
+PARSER_FIX = "vLLM with --enable-scale-out continues such chats"
+
+# By path, vLLM's class of a stream's events, which have no token ids (read in 0.32.0).
+_EVENTS_WITHOUT_IDS = {
+    "/v1/messages": "AnthropicStreamEvent",
+    "/v1/responses": "StreamingResponsesResponse",
+}
+
 # Later segments get these fields unchanged, or the fields only shape the prompt or the answer,
 # which the router then does itself.
 _HARMLESS = frozenset(
@@ -44,7 +54,7 @@ _HARMLESS = frozenset(
         *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
         *("chat_template_kwargs", "documents", "reasoning_effort"),
         # Fields of tools. `tools` itself is checked below.
-        *("parallel_tool_calls", "tool_choice", "include_stop_str_in_output"),
+        *("parallel_tool_calls", "include_stop_str_in_output"),
     }
 )
 
@@ -97,9 +107,14 @@ def _logprobs(request: JSON, value: Any) -> str | None:
     return None if value is False or value == 0 else "log probabilities of a chat cannot be merged (logprobs)"
 
 
+def _tool_choice(request: JSON, value: Any) -> str | None:
+    free = not request.get("tools") or value in ("auto", "none")
+    return None if free else f"{_GRAMMAR} (tool_choice)"
+
+
 _PENALTY = "a later segment would count output tokens as prompt tokens"
 _GRAMMAR = "the state of a grammar cannot be transferred"
-_PARSER = "the state of a parser cannot be transferred"
+_PARSER = f"the state of a parser cannot be transferred; {PARSER_FIX}"
 _SEVERAL = "one prompt would continue as several answers"
 _CHECKED: Mapping[str, Check] = {
     "stream": _stream,
@@ -119,7 +134,8 @@ _CHECKED: Mapping[str, Check] = {
     "guided_choice": _only(why=f"{_GRAMMAR} (guided_choice)"),
     "guided_grammar": _only(why=f"{_GRAMMAR} (guided_grammar)"),
     "tools": _only(why=f"{_PARSER} (tools)"),
-    "functions": _only(why=f"{_PARSER} (functions)"),
+    "functions": _only(why="the state of a parser cannot be transferred (functions)"),
+    "tool_choice": _tool_choice,
     "stop": _only(why="a stop string may cross the segment boundary (stop)"),
     "bad_words": _only(why="a bad word may cross the segment boundary (bad_words)"),
     "echo": _only(False, why="a later segment would echo another prompt (echo)"),
@@ -148,6 +164,10 @@ class Ineligible(NamedTuple):
     why: str
 
 
+# Its engine parses, and no engine continues that.
+NOT_PARSED = Ineligible("parser", f"{PARSED}; {PARSER_FIX}")
+
+
 def split_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None:
     """Returns the reason why a request must not be split; None: it may be.
 
@@ -163,18 +183,36 @@ def split_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None
     return None
 
 
-def failover_ineligibility(path: str, call: ParsedRequest) -> Ineligible | None:
-    """Returns the reason why another engine cannot continue the request's stream; None: it can."""
+def failover_ineligibility(path: str, call: ParsedRequest, *, parses: bool) -> Ineligible | None:
+    """Returns the reason why another engine cannot continue the request's stream; None: it can.
+
+    `parses`: engines parse the token ids of other engines.
+    """
     if path not in MERGEABLE_PATHS:
         return _wrong_path(path)
+    ignored = _RESUMABLE | {"tools"} if parses else _RESUMABLE
     try:
-        return _obstacle(path, call.request, call.tokens is not None, ignored=_RESUMABLE)
+        why = _obstacle(path, call.request, call.tokens is not None, ignored=ignored)
+        return why or (parsed_ineligibility(call.request) if call.request.get("tools") else None)
     except orjson.JSONDecodeError as error:  # the reader in Rust allows more
         return Ineligible("invalid_json", f"its body cannot be parsed: {error}")
 
 
+def parsed_ineligibility(request: JSON) -> Ineligible | None:
+    """Returns the reason why no engine continues an answer with reasoning or tool calls, or None.
+
+    A stop string ends the text before the parser, and the router finds only those of plain text.
+    """
+    if request.get("stop"):
+        return Ineligible("stop", "a stop string may cross the segment boundary, before a parser (stop)")
+    return None
+
+
 def _wrong_path(path: str) -> Ineligible:
-    return Ineligible("path", f"answers of {path} cannot be merged")
+    why = f"answers of {path} cannot be merged"
+    if (events := _EVENTS_WITHOUT_IDS.get(path)) is not None:
+        why = f"vLLM reports no token ids in streams of {path} ({events} has none)"
+    return Ineligible("path", why)
 
 
 def _obstacle(path: str, request: JSON, tokens: bool, ignored: frozenset[str]) -> Ineligible | None:

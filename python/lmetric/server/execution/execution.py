@@ -134,7 +134,7 @@ class Execution(Progress):
                 self.side = None
             if self.migration is not None:
                 way, go = self._beside, self._go_beside
-            elif self.committed:
+            elif self.committed and not step.merges:
                 return []  # a prefill; the other engine has answered
         elif step in self.encoding:
             if event in ENDS:
@@ -172,9 +172,15 @@ class Execution(Progress):
             self.acts.append(Comment(comments))
 
     def _unseen(self, attempt: Attempt) -> None:
-        """Handles lost tokens of a forwarded stream: the request can no longer move."""
-        why = f"{attempt.step.engine.name}: {attempt.reader.unseen}"
-        self.model.not_joinable(self.client_request.path, why)
+        """Handles a forwarded stream whose text cannot be merged: the request can no longer move.
+
+        Its tokens are lost, or the engine parses them into more than text.
+        """
+        path, why = self.client_request.path, attempt.reader.unseen
+        if why is None:
+            self.model.parsed(path)
+        else:
+            self.model.not_joinable(path, f"{attempt.step.engine.name}: {why}")
         self.stop_moving()
 
     # -- events of the client and the server -------------------------------------------------------

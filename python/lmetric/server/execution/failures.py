@@ -15,13 +15,14 @@ from lmetric._core import (
     TicketError,
     UnknownNameError,
 )
+from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_ineligibility
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
 from lmetric.server.execution.fallback import CONTEXT, is_too_long
 from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Step, Write, ticket_kind
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
-from lmetric.server.execution.transcript import MergeError, other_tokens
+from lmetric.server.execution.transcript import MergeError, Transcript, other_tokens
 from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import KvTransfer
@@ -225,7 +226,8 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     outcome: Outcome = "not_retried"
     if _record(p, lost):
         outcome, following = _continuing(p)
-    p.model.failovers[outcome] += 1
+    if outcome != "continued" or p.merged().parts is None:  # else it counts once the parser agrees
+        p.model.failovers[outcome] += 1
     if outcome == "continued":
         kind = lost.retried_kind
         p.model.retried[ticket_kind(kind)] += 1
@@ -250,7 +252,9 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
         if transcript.over:
             _complete(p)
             return "complete", None
-        transcript.catch_up()
+        if (why := _catch_up(p, transcript)) is not None:
+            _name(p, why)
+            return "not_resumable", None
     except MergeError as error:
         p.model.not_joinable(p.client_request.path, str(error))
         if p.migration is not None:
@@ -264,6 +268,40 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
         if target is not None and _can_continue(p, target) and (following := _switch_now(p, target)):
             return "continued", following
     return "no_engine", None
+
+
+def _catch_up(p: Progress, transcript: Transcript) -> Ineligible | None:
+    """Prepares the recorded answer for another engine.
+
+    Returns the reason why no engine can continue it; None: one can. Raises MergeError.
+    """
+    if not transcript.chat:
+        if transcript.parts is not None:
+            return NOT_PARSED
+        transcript.catch_up()
+        return None
+    if not transcript.needs_parser:
+        try:
+            transcript.catch_up()
+        except MergeError:
+            pass  # a parser may have changed the text
+        else:
+            return None
+    transcript.parse()
+    return parsed_ineligibility(p.request)
+
+
+def _name(p: Progress, why: Ineligible) -> None:
+    """Names the reason why no engine continues the stream, for its client and in metrics."""
+    p.client_request.not_resumable = why
+    p.model.not_resumable[why.name] += 1
+
+
+def no_continuation(p: Progress, why: Ineligible) -> Ended:
+    """Returns the end of a stream that no engine can continue after all."""
+    _name(p, why)
+    p.model.failovers["not_mergeable"] += 1
+    return _broken(p, p.tried[-1], "reset")
 
 
 def _complete(p: Progress) -> None:
@@ -289,6 +327,8 @@ def _elsewhere(p: Progress) -> Engine | None:
 
 def _can_continue(p: Progress, target: Engine) -> bool:
     """Returns whether an engine can continue the recorded answer from its token ids."""
+    if p.merged().parts is not None:
+        return target.parses
     model = target.capabilities.base(p.model.name)
     context_tokens = model.max_model_len if model is not None else None
     return p.continues_at(target) and p.merged().limit(context_tokens)
@@ -308,7 +348,7 @@ def _switch_now(p: Progress, target: Engine) -> str | None:
     except UnknownNameError:  # removed since the migration began
         p.count_move("target_gone")
         return None
-    if not ready_to_switch(p, target):
+    if not ready_to_switch(p, target, parses=p.merged().parts is not None):
         return None
     return switch(p, None, outcome="source_failed")
 
@@ -316,8 +356,11 @@ def _switch_now(p: Progress, target: Engine) -> str | None:
 # -- the switch to another engine, for migration and failover --------------------------------------
 
 
-def ready_to_switch(p: Progress, target: Engine) -> bool:
-    """Returns whether an engine can continue the request now. If not, ends its migration."""
+def ready_to_switch(p: Progress, target: Engine, *, parses: bool = False) -> bool:
+    """Returns whether an engine can continue the request now. If not, ends its migration.
+
+    `parses`: it also parses the answer.
+    """
     transcript, outcome = p.merged(), ""
     try:
         p.observe()
@@ -326,7 +369,7 @@ def ready_to_switch(p: Progress, target: Engine) -> bool:
             outcome = "ended"
         elif gone or target.runs_halves_at_once:
             outcome = "target_gone"
-        else:
+        elif not parses:
             transcript.catch_up()
     except MergeError as error:
         p.model.not_joinable(p.client_request.path, str(error))
@@ -446,16 +489,11 @@ def _refused(p: Progress, refusal: EngineRefusal, words: str, *, failure: str = 
 
 def _give_up(p: Progress, lost: EngineLost) -> Ended:
     """Returns the end with an error, because no engine is left, or none may be tried."""
-    kind, engine = lost.kind, lost.engine.name
+    kind = lost.kind
     p.reason = reason = lost.reason
     code = ticket_kind(kind)
     if p.committed:
-        broke, why = "the engine failed in the middle of its answer", p.client_request.not_resumable
-        stays = "" if why is None else f"; no other engine can continue it: {why.why}"
-        error = ApiError(502, broke, engines=f"{engine}: {reason}{stays}", code=code)
-        if p.withheld:
-            error = EngineRefusal(502, b"", p.withheld, engine=engine)
-        return Ended(error, kind)
+        return _broken(p, f"{lost.engine.name}: {reason}", kind)
     headers = {"x-lmetric-decision": p.label}
     suspect = p.verdicts is not None and p.verdicts.suspect
     refusal = p.refusal
@@ -480,6 +518,16 @@ def _give_up(p: Progress, lost: EngineLost) -> Ended:
         if kind == "resources":
             message = "the router cannot open a connection to an engine"
         error = ApiError(status, message, engines=tried, code=code, headers=headers)
+    return Ended(error, kind)
+
+
+def _broken(p: Progress, failure: str, kind: str) -> Ended:
+    """Returns the end of a begun answer. `failure`: the engine's name and its failure."""
+    broke, why = "the engine failed in the middle of its answer", p.client_request.not_resumable
+    stays = "" if why is None else f"; no other engine can continue it: {why.why}"
+    error = ApiError(502, broke, engines=f"{failure}{stays}", code=ticket_kind(kind))
+    if p.withheld and why is None:
+        error = EngineRefusal(502, b"", p.withheld, engine=failure.partition(": ")[0])
     return Ended(error, kind)
 
 

@@ -67,6 +67,7 @@ class Progress:
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     at_once: bool = False  # prefill and decode run at once
     close_client: bool = False
+    keeps_body: bool = False  # another engine may need the client's body after the answer has begun
     # Failures (`failures`).
     tried: tuple[str, ...] = ()
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
@@ -338,13 +339,17 @@ class Progress:
         """Forwards an engine's answer to the client from now on."""
         self.committed = self.has_tokens = True
         self.status = attempt.reader.status
-        self.body = b""
+        body, self.body = self.body, b""
         self.first = None
         self.answered = attempt
         self.observing = None
         if attempt.step.observed and self.observed:
-            # The reader records the tokens that pass. The prompt's fields are no longer needed.
-            self.merged().forget_prompt()
+            # The reader records the tokens that pass. The prompt's fields are no longer needed, but
+            # an engine that parses needs the whole chat.
+            transcript = self.merged()
+            if self.chat and self.model.parses:
+                transcript.chat, self.keeps_body = body, True
+            transcript.forget_prompt()
             self.observing = attempt
         elif self.resumes and self.status == 200:
             self.model.not_resumable["engine"] += 1

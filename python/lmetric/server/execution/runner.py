@@ -127,7 +127,7 @@ class Runner(InFlightRequest):
             return
         attempt.begun = self.committed = True
         client = self._client_request.client
-        if client.body_size:
+        if client.body_size and not execution.keeps_body:
             client.release_body()
         engine = attempt.step.engine.name
         self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)

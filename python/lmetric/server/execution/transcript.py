@@ -22,7 +22,8 @@ from numpy.typing import ArrayLike
 
 from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
-from lmetric.server.api.eligibility import max_tokens
+from lmetric.server.api.eligibility import PARSED, max_tokens
+from lmetric.server.execution.parsed import Parts, PartsDiffer
 from lmetric.server.execution.stop_strings import StopStrings
 from lmetric.tokens import Detokeniser, Tokens
 
@@ -75,6 +76,9 @@ class Transcript:
         self.first_token_at: float | None = None  # seconds on the monotonic clock
         # prompt_tokens_details of the segment that computed the prompt's end.
         self.cached: JSON | None = None
+        # The parts that the client has of an answer that engines parse; None: it is only text.
+        self.parts: Parts | None = None
+        self.chat = b""  # the client's chat, which an engine reads again to parse; empty: not kept
         self._most = most if most is not None else UNBOUNDED
         self._chat = path == CHAT
         self._skip = request.get("skip_special_tokens") is not False
@@ -218,6 +222,23 @@ class Transcript:
         self._engine_text = [text]
         self.output_ids = ids.tolist()
         self.over |= reader.observed_over
+        if (parsed := reader.observed_parsed()) is not None:
+            self.parts = Parts(parsed[0], text)
+            try:
+                for calls in parsed[1]:
+                    self.parts.add({"tool_calls": orjson.loads(calls)})
+            except (PartsDiffer, TypeError, AttributeError, orjson.JSONDecodeError) as error:
+                raise MergeError(f"the engine's tool calls cannot be read: {error}") from None
+
+    @property
+    def needs_parser(self) -> bool:
+        """Whether the answer is more than text. Without any text yet, nobody can know that."""
+        return self.parts is not None or bool(self.request.get("tools")) or not any(self._engine_text)
+
+    def parse(self) -> None:
+        """From now on, an engine parses the answer."""
+        if self.parts is None:
+            self.parts = Parts(content="".join(self._engine_text))
 
     def forget_prompt(self) -> None:
         """Drops the fields that only the first segment gets. Later segments get token ids."""
@@ -225,6 +246,8 @@ class Transcript:
 
     def catch_up(self) -> None:
         """Decodes the recorded tokens. Raises MergeError unless the client has the same text."""
+        if self.parts is not None:
+            raise MergeError(PARSED)
         if self._text is None:
             self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
         elif self._decoded_ids == len(self.output_ids) and not self._engine_text:
@@ -249,7 +272,7 @@ class Transcript:
             self.prompt = _array(prompt)
         message = choice.get("message") or {}
         if self._chat and any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")):
-            raise MergeError("the engine parses its answers into more than text (tool calls or reasoning)")
+            raise MergeError(PARSED)
         engine_text = message.get("content") if self._chat else choice.get("text")
         stopped = choice.get("finish_reason") == "stop" and not self._stop_shown
         try:
@@ -346,6 +369,28 @@ class Transcript:
             first = len(self.output_ids) == len(delta.ids)
             choice["prompt_token_ids"] = self.prompt if returns_ids and first else None
         choice["token_ids"] = delta.ids if returns_ids else None
+        return _event(self._chunk([choice], len(self.output_ids)))
+
+    def parsed_chunk(self, whole: Parts, ids: list[int], *, finish: str | None, stop: Any) -> bytes:
+        """Returns the chunk that these tokens add, which a parser has read; empty: they add none.
+
+        `whole`: all parts of the answer up to them. Raises MergeError if the client has others.
+        """
+        assert self.parts is not None
+        try:
+            delta = self.parts.news(whole)
+        except PartsDiffer as error:
+            raise MergeError(str(error)) from None
+        self.parts.add(delta)
+        self.output_ids += ids
+        self.over |= finish is not None
+        returns_ids = self.request.get("return_token_ids")
+        if not delta and not finish and not (returns_ids and ids):
+            return b""
+        choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        if finish:
+            choice["stop_reason"] = stop
+        choice["token_ids"] = ids if returns_ids else None
         return _event(self._chunk([choice], len(self.output_ids)))
 
     def closing(self, *, usage: bool = True) -> bytes:

@@ -174,6 +174,7 @@ class Engine:
         # A prompt that it tokenizes differently from the tokenizer it was last compared with.
         self.tokens_differ: str | None = None
         self.compared: PromptTokenizer | None = None
+        self.parses = False  # it parses the token ids of other engines (`parsing`)
         self.cold = True  # its cache is empty: it is new, or its process was restarted
         self.lost_blocks = False  # its process seemed gone, so its blocks left the index
         self.load_reports: Counter[str] = Counter()  # by source

@@ -29,6 +29,7 @@ from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.names import NameSearch, fits
+from lmetric.server.fleet.parsing import parses
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.problem import Problem
 from lmetric.server.fleet.recent import Recent
@@ -386,6 +387,7 @@ class Fleet:
         await model.tokenizers.follow(capabilities.root(model.name))
         served = model.names.name_for(engine.name)
         await model.tokenizers.compare(engine, served, self.config.health.timeout)
+        engine.parses = await parses(engine, self.config.health.timeout)
         await model.kv.look_up(engine)
         if self.model_of(engine) is not model:
             return  # removed meanwhile

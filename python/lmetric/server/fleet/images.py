@@ -15,13 +15,13 @@ import structlog
 
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.parsing import RENDER
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.tokens import Image, NotAligned, NotPredictable, PromptTokenizer, Tokens, aligned
 from lmetric.tokens.images import PROCESSOR_FIELDS
 
 log = structlog.get_logger("lmetric.tokens")
 
-RENDER = "/v1/chat/completions/render"
 RENDER_SECONDS = 30.0  # time limit of one image
 AT_ONCE = 2  # images that engines render at a time, for one model
 MOST_WAITING = 64  # images, those in flight included

@@ -21,6 +21,8 @@ from lmetric.profiles import load_profile
 from lmetric.roles import PlacedRole, Role
 from lmetric.server.api.eligibility import (
     MERGEABLE_PATHS,
+    NOT_PARSED,
+    PARSED,
     Ineligible,
     failover_ineligibility,
     fetch_ineligibility,
@@ -183,11 +185,14 @@ class Model:
         self.is_passing = False  # it has no engines, and had one only between two moves
         self.logged: dict[str, tuple[int, float]] = {}  # by message: decisions so far, and log time
         # By property, the names of the engines that have it (`_note`).
-        self._with: dict[str, set[str]] = {"one role": set(), "at once": set(), "in turn": set()}
+        self._with: dict[str, set[str]] = {
+            name: set() for name in ("one role", "at once", "in turn", "parses")
+        }
         self._review_due = False
         self._unusable: Recent[Unusable | None] = Recent()
         # By path: the reason of the last failed merge, and the time until which it counts.
         self._not_joinable: dict[str, tuple[str, float]] = {}
+        self._parsed_until: dict[str, float] = {}  # by path: its answers are more than text
         self._pooled: ModelFacts | None = None
 
     def set_label_key(self, key: bytes) -> None:
@@ -379,6 +384,7 @@ class Model:
         engine.connector = does = connector if apart or (between_equals and role == "both") else None
         self._note(engine, "at once", does is not None and does.at_once)
         self._note(engine, "in turn", does is not None and not does.at_once)
+        self._note(engine, "parses", engine.parses)
         if self.splits or self.fetches_prefixes:
             self.router.update_instance(engine.name, handoff=self._cuts_of(engine))
         elif self.mover is not None:
@@ -428,6 +434,11 @@ class Model:
         if self.settings.binding != "auto":
             return self.settings.binding == "late"
         return not self._with["at once"]
+
+    @property
+    def parses(self) -> bool:
+        """Whether an engine parses the token ids of other engines."""
+        return bool(self._with["parses"])
 
     @property
     def prefills_apart(self) -> bool:
@@ -500,8 +511,10 @@ class Model:
         elif _is_too_large(path, call):
             why = Ineligible("large_body", LARGE_BODY_REASON)
         else:
-            why = failover_ineligibility(path, call)
-        if why is None and (joined := self._why_not_joinable(path)):
+            why = failover_ineligibility(path, call, parses=self.parses)
+        if why is None and self._are_parsed(path) and not self.parses:
+            why = NOT_PARSED
+        if why is None and (joined := self._why_not_mergeable(path)):
             why = Ineligible("not_mergeable", joined)
         if why is not None:
             self.not_resumable[why.name] += 1
@@ -515,6 +528,15 @@ class Model:
             self.ineligible["prefix_fetch"] += 1
 
     def _why_not_joinable(self, path: str) -> str | None:
+        """Returns the reason why the text of answers of a path cannot be merged; None: it can."""
+        if self._are_parsed(path):
+            return f"its answer cannot be merged: {PARSED}"
+        return self._why_not_mergeable(path)
+
+    def _are_parsed(self, path: str) -> bool:
+        return time.monotonic() < self._parsed_until.get(path, 0.0)
+
+    def _why_not_mergeable(self, path: str) -> str | None:
         why, until = self._not_joinable.get(path, (None, 0.0))
         if why is not None and time.monotonic() >= until:
             del self._not_joinable[path]  # the next request tries again
@@ -527,7 +549,7 @@ class Model:
         Its requests stay whole for `NOT_JOINABLE_SECONDS`, or until an engine comes back with
         another version.
         """
-        if self._why_not_joinable(path) is None:
+        if self._why_not_mergeable(path) is None:
             until = time.monotonic() + NOT_JOINABLE_SECONDS
             self._not_joinable[path] = (f"its answer cannot be merged: {why}", until)
             log.warning(
@@ -541,6 +563,14 @@ class Model:
     def retry_joins(self) -> None:
         """Allows merges again, after an engine has changed."""
         self._not_joinable.clear()
+        self._parsed_until.clear()
+
+    def parsed(self, path: str) -> None:
+        """Records that engines parse answers of a path into more than text.
+
+        Its requests stay whole for `NOT_JOINABLE_SECONDS`, but engines that parse continue them.
+        """
+        self._parsed_until[path] = time.monotonic() + NOT_JOINABLE_SECONDS
 
     def wire(self, engine: Engine | None = None) -> None:
         """Applies an engine's block size and cache size, and sets up its KV events.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from lmetric.server.execution.failures import next_engine, switch
 from lmetric.server.execution.plan import EngineLost, NoTransfer, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import chain, copy, encode, pair, plain
+from lmetric.server.execution.ways import chain, copy, encode, pair, parsed, plain
 from lmetric.server.fleet.engine import Engine
 
 
@@ -67,5 +67,5 @@ def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str
     if engine.runs_halves_at_once:
         return pair.other_decode
     if p.begun and not p.unmergeable:
-        return chain.rest
+        return chain.rest if p.merged().parts is None else parsed.rest
     return plain.plain

@@ -98,7 +98,7 @@ def _take(p: Progress, step: Step, events: list[bytes]) -> bool:
                 p.begin_stream()
                 p.acts.append(Write(data + b"\n\n"))
                 continue
-            for choice in _choices(step, data):
+            for choice in choices_of(step, data):
                 delta = transcript.more(choice)
                 if not p.has_tokens:
                     p.has_tokens = True
@@ -111,7 +111,7 @@ def _take(p: Progress, step: Step, events: list[bytes]) -> bool:
     return False
 
 
-def _choices(step: Step, data: bytes) -> list[dict[str, Any]]:
+def choices_of(step: Step, data: bytes) -> list[dict[str, Any]]:
     """Returns the choices of an event. Raises MergeError, and EngineLost if it reports an error."""
     try:
         event: dict[str, Any] = orjson.loads(data)

@@ -1,0 +1,209 @@
+"""Parsed: the rest of a chat that engines parse into reasoning, content and tool calls.
+
+The state of a parser cannot be transferred. So an engine with `--enable-scale-out` gets the token
+ids: it renders the chat into sampling parameters, continues prompt and answer so far, and parses
+the whole answer. Its parts up to the failure must be those that the client has (`Parts`). From then
+on, the client gets the parts that each further call of the parser adds.
+
+A call takes longer as the answer grows. The tokens that come meanwhile wait for the next call, so
+there are fewer calls. vLLM 0.32 parses an end token as text, unless it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from lmetric.engines.handover import dumps
+from lmetric.server.api.eligibility import Ineligible
+from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
+from lmetric.server.execution.parsed import Parts
+from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write
+from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.transcript import MergeError, object_of
+from lmetric.server.execution.ways.chain import choices_of
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
+
+JSON = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Rest:
+    """The tokens of the rest, on their way through the parser."""
+
+    waiting: list[int]  # for the next call; at first all tokens before the failure
+    known: int  # the number of waiting tokens that the transcript already has
+    parts: Parts = field(default_factory=Parts)  # of all calls
+    state: Any = None  # of the parser, after the last call
+    step: Step | None = None  # the running call
+    sent: list[int] = field(default_factory=list)  # in the running call
+    finish: str | None = None
+    stop: Any = None  # stop_reason
+    ends: bool = False  # the running call has the end of the answer
+
+
+def rest(p: Progress, engine: Engine) -> Way[str | None]:
+    """Runs the rest of a parsed chat."""
+    p.stop_moving()
+    p.mover = None
+    transcript = p.merged()
+    sampling = yield from _rendered(p, engine)
+    it = Rest(list(transcript.output_ids), len(transcript.output_ids))
+    main = _generation(p, engine, sampling)
+    attempt, flags = yield main
+    if flags is None:  # it is an error answer
+        refuse(p, attempt)
+    check_beginning(p, attempt, flags)
+    p.acts.append(Commit(attempt))
+    call: Step | None = None  # nothing may follow the commit
+    while True:
+        attempt, events = yield call
+        if attempt.step is it.step:
+            _take(p, attempt, it)
+            if transcript.over:
+                p.end_merged()
+                return None
+        elif events is not None:
+            _collect(p, it, main, events=events)
+        elif it.finish is None:
+            raise EngineLost(engine, "reset", "the stream ended without a finish_reason", step=main)
+        call = _next_call(p, engine, it)
+
+
+def _rendered(p: Progress, engine: Engine) -> Way[dict[str, Any]]:
+    """Lets an engine render the chat. Returns the body that generates its answer."""
+    step = _call(p, engine, RENDER, body=p.merged().chat, beside=False)
+    attempt, _ = yield step
+    _check(p, attempt)
+    try:
+        body = object_of(bytes(attempt.answer))
+        sampling = body["sampling_params"]
+        grammar = sampling.get("structured_outputs")
+    except (MergeError, KeyError, AttributeError, TypeError) as error:
+        why = f"{RENDER}: not a request to generate: {error}"
+        raise EngineLost(engine, "reset", why, step=step) from None
+    if grammar is not None:
+        why = "the state of a grammar cannot be transferred, and the engine has one for its tool calls"
+        raise no_continuation(p, Ineligible("grammar", why))
+    return body
+
+
+def _generation(p: Progress, engine: Engine, body: dict[str, Any]) -> Step:
+    """Returns the step that generates the rest. `body`: of the whole answer."""
+    transcript = p.merged()
+    prompt, begun = transcript.prompt, len(transcript.output_ids)
+    sampling = body["sampling_params"]
+    for name, least in (("max_tokens", 1), ("min_tokens", 0)):
+        if isinstance(sampling.get(name), int):
+            sampling[name] = max(least, sampling[name] - begun)
+    sampling["seed"] = None  # it would restart its random numbers
+    body |= {"token_ids": transcript.tokens(len(prompt) + begun), "stream": True, "stream_options": None}
+    return Step(
+        engine,
+        dumps(body),
+        "events",
+        limit_seconds=p.limit_seconds,
+        stream=True,
+        target=GENERATE.encode(),
+        merges=True,
+    )
+
+
+def _collect(p: Progress, it: Rest, main: Step, events: list[bytes]) -> None:
+    """Adds the tokens of generated events. Passes comments on."""
+    for data in events:
+        if data.startswith(b":"):
+            p.acts.append(Write(data + b"\n\n"))
+            continue
+        try:
+            for choice in choices_of(main, data):
+                it.waiting += choice.get("token_ids") or ()
+                it.finish = choice.get("finish_reason") or it.finish
+                it.stop = choice.get("stop_reason", it.stop)
+        except (MergeError, TypeError) as error:
+            raise EngineLost(main.engine, "reset", str(error), step=main) from None
+
+
+def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
+    """Returns the next call of the parser; None: one runs, or no tokens wait."""
+    if it.step is not None or not (it.waiting or it.finish):
+        return None
+    transcript, ids = p.merged(), it.waiting
+    it.sent, it.waiting, it.ends = ids, [], it.finish is not None
+    ended_by_token = it.finish == "stop" and p.request.get("include_stop_str_in_output") is not True
+    chunk = {
+        "request_id": "rest",
+        "choices": [
+            {"index": 0, "token_ids": ids[:-1] if ended_by_token else ids, "finish_reason": it.finish}
+        ],
+    }
+    body = {
+        "stream": True,
+        "model": p.request.get("model"),
+        "generate_chunk": chunk,
+        "stream_state": it.state,
+        "prompt_token_ids": transcript.prompt,
+        "chat_request": orjson.Fragment(transcript.chat),
+    }
+    it.step = _call(p, engine, DERENDER, body=dumps(body), beside=True)
+    return it.step
+
+
+def _take(p: Progress, attempt: Attempt, it: Rest) -> None:
+    """Adds the parts of a call to the answer, and writes them for the client."""
+    _check(p, attempt)
+    transcript, engine = p.merged(), attempt.step.engine
+    try:
+        answer = object_of(bytes(attempt.answer))
+        it.state = answer["stream_state"]
+        for choice in answer["chunk"]["choices"]:
+            it.parts.add(choice["delta"])
+    except (MergeError, KeyError, AttributeError, TypeError) as error:
+        why = f"{DERENDER}: not an event of a chat: {error}"
+        raise EngineLost(engine, "reset", why, step=attempt.step) from None
+    finish = it.finish if it.ends else None
+    if finish == "stop" and (it.parts.calls or (transcript.parts and transcript.parts.calls)):
+        finish = "tool_calls"
+    try:
+        data = transcript.parsed_chunk(it.parts, it.sent[it.known :], finish=finish, stop=it.stop)
+    except MergeError as error:
+        raise no_continuation(p, Ineligible("not_mergeable", f"{engine.name}: {error}")) from None
+    it.step, it.known = None, 0
+    if not p.has_tokens:
+        p.has_tokens = True
+        p.model.failovers["continued"] += 1
+        prove(p)
+    if data:
+        p.acts.append(Write(data))
+
+
+def _call(p: Progress, engine: Engine, path: str, body: bytes, *, beside: bool) -> Step:
+    """Returns a step whose whole answer is for the router."""
+    return Step(
+        engine,
+        body,
+        "whole",
+        limit_seconds=p.rules.timeouts.first_byte,
+        target=path.encode(),
+        beside=beside,
+        for_client=False,
+        advances_ticket=False,
+        merges=True,
+        refills=False,
+    )
+
+
+def _check(p: Progress, attempt: Attempt) -> None:
+    """Handles an error answer of a call."""
+    status = attempt.reader.status
+    if status == 200:
+        return
+    if status < 500 and status not in p.rules.statuses:
+        target = (attempt.step.target or b"").decode()
+        why = f"{attempt.step.engine.name}: {target}: status {status}{attempt.error_words}"
+        raise no_continuation(p, Ineligible("parser", why))
+    refuse(p, attempt)
