@@ -33,7 +33,9 @@ def test_the_lists_fit_together(runner: Any) -> None:
 
 def test_only_kinds_of_failures_that_the_engine_lacks_need_a_reason(runner: Any) -> None:
     sides = {
-        "router": runner.Outcome(3, {"both": {"k": "x", "l": "x 2"}, "listed 1": {"m": "y"}, "new": {"n": "z"}}),
+        "router": runner.Outcome(
+            3, {"both": {"k": "x", "l": "x 2"}, "listed 1": {"m": "y"}, "new": {"n": "z"}}
+        ),
         "engine": runner.Outcome(5, {"both": {"k": "x"}, "engine": {"w": "w"}}),
     }
     listed = [{"suites": ["s"], "failures": ["listed *: m"], "reason": "a reason"}]
@@ -65,7 +67,11 @@ def test_a_suite_that_does_not_run_is_no_failure_of_both(runner: Any) -> None:
         ("at http://127.0.0.1:8000/v1", "at http://127.0.0.1:8080/v1", True),
         ("took 1.25 s at 2026-11-28T21:00:01Z", "took 31 s at 2026-11-29T01:22:01.5Z", True),
         ("no field usage", "no field choices", False),
-        ("request 550e8400-e29b-41d4-a716-446655440000", "request 550e8400-e29b-41d4-a716-446655440001", True),
+        (
+            "request 550e8400-e29b-41d4-a716-446655440000",
+            "request 550e8400-e29b-41d4-a716-446655440001",
+            True,
+        ),
     ],
 )
 def test_kinds_leave_out_what_differs_from_run_to_run(runner: Any, one: str, other: str, same: bool) -> None:

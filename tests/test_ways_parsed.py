@@ -43,7 +43,9 @@ TEXT = (
     '{"name": "read", "arguments": {"file": "note.txt", "lines": [1, 2]}}</tool_call>\n<tool_call>'
     '{"name": "write", "arguments": {"text": "a \\"b\\" <c> é"}}</tool_call>'
 )
-PIECES = [piece for word in re.split(r"(\s+|(?<=[>{:,]))", TEXT) for piece in re.findall(".{1,7}", word, re.S)]
+PIECES = [
+    piece for word in re.split(r"(\s+|(?<=[>{:,]))", TEXT) for piece in re.findall(".{1,7}", word, re.S)
+]
 IDS = [1000 + n for n in range(len(PIECES))]
 END = 7  # the token that ends the answer
 ALL = [*IDS, END]
@@ -125,11 +127,15 @@ class ParsingEngines(Engines):
     grammar: Any = None
     other_text = False  # another engine's parser gives other parts
     refuses: str | None = None  # a path
+    aborts = False  # an engine that continues aborts after two tokens
     seen: list[tuple[str, dict[str, Any]]]
 
     def answer(self, engine: str, request: bytes, for_client: bool, now: float) -> Answer:
         head, _, raw = request.partition(b"\r\n\r\n")
-        path, body = head.split()[1].decode(), orjson.loads(raw)
+        path = head.split()[1].decode()
+        if path == "/is_paused":
+            return super().answer(engine, request, for_client, now)
+        body = orjson.loads(raw)
         self.__dict__.setdefault("seen", []).append((path, body))
         if path == self.refuses:
             answer = orjson.dumps({"error": {"message": "Restart vllm serve with --enable-scale-out"}})
@@ -178,7 +184,9 @@ class ParsingEngines(Engines):
         yield chunk(b"data: [DONE]\n\n")
 
     def _generated(self, begun: int, most: int) -> Iterator[bytes]:
-        for ids, finish in self._steps(begun, most):
+        for n, (ids, finish) in enumerate(self._steps(begun, most)):
+            if self.aborts and n == 2:
+                ids, finish = [], "abort"
             choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "stop_reason": None}
             yield event({"request_id": "g", "usage": None, "choices": [choice]})
         yield chunk(b"data: [DONE]\n\n")
@@ -354,6 +362,40 @@ def test_tokens_that_come_during_a_call_wait_for_the_next_one(clock: Clock) -> N
     calls = [body for path, body in it.engines.seen if path == DERENDER]
     assert len(calls) == 2
     same(it.parts()[0], expected())
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_abort_by_order_ends_the_answer_with_all_its_tokens(clock: Clock, calls: int) -> None:
+    """Also if the parser still works when the engine aborts."""
+    it = start(clock, tools(shows_ids=True), Parsing(fails_over=True, pauses=True), aborts=True)
+    it.say(it.open[MAIN], 6)
+    known = it.execution.known_tokens
+    lose(it)
+    it.say(it.open[MAIN], 1)  # rendered
+    it.say(it.open[MAIN], 2)
+    for _ in range(calls):
+        it.say(it.open[SIDE], 1)
+    it.say(it.open[MAIN], 2)
+    run(it, random.Random(1))
+    parts, found = it.parts()
+    same(parts, expected(known + 2))
+    assert (found["finish"], found["whole"], found["error"]) == ("abort", True, None)
+    assert found["ids"] == ALL[: known + 2]
+
+
+def test_another_engine_continues_after_other_aborts(clock: Clock) -> None:
+    it = start(clock, tools(), Parsing(fails_over=True, attempts=6), aborts=True)
+    it.say(it.open[MAIN], 6)
+    lose(it)
+    it.say(it.open[MAIN], 1)
+    it.say(it.open[MAIN], 3)
+    for _ in range(2):  # with a token more, the request is not the cause
+        it.say(it.open[SIDE], 1)
+    it.say(it.open[MAIN], 1)
+    it.engines.aborts = False
+    run(it, random.Random(1))
+    same(it.parts()[0], expected())
+    assert it.parts()[1]["finish"] == "tool_calls"
 
 
 def test_other_parts_are_not_merged(clock: Clock) -> None:

@@ -18,7 +18,9 @@ VARIABLE = (
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*"), "TIME"),
     (re.compile(r"(?<![\w/.])(?![1-5]\d\d(?![\d.]))-?\d+(\.\d+)?(e[-+]?\d+)?(?![\w.])"), "N"),
 )
-VALUE = re.compile(r"^(.+?)(?= (?:is not|is too|is less|is greater|does not|has non-unique|was expected|should)\b)")
+VALUE = re.compile(
+    r"^(.+?)(?= (?:is not|is too|is less|is greater|does not|has non-unique|was expected|should)\b)"
+)
 KIND_CHARACTERS = 160
 # The suite itself did not run: that is no check that both sides may fail.
 RUN = "the run"

@@ -176,7 +176,10 @@ async def test_openai_client(pair: list[Dynamo], tmp_path: Path) -> None:
             chat = await client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=9, extra_body=FIXED
             )
-            assert (chat.usage and chat.usage.completion_tokens, chat.choices[0].finish_reason) == (9, "length")
+            assert (chat.usage and chat.usage.completion_tokens, chat.choices[0].finish_reason) == (
+                9,
+                "length",
+            )
             parts = [
                 part
                 async for part in await client.completions.create(
@@ -198,7 +201,9 @@ async def test_openai_client(pair: list[Dynamo], tmp_path: Path) -> None:
                 f"{world.url}/v1/completions", json={"model": MODEL, "prompt": "x", "temperature": 7}
             ) as refused:
                 assert (refused.status, "Temperature" in await refused.text()) == (400, True)
-        served_by = {name for name, engine in (await world.engines()).items() if engine["service"]["successes"]}
+        served_by = {
+            name for name, engine in (await world.engines()).items() if engine["service"]["successes"]
+        }
         assert served_by == {each.name for each in pair}
 
 

@@ -18,7 +18,7 @@ from lmetric.server.execution.failures import check_beginning, discard_transfer,
 from lmetric.server.execution.plan import Attempt, Ended, Step, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of, other_tokens
-from lmetric.server.execution.ways.plain import begin_passing, end_passing
+from lmetric.server.execution.ways.plain import pass_answer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import WHOLE_PROMPT
 
@@ -116,9 +116,7 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
         following = p.next_segment()
         if following != second.name:
             return following
-    if not begin_passing(p, attempt, flags):
-        yield None  # until the end of the answer
-    end_passing(p, attempt)
+    yield from pass_answer(p, attempt, flags)
     return None
 
 

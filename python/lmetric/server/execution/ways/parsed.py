@@ -21,9 +21,10 @@ from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
 from lmetric.server.execution.parsed import Parts
-from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Commit, Ended, EngineLost, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of
+from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.chain import choices_of
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
@@ -44,6 +45,17 @@ class Rest:
     finish: str | None = None
     stop: Any = None  # stop_reason
     ends: bool = False  # the running call has the end of the answer
+
+    def add(self, choice: JSON) -> None:
+        """Adds the tokens of a generated event."""
+        self.waiting += choice.get("token_ids") or ()
+        self.finish = choice.get("finish_reason") or self.finish
+        self.stop = choice.get("stop_reason", self.stop)
+
+    def repeat_call(self) -> None:
+        """Forgets the running call. Its tokens wait for the next one."""
+        if self.step is not None:
+            self.step, self.waiting = None, self.sent + self.waiting
 
 
 def rest(p: Progress, engine: Engine) -> Way[str | None]:
@@ -66,9 +78,18 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
             _take(p, attempt, it)
             if transcript.over:
                 p.end_merged()
+                if it.finish == "abort":
+                    raise Ended(None, "engine_error")
                 return None
         elif events is not None:
-            _collect(p, it, main, events=events)
+            try:
+                _collect(p, it, main, events=events)
+            except Aborted as lost:
+                p.drop_side()
+                it.repeat_call()
+                if not (yield from aborts_by_order(p, engine)):
+                    raise
+                it.add(lost.choice)
         elif it.finish is None:
             raise EngineLost(engine, "reset", "the stream ended without a finish_reason", step=main)
         call = _next_call(p, engine, it)
@@ -121,9 +142,7 @@ def _collect(p: Progress, it: Rest, main: Step, events: list[bytes]) -> None:
             continue
         try:
             for choice in choices_of(main, data):
-                it.waiting += choice.get("token_ids") or ()
-                it.finish = choice.get("finish_reason") or it.finish
-                it.stop = choice.get("stop_reason", it.stop)
+                it.add(choice)
         except (MergeError, TypeError) as error:
             raise EngineLost(main.engine, "reset", str(error), step=main) from None
 

@@ -32,6 +32,15 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         check_beginning(p, attempt, flags)
     else:
         attempt, flags = yield from hedged(p, step, own_request)
+    yield from pass_answer(p, attempt, flags)
+    return None
+
+
+def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
+    """Passes an answer on to the client, to its end. `flags`: of its reader at its beginning.
+
+    Raises Ended if it is an error, or holds one.
+    """
     if not begin_passing(p, attempt, flags):
         try:
             yield None  # until the end of the answer
@@ -40,8 +49,7 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
             if event is None or not (yield from aborts_by_order(p, lost.engine)):
                 raise
             _end_aborted(p, attempt, event)
-    end_passing(p, attempt)
-    return None
+    _end_passing(p, attempt)
 
 
 def begin_passing(p: Progress, attempt: Attempt, flags: int) -> bool:
@@ -56,12 +64,10 @@ def begin_passing(p: Progress, attempt: Attempt, flags: int) -> bool:
     return False
 
 
-def end_passing(p: Progress, attempt: Attempt) -> None:
-    """Ends an answer that was passed on. Raises Ended if it is an error, or holds one."""
-    reader = attempt.reader
-    if attempt.error or p.status >= 400 or reader.aborted:
+def _end_passing(p: Progress, attempt: Attempt) -> None:
+    if attempt.error or p.status >= 400 or attempt.reader.aborted:
         raise Ended(None, "engine_error")
-    reader.finish_ticket()
+    attempt.reader.finish_ticket()
 
 
 def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
@@ -107,7 +113,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         discard_transfer(p, engine, why)
     p.answered = attempt
     p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
-    end_passing(p, attempt)
+    _end_passing(p, attempt)
 
 
 def own_request(p: Progress, engine: Engine) -> Step:
