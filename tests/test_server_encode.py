@@ -13,6 +13,9 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric.config import EngineConfig
+from lmetric.doctor import Target, examine
+from lmetric.roles import Role
 from lmetric.server.fleet.kv_mode import Mode
 from lmetric.server.fleet.model import Model
 from lmetric.tokens.media import media_of
@@ -37,6 +40,11 @@ class Encoder:
         self.engine = FakeEngine(behave=self, metrics=VLLM)
 
     async def __call__(self, engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/v1/completions":
+            writer.write(
+                plain(200, orjson.dumps({"choices": [{"text": ""}], "usage": {"completion_tokens": 0}}))
+            )
+            return True
         if request.path != CHAT:  # its tokenizer is compared with the router's
             return await answer(engine, request, writer)
         await self.gate.wait()
@@ -319,3 +327,27 @@ async def test_a_role_is_detected_and_a_wrong_one_is_refused() -> None:
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
 def test_requests_of_any_shape_have_no_media(body: dict[str, Any], api: str) -> None:
     assert media_of(api, body) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "params", "level", "seen"),
+    [
+        ("encode", 200, {}, "exact", "encode: it stored an image"),
+        ("encode", 400, {}, "exact", "encode: not tested, as it refused an image: status 400"),
+        ("encode", 200, None, None, "encode, but it stored no image"),
+        ("encode", 500, {}, None, "a chat with an image: status 500"),
+        (None, 200, {}, None, "it returned no token: it seems to encode only"),
+    ],
+)
+async def test_doctor_examines_an_engine_that_encodes(
+    role: Role | None, status: int, params: Any, level: str | None, seen: str
+) -> None:
+    encoder = Encoder()
+    encoder.status, encoder.params = status, params
+    await encoder.engine.start()
+    try:
+        (found,) = await examine([Target(EngineConfig(url=encoder.engine.url, role=role))])
+    finally:
+        await encoder.engine.stop()
+    assert found.level == level
+    assert found.verdicts["role"].seen.startswith(seen)

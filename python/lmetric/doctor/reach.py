@@ -10,10 +10,16 @@ from urllib.parse import urlsplit
 from lmetric.config import unix_path
 from lmetric.doctor.clock import judge_date
 from lmetric.doctor.subject import Subject
+from lmetric.engines.handover import CHAT
 from lmetric.engines.http import TimedOut, Unanswered
 from lmetric.engines.identify import identify
 
 PROMPT = "Say something."
+# A white PNG of 64 x 64 pixels.
+IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR42u3MQREAAAwCIPuX1hD77SAA6VEEAoFA"
+    "IBAIBAKBQCAQfA8Gpwvw4qrwDDIAAAAASUVORK5CYII="
+)
 
 
 async def check_reachable(subject: Subject) -> None:
@@ -92,6 +98,10 @@ async def check_model(subject: Subject) -> None:
             "role", f"{subject.role}: it serves parts of requests; the check `handover` tests them"
         )
         return
+    if subject.role == "encode":
+        subject.passed("model", f"{subject.model} on {engine}")
+        await _check_encoder(subject)
+        return
     body = {"model": subject.model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     try:
         answer = await subject.client.post("/v1/completions", body)
@@ -106,10 +116,33 @@ async def check_model(subject: Subject) -> None:
     _check_role(subject, answer.usage("completion_tokens"))
 
 
+async def _check_encoder(subject: Subject) -> None:
+    """Checks that an engine of role encode stores an image for others."""
+    content = [{"type": "image_url", "image_url": {"url": IMAGE}}]
+    body = {"model": subject.model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    try:
+        answer = await subject.client.post(CHAT, body)
+    except Unanswered as error:
+        subject.failed("role", str(error))
+        return
+    told = answer.json if answer.status == 200 else None
+    if 400 <= answer.status < 500:  # perhaps its model has no images, but sound
+        subject.passed("role", f"encode: not tested, as it refused an image: {answer.error()}")
+    elif answer.status != 200:
+        subject.failed("role", f"a chat with an image: {answer.error()}")
+    elif isinstance(told, dict) and isinstance(told.get("ec_transfer_params"), dict):
+        subject.passed("role", "encode: it stored an image")
+    else:
+        subject.failed("role", "encode, but it stored no image", "start it with an ec_role of ec_producer")
+
+
 def _check_role(subject: Subject, produced: int | None) -> None:
     """Checks that an engine of role both returns the requested number of tokens."""
     if produced is None:
         subject.failed("role", "its answer has no usage, which the router needs to count tokens")
+    elif produced == 0:
+        cause = "it returned no token: it seems to encode only"
+        subject.failed("role", cause, "set its role to encode in the configuration")
     elif produced < 2:
         cause = f"it returned {produced} of 2 requested tokens: it seems to serve prefill only"
         subject.failed("role", cause, "set its role to prefill in the configuration")

@@ -20,7 +20,7 @@ from lmetric.doctor.reach import check_model, check_reachable
 from lmetric.doctor.subject import Subject, Target
 from lmetric.doctor.token_gaps import check_token_gaps, read_metrics
 from lmetric.doctor.tokens import check_tokenizer
-from lmetric.doctor.verdict import CHECKS, Level, Verdict, needed
+from lmetric.doctor.verdict import CHECKS, OF_ENCODERS, Level, Verdict, needed
 from lmetric.server.tls.contexts import engine_context
 
 
@@ -39,10 +39,12 @@ class Examination:
 
     def wanting(self, level: Level) -> list[str]:
         """The checks for `level` that did not pass."""
+        parts = self.role in ("prefill", "decode")
         return [
             name
             for name in CHECKS
-            if (needed(name, level) or (name == "handover" and self.role != "both"))
+            if (needed(name, level) or (name == "handover" and parts))
+            and (self.role != "encode" or name in OF_ENCODERS)
             and (name not in self.verdicts or self.verdicts[name].outcome != "pass")
         ]
 
@@ -111,7 +113,7 @@ async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:
     metrics = await read_metrics(subject)
     await check_model(subject)
     check_token_gaps(subject, metrics)
-    if not subject.has("model") or subject.halves:
+    if not subject.has("model") or subject.halves or subject.role == "encode":
         return
     await check_load_and_cancel(subject)
     await check_tokenizer(subject)

@@ -58,7 +58,7 @@ CHECKS = {
     for check in (
         Check("reachable", "answers GET /health", Level.LOAD),
         Check("model", "serves the model, and answers a completion of one token", Level.LOAD),
-        Check("role", "prefills and decodes according to its role", Level.LOAD),
+        Check("role", "prefills, decodes or encodes according to its role", Level.LOAD),
         Check("load", "load reports are readable, and show a test request", Level.LOAD),
         Check("cancel", "a request stops when its client disconnects", Level.LOAD),
         Check("prefix_cache", "the prefix of an earlier prompt is not computed again", Level.APPROXIMATE),
@@ -72,6 +72,10 @@ CHECKS = {
         Check("clock", "its clock agrees with this machine's clock", None),
     )
 }
+
+
+# The checks that an engine of role encode needs at any level: it gets no request of a client.
+OF_ENCODERS = frozenset({"reachable", "model", "role"})
 
 
 def needed(check: str, level: Level) -> bool:
