@@ -15,7 +15,7 @@ from router_world import Served, served
 from test_real_images import CHAT, MESSAGES, RESPONSES, learned, png, text, url
 from vllm_process import BLOCK, VllmEngine, environment, vision_model
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]  # two engines start one after the other
 
 WORDS = text("Say what this shows, and where it was made. " * 8)
 
@@ -42,11 +42,13 @@ class Encoding:
     encoder: VllmEngine
     engine: VllmEngine
     store: Path
+    before: frozenset[str] = frozenset()  # images of earlier tests
 
     @property
     def stored(self) -> dict[str, Path]:
-        """The files of encoded images, by the images' identity."""
-        return {file.parent.name: file for file in self.store.glob("*/*.safetensors")}
+        """The files of the test's encoded images, by the images' identity."""
+        found = {file.parent.name: file for file in self.store.glob("*/*.safetensors")}
+        return {name: file for name, file in found.items() if name not in self.before}
 
     async def post(self, base: str, body: dict[str, Any], path: str = CHAT) -> tuple[Any, Any]:
         async with self.served.session.post(base + path, json=body) as response:
@@ -79,8 +81,14 @@ class Encoding:
         return {outcome: count for outcome, count in found.items() if count}
 
 
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of encoded images. Engines with it serve all tests."""
+    return tmp_path_factory.mktemp("encoded")
+
+
 @pytest.fixture
-async def world(vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path) -> AsyncIterator[Encoding]:
+async def world(vllm_engines: Callable[..., list[VllmEngine]], store: Path) -> AsyncIterator[Encoding]:
     model, packages = vision_model(environment())
     common: dict[str, Any] = {
         "environ": {"PYTHONPATH": str(packages)},
@@ -89,7 +97,7 @@ async def world(vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path) -
     }
 
     def role(name: str) -> dict[str, Any]:
-        extra = {"shared_storage_path": str(tmp_path)}
+        extra = {"shared_storage_path": str(store)}
         return {"ec_connector": "ECExampleConnector", "ec_role": name, "ec_connector_extra_config": extra}
 
     (encoder,) = vllm_engines(1, kv_events_config=None, ec_transfer_config=role("ec_producer"), **common)
@@ -103,7 +111,9 @@ async def world(vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path) -
             return roles == ("encode", "both") and found[engine.name]["mode"] == "exact"
 
         await w.until(ready, seconds=60)
-        yield Encoding(w, encoder, engine, tmp_path)
+        found = Encoding(w, encoder, engine, store)
+        found.before = frozenset(found.stored)
+        yield found
 
 
 async def test_the_engine_that_answers_loads_what_another_one_encoded(world: Encoding) -> None:
