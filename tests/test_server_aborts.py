@@ -29,11 +29,10 @@ from test_server_split_faults import (
     tells,
     text_of,
 )
-from waiting import PATIENCE_SECONDS
 
 # What `/is_paused` of an engine answers after an abort.
-ORDERED = ["paused", "works", "hangs"]
-NOT_ORDERED = ["stops", "dies"]
+ORDERED = ["paused", "works", "busy"]
+NOT_ORDERED = ["stops", "dies", "hangs"]
 
 
 @dataclass
@@ -46,6 +45,8 @@ class Development(FakeEngine):
         if request.path != "/is_paused":
             return await super()._answer(request, writer)
         self.page_reads.append(request.path)
+        if self.state == "busy":
+            await asyncio.sleep(0.5)
         if self.state == "hangs":
             await self.until_left(writer)
         elif self.state == "dies":
@@ -74,7 +75,7 @@ def development(behave: Behaviour) -> Development:
 async def engines(*behaviours: Behaviour, **config: Any) -> AsyncIterator[World]:
     """Starts engines that are not checked again after the start."""
     given: dict[str, Any] = {"tokenizer": str(TOKENIZER_PATH.parent), "model": "tiny"}
-    given["health"] = {"interval": 600, "timeout": 0.3}
+    given["health"] = {"interval": 600}
     async with world([development(each) for each in behaviours], **(given | config)) as w:
         await w.until(lambda: all(each.identified for each in model(w).engines.values()))
         yield w
@@ -127,7 +128,7 @@ async def test_an_ordered_abort_is_the_answer(at: int, state: str) -> None:
 
 @pytest.mark.parametrize("state", NOT_ORDERED)
 async def test_another_engine_continues_the_abort_of_an_engine_that_stops(state: str) -> None:
-    async with engines(aborting(7, state), aborting(7, state)) as w:
+    async with engines(aborting(7, state), aborting(7, state), timeouts={"between_chunks": 0.5}) as w:
         is_whole(await story(w))
         assert model(w).failovers == {"continued": 1}
 
@@ -188,8 +189,7 @@ async def test_an_aborted_answer_has_the_asked_name() -> None:
 
 
 async def test_a_client_leaves_while_the_engine_does_not_say() -> None:
-    slow = {"health": {"interval": 600, "timeout": PATIENCE_SECONDS}}
-    async with engines(aborting(7, "hangs"), **slow) as w:
+    async with engines(aborting(7, "hangs")) as w:
         task = asyncio.create_task(w.post(STORY_BODY))
         await w.until(lambda: w.engines[0].page_reads.count("/is_paused") == 2)
         task.cancel()
@@ -209,7 +209,7 @@ async def test_an_aborted_segment_is_the_answer(state: str, stream: bool) -> Non
         change = {"token_ids": ids, "text": text_of(START, ids), "finish_reason": "abort"}
         return await changed(**change)(engine, request, writer)
 
-    health = {"interval": 600, "timeout": 0.3}
+    health = {"interval": 600}
     async with faulty(but(aborts, first=True), make=development, health=health) as w:
         _, _, got = await w.post({**ASKED, "stream": stream})
         ids = STORY[:6] if state == "paused" else STORY
@@ -236,7 +236,7 @@ async def test_an_aborted_rest_is_the_answer(state: str, tokens: int) -> None:
         change = {"token_ids": ids, "text": text_of(START, ids), "finish_reason": "abort"}
         return await changed(**change)(engine, request, writer)
 
-    config: dict[str, Any] = {"health": {"interval": 600, "timeout": 0.3}}
+    config: dict[str, Any] = {"health": {"interval": 600}}
     config["split"] = SplitAt(fraction=40 / 70 if tokens else 20 / 70)
     async with faulty(aborts, make=development, **config) as w:
         _, headers, got = await w.post(ASKED)

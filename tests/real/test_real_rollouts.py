@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROLLOUTS, PROMPT, TOKENS = 4, 5 * BLOCK + 3, 6 * BLOCK
 SEEN = 2 * BLOCK  # tokens that a stream has when it is aborted
-# An aborted stream is the trainer's to continue.
-FLAGS = ("--set", f"block_size={BLOCK}", "--set", "health.interval=0.5", "--set", "stream_failover=false")
+FLAGS = ("--set", f"block_size={BLOCK}", "--set", "health.interval=0.5")
 
 
 class Rollout:
@@ -74,8 +73,14 @@ class Rollout:
             return ids
 
 
+def drawn(w: Served, seed: str, *, stream: bool) -> list[Rollout]:
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(5, 2000) for _ in range(PROMPT)] for _ in range(ROLLOUTS)]
+    return [Rollout(w, prompt, stream=stream) for prompt in prompts]
+
+
 async def call(w: Served, engine: VllmEngine, path: str) -> None:
-    async with w.session.post(engine.url + path) as response:
+    async with w.session.post(engine.url + path, json={}) as response:
         assert response.status == 200, await response.text()
 
 
@@ -86,16 +91,17 @@ async def generated(w: Served, engine: VllmEngine) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
-@pytest.mark.parametrize("how", ["pause a stream", "pause a whole answer", "leave a stream"])
+HOW = ["pause a stream", "pause a whole answer", "abort a stream", "leave a stream"]
+
+
+@pytest.mark.parametrize("how", HOW)
 async def test_abort_and_resume_loses_no_token(
     vllm_engines: Callable[..., list[VllmEngine]], how: str
 ) -> None:
     (engine,) = vllm_engines(1)
-    draw = random.Random(how)
     async with served([engine], *FLAGS) as w:
         before = await generated(w, engine)
-        prompts = [[draw.randrange(5, 2000) for _ in range(PROMPT)] for _ in range(ROLLOUTS)]
-        rollouts = [Rollout(w, prompt, stream="stream" in how) for prompt in prompts]
+        rollouts = drawn(w, how, stream="stream" in how)
         leaves = how.startswith("leave")
         running = [asyncio.create_task(each.run(leaves=leaves)) for each in rollouts]
         if not leaves:
@@ -105,7 +111,8 @@ async def test_abort_and_resume_loses_no_token(
                 return seen and await generated(w, engine) - before >= ROLLOUTS * SEEN
 
             await w.until(halfway, 300)
-            await call(w, engine, "/pause?mode=abort&clear_cache=false")
+            pauses = how.startswith("pause")
+            await call(w, engine, "/pause?mode=abort&clear_cache=false" if pauses else "/abort_requests")
         await asyncio.gather(*running)
         parts = [len(each.tokens) for each in rollouts]
         assert all(SEEN // 2 <= part < TOKENS for part in parts), parts
@@ -127,4 +134,25 @@ async def test_abort_and_resume_loses_no_token(
             assert record["predicted_cached_tokens"] == record["cached_tokens"]
             assert record["cached_tokens"] >= (PROMPT + part) // BLOCK * BLOCK - BLOCK
         expected = await asyncio.gather(*(each.whole(engine) for each in rollouts))
+        assert [each.tokens for each in rollouts] == expected
+
+
+async def test_another_engine_continues_when_an_engine_shuts_down(
+    vllm_engines: Callable[..., list[VllmEngine]],
+) -> None:
+    """vLLM aborts its streams then, too, but it does not answer whether it is paused."""
+    engines = vllm_engines(2)
+    async with served(engines, *FLAGS) as w:
+        rollouts = drawn(w, "shutdown", stream=True)
+        running = [asyncio.create_task(each.run()) for each in rollouts]
+
+        async def halfway() -> bool:
+            return all(len(each.tokens) >= SEEN for each in rollouts)
+
+        await w.until(halfway, 300)
+        await asyncio.to_thread(engines[0].stop)
+        await asyncio.gather(*running)
+        assert [each.ends for each in rollouts] == [["length"]] * ROLLOUTS
+        assert any(each.records[0]["instance"] != engines[1].name for each in rollouts), "some were moved"
+        expected = await asyncio.gather(*(each.whole(engines[1]) for each in rollouts))
         assert [each.tokens for each in rollouts] == expected

@@ -83,7 +83,6 @@ class Rules:
     show_engines: bool
     answers_asked_name: bool
     timeouts: Timeouts
-    check_seconds: float  # time limit of a check of an engine
 
     @classmethod
     def of(cls, config: ServerConfig) -> Rules:
@@ -96,7 +95,6 @@ class Rules:
             show_engines=config.errors.show_engines,
             answers_asked_name=config.model_in_answers == "asked",
             timeouts=config.timeouts,
-            check_seconds=config.health.timeout,
         )
 
 
