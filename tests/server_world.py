@@ -159,6 +159,7 @@ class FakeEngine:
     pace: float = 0.0
     health: int = 200
     metrics: bytes = b""
+    parses: bool = False  # it parses the token ids of other engines
     # Its list of models, instead of `model` alone, and any other page by path: status and body.
     cards: list[dict[str, Any]] | None = None
     extra_pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
@@ -248,7 +249,7 @@ class FakeEngine:
             writer.write(plain(*pages.get(request.path, (404, b"{}"))))
             return "close" not in request.headers.get("connection", "")
         if request.path == DERENDER and request.body == PROBE:  # whether it parses
-            writer.write(plain(404, b"{}"))
+            writer.write(plain(200 if self.parses else 404, b"{}"))
             return True
         self.requests.append(request)
         return await self.behave(self, request, writer)

@@ -38,9 +38,7 @@ DEATHS: dict[str, Behaviour] = {
     "after the head": says(STREAM_HEAD, then="reset"),
     "after a comment": says(STREAM_HEAD + chunk(b": ping\n\n"), then="reset"),
     "in an event": says(STREAM_HEAD + chunk(b"event: message_start\ndata: {"), then="reset"),
-    "in the body": says(
-        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{", then="reset"
-    ),
+    "in the body": says(plain(200, b'{"id": "whole"}').removesuffix(b"}"), then="reset"),
 }
 
 

@@ -590,9 +590,9 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         assert cuts[0] == ([40], None)
         assert "the engine's text differs from the text of its tokens" in cuts[1][1]
         model = w.server.fleet.models[0]
-        (why, until) = model._not_joinable[COMPLETIONS]
+        (why, until) = model._not_joinable[COMPLETIONS, False]
         assert 200 < until - time.monotonic() <= 300
-        model._not_joinable[COMPLETIONS] = (why, time.monotonic())
+        model._not_joinable[COMPLETIONS, False] = (why, time.monotonic())
         status, headers, got = await w.post(ASKED)
         assert (status, said_in(got)) == (200, STORY_TEXT)
         record = router.explain(decision_id(headers)) or {}

@@ -43,9 +43,8 @@ TEXT = (
     '{"name": "read", "arguments": {"file": "note.txt", "lines": [1, 2]}}</tool_call>\n<tool_call>'
     '{"name": "write", "arguments": {"text": "a \\"b\\" <c> é"}}</tool_call>'
 )
-PIECES = [
-    piece for word in re.split(r"(\s+|(?<=[>{:,]))", TEXT) for piece in re.findall(".{1,7}", word, re.S)
-]
+WORDS = re.split(r"(\s+|(?<=[>{:,]))", TEXT)
+PIECES = [piece for word in WORDS for piece in re.findall(".{1,7}", word, re.DOTALL)]
 IDS = [1000 + n for n in range(len(PIECES))]
 END = 7  # the token that ends the answer
 ALL = [*IDS, END]
@@ -128,6 +127,7 @@ class ParsingEngines(Engines):
     other_text = False  # another engine's parser gives other parts
     refuses: str | None = None  # a path
     aborts = False  # an engine that continues aborts after two tokens
+    ids_optional = False  # the router may not ask for token ids
     seen: list[tuple[str, dict[str, Any]]]
 
     def answer(self, engine: str, request: bytes, for_client: bool, now: float) -> Answer:
@@ -157,7 +157,7 @@ class ParsingEngines(Engines):
             assert sampling["min_tokens"] == max(0, 3 - begun)
             return Answer([STREAM_HEAD, *self._generated(begun, most), STREAM_END], True, body=body)
         assert path == CHAT
-        assert body["return_token_ids"]
+        assert body.get("return_token_ids") or self.ids_optional
         return Answer([STREAM_HEAD, *self._chat(most), STREAM_END], True, body=body)
 
     def _steps(self, begun: int, most: int) -> Iterator[tuple[list[int], str | None]]:
@@ -203,6 +203,7 @@ class ParsingEngines(Engines):
             del ids[:length]
         (choice,) = body["generate_chunk"]["choices"]
         new = choice["token_ids"]
+        assert END not in new, "vLLM would show the end token as text"
         delta = parser.feed(text_of(new), finished=choice["finish_reason"] is not None)
         if self.other_text and "reasoning" in delta:
             delta["reasoning"] = delta["reasoning"].upper()

@@ -27,14 +27,11 @@ REASONING = " ".join(f"I think of step {n}." for n in range(60))
 CONTENT = " ".join(f"Here is part {n}." for n in range(60))
 ARGUMENTS = {"file_path": "note.txt", "lines": list(range(150)), "text": 'a "quoted" <text> – é'}
 CALL = "<tool_call>\n%s\n</tool_call>"
+NAMES = ("Read", "Write")
 ANSWER = f"<think>{REASONING}</think>{CONTENT}\n" + "\n".join(
-    CALL % json.dumps({"name": name, "arguments": ARGUMENTS}, ensure_ascii=False)
-    for name in ("Read", "Write")
+    CALL % json.dumps({"name": name, "arguments": ARGUMENTS}, ensure_ascii=False) for name in NAMES
 )
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in ("Read", "Write")
-]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Read the note."}],
     "tools": TOOLS,

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from lmetric._core import Decision, Ticket
+from lmetric.server.api.eligibility import PARSED
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import FAILED, Rules, sse_comments
 from lmetric.server.execution.intent import Intent
@@ -176,11 +177,8 @@ class Execution(Progress):
 
         Its tokens are lost, or the engine parses them into more than text.
         """
-        path, why = self.client_request.path, attempt.reader.unseen
-        if why is None:
-            self.model.parsed(path)
-        else:
-            self.model.not_joinable(path, f"{attempt.step.engine.name}: {why}")
+        why = f"{attempt.step.engine.name}: {attempt.reader.unseen or PARSED}"
+        self.model.not_joinable(self.client_request.path, why)
         self.stop_moving()
 
     # -- events of the client and the server -------------------------------------------------------

@@ -267,6 +267,9 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
     for target in dict.fromkeys((moving_to, _elsewhere(p))):
         if target is not None and _can_continue(p, target) and (following := _switch_now(p, target)):
             return "continued", following
+    engines = p.model.engines.values()
+    if transcript.parts is not None and any(each.in_service and not each.parses for each in engines):
+        _name(p, NOT_PARSED)
     return "no_engine", None
 
 

@@ -190,9 +190,9 @@ class Model:
         }
         self._review_due = False
         self._unusable: Recent[Unusable | None] = Recent()
-        # By path: the reason of the last failed merge, and the time until which it counts.
-        self._not_joinable: dict[str, tuple[str, float]] = {}
-        self._parsed_until: dict[str, float] = {}  # by path: its answers are more than text
+        # The reason of the last failed merge, and the time until which it counts. By path, and
+        # whether the reason is that engines parse its answers.
+        self._not_joinable: dict[tuple[str, bool], tuple[str, float]] = {}
         self._pooled: ModelFacts | None = None
 
     def set_label_key(self, key: bytes) -> None:
@@ -512,9 +512,9 @@ class Model:
             why = Ineligible("large_body", LARGE_BODY_REASON)
         else:
             why = failover_ineligibility(path, call, parses=self.parses)
-        if why is None and self._are_parsed(path) and not self.parses:
+        if why is None and not self.parses and self._why_unjoined(path, parsed=True):
             why = NOT_PARSED
-        if why is None and (joined := self._why_not_mergeable(path)):
+        if why is None and (joined := self._why_unjoined(path, parsed=False)):
             why = Ineligible("not_mergeable", joined)
         if why is not None:
             self.not_resumable[why.name] += 1
@@ -529,29 +529,27 @@ class Model:
 
     def _why_not_joinable(self, path: str) -> str | None:
         """Returns the reason why the text of answers of a path cannot be merged; None: it can."""
-        if self._are_parsed(path):
-            return f"its answer cannot be merged: {PARSED}"
-        return self._why_not_mergeable(path)
+        return self._why_unjoined(path, parsed=False) or self._why_unjoined(path, parsed=True)
 
-    def _are_parsed(self, path: str) -> bool:
-        return time.monotonic() < self._parsed_until.get(path, 0.0)
-
-    def _why_not_mergeable(self, path: str) -> str | None:
-        why, until = self._not_joinable.get(path, (None, 0.0))
+    def _why_unjoined(self, path: str, *, parsed: bool) -> str | None:
+        why, until = self._not_joinable.get((path, parsed), (None, 0.0))
         if why is not None and time.monotonic() >= until:
-            del self._not_joinable[path]  # the next request tries again
+            del self._not_joinable[path, parsed]  # the next request tries again
             return None
         return why
 
     def not_joinable(self, path: str, why: str) -> None:
-        """Records that answers of a path cannot be merged.
+        """Records that the text of answers of a path cannot be merged.
 
         Its requests stay whole for `NOT_JOINABLE_SECONDS`, or until an engine comes back with
-        another version.
+        another version. Engines that parse still continue answers that are parsed.
         """
-        if self._why_not_mergeable(path) is None:
+        parsed = PARSED in why
+        if self._why_unjoined(path, parsed=parsed) is None:
             until = time.monotonic() + NOT_JOINABLE_SECONDS
-            self._not_joinable[path] = (f"its answer cannot be merged: {why}", until)
+            self._not_joinable[path, parsed] = (f"its answer cannot be merged: {why}", until)
+            if parsed and self.parses and not self.joins:
+                return  # nothing changes
             log.warning(
                 "answers of a path cannot be merged; its requests are not split for a while",
                 model=self.name,
@@ -563,14 +561,6 @@ class Model:
     def retry_joins(self) -> None:
         """Allows merges again, after an engine has changed."""
         self._not_joinable.clear()
-        self._parsed_until.clear()
-
-    def parsed(self, path: str) -> None:
-        """Records that engines parse answers of a path into more than text.
-
-        Its requests stay whole for `NOT_JOINABLE_SECONDS`, but engines that parse continue them.
-        """
-        self._parsed_until[path] = time.monotonic() + NOT_JOINABLE_SECONDS
 
     def wire(self, engine: Engine | None = None) -> None:
         """Applies an engine's block size and cache size, and sets up its KV events.

@@ -162,7 +162,6 @@ def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
     }
     body = {
         "stream": True,
-        "model": p.request.get("model"),
         "generate_chunk": chunk,
         "stream_state": it.state,
         "prompt_token_ids": transcript.prompt,

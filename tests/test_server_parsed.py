@@ -1,0 +1,91 @@
+"""A chat with tools whose engine fails continues over real sockets (`ways/parsed`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import orjson
+import pytest
+
+from execution_world import prompt_of
+from lmetric.server.execution.parsed import Parts
+from lmetric_lab.emulated.text import TOKENIZER_PATH
+from server_world import Behaviour, FakeEngine, Request, World, plain, world
+from split_world import CHAT
+from test_server_split_faults import NIXL_PAGE
+from test_ways_parsed import ALL, Parsing, ParsingEngines, expected, same, tools
+
+
+def engine(answers: ParsingEngines, fails_after: int | None = None) -> Behaviour:
+    """An engine that breaks the connection after this many events of a chat; None: it never does."""
+
+    async def behave(of: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/tokenize":
+            writer.write(plain(404, b"{}"))
+            return True
+        raw = f"POST {request.path} HTTP/1.1\r\n\r\n".encode() + request.body
+        pieces = answers.answer(of.name, raw, True, time.monotonic()).pieces
+        fails = fails_after is not None and request.path == CHAT
+        for piece in pieces[: fails_after + 1] if fails and fails_after is not None else pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if fails:
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+        return not fails
+
+    return behave
+
+
+def body() -> dict[str, Any]:
+    given: dict[str, Any] = orjson.loads(tools().body())
+    return given
+
+
+async def parts(w: World) -> tuple[Parts, list[dict[str, Any]]]:
+    status, _, got = await w.post(body(), CHAT)
+    assert status == 200
+    events = [orjson.loads(line[6:]) for line in got.splitlines() if line.startswith(b"data: {")]
+    found = Parts()
+    for event in events:
+        for choice in event.get("choices", ()):
+            found.add(choice["delta"])
+    return found, events
+
+
+@pytest.mark.parametrize("fails_after", [4, 20, len(ALL) - 4])
+async def test_a_chat_with_tools_continues(fails_after: int) -> None:
+    answers = ParsingEngines(tools(), Parsing())
+    engines = [
+        FakeEngine(behave=engine(answers, fails_after), metrics=NIXL_PAGE, parses=True),
+        FakeEngine(behave=engine(answers), metrics=NIXL_PAGE, parses=True),
+    ]
+    async with world(engines, tokenizer=str(TOKENIZER_PATH.parent), model="tiny") as w:
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(each.identified for each in model.engines.values()))
+        found, events = await parts(w)
+        same(found, expected())
+        usage = events[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of(CHAT, False)), len(ALL))
+        assert model.failovers == {"continued": 1}
+
+
+@pytest.mark.parametrize("parses", [(False, False), (True, False)])
+async def test_without_an_engine_that_parses_the_reason_is_named(parses: tuple[bool, bool]) -> None:
+    answers = ParsingEngines(tools(), Parsing())
+    engines = [
+        FakeEngine(behave=engine(answers, 20), metrics=NIXL_PAGE, parses=parses[0]),
+        FakeEngine(behave=engine(answers), metrics=NIXL_PAGE, parses=parses[1]),
+    ]
+    async with world(engines, tokenizer=str(TOKENIZER_PATH.parent), model="tiny") as w:
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(each.identified for each in model.engines.values()))
+        answers.ids_optional = not any(parses)
+        _, events = await parts(w)
+        message = events[-1]["error"]["message"]
+        assert "the engine failed in the middle of its answer (e0: " in message
+        assert "; vLLM with --enable-scale-out continues such chats" in message
+        assert model.failovers == {"no_engine" if any(parses) else "not_resumable": 1}
