@@ -30,7 +30,7 @@ from test_server_split_faults import (
     text_of,
 )
 
-# What `/is_paused` of an engine answers after an abort.
+# Answers of an engine's `/is_paused` after an abort.
 ORDERED = ["paused", "works", "busy"]
 NOT_ORDERED = ["stops", "dies", "hangs"]
 

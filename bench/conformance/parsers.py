@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REQUESTS = 8  # of each load tool
-# What differs between two failures of one kind. Statuses of HTTP (three digits) stay.
+# Parts that differ between failures of one kind. Statuses of HTTP (three digits) stay.
 VARIABLE = (
     (re.compile(r"https?://[^\s'\")]+|\b(localhost|127\.0\.0\.1)(:\d+)?"), "URL"),
     (re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "ID"),
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def kind(message: str) -> str:
-    """Returns a failure's message without what differs from run to run: IDs, times, numbers, URLs."""
+    """Returns a failure's message without IDs, times, numbers and URLs, which differ between runs."""
     text = " ".join(message.split())
     for pattern, name in VARIABLE:
         text = pattern.sub(name, text)

@@ -3,10 +3,10 @@
 python bench/conformance/run.py --router URL --engine URL --home DIR [--only NAME] [--write]
 
 `suites.yaml` lists the suites, `differences.yaml` the failures that only the router has, with their
-reasons. DIR has the suites (`tests/real/install_conformance DIR`). A check fails in kinds: its message
-without IDs, times and numbers; with schemathesis, also the status and the place in the schema. The
-script fails if the router has a kind of failure that the engine does not have in the same check and
-that is not listed, or if a suite did not run. ``--write`` stores the result in
+reasons. DIR has the suites (`tests/real/install_conformance DIR`). A check fails in kinds: its
+message without IDs, times and numbers; with schemathesis, also the status and the place in the
+schema. The script fails if a suite did not run, or if the router has an unlisted kind of failure
+that the engine does not have in the same check. ``--write`` stores the result in
 bench/results, from which `scripts/make_reference conformance` writes the page. The last suite
 changes the policy and the engines of the router: use one for tests.
 """

@@ -36,7 +36,7 @@ def asked(*seeds: int) -> dict[str, Any]:
 
 @dataclass
 class Encoding:
-    """A router before an engine that encodes and one that answers."""
+    """A router before two engines: the first encodes, the second answers."""
 
     served: Served
     encoder: VllmEngine

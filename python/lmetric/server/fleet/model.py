@@ -645,7 +645,7 @@ class Model:
 
 
 def _placed(role: Role) -> PlacedRole:
-    """Returns an engine's role for the core router, which places nothing on one that encodes."""
+    """Returns an engine's role for the core router, which places no request on encoders."""
     return "both" if role == "encode" else role
 
 
