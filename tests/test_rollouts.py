@@ -118,3 +118,24 @@ def test_the_published_orders_hold(results: Rows) -> None:
         assert (found, round(mean(0.7, policy, "slowdown"), 1)) == (shares, slowdown)
     for pressure in pressures:
         assert mean(pressure, "verl, margin 2") < mean(pressure, "verl, gate")
+
+
+def test_fresh_seeds_confirm_the_orders() -> None:
+    told = json.loads((ROOT / "bench/results/2026-11-28-rollouts-fresh.json").read_text())
+    assert not set(told["seeds"]) & {1, 2, 3}
+    rows = {(row["mode"], row["pressure"], row["policy"]): row for row in told["rows"]}
+
+    def mean(pressure: float, policy: str, figure: str = "group_mean") -> float:
+        return fmean(rows[ASYNC, pressure, policy][figure])
+
+    pairs = {
+        ("default, both", "cache_aware"): [-5, -34],
+        ("sticky_least_loaded", "session hash"): [-41, -21],
+        ("verl, margin 2", "verl, gate"): [-26, -3],
+    }
+    for (one, other), changes in pairs.items():
+        assert [round(100 * (mean(each, one) / mean(each, other) - 1)) for each in (0.7, 1.3)] == changes
+    slowest = [round(mean(1.3, each, "group_max")) for each in ("default", "cache_aware", "default, both")]
+    assert slowest == [3599, 2364, 1762]
+    for policy, change in (("default, finish_session", -40), ("default, max_hold_seconds", -19)):
+        assert round(100 * (mean(1.3, policy, "group_max") / slowest[0] - 1)) == change

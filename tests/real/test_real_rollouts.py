@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROLLOUTS, PROMPT, TOKENS = 4, 5 * BLOCK + 3, 6 * BLOCK
 SEEN = 2 * BLOCK  # tokens that a stream has when it is aborted
-FLAGS = ("--set", f"block_size={BLOCK}", "--set", "health.interval=0.5")
+# On a crowded machine, an engine needs seconds to report its configuration.
+SETTINGS = {"block_size": BLOCK, "health.interval": 0.5, "health.timeout": 20}
+FLAGS = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
 
 
 class Rollout:
