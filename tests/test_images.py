@@ -42,7 +42,9 @@ def test_equal_images_have_equal_keys() -> None:
     assert len(set(keys)) == len(keys)
     assert None not in keys
     assert key(data) == key(data, {"mm_processor_kwargs": {}}, detail="low")
-    assert image_of({"type": "input_image", "image_url": data}, {}).key == key(data)
+    item = {"type": "input_image", "image_url": data, "detail": "auto"}
+    assert image_of(item, {}) == image_of(part(data), {})
+    assert image_of({**item, "uuid": "a"}, {}) == image_of(part(data, uuid="a"), {})
     # The client's name of an image stands for its content, as in vLLM.
     assert key("https://example.com/a.png", uuid="a") == key(data, uuid="a") == key(None, uuid="a")
     # A surrogate, which no UTF-8 has.

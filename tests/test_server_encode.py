@@ -183,7 +183,7 @@ async def test_images_of_messages_and_responses_are_encoded() -> None:
         await ok(w, body, "/v1/messages")
         shown = {"type": "input_image", "image_url": HILL}
         await ok(w, {"model": "tiny", "input": [{"role": "user", "content": [shown]}]}, "/v1/responses")
-        assert encoder.parts == [image(FACE), shown]
+        assert encoder.parts == [image(FACE), image(HILL)]
 
 
 async def test_large_images_are_read_and_sent_in_full() -> None:

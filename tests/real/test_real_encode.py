@@ -153,12 +153,16 @@ async def test_images_of_other_apis_are_encoded(world: Encoding) -> None:
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": blocks}]}
     await world.post(world.served.url, body, MESSAGES)
     assert len(world.stored) == 1
-    shown = {"type": "input_image", "image_url": image(11)["image_url"]["url"]}
-    items = [{"role": "user", "content": [shown, {"type": "input_text", "text": "What is this?"}]}]
-    await world.post(world.served.url, {"model": "tiny", "max_output_tokens": 4, "input": items}, RESPONSES)
-    await learned(world.served)
-    assert len(world.stored) == 1
-    assert await world.outcomes() == {"encoded": 2}
+    for seed in (11, 12, 12):
+        shown = {"type": "input_image", "image_url": image(seed)["image_url"]["url"], "detail": "auto"}
+        items = [{"role": "user", "content": [shown, {**WORDS, "type": "input_text"}]}]
+        body = {"model": "tiny", "max_output_tokens": 4, "input": items}
+        _, headers = await world.post(world.served.url, body, RESPONSES)
+        record = await world.served.record(headers)
+        await learned(world.served)
+    assert len(world.stored) == 2
+    assert record["predicted_cached_tokens"] == record["cached_tokens"] >= BLOCK
+    assert await world.outcomes() == {"encoded": 3, "cached": 1}
 
 
 async def test_the_engine_encodes_itself_if_the_other_one_is_killed(world: Encoding) -> None:

@@ -60,7 +60,7 @@ def messages_of(
     if not isinstance(messages, list) or not messages:
         raise NotPredictable("shape", "messages must be a list of at least one message")
     wrap = content_format == "openai"
-    media: list[Mapping[str, Any]] = []
+    media: list[dict[str, Any]] = []
     shaped = [_message(message, wrap, name_first, media) for message in messages]
     return shaped, [image_of(part, request) for part in media]
 
@@ -90,7 +90,7 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _message(message: Any, wrap: bool, name_first: bool, media: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _message(message: Any, wrap: bool, name_first: bool, media: list[dict[str, Any]]) -> dict[str, Any]:
     try:
         role = message["role"]
         content = message.get("content")
@@ -160,7 +160,7 @@ def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any], name
             shaped[field] = value
 
 
-def _parts(parts: Any, wrap: bool, media: list[Mapping[str, Any]]) -> Any:
+def _parts(parts: Any, wrap: bool, media: list[dict[str, Any]]) -> Any:
     """Content in parts, returned as parts or as one text. Adds its images to ``media``."""
     if type(parts) is not list:
         raise NotPredictable("shape", "content must be a text or a list of parts")

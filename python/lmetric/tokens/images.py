@@ -54,8 +54,17 @@ class NotAligned(Exception):
     """An engine's prompt is not the template's prompt with an image's tokens in its place."""
 
 
-def image_of(part: Mapping[str, Any], request: Mapping[str, Any]) -> Image:
+def in_chat(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part as chats have it: vLLM takes no `input_image` of the Responses API there."""
+    if part.get("type") != "input_image" or type(url := part.get("image_url")) is not str:
+        return part
+    named = {"uuid": part["uuid"]} if "uuid" in part else {}
+    return {"type": "image_url", "image_url": {"url": url}, **named}
+
+
+def image_of(part: dict[str, Any], request: Mapping[str, Any]) -> Image:
     """An image of a request, from a content part of type `image_url` or `input_image`."""
+    part = in_chat(part)
     uuid, url = part.get("uuid"), part.get("image_url")
     if isinstance(url, dict):
         url = url.get("url")

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from lmetric.tokens.agents import chat_of_messages, chat_of_responses
 from lmetric.tokens.chat import NotPredictable
-from lmetric.tokens.images import PROCESSOR_FIELDS
+from lmetric.tokens.images import PROCESSOR_FIELDS, in_chat
 
 KINDS = frozenset({"image_url", "input_image", "audio_url", "input_audio", "video_url"})
 # A body without any of these has no such part.
@@ -63,7 +63,7 @@ def _found(messages: Any) -> Iterator[dict[str, Any]]:
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and part.get("type") in KINDS:
-                yield part
+                yield in_chat(part)
 
 
 def _part(part: dict[str, Any]) -> MediaPart:
