@@ -105,7 +105,7 @@ def test_reports_are_read(runner: Any, tmp_path: Path) -> None:
     assert (passed, list(failed)) == (1, ["GET /: c"])
     assert list(failed["GET /: c"]) == [
         '400: Violates: int is not of type "string"; Schema at /a:',
-        '400: Violates: NoneType is not of type "string"; Schema at /a:',
+        '400: Violates: null is not of type "string"; Schema at /a:',
         "400: Accepted: no; Invalid component: in body at /n",
     ]
     totals = {"metrics": {"request_totals": {"successful": 6, "errored": 1, "incomplete": 0}}}

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 import pytest
 import zmq
+from structlog.testing import capture_logs
 
 from lmetric import Request
 from lmetric.server.fleet import kv_feed
@@ -245,6 +246,22 @@ async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pyte
             await w.until(lambda: known.mode.name == "approximate")
             assert "no KV event came from" in known.mode.reason
             assert "topic 'kv@right'" in known.mode.reason
+
+
+async def test_refused_prompts_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine stores no block of a prompt that it refuses, such as a prompt that is too long."""
+    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 1.0)
+    async with emulated() as engine, routed(engine) as w:
+        await connected(w)
+        await through(w, prompt(0))
+        with capture_logs() as log:
+            for seed in range(1, 4):
+                body = {"model": "tiny", "prompt": prompt(seed) * 4, "max_tokens": 1, "best_of": 2}
+                assert (await w.post(body))[0] == 400
+                await asyncio.sleep(0.5)
+                await through(w, [seed])  # less than a block
+                await asyncio.sleep(0.5)
+        assert [each for each in log if each["event"] == "KV index mode changed"] == []
 
 
 async def test_engines_may_connect_to_the_router() -> None:

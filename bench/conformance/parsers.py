@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REQUESTS = 8  # of each load tool
-# Parts that differ between failures of one kind. Statuses of HTTP (three digits) stay.
+# Parts of messages that differ from run to run. Statuses of HTTP (three digits) stay.
 VARIABLE = (
     (re.compile(r"https?://[^\s'\")]+|\b(localhost|127\.0\.0\.1)(:\d+)?"), "URL"),
     (re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "ID"),
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def kind(message: str) -> str:
-    """Returns a failure's message without IDs, times, numbers and URLs, which differ between runs."""
+    """Returns a failure's message without its IDs, times, numbers and URLs."""
     text = " ".join(message.split())
     for pattern, name in VARIABLE:
         text = pattern.sub(name, text)
@@ -117,7 +117,8 @@ def _failure(check: dict[str, Any], status: int | None) -> tuple[str, str]:
 def _type(text: str) -> str:
     """Returns the type of a JSON value, or ``value``."""
     try:
-        return type(json.loads(text.replace("'", '"'))).__name__
+        value = json.loads(text.replace("'", '"'))
+        return "null" if value is None else type(value).__name__
     except json.JSONDecodeError:
         return "value"
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = "docs/reference/conformance.md"
 START, END = "<!-- results -->\n", "<!-- end of results -->\n"
 HEAD = (
-    "| suite | version | router: passed/failed | vLLM directly | only the router fails |\n"
+    "| suite | version | router: passed/failed | vLLM directly | kinds of failures of the router alone |\n"
     + "| --- " * 5
     + "|\n"
 )

@@ -1,4 +1,5 @@
-"""Suites of others against the router and its engine: the router's own failures have reasons.
+"""Suites of others against the router and its engine: the router's own kinds of failures have
+reasons.
 
 TEST_CONFORMANCE names the folder of the suites; else `install_conformance` makes one.
 """
@@ -30,8 +31,9 @@ def suites() -> Path:
         return Path(named)
     target = CACHE.parent / "conformance"
     with locked("conformance"):
-        if not target.is_dir():
-            subprocess.run([sys.executable, HERE / "install_conformance", target], check=False, timeout=3000)
+        if not (target / "installed").exists():
+            subprocess.run([sys.executable, HERE / "install_conformance", target], check=True, timeout=3000)
+            (target / "installed").touch()
     return target
 
 

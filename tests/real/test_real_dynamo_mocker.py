@@ -176,10 +176,8 @@ async def test_openai_client(pair: list[Dynamo], tmp_path: Path) -> None:
             chat = await client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=9, extra_body=FIXED
             )
-            assert (chat.usage and chat.usage.completion_tokens, chat.choices[0].finish_reason) == (
-                9,
-                "length",
-            )
+            assert chat.usage is not None
+            assert chat.usage.completion_tokens == 9
             parts = [
                 part
                 async for part in await client.completions.create(
@@ -288,7 +286,8 @@ async def test_a_frontend_that_dies_and_comes_back(pair: list[Dynamo], tmp_path:
 
 async def _exact(world: Served, engine: Dynamo) -> bool:
     shown = (await world.engines())[engine.name]
-    connected = shown["kv_events"]["ranks"]["0"]["connected"]
+    ranks = shown["kv_events"]["ranks"].values()  # none while it is out of service
+    connected = [rank["connected"] for rank in ranks] == [True]
     return bool(shown["service"]["in_service"] and shown["mode"] == "exact" and connected)
 
 

@@ -473,6 +473,8 @@ def _refusal_of(p: Progress, attempt: Attempt) -> EngineRefusal:
 def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
     """Ends the request with an engine's error answer."""
     refusal = _refusal_of(p, attempt)
+    if refusal.status < 500:
+        p.refused(attempt.step.engine)
     if _may_fall_back(p, attempt):
         refusal.code = CONTEXT
     raise _refused(p, refusal, attempt.error_words)

@@ -356,6 +356,11 @@ class Progress:
         self.call = None
         self.acts.append(Commit(attempt))
 
+    def refused(self, engine: Engine) -> None:
+        """Notes that an engine refused the prompt, and computed none of it."""
+        decision = self.decision
+        engine.refused_tokens += decision.prompt_tokens - decision.predicted_cached_tokens
+
     def write(self, delta: Delta, engine: str | None = None) -> None:
         """Sends new text to a streaming client. `engine`: the name for the head of a new answer."""
         if not self.stream:

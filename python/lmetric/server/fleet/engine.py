@@ -163,6 +163,7 @@ class Engine:
         self.role_set: Role | None = None  # by an administrator
         self.connector: Connector | None = None  # set if it serves segments of requests
         self.unfit: str | None = None  # reason why it cannot serve its role
+        self.refused_tokens = 0  # uncached prompt tokens of requests that it refused
         self.misfit: str | None = None  # reason: it serves other models than the configured one
         self.weights: str | None = None  # version of its weights, as announced by a trainer
         self.asleep = False  # it reports that its memory is released

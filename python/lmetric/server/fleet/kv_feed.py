@@ -76,6 +76,7 @@ class _EngineEvents:
     looked_at: float = 0.0
     window: float = 0.0
     decisions: int = 0
+    refused: int = 0
     unreported_tokens: float = 0.0
     unreported_since: float = 0.0
     computed: float = 0.0  # requests placed there that had their first token, or ended, at that time
@@ -85,19 +86,20 @@ class _EngineEvents:
         """The endpoints."""
         return ", ".join(one.endpoint for one in self.subscriptions)
 
-    def is_silent(self, came: bool, row: InstanceStats, now: float) -> bool:
+    def is_silent(self, came: bool, row: InstanceStats, refused: int, now: float) -> bool:
         """Returns whether the engine must have stored blocks but sent no events.
 
         Idle engines send no events either, so the router counts the uncached tokens it has placed
-        there. An engine that hangs computes nothing: its requests get no first token.
+        there, less those of requests that the engine ``refused``. An engine that hangs computes
+        nothing: its requests get no first token.
         """
         window, decisions, size = row["window_prefill_tokens"], row["decisions"], self.pooled.block_size
         faded = self.window * math.exp((self.looked_at - now) / _WINDOW_SECONDS)
         # Each request leaves up to one partial block, which produces no event.
-        placed = window - faded - size * (decisions - self.decisions)
+        placed = max(0.0, window - faded - size * (decisions - self.decisions)) - (refused - self.refused)
         first = self.looked_at == 0.0
-        self.looked_at, self.window, self.decisions = now, window, decisions
-        self.unreported_tokens = 0.0 if came or first else self.unreported_tokens + max(0.0, placed)
+        self.looked_at, self.window, self.decisions, self.refused = now, window, decisions, refused
+        self.unreported_tokens = 0.0 if came or first else max(0.0, self.unreported_tokens + placed)
         computed = decisions - row["q_bs"]
         if self.unreported_tokens < SILENT_BLOCKS * size:
             self.unreported_since, self.computed = now, computed
@@ -351,7 +353,7 @@ class KvFeed:
         answers = engine.healthy and engine.failures == 0
         if tally.connected or not answers:
             events.connected_at = now
-        silent = events.is_silent(came, row, now)
+        silent = events.is_silent(came, row, engine.refused_tokens, now)
         if tally.block_size not in (None, events.pooled.block_size):
             return mismatch(tally.block_size, events.pooled)
         assert self._feed is not None

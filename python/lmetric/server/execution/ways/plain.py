@@ -65,6 +65,8 @@ def begin_passing(p: Progress, attempt: Attempt, flags: int) -> bool:
 
 
 def _end_passing(p: Progress, attempt: Attempt) -> None:
+    if 400 <= p.status < 500:
+        p.refused(attempt.step.engine)
     if attempt.error or p.status >= 400 or attempt.reader.aborted:
         raise Ended(None, "engine_error")
     attempt.reader.finish_ticket()
