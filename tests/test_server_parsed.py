@@ -19,7 +19,7 @@ from test_ways_parsed import ALL, Parsing, ParsingEngines, expected, same, tools
 
 
 def engine(answers: ParsingEngines, fails_after: int | None = None) -> Behaviour:
-    """Returns an engine that breaks the connection after this many events of a chat; None: never."""
+    """Returns an engine that breaks off a chat after this many events; None: never."""
 
     async def behave(of: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.path == "/tokenize":

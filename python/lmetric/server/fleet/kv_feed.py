@@ -86,7 +86,7 @@ class _EngineEvents:
         """The endpoints."""
         return ", ".join(one.endpoint for one in self.subscriptions)
 
-    def is_silent(self, came: bool, row: InstanceStats, refused: int, now: float) -> bool:
+    def is_silent(self, came: bool, row: InstanceStats, refused: int, *, now: float) -> bool:
         """Returns whether the engine must have stored blocks but sent no events.
 
         Idle engines send no events either, so the router counts the uncached tokens it has placed
@@ -353,7 +353,7 @@ class KvFeed:
         answers = engine.healthy and engine.failures == 0
         if tally.connected or not answers:
             events.connected_at = now
-        silent = events.is_silent(came, row, engine.refused_tokens, now)
+        silent = events.is_silent(came, row, engine.refused_tokens, now=now)
         if tally.block_size not in (None, events.pooled.block_size):
             return mismatch(tally.block_size, events.pooled)
         assert self._feed is not None
