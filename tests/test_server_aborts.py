@@ -219,7 +219,7 @@ async def test_an_aborted_segment_is_the_answer(state: str, stream: bool) -> Non
 
 
 @pytest.mark.parametrize("tokens", [10, 0])
-@pytest.mark.parametrize("state", ["paused", "stops"])
+@pytest.mark.parametrize("state", ["paused", "busy", "stops"])
 async def test_an_aborted_rest_is_the_answer(state: str, tokens: int) -> None:
     """The second of two engines aborts a whole answer, after this many tokens of the first one."""
 
@@ -239,10 +239,15 @@ async def test_an_aborted_rest_is_the_answer(state: str, tokens: int) -> None:
     config: dict[str, Any] = {"health": {"interval": 600}}
     config["split"] = SplitAt(fraction=40 / 70 if tokens else 20 / 70)
     async with faulty(aborts, make=development, **config) as w:
-        _, headers, got = await w.post(ASKED)
+        asking = asyncio.create_task(w.post(ASKED))
+        if state == "busy":  # its connection serves others meanwhile
+            await w.until(lambda: sum(each.page_reads.count("/is_paused") for each in w.engines) == 4)
+            for _ in range(6):
+                assert said_in((await w.post(ASKED))[2]) == text_of(START, STORY)
+        _, headers, got = await asking
         record = model(w).router.explain(decision_id(headers))
         assert record is not None
-        if state == "paused":
+        if state != "stops":
             (choice,) = got["choices"]
             whole = text_of(START, STORY[: tokens + 5])
             assert (choice["finish_reason"], choice["text"]) == ("abort", whole)

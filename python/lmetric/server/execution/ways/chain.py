@@ -37,6 +37,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     step, tokens = _part_step(p, engine, ends_at, keeps_last=keeps_last)
     attempt = yield from whole_answer(p, step)
     kv, reader, delta = p.transfer(), attempt.reader, None
+    prompt_tokens, cached_tokens = reader.prompt_tokens, reader.cached_tokens
     kv.begin(engine)
     kv.tokens = ends_at - keeps_last
     if ends_at > count:
@@ -53,7 +54,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
         p.write(delta)
         if len(delta.ids) == len(transcript.output_ids) == 1:
             p.ticket.first_token(p.now)
-    return p.next_segment(reader.prompt_tokens, reader.cached_tokens)
+    return p.next_segment(prompt_tokens, cached_tokens)
 
 
 def rest(p: Progress, engine: Engine) -> Way[str | None]:

@@ -107,15 +107,17 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         choices = answer["choices"]
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
         raise EngineLost(engine, "reset", f"its answer has no choices: {error}", step=step) from None
-    if attempt.reader.aborted and not (
-        choices[0].get("finish_reason") == "abort" and (yield from aborts_by_order(p, engine))
-    ):
-        raise EngineLost(engine, "reset", "its answer was aborted", step=step)
+    if attempt.reader.aborted:
+        # Meanwhile, its connection may serve another request: its reader must not be read again.
+        if choices[0].get("finish_reason") != "abort" or not (yield from aborts_by_order(p, engine)):
+            raise EngineLost(engine, "reset", "its answer was aborted", step=step)
+        p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
+        raise Ended(None, "engine_error")
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
         discard_transfer(p, engine, why)
     p.answered = attempt
     p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
-    _end_passing(p, attempt)
+    attempt.reader.finish_ticket()
 
 
 def own_request(p: Progress, engine: Engine) -> Step:
