@@ -18,6 +18,7 @@ MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEXT_PART = "{%- if part.type == 'text' -%}"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 IMAGE_PART = "{%- if part.type == 'image' -%}{{- '" + IMAGE + "' -}}{%- endif -%}"
+VIDEO_PART = IMAGE_PART.replace("image", "video")
 
 
 def make(target: Path) -> None:
@@ -71,7 +72,7 @@ def make(target: Path) -> None:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE.replace(TEXT_PART, IMAGE_PART + TEXT_PART)
+    fast.chat_template = CHAT_TEMPLATE.replace(TEXT_PART, IMAGE_PART + VIDEO_PART + TEXT_PART)
     fast.save_pretrained(target)
     processor = Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(min_pixels=4 * PIXELS, max_pixels=64 * PIXELS),

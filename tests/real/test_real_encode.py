@@ -36,7 +36,7 @@ def asked(*seeds: int) -> dict[str, Any]:
 
 @dataclass
 class Encoding:
-    """A router before two engines: the first encodes, the second answers."""
+    """A router before an encoder engine and an engine that answers."""
 
     served: Served
     encoder: VllmEngine

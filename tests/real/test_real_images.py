@@ -157,6 +157,23 @@ async def test_names_of_images_stand_for_their_content(world: Served) -> None:
         assert predicted == reported == (prompt - 1) // BLOCK * BLOCK
 
 
+async def test_video_counts_no_wrong_hit(world: Served) -> None:
+    """Its blocks have an identity that the router does not know, so nothing is predicted."""
+    words, reported = text(" ".join(WORDS * 8)), []
+
+    def video(seed: int) -> dict[str, Any]:
+        frames = (url(png(seed + number)).partition(",")[2] for number in range(4))
+        return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(frames)}"}}
+
+    one, other = video(20), video(30)
+    for parts in ([words, one], [words, one, words], [words, other, image(0)], [one, words]):
+        for _ in range(3):  # both engines get it
+            predicted, cached, _ = await send(world, {"messages": [{"role": "user", "content": parts}]})
+            assert predicted == 0
+            reported.append(cached)
+    assert max(reported) > 2 * BLOCK
+
+
 BAD: dict[str, Any] = {
     "no image": {"url": url(b"no image")},
     "cut": {"url": IMAGES[0][:200]},

@@ -645,7 +645,7 @@ class Model:
 
 
 def _placed(role: Role) -> PlacedRole:
-    """Returns an engine's role for the core router, which places no request on encoders."""
+    """Returns an engine's role for the core router, which places nothing on encoder engines."""
     return "both" if role == "encode" else role
 
 
