@@ -998,6 +998,7 @@ class ResponseReader:
     def observed(self) -> tuple[NDArray[np.uint32] | None, NDArray[np.uint32], str, dict[str, Any]]: ...
     # Token IDs of the prompt (if reported), token IDs and text of the answer, and `id`, `created`
     # and `model` of its first event (empty before it). Copies.
+    def observed_pieces(self) -> list[int]: ...  # number of token IDs in each event with some
     def observed_parsed(self) -> tuple[str, list[str]] | None: ...
     # The reasoning of the answer, and the `tool_calls` of its events as JSON; None: it has neither.
     @property

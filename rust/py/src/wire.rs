@@ -287,6 +287,11 @@ impl ResponseReader {
         Ok((self.observed_prompt(py), ids, observer.map_or("", Observer::text).to_owned(), frame))
     }
 
+    /// Returns the number of token IDs in each observed event that has some.
+    fn observed_pieces(&self) -> Vec<u32> {
+        self.scanner.observer().map_or_else(Vec::new, |observer| observer.pieces().to_vec())
+    }
+
     /// Returns the observed reasoning, and the lists of tool calls as JSON; `None`: the answer has
     /// neither.
     fn observed_parsed(&self) -> Option<(String, Vec<String>)> {

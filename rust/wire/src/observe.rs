@@ -37,6 +37,8 @@ pub struct Observer {
     off: bool,
     prompt: Option<Vec<u32>>,
     ids: Vec<u32>,
+    /// The number of token IDs in each event that has some.
+    pieces: Vec<u32>,
     text: String,
     reasoning: String,
     /// The lists of tool calls, as JSON.
@@ -80,6 +82,11 @@ impl Observer {
     /// The answer's token IDs.
     pub fn ids(&self) -> &[u32] {
         &self.ids
+    }
+
+    /// The number of token IDs in each event that has some.
+    pub fn pieces(&self) -> &[u32] {
+        &self.pieces
     }
 
     /// The answer's text, as the engine sends it.
@@ -199,7 +206,7 @@ impl Observer {
         if self.lost.is_some() || self.cut.is_some() {
             return None;
         }
-        let (ids_before, text_before) = (self.ids.len(), self.text.len());
+        let (ids_before, text_before, pieces_before) = (self.ids.len(), self.text.len(), self.pieces.len());
         let (mut at, mut found) = (0, Quick::default());
         self.hidden.clear();
         while at < blocks.len() {
@@ -208,11 +215,12 @@ impl Observer {
             let Some(parts) = parts.filter(|parts| read_ids(parts.ids, &mut self.ids).is_ok()) else {
                 self.ids.truncate(ids_before);
                 self.text.truncate(text_before);
+                self.pieces.truncate(pieces_before);
                 self.hidden.clear();
                 return None;
             };
             self.text.push_str(parts.text);
-            let tokens = (self.ids.len() - ids_here) as u64;
+            let tokens = self.add_piece(ids_here);
             found.tokens += tokens;
             found.progress += u64::from(tokens > 0 || !parts.text.is_empty());
             if self.hide_ids {
@@ -238,6 +246,15 @@ impl Observer {
             at = hidden.end;
         }
         out.extend_from_slice(&blocks[at..]);
+    }
+
+    /// Counts the token IDs of an event, which are those from `start` on. Returns their number.
+    fn add_piece(&mut self, start: usize) -> u64 {
+        let tokens = self.ids.len() - start;
+        if tokens > 0 {
+            self.pieces.push(u32::try_from(tokens).unwrap_or(u32::MAX));
+        }
+        tokens as u64
     }
 
     fn lose(&mut self, reason: impl Into<String>) {
@@ -340,7 +357,11 @@ impl Observer {
             read_ids(lists.find(|list| !list.is_empty()).unwrap_or_default(), &mut prompt)?;
         }
         match choice.ids.and_then(list) {
-            Some(list) => read_ids(list, &mut self.ids)?,
+            Some(list) => {
+                let start = self.ids.len();
+                read_ids(list, &mut self.ids)?;
+                self.add_piece(start);
+            }
             None if !text.is_empty() || !reasoning.is_empty() || calls.is_some() => return Err(NO_IDS.into()),
             None => {}
         }
@@ -575,6 +596,7 @@ mod tests {
         assert_eq!(observer.lost(), None);
         assert_eq!(observer.prompt(), Some([7, 8].as_slice()));
         assert_eq!((observer.ids(), observer.text()), ([1465, 3, u32::MAX].as_slice(), " 6\"éb"));
+        assert_eq!(observer.pieces(), [2, 1]);
         let frame = r#"{"id":"cmpl-1","created":1795158682,"model":"ti\u006ey"}"#;
         assert_eq!((observer.frame(), observer.over()), (Some(frame), true));
     }
@@ -607,7 +629,7 @@ mod tests {
         let (mut observer, _) = read(false, &events.each_ref().map(String::as_str));
         assert_eq!((observer.reasoning(), observer.text()), ("a\nb", "cd"));
         assert_eq!(observer.calls(), [r#"[{"index":0}]"#, r#"[{"index":1}]"#]);
-        assert_eq!((observer.ids().len(), observer.lost()), (6, None));
+        assert_eq!((observer.ids().len(), observer.pieces(), observer.lost()), (6, [1; 6].as_slice(), None));
         assert!(observer.newly_lost() && !observer.newly_lost());
         let choice = |delta: &str| lost(&format!(r#"{{"choices":[{{"delta":{{{delta}}}}}]}}"#));
         assert_eq!(choice(r#""function_call":{"name":"f"},"content":"""#).as_deref(), Some(FUNCTION_CALL));
@@ -618,7 +640,8 @@ mod tests {
 
     #[test]
     fn events_that_differ_only_in_their_text_are_read_quickly_and_those_with_reasoning_are_not() {
-        let event = |delta: &str| format!("data: {{\"choices\":[{{\"delta\":{{{delta}}},\"token_ids\":[1]}}]}}\n\n");
+        let event =
+            |delta: &str| format!("data: {{\"choices\":[{{\"delta\":{{{delta}}},\"token_ids\":[1]}}]}}\n\n");
         let mut observer = Observer::new(false);
         let both = event(r#""content":"a","reasoning":"b""#);
         observer.read(both.as_bytes());
