@@ -93,6 +93,15 @@ class Parser:
         return delta
 
 
+class Fussy(Parser):
+    """A parser that does not find the first tag in a piece with more than it, like deepseek_r1."""
+
+    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+        if "<think>" in text and text != "<think>":
+            text = text.replace("<think>", "<think> ")
+        return super().feed(text, finished=finished)
+
+
 def text_of(ids: list[int]) -> str:
     return "".join("<end>" if each == END else PIECES[each - 1000] for each in ids)
 
@@ -124,6 +133,7 @@ class ParsingEngines(Engines):
     """Engines whose answer is `TEXT`."""
 
     grammar: Any = None
+    fussy = False  # the parser needs the pieces of the engine
     other_text = False  # another engine's parser gives other parts
     refuses: str | None = None  # a path
     aborts = False  # an engine that continues aborts after two tokens
@@ -196,9 +206,10 @@ class ParsingEngines(Engines):
         assert body["stream"] is True
         assert body["prompt_token_ids"] == list(self.prompt)
         assert body["chat_request"] == orjson.loads(self.ask.body())
-        state = body["stream_state"] or {"ids": [], "lengths": []}
-        parser, ids = Parser(), list(state["ids"])
-        for length in state["lengths"]:
+        state = body["stream_state"] or {"output_token_ids": [], "output_chunk_lens": []}
+        parser, ids = (Fussy if self.fussy else Parser)(), list(state["output_token_ids"])
+        assert sum(state["output_chunk_lens"]) == len(ids)
+        for length in state["output_chunk_lens"]:
             parser.feed(text_of(ids[:length]))
             del ids[:length]
         (choice,) = body["generate_chunk"]["choices"]
@@ -207,7 +218,8 @@ class ParsingEngines(Engines):
         delta = parser.feed(text_of(new), finished=choice["finish_reason"] is not None)
         if self.other_text and "reasoning" in delta:
             delta["reasoning"] = delta["reasoning"].upper()
-        state = {"ids": state["ids"] + new, "lengths": state["lengths"] + [len(new)]}
+        lengths = state["output_chunk_lens"] + [len(new)]
+        state = {"output_token_ids": state["output_token_ids"] + new, "output_chunk_lens": lengths}
         role = None if body["stream_state"] else "assistant"
         choice = {"index": 0, "delta": {"role": role, "content": None, "tool_calls": [], **delta}}
         return {"chunk": {"choices": [choice]}, "stream_state": state}
@@ -406,9 +418,21 @@ def test_other_parts_are_not_merged(clock: Clock) -> None:
     run(it, random.Random(1))
     error = it.parts()[1]["error"]
     assert "no other engine can continue it: " in error["message"]
-    assert "reasoning differs from the text that the client has" in error["message"]
+    assert "the answer's parts differ from those that the client has" in error["message"]
     assert it.model.failovers == {"not_mergeable": 1}
     assert it.model.not_resumable == {"not_mergeable": 1}
+
+
+@pytest.mark.parametrize("at", range(2, len(ALL), 3))
+def test_a_parser_that_needs_the_pieces_of_the_engine_gets_them(clock: Clock, at: int) -> None:
+    it = start(clock, tools(shows_ids=True), fussy=True)
+    it.say(it.open[MAIN], 2 + at)
+    lose(it)
+    run(it, random.Random(at))
+    parts, found = it.parts()
+    same(parts, expected())
+    assert (found["ids"], found["error"]) == (ALL, None)
+    assert it.model.failovers == {"continued": 1}
 
 
 def test_a_grammar_is_named(clock: Clock) -> None:

@@ -220,7 +220,7 @@ impl Observer {
                 return None;
             };
             self.text.push_str(parts.text);
-            let tokens = self.add_piece(ids_here);
+            let tokens = add_piece(&mut self.pieces, self.ids.len() - ids_here);
             found.tokens += tokens;
             found.progress += u64::from(tokens > 0 || !parts.text.is_empty());
             if self.hide_ids {
@@ -246,15 +246,6 @@ impl Observer {
             at = hidden.end;
         }
         out.extend_from_slice(&blocks[at..]);
-    }
-
-    /// Counts the token IDs of an event, which are those from `start` on. Returns their number.
-    fn add_piece(&mut self, start: usize) -> u64 {
-        let tokens = self.ids.len() - start;
-        if tokens > 0 {
-            self.pieces.push(u32::try_from(tokens).unwrap_or(u32::MAX));
-        }
-        tokens as u64
     }
 
     fn lose(&mut self, reason: impl Into<String>) {
@@ -360,7 +351,7 @@ impl Observer {
             Some(list) => {
                 let start = self.ids.len();
                 read_ids(list, &mut self.ids)?;
-                self.add_piece(start);
+                add_piece(&mut self.pieces, self.ids.len() - start);
             }
             None if !text.is_empty() || !reasoning.is_empty() || calls.is_some() => return Err(NO_IDS.into()),
             None => {}
@@ -413,6 +404,14 @@ fn read_ids(list: &str, ids: &mut Vec<u32>) -> Result<(), String> {
         ids.push(id);
     }
     Ok(())
+}
+
+/// Adds an event's number of token IDs, unless it has none. Returns the number.
+fn add_piece(pieces: &mut Vec<u32>, tokens: usize) -> u64 {
+    if tokens > 0 {
+        pieces.push(u32::try_from(tokens).unwrap_or(u32::MAX));
+    }
+    tokens as u64
 }
 
 // The parts of an event that are read. Structs made by serde's macro would accept lists for

@@ -80,6 +80,20 @@ class Parts:
             delta["tool_calls"] = calls
         return delta
 
+    def ends_with(self, delta: JSON) -> bool:
+        """Whether these parts end with the parts of a delta."""
+        if not all(getattr(self, name).endswith(delta.get(name) or "") for name in TEXTS):
+            return False
+        for each in delta.get("tool_calls") or ():
+            if each["index"] >= len(self.calls):
+                return False
+            call, function = self.calls[each["index"]], each.get("function") or {}
+            if not call.arguments.endswith(function.get("arguments") or ""):
+                return False
+            if function.get("name") not in (None, call.name):
+                return False
+        return True
+
 
 def _more(what: str, known: str, whole: str) -> str:
     """Returns the part of a text that is not known. Raises PartsDiffer."""

@@ -78,6 +78,7 @@ class Transcript:
         self.cached: JSON | None = None
         # The parts that the client has of an answer that engines parse; None: it is only text.
         self.parts: Parts | None = None
+        self.pieces: list[int] = []  # numbers of tokens that came together, in a parsed answer
         self.chat = b""  # the client's chat, which an engine reads again to parse; empty: not kept
         self._most = most if most is not None else UNBOUNDED
         self._chat = path == CHAT
@@ -222,6 +223,8 @@ class Transcript:
         self._engine_text = [text]
         self.output_ids = ids.tolist()
         self.over |= reader.observed_over
+        if self.chat:
+            self.pieces = reader.observed_pieces()
         if (parsed := reader.observed_parsed()) is not None:
             self.parts = Parts(parsed[0], text)
             try:
@@ -383,6 +386,7 @@ class Transcript:
             raise MergeError(str(error)) from None
         self.parts.add(delta)
         self.output_ids += ids
+        self.pieces += [len(ids)] if ids else []
         self.over |= finish is not None
         returns_ids = self.request.get("return_token_ids")
         if not delta and not finish and not (returns_ids and ids):

@@ -2,8 +2,10 @@
 
 The state of a parser cannot be transferred. So an engine with `--enable-scale-out` gets the token
 ids: it renders the chat into sampling parameters, continues prompt and answer so far, and parses
-the whole answer. Its parts up to the failure must be those that the client has (`Parts`). From then
-on, the client gets the parts that each further call of the parser adds.
+the whole answer. Its parts up to the failure must be those that the client has (`Parts`). Some
+parsers give other parts for tokens in other pieces. Then the parser reads the pieces of the failed
+engine, and must give the last part again. From then on, the client gets the parts that each further
+call of the parser adds.
 
 A call takes longer as the answer grows. The tokens that come meanwhile wait for the next call, so
 there are fewer calls. vLLM 0.32 parses an end token as text, unless it is left out.
@@ -12,6 +14,7 @@ there are fewer calls. vLLM 0.32 parses an end token as text, unless it is left 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +23,7 @@ import orjson
 from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
-from lmetric.server.execution.parsed import Parts
+from lmetric.server.execution.parsed import Parts, PartsDiffer
 from lmetric.server.execution.plan import Attempt, Commit, Ended, EngineLost, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of
@@ -45,6 +48,7 @@ class Rest:
     finish: str | None = None
     stop: Any = None  # stop_reason
     ends: bool = False  # the running call has the end of the answer
+    last: list[int] | None = None  # the last piece before the failure, in a call that only checks
 
     def add(self, choice: JSON) -> None:
         """Adds the tokens of a generated event."""
@@ -149,17 +153,18 @@ def _collect(p: Progress, it: Rest, main: Step, events: list[bytes]) -> None:
 
 def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
     """Returns the next call of the parser; None: one runs, or no tokens wait."""
-    if it.step is not None or not (it.waiting or it.finish):
+    if it.step is not None or not (it.waiting or it.finish or it.last):
         return None
-    transcript, ids = p.merged(), it.waiting
-    it.sent, it.waiting, it.ends = ids, [], it.finish is not None
-    ended_by_token = it.finish == "stop" and p.request.get("include_stop_str_in_output") is not True
-    chunk = {
-        "request_id": "rest",
-        "choices": [
-            {"index": 0, "token_ids": ids[:-1] if ended_by_token else ids, "finish_reason": it.finish}
-        ],
-    }
+    transcript = p.merged()
+    if it.last is not None:
+        ids, finish = it.last, None
+    else:
+        ids, finish = it.waiting, it.finish
+        it.sent, it.waiting, it.ends = ids, [], finish is not None
+    if finish == "stop" and p.request.get("include_stop_str_in_output") is not True:
+        ids = ids[:-1]
+    choice = {"index": 0, "token_ids": ids, "finish_reason": finish}
+    chunk = {"request_id": "rest", "choices": [choice]}
     body = {
         "stream": True,
         "generate_chunk": chunk,
@@ -175,28 +180,83 @@ def _take(p: Progress, attempt: Attempt, it: Rest) -> None:
     """Adds the parts of a call to the answer, and writes them for the client."""
     _check(p, attempt)
     transcript, engine = p.merged(), attempt.step.engine
+    it.step = None
+    if it.last is not None:
+        _take_last(p, attempt, it)
+        return
     try:
-        answer = object_of(bytes(attempt.answer))
-        it.state = answer["stream_state"]
-        for choice in answer["chunk"]["choices"]:
-            it.parts.add(choice["delta"])
-    except (MergeError, KeyError, AttributeError, TypeError) as error:
-        why = f"{DERENDER}: not an event of a chat: {error}"
-        raise EngineLost(engine, "reset", why, step=attempt.step) from None
+        for delta in _deltas(attempt, it):
+            it.parts.add(delta)
+    except PartsDiffer as error:
+        raise EngineLost(engine, "reset", f"{DERENDER}: {error}", step=attempt.step) from None
     finish = it.finish if it.ends else None
     if finish == "stop" and (it.parts.calls or (transcript.parts and transcript.parts.calls)):
         finish = "tool_calls"
     try:
         data = transcript.parsed_chunk(it.parts, it.sent[it.known :], finish=finish, stop=it.stop)
     except MergeError as error:
-        raise no_continuation(p, Ineligible("not_mergeable", f"{engine.name}: {error}")) from None
-    it.step, it.known = None, 0
+        why = Ineligible("not_mergeable", f"{engine.name}: {error}")
+        if not it.known:
+            raise no_continuation(p, why) from None
+        _replay(p, it, why)
+        return
+    it.known = 0
+    _agree(p)
+    if data:
+        p.acts.append(Write(data))
+
+
+def _deltas(attempt: Attempt, it: Rest) -> list[JSON]:
+    """Returns the deltas of a call. Keeps the parser's state."""
+    try:
+        answer = object_of(bytes(attempt.answer))
+        it.state = answer["stream_state"]
+        return [dict(choice["delta"]) for choice in answer["chunk"]["choices"]]
+    except (MergeError, KeyError, TypeError, ValueError) as error:
+        why = f"{DERENDER}: not an event of a chat: {error}"
+        raise EngineLost(attempt.step.engine, "reset", why, step=attempt.step) from None
+
+
+def _agree(p: Progress) -> None:
+    """Records that the parser gives the parts that the client has."""
     if not p.has_tokens:
         p.has_tokens = True
         p.model.failovers["continued"] += 1
         prove(p)
-    if data:
-        p.acts.append(Write(data))
+
+
+def _replay(p: Progress, it: Rest, why: Ineligible) -> None:
+    """Gives the parser all pieces of the failed engine; the next call has only the last one.
+
+    `why`: the reason of the end if the pieces are not known.
+    """
+    transcript = p.merged()
+    assert transcript.parts is not None
+    ids, pieces = transcript.output_ids, transcript.pieces
+    if sum(pieces) != len(ids):
+        raise no_continuation(p, why)
+    it.waiting, it.sent, it.known = it.sent[it.known :] + it.waiting, [], 0
+    it.last = ids[-pieces[-1] :]
+    it.state = {
+        "role_sent": True,
+        "output_token_ids": ids[: -len(it.last)],
+        "output_chunk_lens": pieces[:-1],
+        "tools_streamed": bool(transcript.parts.calls),
+        "last_tool_call_ids": [call.id for call in transcript.parts.calls],
+    }
+
+
+def _take_last(p: Progress, attempt: Attempt, it: Rest) -> None:
+    """Checks the part of the last piece: the client must have it."""
+    transcript = p.merged()
+    assert transcript.parts is not None
+    deltas, it.last = _deltas(attempt, it), None
+    parsed = it.state.get("output_token_ids") == transcript.output_ids
+    if not parsed or not all(transcript.parts.ends_with(delta) for delta in deltas):
+        why = f"{attempt.step.engine.name}: the answer's parts differ from those that the client has"
+        raise no_continuation(p, Ineligible("not_mergeable", why))
+    it.parts = deepcopy(transcript.parts)
+    _agree(p)
 
 
 def _call(p: Progress, engine: Engine, path: str, body: bytes, *, beside: bool) -> Step:
