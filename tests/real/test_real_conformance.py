@@ -42,7 +42,10 @@ async def test_failures_of_the_router_alone_have_reasons(
 ) -> None:
     # Random weights: these settings make answers short and repeatable, and end JSON objects.
     (engine,) = vllm_engines(
-        environ={"VLLM_ENABLE_RESPONSES_API_STORE": "1"},
+        environ={
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",  # or it closes connections that a slow client uses again
+        },
         enable_scale_out=True,
         override_generation_config={"max_new_tokens": 160, "temperature": 0.0, "repetition_penalty": 10.0},
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
