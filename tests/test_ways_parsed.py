@@ -129,6 +129,13 @@ class Thinks(Ask):
     """A chat without tools."""
 
 
+class Stops(Ask):
+    """A chat with a stop string."""
+
+    def body(self) -> bytes:
+        return orjson.dumps(orjson.loads(super().body()) | {"stop": ["never"]})
+
+
 class ParsingEngines(Engines):
     """Engines whose answer is `TEXT`."""
 
@@ -342,9 +349,11 @@ def test_a_chat_continues_after_several_failures(clock: Clock, seed: int) -> Non
     assert found["ids"] == ALL
 
 
-def test_reasoning_without_tools_continues(clock: Clock) -> None:
+@pytest.mark.parametrize("at", [1, 3])
+def test_reasoning_without_tools_continues(clock: Clock, at: int) -> None:
+    """Also if only the tag has come, which the client does not get."""
     it = start(clock, Thinks(path=CHAT, tokens=len(ALL)))
-    it.say(it.open[MAIN], 5)
+    it.say(it.open[MAIN], 2 + at)
     lose(it)
     run(it, random.Random(1))
     same(it.parts()[0], expected())
@@ -442,6 +451,17 @@ def test_a_grammar_is_named(clock: Clock) -> None:
     run(it, random.Random(1))
     assert "the state of a grammar cannot be transferred" in it.parts()[1]["error"]["message"]
     assert it.model.not_resumable == {"grammar": 1}
+
+
+def test_stop_strings_before_a_parser_are_named(clock: Clock) -> None:
+    it = start(clock, Stops(path=CHAT, tokens=99))
+    it.say(it.open[MAIN], 6)
+    lose(it)
+    assert (
+        "a stop string may cross the segment boundary, before a parser" in it.parts()[1]["error"]["message"]
+    )
+    assert it.model.failovers == {"not_resumable": 1}
+    assert it.model.not_resumable == {"stop": 1}
 
 
 @pytest.mark.parametrize("path", [RENDER, DERENDER])

@@ -283,7 +283,8 @@ def _catch_up(p: Progress, transcript: Transcript) -> Ineligible | None:
             return NOT_PARSED
         transcript.catch_up()
         return None
-    if not transcript.needs_parser:
+    ineligible = parsed_ineligibility(p.request)
+    if not transcript.needs_parser and (transcript.has_text or ineligible is not None):
         try:
             transcript.catch_up()
         except MergeError:
@@ -291,7 +292,7 @@ def _catch_up(p: Progress, transcript: Transcript) -> Ineligible | None:
         else:
             return None
     transcript.parse()
-    return parsed_ineligibility(p.request)
+    return ineligible
 
 
 def _name(p: Progress, why: Ineligible) -> None:

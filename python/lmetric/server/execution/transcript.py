@@ -235,8 +235,13 @@ class Transcript:
 
     @property
     def needs_parser(self) -> bool:
-        """Whether the answer is more than text. Without any text yet, nobody can know that."""
-        return self.parts is not None or bool(self.request.get("tools")) or not any(self._engine_text)
+        """Whether the answer is more than text."""
+        return self.parts is not None or bool(self.request.get("tools"))
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the client has some text. Before, a parser may have held back a tag."""
+        return any(self._engine_text) or bool(self._decoded)
 
     def parse(self) -> None:
         """From now on, an engine parses the answer."""

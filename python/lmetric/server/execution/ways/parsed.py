@@ -210,7 +210,7 @@ def _deltas(attempt: Attempt, it: Rest) -> list[JSON]:
     """Returns the deltas of a call. Keeps the parser's state."""
     try:
         answer = object_of(bytes(attempt.answer))
-        it.state = answer["stream_state"]
+        it.state = dict(answer["stream_state"])
         return [dict(choice["delta"]) for choice in answer["chunk"]["choices"]]
     except (MergeError, KeyError, TypeError, ValueError) as error:
         why = f"{DERENDER}: not an event of a chat: {error}"
