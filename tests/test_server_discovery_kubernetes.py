@@ -116,7 +116,7 @@ async def test_models_roles_and_ports_come_from_the_pod(tmp_path: Path) -> None:
             (a,) = told.lists[0]
             assert (a.model, a.config.role) == ("org/big", "decode")
             assert told.problems == [
-                "pod b: role = 'cook': expected 'both', 'prefill' or 'decode' (and 1 more)"
+                "pod b: role = 'cook': expected 'both', 'prefill', 'decode' or 'encode' (and 1 more)"
             ]
             api.delete("b")
             await told.until(lambda: told.problems[-1] == "pod c has no container port named 'http'")

@@ -112,6 +112,7 @@ def _tool_choice(request: JSON, value: Any) -> str | None:
     return None if free else f"{_GRAMMAR} (tool_choice)"
 
 
+_NOT_MERGED = "answers of %s cannot be merged"
 _PENALTY = "a later segment would count output tokens as prompt tokens"
 _GRAMMAR = "the state of a grammar cannot be transferred"
 _PARSER = f"the state of a parser cannot be transferred; {PARSER_FIX}"
@@ -188,8 +189,10 @@ def failover_ineligibility(path: str, call: ParsedRequest, *, parses: bool) -> I
 
     `parses`: engines parse the token ids of other engines.
     """
+    if (events := _EVENTS_WITHOUT_IDS.get(path)) is not None:
+        return Ineligible("path", f"vLLM reports no token ids in streams of {path} ({events} has none)")
     if path not in MERGEABLE_PATHS:
-        return _wrong_path(path)
+        return Ineligible("path", _NOT_MERGED % path)
     ignored = _RESUMABLE | {"tools"} if parses else _RESUMABLE
     try:
         why = _obstacle(path, call.request, call.tokens is not None, ignored=ignored)
@@ -208,17 +211,10 @@ def parsed_ineligibility(request: JSON) -> Ineligible | None:
     return None
 
 
-def _wrong_path(path: str) -> Ineligible:
-    why = f"answers of {path} cannot be merged"
-    if (events := _EVENTS_WITHOUT_IDS.get(path)) is not None:
-        why = f"vLLM reports no token ids in streams of {path} ({events} has none)"
-    return Ineligible("path", why)
-
-
 def _obstacle(path: str, request: JSON, tokens: bool, ignored: frozenset[str]) -> Ineligible | None:
     """Returns the reason why a second engine cannot continue an answer, whatever its length."""
     if path not in MERGEABLE_PATHS:
-        return _wrong_path(path)
+        return Ineligible("path", _NOT_MERGED % path)
     for name, value in request.items():
         if value is None or name in _HARMLESS or name in ignored:
             continue
