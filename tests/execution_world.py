@@ -50,6 +50,7 @@ from lmetric.server.execution.plan import (
 )
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.parsing import DERENDER
 from lmetric.server.http.tokenizing import prompt_text
 from lmetric.server.upstream.connection import Connection, UpstreamError
 from lmetric.tokens import PromptTokenizer
@@ -839,7 +840,9 @@ class Driver:
         hedge = self.execution.hedge
         assert main is not None or side is not None, "nothing runs"
         fetching = side is not None and side.step.limit_seconds == math.inf  # the timer ends it
-        assert main is not None or fetching or side.step.merges  # the parser has the last tokens
+        assert (
+            main is not None or fetching or side.step.target == DERENDER.encode()
+        )  # the parser has the last tokens
         assert not fetching or main is None
         assert main is None or main.step.limit_seconds < math.inf
         assert (self.wakes_at is not None) is (fetching or self.hedge_due)

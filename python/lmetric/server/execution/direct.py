@@ -22,7 +22,7 @@ from lmetric.server.fleet.model import Model
 def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
     """Sends the request to its engine, and passes the answer on to the client."""
     limit_seconds = p.rules.timeouts.first_byte
-    step = Step(engine, b"", "pass", limit_seconds=limit_seconds, method=method, refills=False)
+    step = Step(engine, b"", "pass", limit_seconds=limit_seconds, method=method, advances_ticket=False)
     try:
         attempt, flags = yield step
         if not p.committed and not begin_passing(p, attempt, flags):

@@ -135,7 +135,7 @@ class Execution(Progress):
                 self.side = None
             if self.migration is not None:
                 way, go = self._beside, self._go_beside
-            elif self.committed and not step.merges:
+            elif self.committed and step.target is None:
                 return []  # a prefill; the other engine has answered
         elif step in self.encoding:
             if event in ENDS:

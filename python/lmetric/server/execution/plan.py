@@ -50,13 +50,12 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
     method: bytes = b"POST"
     beside: bool = False  # it runs beside the open segment
     for_client: bool = True  # its answer is for the client
-    advances_ticket: bool = True  # the attempt marks the ticket as sent
+    advances_ticket: bool = True  # its ticket counts it as sent, and KV backfill may add its field
     kv: KvTransfer | None = None  # it fetches this KV transfer, which must not be sent twice
     observed: bool = False  # its tokens are recorded while they pass (reader "pass")
     hides_ids: bool = False  # the client did not request the token ids in the answer
     checks_prompt: bool = False  # the engine must report the same tokens of a chat
     merges: bool = False  # its answer continues the tokens of earlier segments
-    refills: bool = True  # KV backfill may add the engine's field
 
 
 @dataclass(frozen=True, slots=True)

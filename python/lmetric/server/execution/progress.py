@@ -238,9 +238,12 @@ class Progress:
 
         The rebalancer may then move a stream whose tokens are known. KV backfill changes the body.
         """
+        refill = step.engine.refill if step.advances_ticket else None
         if step.beside:
             self.side = step
-        elif self.hedge is None or step is not self.hedge.step:
+        elif self.hedge is not None and step is self.hedge.step:
+            refill = None  # its field depends on the first decision
+        else:
             self.main = step
             if (
                 self.mover is not None
@@ -248,13 +251,39 @@ class Progress:
                 and (step.merges or (step.observed and self.observed))
             ):
                 self.mover.running[self.ticket.id] = self.handle
-        refill = step.engine.refill
-        if refill is not None and step.refills:
+        if refill is not None:
             decision = self.decision
             on_gpu = decision.predicted_cached_tokens - decision.predicted_tier_tokens
             unknown = decision.prompt_tokens - on_gpu
             step.body = refill.body(self.client_request.path, step.body, unknown)
         self.acts.append(step)
+
+    def own_step(
+        self,
+        engine: Engine,
+        body: bytes,
+        target: str,
+        *,
+        method: bytes = b"POST",
+        beside: bool = True,
+        kv: KvTransfer | None = None,
+    ) -> Step:
+        """Returns a step for the router's own use, which the ticket does not count.
+
+        `target`: its path. `kv`: the transfer that it fetches.
+        """
+        return Step(
+            engine,
+            body,
+            "whole",
+            limit_seconds=self.rules.timeouts.first_byte,
+            target=target.encode(),
+            method=method,
+            beside=beside,
+            for_client=False,
+            advances_ticket=False,
+            kv=kv,
+        )
 
     def drop_attempts(self) -> None:
         """Cancels the attempts of the open segment."""

@@ -35,17 +35,8 @@ def aborts_by_order(p: Progress, engine: Engine) -> Way[bool]:
     pages = engine.capabilities.pause_pages
     if not pages or p.client_request.gateway is not None:
         return False
-    step = Step(
-        engine,
-        b"",
-        "whole",
-        limit_seconds=p.rules.timeouts.between_chunks,
-        target=pages[0].encode(),
-        method=b"GET",
-        for_client=False,
-        advances_ticket=False,
-        refills=False,
-    )
+    step = p.own_step(engine, b"", pages[0], method=b"GET", beside=False)
+    step.limit_seconds = p.rules.timeouts.between_chunks
     try:
         attempt, _ = yield step
     except EngineLost:

@@ -13,11 +13,10 @@ import structlog
 
 from lmetric.engines.handover import COMPLETIONS
 from lmetric.server.execution.failures import blame, blame_status
-from lmetric.server.execution.plan import EngineLost, Step, TimeIsUp, Way
+from lmetric.server.execution.plan import EngineLost, TimeIsUp, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine, blocks_differ
 from lmetric.server.fleet.transfer import KvTransfer, hold, serves
-from lmetric.tokens import Tokens
 
 MIN_FETCH_SECONDS = 0.02  # shortest wait for a holder, even if computing is faster
 
@@ -76,7 +75,7 @@ def _patience(p: Progress, target: Engine, tokens: int) -> float:
 
 def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[str]:
     """Lets the holder prepare the prefix. Returns the outcome."""
-    step = hold_step(p, kv, holder, tokens=p.prompt[:tokens])
+    step = p.own_step(holder, hold(kv, holder, p.request, tokens=p.prompt[:tokens]), COMPLETIONS)
     step.limit_seconds = inf  # the timer ends it
     try:
         attempt, _ = yield step
@@ -98,27 +97,3 @@ def _prefix(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: int) -> Way[
             outcome = "refused"
     p.wake(None)
     return outcome
-
-
-def hold_step(p: Progress, kv: KvTransfer, holder: Engine, *, tokens: Tokens) -> Step:
-    """Returns the step in which an engine prepares the KV cache of these tokens for another one."""
-    return one_token_step(p, holder, hold(kv, holder, p.request, tokens=tokens))
-
-
-def one_token_step(p: Progress, engine: Engine, body: bytes, *, kv: KvTransfer | None = None) -> Step:
-    """Returns a step for an engine's cache: its answer of one token is not used.
-
-    `kv`: the transfer that it fetches.
-    """
-    return Step(
-        engine,
-        body,
-        "whole",
-        limit_seconds=p.rules.timeouts.first_byte,
-        target=COMPLETIONS.encode(),
-        beside=True,
-        for_client=False,
-        advances_ticket=False,
-        kv=kv,
-        refills=False,
-    )

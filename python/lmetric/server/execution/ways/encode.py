@@ -86,17 +86,8 @@ def _send(p: Progress, media: Media, batch: _Batch, *, running: dict[Step, _Batc
     for part in batch.parts:
         groups.setdefault(_engine_of(part, usable), []).append(part)
     for engine, parts in groups.items():
-        step = Step(
-            engine,
-            _body(p.model.names.name_for(engine.name), media, parts),
-            "whole",
-            limit_seconds=p.rules.timeouts.first_byte,
-            target=CHAT.encode(),
-            beside=True,
-            for_client=False,
-            advances_ticket=False,
-            refills=False,
-        )
+        body = _body(p.model.names.name_for(engine.name), media, parts)
+        step = p.own_step(engine, body, CHAT)
         running[step] = _Batch(parts, batch.tried)
         p.encoding += (step,)
         p.acts.append(step)

@@ -97,7 +97,6 @@ def _second(p: Progress, hedge: Hedge, first: Engine, *, again: Again) -> Step |
     p.model.hedging.budget.spend()
     p.model.hedging.pair(p.decision.id, hedge.decision.id)
     hedge.step = step = again(p, engine)
-    step.refills = False  # the field depends on the first decision
     p.hedge = hedge
     p.tried_engines += (engine.name,)
     return step

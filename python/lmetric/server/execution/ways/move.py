@@ -14,14 +14,14 @@ from __future__ import annotations
 import structlog
 
 from lmetric._core import TicketError
-from lmetric.engines.handover import one_token
+from lmetric.engines.handover import COMPLETIONS, one_token
 from lmetric.server.execution.failures import blame, blame_status, ready_to_switch, transfer_broke
 from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError
-from lmetric.server.execution.ways.copy import hold_step, one_token_step
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import fetches
+from lmetric.server.fleet.transfer import hold
 
 log = structlog.get_logger("lmetric.relay")
 
@@ -100,9 +100,9 @@ def move(p: Progress) -> Way[SwitchTo | None]:
 def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:
     """Lets the source prepare its KV cache. If it cannot, the target computes the tokens."""
     kv, migration.sent_tokens = migration.kv, p.total
-    step = hold_step(p, kv, source, tokens=p.merged().tokens(p.total))
+    body = hold(kv, source, p.request, tokens=p.merged().tokens(p.total))
     try:
-        attempt, _ = yield step
+        attempt, _ = yield p.own_step(source, body, COMPLETIONS)
     except EngineLost as lost:
         blame(p, lost)
         kv.recompute("missing", lost.reason)
@@ -141,7 +141,8 @@ def _warm_step(p: Progress, migration: Migration) -> Step:
     if not fields:
         migration.sent_tokens = p.total
     tokens = p.merged().tokens(migration.sent_tokens)
-    return one_token_step(p, target, one_token(p.request, tokens, fields), kv=kv if kv.used else None)
+    body = one_token(p.request, tokens, fields)
+    return p.own_step(target, body, COMPLETIONS, kv=kv if kv.used else None)
 
 
 def _left_seconds(p: Progress, migration: Migration, attempt: Attempt) -> float:

@@ -101,7 +101,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
 
 def _rendered(p: Progress, engine: Engine) -> Way[dict[str, Any]]:
     """Lets an engine render the chat. Returns the body that generates its answer."""
-    step = _call(p, engine, RENDER, body=p.merged().chat, beside=False)
+    step = p.own_step(engine, p.merged().chat, RENDER, beside=False)
     attempt, _ = yield step
     _check(p, attempt)
     try:
@@ -172,7 +172,7 @@ def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
         "prompt_token_ids": transcript.prompt,
         "chat_request": orjson.Fragment(transcript.chat),
     }
-    it.step = _call(p, engine, DERENDER, body=dumps(body), beside=True)
+    it.step = p.own_step(engine, dumps(body), DERENDER)
     return it.step
 
 
@@ -257,22 +257,6 @@ def _take_last(p: Progress, attempt: Attempt, it: Rest) -> None:
         raise no_continuation(p, Ineligible("not_mergeable", why))
     it.parts = deepcopy(transcript.parts)
     _agree(p)
-
-
-def _call(p: Progress, engine: Engine, path: str, body: bytes, *, beside: bool) -> Step:
-    """Returns a step whose whole answer is for the router."""
-    return Step(
-        engine,
-        body,
-        "whole",
-        limit_seconds=p.rules.timeouts.first_byte,
-        target=path.encode(),
-        beside=beside,
-        for_client=False,
-        advances_ticket=False,
-        merges=True,
-        refills=False,
-    )
 
 
 def _check(p: Progress, attempt: Attempt) -> None:
