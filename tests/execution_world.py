@@ -491,9 +491,6 @@ class QuietAttempt(EngineAttempt):
         self._connecting = cast(Any, Connecting(cast(Driver, self._listener).clock.now))
         cast(Driver, self._listener).connects(self)
 
-    def _soon(self, then: Callable[[], None]) -> None:
-        then()  # the driver runs it after its present actions
-
     def _send(self, connection: Connection, now: float) -> None:
         super()._send(connection, now)
         if self._connection is connection:
@@ -840,9 +837,8 @@ class Driver:
         hedge = self.execution.hedge
         assert main is not None or side is not None, "nothing runs"
         fetching = side is not None and side.step.limit_seconds == math.inf  # the timer ends it
-        assert (
-            main is not None or fetching or side.step.target == DERENDER.encode()
-        )  # the parser has the last tokens
+        parsing = side is not None and side.step.target == DERENDER.encode()  # it has the last tokens
+        assert main is not None or fetching or parsing
         assert not fetching or main is None
         assert main is None or main.step.limit_seconds < math.inf
         assert (self.wakes_at is not None) is (fetching or self.hedge_due)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
@@ -94,24 +93,17 @@ class EngineAttempt(Attempt):
             self._send(gateway(self.step), now)
             return
         step = self.step
-        connection = step.engine.upstream.take()
+        late = step.kv is not None and now > step.kv.until
+        connection = None if late else step.engine.upstream.take()
         if connection is None:
-            self._connect()
-        elif step.kv is not None and now > step.kv.until:
-            connection.upstream.give(connection)
-            self._soon(self._too_late)
+            self._connect()  # later, this reports that the transfer is late
         else:
             self._send(connection, now)
 
-    def _soon(self, then: Callable[[], None]) -> None:
-        """Calls a function after `go` has returned."""
-        asyncio.get_running_loop().call_soon(then)
-
-    def _too_late(self) -> None:
-        """Reports that the KV transfer of the step has expired."""
-        if not self.over:
-            self.cancel()
-            self._listener.on_attempt_event("stale", self, True)
+    def _stale(self, *, late: bool) -> None:
+        """Ends the attempt: its KV transfer has expired (`late`), or may have been fetched."""
+        self.cancel()
+        self._listener.on_attempt_event("stale", self, late)
 
     def _connect(self) -> None:
         self._fresh = True
@@ -137,7 +129,7 @@ class EngineAttempt(Attempt):
                 self.fail("reset", "connection closed as soon as it was made")
             elif self.step.kv is not None and now > self.step.kv.until:
                 connection.upstream.give(connection)
-                self._too_late()
+                self._stale(late=True)
             else:
                 self._send(connection, now)
         except Exception:
@@ -335,8 +327,7 @@ class EngineAttempt(Attempt):
         if self._fresh or self.reader.pieces:
             self.fail("reset", reason)
         elif self.step.kv is not None:
-            self.cancel()
-            self._listener.on_attempt_event("stale", self, False)
+            self._stale(late=False)
         else:
             self._drop()
             self._connect()

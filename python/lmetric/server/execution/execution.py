@@ -24,7 +24,6 @@ from lmetric.server.execution.plan import (
     BreakOff,
     Comment,
     Ended,
-    EngineLost,
     Finish,
     NoTransfer,
     Step,
@@ -155,7 +154,7 @@ class Execution(Progress):
             self.withheld = b""
             if self.observing is attempt and not attempt.reader.aborted:
                 self.withheld = attempt.reader.withheld
-            go(way.throw, EngineLost(step.engine, kind, reason, step=step))
+            go(way.throw, step.lost(kind, reason))
         else:
             assert step.kv is not None  # only steps that carry a KV transfer become stale
             step.kv.stale(late=detail)

@@ -19,13 +19,14 @@ from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_inelig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
 from lmetric.server.execution.fallback import CONTEXT, is_too_long
-from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Step, Write, ticket_kind
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Write, ticket_kind
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.transcript import MergeError, Transcript, other_tokens
 from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import KvTransfer
+from lmetric.server.upstream.connection import NOT_CONNECTED
 
 # The status for the client by kind of failure, if no engine could answer.
 STATUSES = {
@@ -37,10 +38,10 @@ STATUSES = {
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
 TRANSFER_STATUSES = frozenset({500, 504})
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
-# Failures before an engine accepted the request. No client can cause them.
-NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated", "not_served"})
-# Of these, failures that say nothing about the engine's health.
+# Failures before an engine accepted the request that say nothing about its health.
 HEALTHY_KINDS = frozenset({"saturated", "not_served"})
+# All failures before an engine accepted the request. No client can cause them.
+NOT_ACCEPTED = NOT_CONNECTED | HEALTHY_KINDS
 
 # The outcome of a failure after the first token. "continued": another engine continues. "complete":
 # the client had the whole answer. The others end the answer with an error. "not_retried": by
@@ -66,28 +67,26 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     if status in statuses:
         if flags & END:
             attempt.answer = reader.payload()
-        decline(p, attempt, whole=bool(flags & END))
-        raise _lost(step, kind_of(status), f"status {status}{attempt.error_words}")
+        raise _declined(p, attempt, kind_of(status), whole=bool(flags & END))
     if code in statuses:
-        raise _lost(step, kind_of(code or 500), f"error {code} as the first event")
+        raise step.lost(kind_of(code or 500), f"error {code} as the first event")
     if failed and flags & INCOMPLETE and not reader.tokens:
-        raise _lost(step, "reset", "the stream ended without a token")
+        raise step.lost("reset", "the stream ended without a token")
     if status == 404 and flags & END and _lacks_model(p, attempt):
         attempt.answer = reader.payload()
-        decline(p, attempt, whole=True)
-        raise _lost(step, "not_served", f"status 404{attempt.error_words}")
+        raise _declined(p, attempt, "not_served")
     if step.kv is not None and step.kv.broke(status, reader.error_code):
         raise NoTransfer
     if status == 400 and flags & END and _may_fall_back(p, attempt):
         _pass_refused_beginning(p, attempt, flags)
     if flags & ENGINE_ERROR and step.merges and not reader.tokens:
-        raise _lost(step, "status", f"error {reader.error_code} as the first event")
+        raise step.lost("status", f"error {reader.error_code} as the first event")
     if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
         discard_transfer(p, step.engine, why)
     if p.client_request.opened and step.reader == "pass" and status != 200:
         _pass_refused_beginning(p, attempt, flags)
     if p.client_request.opened and not reader.event_stream:
-        raise _lost(step, "reset", why_no_stream(reader))
+        raise step.lost("reset", why_no_stream(reader))
 
 
 def _pass_refused_beginning(p: Progress, attempt: Attempt, flags: int) -> NoReturn:
@@ -106,18 +105,15 @@ def stream_failed(reader: ResponseReader, flags: int) -> bool:
 
 def refuse(p: Progress, attempt: Attempt) -> NoReturn:
     """Handles an engine's whole error answer: raises what follows from it."""
-    step, status = attempt.step, attempt.reader.status
-    reason = f"status {status}{attempt.error_words}"
+    status = attempt.reader.status
     if status == 404 and not p.committed and _lacks_model(p, attempt):
-        decline(p, attempt, whole=True)
-        raise _lost(step, "not_served", reason)
+        raise _declined(p, attempt, "not_served")
     if transfer_broke(p, attempt):
         raise NoTransfer
-    retried = status in p.rules.statuses
-    if retried:
-        decline(p, attempt, whole=True)
-    if retried or p.committed:
-        raise _lost(step, kind_of(status), reason)
+    if status in p.rules.statuses:
+        raise _declined(p, attempt, kind_of(status))
+    if p.committed:
+        raise _error_answer(attempt, kind_of(status))
     pass_refusal(p, attempt)
 
 
@@ -128,25 +124,27 @@ def transfer_broke(p: Progress, attempt: Attempt) -> bool:
     return may_be and kv is not None and kv.broke(status, None)
 
 
-def _lost(step: Step, kind: str, reason: str) -> EngineLost:
-    return EngineLost(step.engine, kind, reason, step=step)
-
-
 def kind_of(status: int) -> str:
     """Returns the kind of failure that a status of `retries.statuses` means."""
     return "saturated" if status in SATURATED else "status"
 
 
-def decline(p: Progress, attempt: Attempt, *, whole: bool) -> None:
+def _error_answer(attempt: Attempt, kind: str) -> EngineLost:
+    """Returns the failure of an engine that gave an error answer."""
+    return attempt.step.lost(kind, f"status {attempt.reader.status}{attempt.error_words}")
+
+
+def _declined(p: Progress, attempt: Attempt, kind: str, *, whole: bool = True) -> EngineLost:
     """Keeps an engine's error answer, for the client if no other engine answers.
 
-    A full engine gets no new requests for the time of its Retry-After.
+    A full engine gets no new requests for the time of its Retry-After. Returns its failure.
     """
     status = attempt.reader.status
     p.refusal = _refusal_of(p, attempt) if whole else None
     if status in SATURATED and (seconds := retry_after_seconds(attempt.reader.head_lines)):
         p.retry_after = max(p.retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
         p.model.saturated(attempt.step.engine, seconds)
+    return _error_answer(attempt, kind)
 
 
 def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
@@ -190,15 +188,15 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
     be tried.
     """
     p.drop_main()
-    if p.has_tokens or lost.in_answer:
+    if p.has_tokens:
         return _resume(p, lost)
     p.abandon()
-    lost.kind = kind = lost.retried_kind
+    kind = lost.retried_kind
     if _record(p, lost) and (following := _retry(p, lost.engine, kind)) is not None:
         p.model.retried[ticket_kind(kind)] += 1
         p.note("retry", lost.engine.name, following, outcome=kind)
         return following
-    raise _give_up(p, lost)
+    raise _give_up(p, lost, kind)
 
 
 def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
@@ -233,7 +231,7 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
         p.model.retried[ticket_kind(kind)] += 1
     p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
     if outcome not in ("continued", "complete"):
-        raise _give_up(p, lost)
+        raise _give_up(p, lost, lost.kind)
     return following
 
 
@@ -257,10 +255,7 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
             return "not_resumable", None
     except MergeError as error:
         p.model.not_joinable(p.client_request.path, str(error))
-        if p.migration is not None:
-            p.cancel_migration("not_joinable")
-        else:
-            p.count_move("not_joinable")
+        p.cancel_migration("not_joinable")
         return "not_mergeable", None
     moving_to = None if p.migration is None else p.migration.target
     # The core must choose in any case: it notes that it may not choose the failed engine again.
@@ -365,22 +360,31 @@ def ready_to_switch(p: Progress, target: Engine, *, parses: bool = False) -> boo
 
     `parses`: it also parses the answer.
     """
-    transcript, outcome = p.merged(), ""
-    try:
-        p.observe()
-        gone = target.model is not p.model or not target.in_service or target.held
-        if transcript.over:
-            outcome = "ended"
-        elif gone or target.runs_halves_at_once:
-            outcome = "target_gone"
-        elif not parses:
-            transcript.catch_up()
-    except MergeError as error:
-        p.model.not_joinable(p.client_request.path, str(error))
-        outcome = "not_joinable"
+    serves = target.model is p.model and target.in_service and not target.held
+    serves = serves and not target.runs_halves_at_once
+    outcome = why_ends(p, decodes=serves and not parses) or ("" if serves else "target_gone")
     if outcome:
         p.cancel_migration(outcome)
     return not outcome
+
+
+def why_ends(p: Progress, *, decodes: bool = True) -> str:
+    """Adds the recorded tokens to the merged answer.
+
+    Returns the outcome if no other engine can continue it; empty: one may. `decodes`: the text of
+    the tokens must be the client's.
+    """
+    transcript = p.merged()
+    try:
+        p.observe()
+        if transcript.over:
+            return "ended"
+        if decodes:
+            transcript.catch_up()
+    except MergeError as error:
+        p.model.not_joinable(p.client_request.path, str(error))
+        return "not_joinable"
+    return ""
 
 
 def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> str:
@@ -451,7 +455,7 @@ def blame_status(p: Progress, attempt: Attempt) -> None:
     """Records an error answer to a step that no other engine repeats."""
     status = attempt.reader.status
     if status >= 500:
-        blame(p, _lost(attempt.step, kind_of(status), f"status {status}"))
+        blame(p, attempt.step.lost(kind_of(status), f"status {status}"))
 
 
 def prove(p: Progress) -> None:
@@ -493,9 +497,11 @@ def _refused(p: Progress, refusal: EngineRefusal, words: str, *, failure: str = 
     return Ended(error, failure)
 
 
-def _give_up(p: Progress, lost: EngineLost) -> Ended:
-    """Returns the end with an error, because no engine is left, or none may be tried."""
-    kind = lost.kind
+def _give_up(p: Progress, lost: EngineLost, kind: str) -> Ended:
+    """Returns the end with an error, because no engine is left, or none may be tried.
+
+    `kind`: the kind of failure for the client.
+    """
     p.reason = reason = lost.reason
     code = ticket_kind(kind)
     if p.committed:

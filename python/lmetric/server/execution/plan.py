@@ -57,6 +57,10 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
     checks_prompt: bool = False  # the engine must report the same tokens of a chat
     merges: bool = False  # its answer continues the tokens of earlier segments
 
+    def lost(self, kind: str, reason: str) -> EngineLost:
+        """Returns the failure of its engine."""
+        return EngineLost(self.engine, kind, reason, step=self)
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
@@ -172,21 +176,14 @@ def ticket_kind(kind: str) -> str:
 
 
 class EngineLost(Exception):
-    """An engine failed a step, or declined it.
+    """An engine failed a step, or declined it. `step`: None if no step was sent."""
 
-    `step`: None if no step was sent. `in_answer`: the client has a part of the answer that another
-    engine must continue.
-    """
-
-    def __init__(
-        self, engine: Engine, kind: str, reason: str, *, step: Step | None = None, in_answer: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, kind: str, reason: str, *, step: Step | None = None) -> None:
         super().__init__(reason)
         self.engine = engine
         self.kind = kind
         self.reason = reason
         self.step = step
-        self.in_answer = in_answer
 
     @property
     def retried_kind(self) -> str:

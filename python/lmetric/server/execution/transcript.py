@@ -461,11 +461,6 @@ def object_of(body: bytes) -> dict[str, Any]:
     return answer
 
 
-def cached_of(answer: JSON) -> Any:
-    """Returns the `prompt_tokens_details` of an answer."""
-    return (answer.get("usage") or {}).get("prompt_tokens_details")
-
-
 def other_tokens(prompt: Tokens, reported: Any) -> str | None:
     """Returns the reason why a chat's prompt does not match the fetched KV cache, or None.
 

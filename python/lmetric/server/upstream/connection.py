@@ -36,12 +36,15 @@ _OWN_ERRORS = frozenset(
 )
 
 
+# Kinds of failures to connect. refused: no process listens. resources: the router lacks file
+# descriptors, ports or memory, whether or not the engine works.
+NOT_CONNECTED = frozenset({"refused", "dns", "tls", "unreachable", "resources"})
+
+
 class UpstreamError(Exception):
     """No connection to an engine, or no answer. ``kind`` is a failure kind of a ticket.
 
-    Kinds without a connection: refused (no process listens), dns, tls, unreachable, saturated (all
-    connections to it are in use), and resources. With `resources`, the router lacks descriptors,
-    ports or memory, whether or not the engine works.
+    Kinds without a connection: `NOT_CONNECTED`, and saturated: all connections to it are in use.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -51,7 +54,7 @@ class UpstreamError(Exception):
     @property
     def before_sending(self) -> bool:
         """Whether connecting failed."""
-        return self.kind in ("refused", "dns", "tls", "unreachable", "resources")
+        return self.kind in NOT_CONNECTED
 
 
 def connect_error(error: OSError) -> UpstreamError:

@@ -18,9 +18,9 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.execution.failures import check_beginning, prove, refuse
-from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Commit, Step, Way, Write
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, cached_of, object_of
+from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.pair import whole_answer
 from lmetric.server.fleet.engine import Engine
@@ -69,7 +69,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
         try:
             delta = p.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED, aborts=aborts)
         except MergeError as error:
-            raise EngineLost(engine, "reset", str(error), step=step) from None
+            raise step.lost("reset", str(error)) from None
         p.end_merged(delta)
         return None
     if not ended:
@@ -108,7 +108,7 @@ def _take(p: Progress, step: Step, events: list[bytes]) -> bool:
                 if transcript.stopped:
                     return True
     except MergeError as error:
-        raise EngineLost(step.engine, "reset", str(error), step=step) from None
+        raise step.lost("reset", str(error)) from None
     return False
 
 
@@ -118,7 +118,7 @@ def choices_of(step: Step, data: bytes) -> list[dict[str, Any]]:
         event: dict[str, Any] = orjson.loads(data)
         if "error" in event:
             said = (event["error"] or {}).get("message", "an error without a message")
-            raise EngineLost(step.engine, "engine_error", str(said), step=step)
+            raise step.lost("engine_error", str(said))
         choices: list[dict[str, Any]] = event["choices"]
         ends = [choice.get("finish_reason") for choice in choices]
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
@@ -127,7 +127,7 @@ def choices_of(step: Step, data: bytes) -> list[dict[str, Any]]:
         if end == "abort":
             raise Aborted(step, choice)
         if end == "error":
-            raise EngineLost(step.engine, "engine_error", "it ended with finish_reason error", step=step)
+            raise step.lost("engine_error", "it ended with finish_reason error")
     return choices
 
 
@@ -140,12 +140,13 @@ def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool, aborts: b
     transcript, engine = p.merged(), attempt.step.engine
     try:
         answer = object_of(bytes(attempt.answer))
-        transcript.cached = cached_of(answer) or transcript.cached
+        usage = answer.get("usage") or {}
+        transcript.cached = usage.get("prompt_tokens_details") or transcript.cached
         return transcript.take(answer, tokens, whole=whole, aborts=aborts)
     except MergeError as error:
         if p.committed or error.failed:
-            lost = EngineLost(engine, "reset", str(error), step=attempt.step, in_answer=p.committed)
-            raise lost from None
+            p.has_tokens = p.committed  # then another engine must continue the client's part
+            raise attempt.step.lost("reset", str(error)) from None
         p.unmergeable = True
         p.stop_moving()
         p.model.not_joinable(p.client_request.path, f"{engine.name}: {error}")

@@ -58,7 +58,12 @@ def encode(p: Progress, target: Engine) -> Way[None]:
         outcomes["ended"] += sum(len(batch.parts) for batch in running.values())
         raise
     if params:
-        p.body = _with(p, {PARAMS: params})
+        fields = {PARAMS: params}
+        if p.first is None:
+            p.body = with_fields(p.body, fields)
+        else:  # a prefill gets them, too
+            p.first.add(fields)
+            p.body = p.first.body
     if target.model is not p.model:
         raise EngineLost(target, "refused", "it was removed")
 
@@ -145,11 +150,3 @@ def _stored(answer: bytes) -> dict[str, Any]:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _with(p: Progress, fields: dict[str, Any]) -> bytes:
-    """Returns the client's body with fields, which a prefill gets too."""
-    if p.first is not None:
-        p.first.add(fields)
-        return p.first.body
-    return with_fields(p.body, fields)

@@ -82,7 +82,7 @@ def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
         p.model.saturated(step.engine, seconds)
     p.acts.append(Cancel(step))
     # An engine is not to blame for a status below 500.
-    raise EngineLost(step.engine, kind_of(code) if code >= 500 else "saturated", reason, step=step)
+    raise step.lost(kind_of(code) if code >= 500 else "saturated", reason)
 
 
 def _second(p: Progress, hedge: Hedge, first: Engine, *, again: Again) -> Step | None:

@@ -15,10 +15,9 @@ import structlog
 
 from lmetric._core import TicketError
 from lmetric.engines.handover import COMPLETIONS, one_token
-from lmetric.server.execution.failures import blame, blame_status, ready_to_switch, transfer_broke
+from lmetric.server.execution.failures import blame, blame_status, ready_to_switch, transfer_broke, why_ends
 from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import MergeError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import fetches
 from lmetric.server.fleet.transfer import hold
@@ -50,21 +49,12 @@ def _why_not(p: Progress, target: Engine) -> str:
     assert p.mover is not None
     if p.done or not p.has_tokens:
         return "not_movable"
-    transcript = p.merged()
-    try:
-        p.observe()
-        if transcript.over:
-            return "ended"
-        if target.runs_halves_at_once:
-            return "not_movable"  # it serves only second segments
-        gap_seconds = 0.0 if _works_ahead(target) else p.model.prefill_seconds(target, p.total)
-        if gap_seconds > p.mover.max_gap_seconds:
-            return "long_gap"
-        transcript.catch_up()
-    except MergeError as error:
-        p.model.not_joinable(p.client_request.path, str(error))
-        return "not_joinable"
-    return ""
+    if why := why_ends(p, decodes=False):
+        return why
+    if target.runs_halves_at_once:
+        return "not_movable"  # it serves only second segments
+    gap_seconds = 0.0 if _works_ahead(target) else p.model.prefill_seconds(target, p.total)
+    return "long_gap" if gap_seconds > p.mover.max_gap_seconds else why_ends(p)
 
 
 def _works_ahead(target: Engine) -> bool:
@@ -85,14 +75,11 @@ def move(p: Progress) -> Way[SwitchTo | None]:
         attempt = yield from _warm(p, migration)
         if attempt is None:
             return None
-        try:
-            p.observe()
-        except MergeError as error:
-            p.model.not_joinable(p.client_request.path, str(error))
-            p.cancel_migration("not_joinable")
-            return None
-        if _left_seconds(p, migration, attempt) > mover.max_gap_seconds:
-            p.cancel_migration("long_gap")
+        outcome = why_ends(p, decodes=False)
+        if outcome != "not_joinable" and _left_seconds(p, migration, attempt) > mover.max_gap_seconds:
+            outcome = "long_gap"
+        if outcome:
+            p.cancel_migration(outcome)
             return None
     return SwitchTo(kv) if ready_to_switch(p, target) else None
 

@@ -24,7 +24,7 @@ from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
 from lmetric.server.execution.parsed import Parts, PartsDiffer
-from lmetric.server.execution.plan import Attempt, Commit, Ended, EngineLost, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Commit, Ended, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
@@ -95,7 +95,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
                     raise
                 it.add(lost.choice)
         elif it.finish is None:
-            raise EngineLost(engine, "reset", "the stream ended without a finish_reason", step=main)
+            raise main.lost("reset", "the stream ended without a finish_reason")
         call = _next_call(p, engine, it)
 
 
@@ -110,7 +110,7 @@ def _rendered(p: Progress, engine: Engine) -> Way[dict[str, Any]]:
         grammar = sampling.get("structured_outputs")
     except (MergeError, KeyError, AttributeError, TypeError) as error:
         why = f"{RENDER}: not a request to generate: {error}"
-        raise EngineLost(engine, "reset", why, step=step) from None
+        raise step.lost("reset", why) from None
     if grammar is not None:
         why = "the state of a grammar cannot be transferred, and the engine has one for its tool calls"
         raise no_continuation(p, Ineligible("grammar", why))
@@ -148,7 +148,7 @@ def _collect(p: Progress, it: Rest, main: Step, events: list[bytes]) -> None:
             for choice in choices_of(main, data):
                 it.add(choice)
         except (MergeError, TypeError) as error:
-            raise EngineLost(main.engine, "reset", str(error), step=main) from None
+            raise main.lost("reset", str(error)) from None
 
 
 def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
@@ -188,7 +188,7 @@ def _take(p: Progress, attempt: Attempt, it: Rest) -> None:
         for delta in _deltas(attempt, it):
             it.parts.add(delta)
     except PartsDiffer as error:
-        raise EngineLost(engine, "reset", f"{DERENDER}: {error}", step=attempt.step) from None
+        raise attempt.step.lost("reset", f"{DERENDER}: {error}") from None
     finish = it.finish if it.ends else None
     if finish == "stop" and (it.parts.calls or (transcript.parts and transcript.parts.calls)):
         finish = "tool_calls"
@@ -214,7 +214,7 @@ def _deltas(attempt: Attempt, it: Rest) -> list[JSON]:
         return [dict(choice["delta"]) for choice in answer["chunk"]["choices"]]
     except (MergeError, KeyError, TypeError, ValueError) as error:
         why = f"{DERENDER}: not an event of a chat: {error}"
-        raise EngineLost(attempt.step.engine, "reset", why, step=attempt.step) from None
+        raise attempt.step.lost("reset", why) from None
 
 
 def _agree(p: Progress) -> None:

@@ -106,11 +106,11 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         answer = orjson.loads(attempt.answer)
         choices = answer["choices"]
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
-        raise EngineLost(engine, "reset", f"its answer has no choices: {error}", step=step) from None
+        raise step.lost("reset", f"its answer has no choices: {error}") from None
     if attempt.reader.aborted:
         # Meanwhile, its connection may serve another request: its reader must not be read again.
         if choices[0].get("finish_reason") != "abort" or not (yield from aborts_by_order(p, engine)):
-            raise EngineLost(engine, "reset", "its answer was aborted", step=step)
+            raise step.lost("reset", "its answer was aborted")
         p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
         raise Ended(None, "engine_error")
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
