@@ -152,7 +152,7 @@ class Execution(Progress):
         elif event == "failed":
             kind, reason = detail
             self.withheld = b""
-            if self.observing is attempt and not attempt.reader.aborted:
+            if attempt is self.observing and not attempt.reader.aborted:
                 self.withheld = attempt.reader.withheld
             go(way.throw, step.lost(kind, reason))
         else:

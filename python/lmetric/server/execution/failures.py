@@ -192,25 +192,22 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
         return _resume(p, lost)
     p.abandon()
     kind = lost.retried_kind
-    if _record(p, lost) and (following := _retry(p, lost.engine, kind)) is not None:
+    if _record(p, lost) and (following := _retry(p, lost)) is not None:
         p.model.retried[ticket_kind(kind)] += 1
         p.note("retry", lost.engine.name, following, outcome=kind)
         return following
     raise _give_up(p, lost, kind)
 
 
-def _retry(p: Progress, engine: Engine, kind: str) -> str | None:
+def _retry(p: Progress, lost: EngineLost) -> str | None:
     """Returns the next engine for an open segment without tokens; None: no engine is left."""
-    ticket = p.ticket
+    ticket, following = p.ticket, None
     try:
-        following = None
-        if p.at_once and ticket.has_next and engine is not p.prefill_engine:
+        if ticket.has_next and lost.step is not None and lost.step.for_client:
             # The second of two attempts at once failed: the second segment becomes the open one.
             following = ticket.segment_done()
-            if following == engine.name:
-                following = None
-        if following is None:
-            following = ticket.failed(ticket_kind(kind))
+        if following is None or following == lost.engine.name:
+            following = ticket.failed(ticket_kind(lost.retried_kind))
         while following is not None and (following not in p.model.engines or following in p.tried_engines):
             following = ticket.failed("refused")  # removed since the decision, or it had a hedge
     except NoInstanceError:
@@ -240,9 +237,10 @@ def _continuing(p: Progress) -> tuple[Outcome, str | None]:
 
     That is the target of a running migration, or the core router's choice.
     """
-    if not p.resumes or p.unmergeable or (p.observing is None and not p.begun):
+    observing = p.observing
+    if not p.resumes or p.unmergeable or (observing is None and not p.begun):
         return "not_resumable", None
-    if p.observing is not None and p.observing.reader.unseen is not None:
+    if observing is not None and observing.reader.unseen is not None:
         return "not_mergeable", None
     transcript = p.merged()
     try:
@@ -306,7 +304,7 @@ def no_continuation(p: Progress, why: Ineligible) -> Ended:
 def _complete(p: Progress) -> None:
     """Ends a stream whose engine failed after the last token: only the end mark is missing."""
     transcript, answered = p.merged(), p.answered
-    reader = p.observing.reader if p.observing is not None else None
+    reader = None if (observing := p.observing) is None else observing.reader
     end = b""
     if reader is None or not reader.observed_done:
         end = transcript.closing(usage=reader is None or not reader.observed_usage)
@@ -398,7 +396,7 @@ def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> 
     if p.answered is not None:
         # From now on, the router writes the answer.
         transcript.first_token_at = p.answered.reader.first_token_at
-        p.answered = p.observing = None
+        p.answered = None
     p.kv = kv if kv is not None and kv.available else None
     if p.kv is not None:
         p.kv.tokens = p.total
@@ -506,31 +504,25 @@ def _give_up(p: Progress, lost: EngineLost, kind: str) -> Ended:
     code = ticket_kind(kind)
     if p.committed:
         return _broken(p, f"{lost.engine.name}: {reason}", kind)
-    headers = {"x-lmetric-decision": p.label}
-    suspect = p.verdicts is not None and p.verdicts.suspect
     refusal = p.refusal
     if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
         if refusal.status in SATURATED:
             refusal.wait(_wait_seconds(p))
         return _refused(p, refusal, f": {reason}", failure=kind)
-    tried = "; ".join(p.tried)
-    status = 503 if p.over_budget else STATUSES[code]
+    headers = {"x-lmetric-decision": p.label}
+    status, message = 503 if p.over_budget else STATUSES[code], "no engine could answer"
+    suspect = p.verdicts is not None and p.verdicts.suspect
     if status == 503 and not suspect:
         headers["retry-after"] = str(_wait_seconds(p))
     if suspect:
         message = "the request failed on two engines in the same way, and is not tried again"
-        error = ApiError(502, message, engines=tried, code="failed_twice", headers=headers)
-        if kind == "timeout":
-            error.status, error.code = status, code
+        if kind != "timeout":
+            status, code = 502, "failed_twice"
     elif p.over_budget:
-        message = "the engine failed, and the retry budget is used up"
-        error = ApiError(503, message, engines=tried, code="retry_budget", headers=headers)
-    else:
-        message = "no engine could answer"
-        if kind == "resources":
-            message = "the router cannot open a connection to an engine"
-        error = ApiError(status, message, engines=tried, code=code, headers=headers)
-    return Ended(error, kind)
+        code, message = "retry_budget", "the engine failed, and the retry budget is used up"
+    elif kind == "resources":
+        message = "the router cannot open a connection to an engine"
+    return Ended(ApiError(status, message, engines="; ".join(p.tried), code=code, headers=headers), kind)
 
 
 def _broken(p: Progress, failure: str, kind: str) -> Ended:

@@ -65,9 +65,7 @@ class Progress:
     media: Media | None = None  # to encode before the first engine gets the request
     encoding: tuple[Step, ...] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
-    at_once: bool = False  # prefill and decode run at once
     close_client: bool = False
-    keeps_body: bool = False  # another engine may need the client's body after the answer has begun
     # Failures (`failures`).
     tried: tuple[str, ...] = ()
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
@@ -94,7 +92,6 @@ class Progress:
         self.kv: KvTransfer | None = None  # for the next step
         self.has_tokens = False  # the answer of the open segment has begun to reach the client
         self.answered: Attempt | None = None  # the attempt that gives the client's whole answer
-        self.observing: Attempt | None = None  # the attempt whose tokens are recorded as they pass
         self.committed = False  # the client has a part of an answer
         self.stalled_at = 0.0  # when the client became too slow; 0: it keeps up
         self.status = 0
@@ -163,10 +160,16 @@ class Progress:
         return len(self.call.tokens) if self.call is not None and self.call.tokens is not None else 0
 
     @property
+    def observing(self) -> Attempt | None:
+        """The attempt whose tokens are recorded as they pass to the client."""
+        answered = self.answered
+        return answered if answered is not None and answered.step.observed and self.observed else None
+
+    @property
     def known_tokens(self) -> int:
         """The number of its known answer tokens."""
-        if self.observing is not None:
-            return self.observing.reader.observed_tokens
+        if (observing := self.observing) is not None:
+            return observing.reader.observed_tokens
         return len(self.transcript.output_ids) if self.transcript is not None else 0
 
     @property
@@ -359,8 +362,8 @@ class Progress:
 
     def observe(self) -> None:
         """Reads the recorded tokens of the forwarded stream. Raises MergeError."""
-        if self.observing is not None:
-            self.merged().observe(self.observing.reader)
+        if (observing := self.observing) is not None:
+            self.merged().observe(observing.reader)
 
     # -- the client's answer -----------------------------------------------------------------------
 
@@ -371,15 +374,13 @@ class Progress:
         body, self.body = self.body, b""
         self.first = None
         self.answered = attempt
-        self.observing = None
-        if attempt.step.observed and self.observed:
+        if self.observing is not None:
             # The reader records the tokens that pass. The prompt's fields are no longer needed, but
             # an engine that parses needs the whole chat.
             transcript = self.merged()
             if self.chat and self.model.parses:
-                transcript.chat, self.keeps_body = body, True
+                transcript.chat = body
             transcript.forget_prompt()
-            self.observing = attempt
         elif self.resumes and self.status == 200:
             self.model.not_resumable["engine"] += 1
         self.call = None

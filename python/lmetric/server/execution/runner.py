@@ -127,7 +127,8 @@ class Runner(InFlightRequest):
             return
         attempt.begun = self.committed = True
         client = self._client_request.client
-        if client.body_size and not execution.keeps_body:
+        transcript = execution.transcript
+        if client.body_size and not (transcript is not None and transcript.chat):
             client.release_body()
         engine = attempt.step.engine.name
         self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
@@ -185,7 +186,7 @@ class Runner(InFlightRequest):
             self.usage = execution.transcript
         # Drops references to the runner, so that no garbage collection is needed.
         self._attempts.clear()
-        execution.answered = execution.observing = None
+        execution.answered = None
         if execution.handle is not None:
             execution.handle = None
         execution.model.held.poke()

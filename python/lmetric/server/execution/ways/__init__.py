@@ -50,7 +50,7 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
         if p.unmergeable and p.ticket.has_next:
             return p.next_segment()  # the last engine computes the whole answer
         if not p.ticket.from_token:
-            p.prefill_engine, p.at_once = None, False
+            p.prefill_engine = None
         try:
             return (yield from _way_of(p, engine)(p, engine))
         except NoTransfer:

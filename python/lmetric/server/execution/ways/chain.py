@@ -12,6 +12,7 @@ the next engine produces the token again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -94,26 +95,33 @@ def _take(p: Progress, step: Step, events: list[bytes]) -> bool:
     """Writes the events of a merged stream for the client. Returns whether the answer has ended."""
     transcript = p.merged()
     try:
-        for data in events:
-            if data.startswith(b":"):
-                p.begin_stream()
-                p.acts.append(Write(data + b"\n\n"))
-                continue
-            for choice in choices_of(step, data):
-                delta = transcript.more(choice)
-                if not p.has_tokens:
-                    p.has_tokens = True
-                    prove(p)
-                p.write(delta)
-                if transcript.stopped:
-                    return True
+        for choice in choices_of(p, step, events):
+            delta = transcript.more(choice)
+            if not p.has_tokens:
+                p.has_tokens = True
+                prove(p)
+            p.write(delta)
+            if transcript.stopped:
+                return True
     except MergeError as error:
         raise step.lost("reset", str(error)) from None
     return False
 
 
-def choices_of(step: Step, data: bytes) -> list[dict[str, Any]]:
-    """Returns the choices of an event. Raises MergeError, and EngineLost if it reports an error."""
+def choices_of(p: Progress, step: Step, events: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the choices of a merged stream's events, and passes comments on.
+
+    Raises MergeError, and EngineLost if an event reports an error.
+    """
+    for data in events:
+        if data.startswith(b":"):
+            p.begin_stream()
+            p.acts.append(Write(data + b"\n\n"))
+        else:
+            yield from _choices(step, data)
+
+
+def _choices(step: Step, data: bytes) -> list[dict[str, Any]]:
     try:
         event: dict[str, Any] = orjson.loads(data)
         if "error" in event:

@@ -30,9 +30,9 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
     p.wake(hedge.after_seconds)
     following: Step | None = first
     while True:
+        step, following = following, None
         try:
-            attempt, flags = yield following
-            following = None
+            attempt, flags = yield step
             if p.hedge is not None and attempt.step is hedge.step:
                 _check_hedge(p, attempt, flags)
                 p.drop_main()
@@ -42,7 +42,6 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
         except TimeIsUp:
             following = _second(p, hedge, first.engine, again=again)
         except EngineLost as lost:
-            following = None
             if p.hedge is None:
                 raise  # no other attempt runs
             if lost.step is hedge.step:

@@ -25,7 +25,7 @@ from lmetric.server.fleet.transfer import WHOLE_PROMPT
 
 def prefill(p: Progress, engine: Engine) -> Way[str | None]:
     """Computes the prompt. Returns the engine that decodes."""
-    p.prefill_engine, p.at_once = engine, False
+    p.prefill_engine = engine
     try:
         step = _prefill_step(p, engine)
     except HandoverError as error:
@@ -65,7 +65,6 @@ def at_once(p: Progress, first: Engine) -> Way[str | None]:
     except HandoverError as error:
         what = f"{p.model.name} is served by prefill and decode engines: {error}"
         raise Ended(bad(what), "engine_error") from None
-    p.at_once = True
     second = p.model.engines.get(p.ticket.next_instance or "")
     if second is None:
         return p.next_segment()
@@ -82,7 +81,6 @@ def other_decode(p: Progress, second: Engine) -> Way[str | None]:
         body = _first_body(p, first)
     except HandoverError:
         raise Ended(ApiError(502, "no engine could answer", code="reset"), "engine_error") from None
-    p.at_once = True
     return (yield from _both(p, first, second, body=body, opens=False))
 
 

@@ -140,15 +140,11 @@ def _generation(p: Progress, engine: Engine, body: dict[str, Any]) -> Step:
 
 def _collect(p: Progress, it: Rest, main: Step, events: list[bytes]) -> None:
     """Adds the tokens of generated events. Passes comments on."""
-    for data in events:
-        if data.startswith(b":"):
-            p.acts.append(Write(data + b"\n\n"))
-            continue
-        try:
-            for choice in choices_of(main, data):
-                it.add(choice)
-        except (MergeError, TypeError) as error:
-            raise main.lost("reset", str(error)) from None
+    try:
+        for choice in choices_of(p, main, events):
+            it.add(choice)
+    except (MergeError, TypeError) as error:
+        raise main.lost("reset", str(error)) from None
 
 
 def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
