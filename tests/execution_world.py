@@ -633,7 +633,7 @@ class Driver:
         elif isinstance(act, Begin):
             assert not counts["begin"]
             counts["begin"] += 1
-            self.asked.begin(act.kind, act.length, execution.head_lines(act.engine))
+            self.asked.begin(act.length, execution.head_lines(act.engine))
         elif isinstance(act, Write):
             assert counts["begin"] or counts["commit"], "an answer goes on that has not begun"
             assert not counts["last"]

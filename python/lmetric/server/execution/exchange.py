@@ -238,12 +238,13 @@ class ClientRequest:
         head = reader.commit(lines, not self.keep_alive, write)
         write(_with_cors(head, self.cors) if self.cors else head)
 
-    def begin(self, kind: bytes, length: int | None, lines: bytes) -> None:
+    def begin(self, length: int | None, lines: bytes) -> None:
         """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
         if self.opened:
             self.comment(lines)
             return
         self.state = "written"
+        kind = b"application/json" if length is not None else b"text/event-stream; charset=utf-8"
         parts = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", lines, self.cors]
         self._chunked = length is None and self.http11
         if length is not None:
@@ -259,7 +260,7 @@ class ClientRequest:
     def open_stream(self) -> None:
         """Sends the head of a stream before an engine answers."""
         request_id = self.head.request_id.encode("latin-1")
-        self.begin(b"text/event-stream; charset=utf-8", None, b"x-request-id: %b\r\n" % request_id)
+        self.begin(None, b"x-request-id: %b\r\n" % request_id)
         self.opened = True
 
     def comment(self, lines: bytes) -> None:

@@ -38,10 +38,6 @@ STATUSES = {
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
 TRANSFER_STATUSES = frozenset({500, 504})
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
-# Failures before an engine accepted the request that say nothing about its health.
-HEALTHY_KINDS = frozenset({"saturated", "not_served"})
-# All failures before an engine accepted the request. No client can cause them.
-NOT_ACCEPTED = NOT_CONNECTED | HEALTHY_KINDS
 
 # The outcome of a failure after the first token. "continued": another engine continues. "complete":
 # the client had the whole answer. The others end the answer with an error. "not_retried": by
@@ -431,9 +427,7 @@ def add_failure(p: Progress, lost: EngineLost) -> bool:
     """Records a failed attempt for the verdict. Returns whether its engine is lost."""
     engine, kind, reason = lost.engine, lost.retried_kind, lost.reason
     p.tried += (f"{engine.name}: {reason}",)
-    if kind in NOT_ACCEPTED:
-        if kind not in HEALTHY_KINDS:
-            engine.failed(kind, reason)
+    if not _accepted(lost):
         return kind == "refused"
     if p.verdicts is None:
         p.verdicts = Verdicts(p.model, p.client_request.client_key)
@@ -443,10 +437,18 @@ def add_failure(p: Progress, lost: EngineLost) -> bool:
 
 def blame(p: Progress, lost: EngineLost) -> None:
     """Records a failure of a step that no other engine repeats."""
-    if lost.kind not in NOT_ACCEPTED:
+    if _accepted(lost):
         p.model.blame(lost.engine, p.client_request.client_key, lost.reason, proven=False)
-    elif lost.kind not in HEALTHY_KINDS:
+
+
+def _accepted(lost: EngineLost) -> bool:
+    """Returns whether the engine had accepted the request, so that a client may be the cause.
+
+    A failed connection counts against the engine at once.
+    """
+    if lost.kind in NOT_CONNECTED:
         lost.engine.failed(lost.kind, lost.reason)
+    return lost.kind not in (*NOT_CONNECTED, "saturated", "not_served")
 
 
 def blame_status(p: Progress, attempt: Attempt) -> None:

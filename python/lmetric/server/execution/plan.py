@@ -93,7 +93,6 @@ class Comment:
 class Begin:
     """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
 
-    kind: bytes
     length: int | None
     engine: str  # the engine named in its head
 

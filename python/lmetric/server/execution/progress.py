@@ -405,19 +405,19 @@ class Progress:
     def begin_stream(self, engine: str | None = None) -> None:
         """Begins a merged stream, unless it has begun."""
         if not self.committed:
-            self._begin(b"text/event-stream; charset=utf-8", None, engine or self.answering_engine_name)
+            self._begin(None, engine or self.answering_engine_name)
 
     def write_whole(self, body: bytes, engine: str) -> None:
         """Sends the client's whole answer."""
-        self._begin(b"application/json", len(body), engine)
+        self._begin(len(body), engine)
         self.acts.append(Write(body, last=True))
 
-    def _begin(self, kind: bytes, length: int | None, engine: str) -> None:
+    def _begin(self, length: int | None, engine: str) -> None:
         self.committed = True
         self.status = 200
         self.body = b""
         self.first = None
-        self.acts.append(Begin(kind, length, engine))
+        self.acts.append(Begin(length, engine))
 
     def end_merged(self, delta: Delta | None = None, *, early: bool = False) -> None:
         """Ends the merged answer. `early`: inside its open segment, before the planned end.

@@ -145,7 +145,7 @@ class Runner(InFlightRequest):
         client = self._client_request.client
         if client.body_size:
             client.release_body()
-        self._client_request.begin(act.kind, act.length, execution.head_lines(act.engine))
+        self._client_request.begin(act.length, execution.head_lines(act.engine))
         execution.model.held.poke()
 
     def _write(self, act: Write) -> None:

@@ -1,7 +1,7 @@
 """Metrics of the server and its routers, as Prometheus text."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -38,6 +38,62 @@ _TOTALS = {
     "output_tokens": "output tokens that engines returned",
     "index_evicted_blocks": "blocks evicted from the index to keep its size limit",
 }
+
+# Counts of each model by a second label: name, label, text and counts.
+_COUNTS: tuple[tuple[str, str, str, Callable[[Model], Mapping[str, int]]], ...] = (
+    (
+        "kv_transfers",
+        "outcome",
+        "Prompts by KV transfer outcome: transferred, or the reason for computing them again",
+        lambda model: model.kv_transfers,
+    ),
+    (
+        "prefix_fetches",
+        "outcome",
+        "Prefix fetches from another engine, by outcome: fetched, or the reason for failing",
+        lambda model: model.fetch_outcomes,
+    ),
+    (
+        "media_encodings",
+        "outcome",
+        "Images, sounds and videos for engines that encode, by outcome: encoded, cached (the request's "
+        "engine has their tokens), or the reason why the request's engine encodes them",
+        lambda model: model.encodings,
+    ),
+    (
+        "fleet_change_fetches",
+        "outcome",
+        "Prefix fetches for engines that join or leave, by outcome: fetched, or the reason for failing",
+        lambda model: model.changes.outcomes if model.changes else {},
+    ),
+    (
+        "migrations",
+        "outcome",
+        "Migrations of running requests, by outcome: migrated, or the reason for staying",
+        lambda model: model.mover.outcomes if model.mover else {},
+    ),
+    (
+        "stream_failovers",
+        "outcome",
+        "Engine failures after an answer's first token, by outcome: continued, or the reason for the "
+        "answer's end",
+        lambda model: model.failovers,
+    ),
+    (
+        "not_resumable",
+        "reason",
+        "Streams that no other engine could continue after a failure, by reason: a field of the request, "
+        "or a property of the model or the engine",
+        lambda model: model.not_resumable,
+    ),
+    (
+        "ineligible_requests",
+        "plan",
+        "Requests that may not have a plan that the model is set up for, by plan; decision records "
+        "have the reason",
+        lambda model: model.ineligible,
+    ),
+)
 
 # Names in the router's statistics, if they differ.
 _NAMED = {
@@ -98,81 +154,12 @@ class Metrics:
         for (model_name, event), count in self.events.items():
             guard.add_metric((model_name, event), count)
         yield guard
-        transfers = CounterMetricFamily(
-            "lmetric_kv_transfers",
-            "Prompts by KV transfer outcome: transferred, or the reason for computing them again",
-            labels=("model", "outcome"),
-        )
-        for model in self.fleet.models:
-            for outcome, count in model.kv_transfers.items():
-                transfers.add_metric((model.name, outcome), count)
-        yield transfers
-        fetches = CounterMetricFamily(
-            "lmetric_prefix_fetches",
-            "Prefix fetches from another engine, by outcome: fetched, or the reason for failing",
-            labels=("model", "outcome"),
-        )
-        for model in self.fleet.models:
-            for outcome, count in model.fetch_outcomes.items():
-                fetches.add_metric((model.name, outcome), count)
-        yield fetches
-        encodings = CounterMetricFamily(
-            "lmetric_media_encodings",
-            "Images, sounds and videos for engines that encode, by outcome: encoded, cached (the request's "
-            "engine has their tokens), or the reason why the request's engine encodes them",
-            labels=("model", "outcome"),
-        )
-        for model in self.fleet.models:
-            for outcome, count in model.encodings.items():
-                encodings.add_metric((model.name, outcome), count)
-        yield encodings
-        changes = CounterMetricFamily(
-            "lmetric_fleet_change_fetches",
-            "Prefix fetches for engines that join or leave, by outcome: fetched, or the reason for failing",
-            labels=("model", "outcome"),
-        )
-        for model in self.fleet.models:
-            for outcome, count in model.changes.outcomes.items() if model.changes else ():
-                changes.add_metric((model.name, outcome), count)
-        yield changes
-        migrations = CounterMetricFamily(
-            "lmetric_migrations",
-            "Migrations of running requests, by outcome: migrated, or the reason for staying",
-            labels=("model", "outcome"),
-        )
-        for model in self.fleet.models:
-            for outcome, count in model.mover.outcomes.items() if model.mover else ():
-                migrations.add_metric((model.name, outcome), count)
-        yield migrations
-        failovers = CounterMetricFamily(
-            "lmetric_stream_failovers",
-            "Engine failures after an answer's first token, by outcome: continued, or the reason for the "
-            "answer's end",
-            labels=("model", "outcome"),
-        )
-        stays = CounterMetricFamily(
-            "lmetric_not_resumable",
-            "Streams that no other engine could continue after a failure, by reason: a field of the request, "
-            "or a property of the model or the engine",
-            labels=("model", "reason"),
-        )
-        for model in self.fleet.models:
-            for outcome, count in model.failovers.items():
-                failovers.add_metric((model.name, outcome), count)
-            for reason, count in model.not_resumable.items():
-                stays.add_metric((model.name, reason), count)
-        yield failovers
-        yield stays
-        ineligible = CounterMetricFamily(
-            "lmetric_ineligible_requests",
-            "Requests that may not have a plan that the model is set up for, by plan; decision records "
-            "have the reason",
-            labels=("model", "plan"),
-        )
-        for model in self.fleet.models:
-            for plan, count in model.ineligible.items():
-                ineligible.add_metric((model.name, plan), count)
-        yield ineligible
+        for name, label, text, counts in _COUNTS:
+            counter = CounterMetricFamily(f"lmetric_{name}", text, labels=("model", label))
+            for model in self.fleet.models:
+                for value, count in counts(model).items():
+                    counter.add_metric((model.name, value), count)
+            yield counter
         spans = CounterMetricFamily(
             "lmetric_trace_spans",
             "Spans by outcome: exported, dropped (the queue was full), failed (the collector did not take "

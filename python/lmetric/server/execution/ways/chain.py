@@ -23,7 +23,7 @@ from lmetric.server.execution.plan import Attempt, Commit, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
-from lmetric.server.execution.ways.pair import whole_answer
+from lmetric.server.execution.ways.pair import fetching_fields, whole_answer
 from lmetric.server.fleet.engine import Engine
 
 
@@ -169,14 +169,8 @@ def _part_step(p: Progress, engine: Engine, to_token: int, *, keeps_last: bool) 
         target, request = transcript.bounded(to_token - count - len(transcript.output_ids))
     else:
         target, request = transcript.segment(to_token)
-    inside, kv = p.inside, p.transfer()
-    fields = kv.take(engine, p.now, goes_on=True, total=p.total)
-    fetches_front = inside and kv.used
-    checks = fetches_front and target == p.client_request.path and p.chat
-    if checks:
-        request["return_token_ids"] = True
-    elif fetches_front and to_token >= count:
-        request["prompt"] = transcript.prompt  # the tokens of the fetched cache
+    kv = p.transfer()
+    fields, checks = fetching_fields(p, engine, kv, own_prompt=to_token >= count)
     step = Step(
         engine,
         dumps(request | fields),

@@ -20,7 +20,7 @@ from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of, other_tokens
 from lmetric.server.execution.ways.plain import pass_answer
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.transfer import WHOLE_PROMPT
+from lmetric.server.fleet.transfer import WHOLE_PROMPT, KvTransfer
 
 
 def prefill(p: Progress, engine: Engine) -> Way[str | None]:
@@ -120,20 +120,12 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
 
 def _prefill_step(p: Progress, engine: Engine) -> Step:
     """Returns the prefill step. Raises HandoverError if the engine has no KV transfer for it."""
-    body, kv = _first_body(p, engine), p.kv
-    checks = False
+    body, kv, checks = _first_body(p, engine), p.kv, False
     if kv is not None:
         # A prefix fetch may have prepared a part of the prompt.
-        inside = p.inside
-        fields = kv.take(engine, p.now, goes_on=True, total=p.total)
+        fields, checks = fetching_fields(p, engine, kv)
         if kv.used:
-            more: dict[str, Any] = dict(fields)
-            checks = inside and p.chat
-            if checks:
-                more["return_token_ids"] = True
-            elif inside:
-                more["prompt"] = p.prompt
-            body = dumps(orjson.loads(body) | more)
+            body = dumps(orjson.loads(body) | fields)
     return Step(
         engine,
         body,
@@ -143,6 +135,20 @@ def _prefill_step(p: Progress, engine: Engine) -> Step:
         kv=kv if kv is not None and kv.used else None,
         checks_prompt=checks,
     )
+
+
+def fetching_fields(
+    p: Progress, engine: Engine, kv: KvTransfer, *, own_prompt: bool = True
+) -> tuple[dict[str, Any], bool]:
+    """Returns the fields of a step that another one follows, and whether to check its prompt.
+
+    With a fetched part of its prompt, a completion gets the prompt as the tokens of that cache. A
+    chat must report its tokens. `own_prompt`: it has the client's whole prompt.
+    """
+    inside, fields = p.inside, kv.take(engine, p.now, goes_on=True, total=p.total)
+    if not (inside and own_prompt and kv.used):
+        return fields, False
+    return ({"return_token_ids": True} if p.chat else {"prompt": p.prompt}) | fields, p.chat
 
 
 def _first_body(p: Progress, engine: Engine) -> bytes:
