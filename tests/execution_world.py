@@ -672,7 +672,7 @@ class Driver:
 
     def _send(self, step: Step) -> None:
         hedge, ticket = self.execution.hedge, self.ticket
-        slot = Slot.SIDE if step.beside else Slot.MAIN
+        slot = Slot.SIDE if step.side else Slot.MAIN
         if hedge is not None and hedge.step is step:
             slot, ticket = Slot.HEDGE, hedge.ticket
             assert step.engine is not self.open[Slot.MAIN].step.engine, "an engine gets it twice"
@@ -768,10 +768,10 @@ class Driver:
     # The client, and time.
 
     def slow(self) -> None:
-        self.on(self.execution.client_slow, self.clock.now)
+        self.on(self.execution.client_slow, True, self.clock.now)
 
     def ready(self) -> None:
-        self.on(self.execution.client_ready, self.clock.now)
+        self.on(self.execution.client_slow, False, self.clock.now)
 
     def leave(self) -> None:
         self.left = True

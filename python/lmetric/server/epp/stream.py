@@ -258,7 +258,7 @@ class GatewayStream:
 
     def connection(self, step: Step) -> EngineLink:
         """Returns the connection to a step's engine, which the gateway has."""
-        if step.beside:
+        if step.side:
             self._prefill = self._shared.address(step.engine)
             return EngineLink(step.engine, None, None)
         first = not self._picks

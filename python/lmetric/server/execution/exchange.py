@@ -369,11 +369,8 @@ class InFlightRequest:
         """Called when the client has disconnected."""
         self._leave("the client left")
 
-    def client_slow(self) -> None:
-        """Called when the client reads too slowly."""
-
-    def client_ready(self) -> None:
-        """Called when the client has caught up."""
+    def client_slow(self, slow: bool) -> None:
+        """Called when the client reads too slowly, and when it has caught up (False)."""
 
     def check(self, now: float) -> None:
         """Called periodically: ends the request at its time limits."""

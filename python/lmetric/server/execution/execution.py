@@ -90,8 +90,8 @@ class Execution(Progress):
         self.now = now
         began = move.begin(self, target)
         if began:
-            self._beside = way = move.move(self)
-            began = self._go_beside(way.send, None) or self.migration is not None
+            self._migration_way = way = move.move(self)
+            began = self._go_migration(way.send, None) or self.migration is not None
         return began, self._out()
 
     def tick(self, now: float) -> list[Act]:
@@ -133,7 +133,7 @@ class Execution(Progress):
             if event in ENDS:
                 self.side = None
             if self.migration is not None:
-                way, go = self._beside, self._go_beside
+                way, go = self._migration_way, self._go_migration
             elif self.committed and step.target is None:
                 return []  # a prefill; the other engine has answered
         elif step in self.encoding:
@@ -182,16 +182,10 @@ class Execution(Progress):
 
     # -- events of the client and the server -------------------------------------------------------
 
-    def client_slow(self, now: float) -> list[Act]:
-        """Handles a client that reads too slowly."""
-        self.stalled_at = now
-        self.acts.append("pause")
-        return self._out()
-
-    def client_ready(self, now: float) -> list[Act]:
-        """Handles a client that has caught up."""
-        self.stalled_at = 0.0
-        self.acts.append("resume")
+    def client_slow(self, slow: bool, now: float) -> list[Act]:
+        """Handles a client that reads too slowly, or has caught up."""
+        self.stalled_at = now if slow else 0.0
+        self.acts.append("pause" if slow else "resume")
         return self._out()
 
     def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
@@ -216,12 +210,12 @@ class Execution(Progress):
             if step is not None:
                 self.send(step)
 
-    def _go_beside(self, resume: Callable[[Any], Step | None], heard: object) -> bool:
+    def _go_migration(self, resume: Callable[[Any], Step | None], heard: object) -> bool:
         """Resumes the way of the migration. Returns whether the request switches to its target."""
         try:
             step = resume(heard)
         except StopIteration as over:
-            self._beside = None
+            self._migration_way = None
             if over.value is None or self._run is None:
                 return False
             self._go(self._run.throw, over.value)
@@ -246,7 +240,7 @@ class Execution(Progress):
         started answer or as its whole answer.
         """
         self.done = True
-        self._run = self._beside = None
+        self._run = self._migration_way = None
         if error is not None and self.committed:
             self.acts.append(BreakOff(error))
             error = None

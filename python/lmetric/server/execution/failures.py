@@ -341,7 +341,8 @@ def _switch_now(p: Progress, target: Engine) -> str | None:
     except UnknownNameError:  # removed since the migration began
         p.count_move("target_gone")
         return None
-    if not ready_to_switch(p, target, parses=p.merged().parts is not None):
+    if not can_take(p, target):
+        p.cancel_migration("target_gone")
         return None
     return switch(p, None, outcome="source_failed")
 
@@ -349,36 +350,10 @@ def _switch_now(p: Progress, target: Engine) -> str | None:
 # -- the switch to another engine, for migration and failover --------------------------------------
 
 
-def ready_to_switch(p: Progress, target: Engine, *, parses: bool = False) -> bool:
-    """Returns whether an engine can continue the request now. If not, ends its migration.
-
-    `parses`: it also parses the answer.
-    """
-    serves = target.model is p.model and target.in_service and not target.held
-    serves = serves and not target.runs_halves_at_once
-    outcome = why_ends(p, decodes=serves and not parses) or ("" if serves else "target_gone")
-    if outcome:
-        p.cancel_migration(outcome)
-    return not outcome
-
-
-def why_ends(p: Progress, *, decodes: bool = True) -> str:
-    """Adds the recorded tokens to the merged answer.
-
-    Returns the outcome if no other engine can continue it; empty: one may. `decodes`: the text of
-    the tokens must be the client's.
-    """
-    transcript = p.merged()
-    try:
-        p.observe()
-        if transcript.over:
-            return "ended"
-        if decodes:
-            transcript.catch_up()
-    except MergeError as error:
-        p.model.not_joinable(p.client_request.path, str(error))
-        return "not_joinable"
-    return ""
+def can_take(p: Progress, target: Engine) -> bool:
+    """Returns whether an engine may get a running request of the model now."""
+    usable = target.model is p.model and target.in_service and not target.held
+    return usable and not target.runs_halves_at_once
 
 
 def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> str:
@@ -401,7 +376,7 @@ def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> 
         following = p.ticket.migrated()
     except NoInstanceError as error:
         p.count_move("no_instance")
-        raise Ended(p.model.no_engine_error(error), "engine_error") from None
+        raise Ended(p.model.no_engine_error(error)) from None
     p.count_move(outcome)
     if outcome == "migrated":
         p.note("migration", source, following, outcome=outcome, moved=(p.total,))

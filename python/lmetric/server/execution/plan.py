@@ -48,7 +48,7 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
     stream: bool = False  # it requests a stream
     target: bytes | None = None  # path of the request; None: the client's path
     method: bytes = b"POST"
-    beside: bool = False  # it runs beside the open segment
+    side: bool = False  # it runs beside the open segment, as `Progress.side` or for its media
     for_client: bool = True  # its answer is for the client
     advances_ticket: bool = True  # its ticket counts it as sent, and KV backfill may add its field
     kv: KvTransfer | None = None  # it fetches this KV transfer, which must not be sent twice
@@ -209,7 +209,7 @@ class SwitchTo(Exception):
 class Ended(Exception):
     """The request ends. `error`: for its client; `failure`: the failure kind for an open ticket."""
 
-    def __init__(self, error: ApiError | None, failure: str) -> None:
+    def __init__(self, error: ApiError | None, failure: str = "engine_error") -> None:
         super().__init__(failure)
         self.error = error
         self.failure = failure

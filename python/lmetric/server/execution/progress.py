@@ -99,7 +99,7 @@ class Progress:
         self.done = False
         # Of `execution`.
         self._run: Way[None] | None = None  # runs the request
-        self._beside: Way[SwitchTo | None] | None = None  # the migration
+        self._migration_way: Way[SwitchTo | None] | None = None  # the migration
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Progress:
         try:
             following = self.ticket.segment_done(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
         except NoInstanceError as error:
-            raise Ended(self.model.no_engine_error(error), "engine_error") from None
+            raise Ended(self.model.no_engine_error(error)) from None
         assert following is not None  # another segment follows
         if following != source:
             self.note("handoff", source, following, outcome="placed")
@@ -242,7 +242,7 @@ class Progress:
         The rebalancer may then move a stream whose tokens are known. KV backfill changes the body.
         """
         refill = step.engine.refill if step.advances_ticket else None
-        if step.beside:
+        if step.side:
             self.side = step
         elif self.hedge is not None and step is self.hedge.step:
             refill = None  # its field depends on the first decision
@@ -268,7 +268,7 @@ class Progress:
         target: str,
         *,
         method: bytes = b"POST",
-        beside: bool = True,
+        side: bool = True,
         kv: KvTransfer | None = None,
     ) -> Step:
         """Returns a step for the router's own use, which the ticket does not count.
@@ -282,7 +282,7 @@ class Progress:
             limit_seconds=self.rules.timeouts.first_byte,
             target=target.encode(),
             method=method,
-            beside=beside,
+            side=side,
             for_client=False,
             advances_ticket=False,
             kv=kv,
@@ -435,6 +435,6 @@ class Progress:
             assert delta is not None
             self.write_whole(transcript.answer(delta), engine)
         if delta is not None and delta.finish == "abort":
-            raise Ended(None, "engine_error")
+            raise Ended(None)
         close = self.ticket.done if early else self.ticket.segment_done
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))

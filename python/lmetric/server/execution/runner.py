@@ -111,7 +111,7 @@ class Runner(InFlightRequest):
             step,
             self._require_finish,
         )
-        if attempt.weights is not None and not step.beside and step.body:
+        if attempt.weights is not None and not step.side and step.body:
             execution.model.request_weights.note(execution.decision.id, attempt.weights)
         if execution.stalled_at and step.for_client:
             attempt.pause(True)
@@ -197,13 +197,9 @@ class Runner(InFlightRequest):
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         self._on(self.execution.leave, reason, error)
 
-    def client_slow(self) -> None:
-        """Stops reading from the engine, because the client reads too slowly."""
-        self._on(self.execution.client_slow, time.monotonic())
-
-    def client_ready(self) -> None:
-        """Continues reading from the engine."""
-        self._on(self.execution.client_ready, time.monotonic())
+    def client_slow(self, slow: bool) -> None:
+        """Stops reading from the engine while the client reads too slowly."""
+        self._on(self.execution.client_slow, slow, time.monotonic())
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""

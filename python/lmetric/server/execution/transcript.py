@@ -257,7 +257,7 @@ class Transcript:
         if self.parts is not None:
             raise MergeError(PARSED)
         if self._text is None:
-            self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
+            self._text = self._new_text()
         elif self._decoded_ids == len(self.output_ids) and not self._engine_text:
             return
         whole = self._decoded if self._stop is None else self._stop.text
@@ -272,6 +272,9 @@ class Transcript:
             raise MergeError("the engine's text differs from the text of its tokens")
         self._engine_text = [engine_text]
 
+    def _new_text(self) -> Detokeniser:
+        return Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
+
     def _first(self, answer: JSON, choice: JSON, ids: list[int]) -> None:
         """Stores the frame of the first segment with tokens, and checks its text."""
         frame = answer if self._chat else choice
@@ -284,10 +287,8 @@ class Transcript:
         engine_text = message.get("content") if self._chat else choice.get("text")
         stopped = choice.get("finish_reason") == "stop" and not self._stop_shown
         try:
-            text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip).more(
-                ids[:-1] if stopped else ids
-            )
-            self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
+            text = self._new_text().more(ids[:-1] if stopped else ids)
+            self._text = self._new_text()
         except TokenizeError as error:
             raise MergeError(str(error)) from None
         if (engine_text or "") != text:

@@ -429,14 +429,14 @@ class ClientConnection(PacedHandler):
         super().pause_writing()
         self._entrance.clients.slow(self)
         if self.relay is not None:
-            self.relay.client_slow()
+            self.relay.client_slow(True)
 
     def resume_writing(self) -> None:
         """Called by the loop."""
         super().resume_writing()
         self._entrance.clients.caught_up(self)
         if self.relay is not None:
-            self.relay.client_ready()
+            self.relay.client_slow(False)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Called by the loop."""

@@ -229,7 +229,7 @@ class Placement:
             relay = RequestRunner(execution, call.path.generates, self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
-                relay.client_slow()
+                relay.client_slow(True)
             for hook in self._running.observers.placed:
                 try:
                     hook(client_request, relay)

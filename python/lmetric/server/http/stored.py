@@ -163,7 +163,7 @@ class StoredRequests:
             relay = DirectRequest(execution, self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
-                relay.client_slow()
+                relay.client_slow(True)
             now = time.monotonic()
             for hook in self._running.observers.placed:
                 guarded(hook, client_request, relay)

@@ -35,7 +35,7 @@ def aborts_by_order(p: Progress, engine: Engine) -> Way[bool]:
     pages = engine.capabilities.pause_pages
     if not pages or p.client_request.gateway is not None:
         return False
-    step = p.own_step(engine, b"", pages[0], method=b"GET", beside=False)
+    step = p.own_step(engine, b"", pages[0], method=b"GET", side=False)
     step.limit_seconds = p.rules.timeouts.between_chunks
     try:
         attempt, _ = yield step

@@ -35,9 +35,7 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
             attempt, flags = yield step
             if p.hedge is not None and attempt.step is hedge.step:
                 _check_hedge(p, attempt, flags)
-                p.drop_main()
-                p.ticket.failed("cancelled", retry=False)
-                _promote(p, hedge)
+                _promote(p, hedge, "cancelled")
             check_beginning(p, attempt, flags)
         except TimeIsUp:
             following = _second(p, hedge, first.engine, again=again)
@@ -50,18 +48,17 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
             elif hedge.step is None:
                 raise
             else:  # the first engine has failed; the hedge goes on
-                p.drop_main()
                 add_failure(p, lost)
-                kind = lost.retried_kind
-                p.ticket.failed(ticket_kind(kind), retry=False)
-                _promote(p, hedge)
+                _promote(p, hedge, lost.retried_kind)
         else:
             p.end_hedge("lost")
             return attempt, flags
 
 
-def _promote(p: Progress, hedge: Hedge) -> None:
-    """Makes the hedge the only attempt of the request."""
+def _promote(p: Progress, hedge: Hedge, kind: str) -> None:
+    """Makes the hedge the only attempt of the request. `kind`: the failure of the first one."""
+    p.drop_main()
+    p.ticket.failed(ticket_kind(kind), retry=False)
     p.hedge = None
     p.ticket, p.decision, p.main = hedge.ticket, hedge.decision, hedge.step
     p.model.hedging.outcomes["won"] += 1

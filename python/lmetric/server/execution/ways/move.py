@@ -15,9 +15,10 @@ import structlog
 
 from lmetric._core import TicketError
 from lmetric.engines.handover import COMPLETIONS, one_token
-from lmetric.server.execution.failures import blame, blame_status, ready_to_switch, transfer_broke, why_ends
+from lmetric.server.execution.failures import blame, blame_status, can_take, transfer_broke
 from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.transcript import MergeError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import fetches
 from lmetric.server.fleet.transfer import hold
@@ -49,12 +50,12 @@ def _why_not(p: Progress, target: Engine) -> str:
     assert p.mover is not None
     if p.done or not p.has_tokens:
         return "not_movable"
-    if why := why_ends(p, decodes=False):
+    if why := _why_ends(p, decodes=False):
         return why
     if target.runs_halves_at_once:
         return "not_movable"  # it serves only second segments
     gap_seconds = 0.0 if _works_ahead(target) else p.model.prefill_seconds(target, p.total)
-    return "long_gap" if gap_seconds > p.mover.max_gap_seconds else why_ends(p)
+    return "long_gap" if gap_seconds > p.mover.max_gap_seconds else _why_ends(p)
 
 
 def _works_ahead(target: Engine) -> bool:
@@ -67,7 +68,7 @@ def move(p: Progress) -> Way[SwitchTo | None]:
     migration, mover = p.migration, p.mover
     assert migration is not None
     assert mover is not None
-    target, kv = migration.target, migration.kv
+    target, attempt = migration.target, None
     if _works_ahead(target):
         source = p.model.engines.get(p.ticket.instance)
         if source is not None and mover.by != "recompute" and fetches(source, target):
@@ -75,13 +76,37 @@ def move(p: Progress) -> Way[SwitchTo | None]:
         attempt = yield from _warm(p, migration)
         if attempt is None:
             return None
-        outcome = why_ends(p, decodes=False)
-        if outcome != "not_joinable" and _left_seconds(p, migration, attempt) > mover.max_gap_seconds:
-            outcome = "long_gap"
-        if outcome:
-            p.cancel_migration(outcome)
-            return None
-    return SwitchTo(kv) if ready_to_switch(p, target) else None
+    outcome = _why_ends(p, decodes=False)
+    left_seconds = (
+        0.0 if attempt is None or outcome == "not_joinable" else _left_seconds(p, migration, attempt)
+    )
+    if left_seconds > mover.max_gap_seconds:
+        outcome = "long_gap"
+    elif not outcome:
+        outcome = _why_ends(p) if can_take(p, target) else "target_gone"
+    if outcome:
+        p.cancel_migration(outcome)
+        return None
+    return SwitchTo(migration.kv)
+
+
+def _why_ends(p: Progress, *, decodes: bool = True) -> str:
+    """Adds the recorded tokens to the merged answer.
+
+    Returns the outcome if no other engine can continue it; empty: one may. `decodes`: the text of
+    the tokens must be the client's.
+    """
+    transcript = p.merged()
+    try:
+        p.observe()
+        if transcript.over:
+            return "ended"
+        if decodes:
+            transcript.catch_up()
+    except MergeError as error:
+        p.model.not_joinable(p.client_request.path, str(error))
+        return "not_joinable"
+    return ""
 
 
 def _hold(p: Progress, migration: Migration, source: Engine) -> Way[None]:

@@ -64,7 +64,7 @@ def at_once(p: Progress, first: Engine) -> Way[str | None]:
         body = _first_body(p, first)
     except HandoverError as error:
         what = f"{p.model.name} is served by prefill and decode engines: {error}"
-        raise Ended(bad(what), "engine_error") from None
+        raise Ended(bad(what)) from None
     second = p.model.engines.get(p.ticket.next_instance or "")
     if second is None:
         return p.next_segment()
@@ -76,11 +76,11 @@ def other_decode(p: Progress, second: Engine) -> Way[str | None]:
     first = p.prefill_engine
     if first is None or not p.ticket.from_token or p.begun:
         why = f"{p.model.name}: only prefill engines or only decode engines are usable"
-        raise Ended(ApiError(503, why, engines=second.name, code="no_engine"), "engine_error")
+        raise Ended(ApiError(503, why, engines=second.name, code="no_engine"))
     try:
         body = _first_body(p, first)
     except HandoverError:
-        raise Ended(ApiError(502, "no engine could answer", code="reset"), "engine_error") from None
+        raise Ended(ApiError(502, "no engine could answer", code="reset")) from None
     return (yield from _both(p, first, second, body=body, opens=False))
 
 
@@ -94,7 +94,7 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
         body,
         "whole",
         limit_seconds=p.rules.timeouts.first_byte,
-        beside=True,
+        side=True,
         for_client=False,
         advances_ticket=opens,
     )

@@ -83,7 +83,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
             if transcript.over:
                 p.end_merged()
                 if it.finish == "abort":
-                    raise Ended(None, "engine_error")
+                    raise Ended(None)
                 return None
         elif events is not None:
             try:
@@ -101,7 +101,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
 
 def _rendered(p: Progress, engine: Engine) -> Way[dict[str, Any]]:
     """Lets an engine render the chat. Returns the body that generates its answer."""
-    step = p.own_step(engine, p.merged().chat, RENDER, beside=False)
+    step = p.own_step(engine, p.merged().chat, RENDER, side=False)
     attempt, _ = yield step
     _check(p, attempt)
     try:

@@ -68,7 +68,7 @@ def _end_passing(p: Progress, attempt: Attempt) -> None:
     if 400 <= p.status < 500:
         p.refused(attempt.step.engine)
     if attempt.error or p.status >= 400 or attempt.reader.aborted:
-        raise Ended(None, "engine_error")
+        raise Ended(None)
     attempt.reader.finish_ticket()
 
 
@@ -112,7 +112,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         if choices[0].get("finish_reason") != "abort" or not (yield from aborts_by_order(p, engine)):
             raise step.lost("reset", "its answer was aborted")
         p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
-        raise Ended(None, "engine_error")
+        raise Ended(None)
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
         discard_transfer(p, engine, why)
     p.answered = attempt

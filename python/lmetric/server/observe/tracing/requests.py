@@ -138,9 +138,9 @@ class SampledRequest:
 
     def _segment_span(self, execution: Execution, step: Step, now: float) -> Span:
         hedges = execution.hedge is not None and step is execution.hedge.step
-        if not step.beside and not hedges:
+        if not step.side and not hedges:
             self._spans.enter_segment(execution.ticket.from_token, now)
-        return self._spans.attempt(execution.model.name, step.beside, now)
+        return self._spans.attempt(execution.model.name, step.side, now)
 
     def decided(self, execution: Execution, request: ClientRequest) -> None:
         """Adds the span of the decision."""
