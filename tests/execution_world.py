@@ -677,7 +677,7 @@ class Driver:
             slot, ticket = Slot.HEDGE, hedge.ticket
             assert step.engine is not self.open[Slot.MAIN].step.engine, "an engine gets it twice"
         assert slot not in self.open, "an attempt is left without an owner"
-        attempt = QuietAttempt(self, self.rules, self.asked, ticket, step, True)
+        attempt = QuietAttempt(self, self.rules, self.asked, ticket, step)
         self.open[slot] = attempt
         if self.execution.stalled_at and step.for_client:
             attempt.pause(True)
@@ -760,10 +760,8 @@ class Driver:
 
     known_tokens = 0
 
-    def move_to(self, target: Engine, now: float) -> bool:
-        began, acts = self.execution.migrate(target, now)
-        self.on(lambda: acts)
-        return began
+    def move_to(self, target: Engine, now: float) -> None:
+        self.on(self.execution.migrate, target, now)
 
     # The client, and time.
 

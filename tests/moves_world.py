@@ -80,6 +80,14 @@ async def at_token(w: Pd, count: int) -> RequestRunner:
     return request
 
 
+def begins(moves: Rebalancer, ticket: int, target: str) -> bool:
+    """Starts a move. Returns whether it has started or is done."""
+    request, done = moves.running[ticket], moves.outcomes["migrated"]
+    before = request.move
+    moves.begin(ticket, target, time.monotonic())
+    return request.move is not before or moves.outcomes["migrated"] > done
+
+
 async def move(w: Pd, count: int, target: str | None = None) -> bool:
     """Starts to move the only stream to another engine at this token.
 
@@ -88,7 +96,7 @@ async def move(w: Pd, count: int, target: str | None = None) -> bool:
     request = await at_token(w, count)
     others = [name for name in w.engines if name not in w.stopped | {place(request)}]
     ticket = request.execution.ticket.id
-    return mover(w).begin(ticket, target or others[count % len(others)], time.monotonic())
+    return begins(mover(w), ticket, target or others[count % len(others)])
 
 
 async def shoved(w: Pd, path: str, body: dict[str, Any], moves: list[int]) -> int:

@@ -523,7 +523,8 @@ def test_a_stream_whose_text_is_not_that_of_its_tokens_never_moves(clock: Clock)
     mover = it.model.mover
     assert mover is not None
     for _ in range(2):
-        assert not mover.begin(it.ticket.id, "e1", clock.now)
+        mover.begin(it.ticket.id, "e1", clock.now)
+        assert it.execution.migration is None
     lose(it, Slot.MAIN)
     it.check()
     assert it.done
@@ -539,8 +540,10 @@ def test_a_stream_does_not_move_to_an_engine_of_second_halves(clock: Clock) -> N
     engine.capabilities = replace(engine.capabilities, handover=Handover("bootstrap", bootstrap_port=9001))
     engine.role_set = "decode"
     it.model.set_role(engine)
-    assert it.model.mover is not None
-    assert not it.model.mover.begin(it.ticket.id, "e1", clock.now)
+    mover = it.model.mover
+    assert mover is not None
+    mover.begin(it.ticket.id, "e1", clock.now)
+    assert (it.execution.migration, mover.outcomes) == (None, {"not_movable": 1})
     finish(it)
 
 

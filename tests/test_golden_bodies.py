@@ -340,7 +340,8 @@ async def at_token(w: World, count: int) -> int:
 
 
 def begin_move(w: World, ticket: int, target: str) -> None:
-    assert mover(w).begin(ticket, target, time.monotonic())
+    mover(w).begin(ticket, target, time.monotonic())
+    assert mover(w).moves
 
 
 MOVES: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmetric.options import SplitAt
-from moves_world import LONG, at_token, move, mover, moving, place, plain, shoved
+from moves_world import LONG, at_token, begins, move, mover, moving, place, plain, shoved
 from pd_world import nixl
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal
 
@@ -207,11 +206,10 @@ async def test_one_move_at_a_time() -> None:
         await w.until(lambda: len(mover(w).running) == 2)
         one, other = list[Any](mover(w).running.values())
         await w.until(lambda: one.known_tokens > 3 and other.known_tokens > 3)
-        now = time.monotonic()
         target = next(name for name in w.engines if name not in (place(one), place(other)))
-        assert mover(w).begin(one.execution.ticket.id, target, now)
-        assert not mover(w).begin(one.execution.ticket.id, target, now)
-        assert not mover(w).begin(other.execution.ticket.id, target, now)
+        assert begins(mover(w), one.execution.ticket.id, target)
+        assert not begins(mover(w), one.execution.ticket.id, target)
+        assert not begins(mover(w), other.execution.ticket.id, target)
         said = await asyncio.gather(*tasks)
         assert mover(w).outcomes == {"too_many": 1, "migrated": 1}
         expected = await alone(w, COMPLETIONS, body)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from tokenizers.decoders import DecodeStream
 
 from lmetric_lab.emulated.text import TOKENIZER_PATH
-from moves_world import LONG, at_token, move, mover, moving, place, plain
+from moves_world import LONG, at_token, begins, move, mover, moving, place, plain
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal, heard
@@ -132,7 +131,7 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         await w.until(lambda: len(mover(w).running) == 2)
         one, other = list[Any](mover(w).running.values())
         await w.until(lambda: one.known_tokens > 3)
-        assert mover(w).begin(one.execution.ticket.id, place(other), time.monotonic())
+        assert begins(mover(w), one.execution.ticket.id, place(other))
         for said in await asyncio.gather(*tasks):
             equal(said, expected)
         stats = w.server.fleet.models[0].router.stats()
@@ -225,7 +224,7 @@ async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
         for ticket, chain in list(moves.running.items()):
             if chain.known_tokens >= count and not (began or moves.outcomes):
                 target = next(name for name in model.engines if name != place(chain))
-                began = moves.begin(ticket, target, time.monotonic())
+                began = begins(moves, ticket, target)
         await asyncio.sleep(0.001)
     status, headers, raw = await task
     moves.outcomes.clear()

@@ -194,7 +194,8 @@ def test_move_prepares_the_target_while_the_source_still_streams(clock: Clock, b
     source, mover = engine(it), it.model.mover
     assert mover is not None
     target = next(name for name in it.model.engines if name != source)
-    assert mover.begin(it.ticket.id, target, clock.now)
+    mover.begin(it.ticket.id, target, clock.now)
+    assert it.execution.migration is not None
     if by == "fetch":
         assert engine(it, SIDE) == source  # it prepares its KV cache
         it.say(it.open[SIDE], 2)

@@ -85,7 +85,8 @@ class Here:
                 return False
             (target,) = (engine.name for engine in self.engines if engine.name != request.instance)
             # After an earlier move, the stream must have a token on its new engine first.
-            return self.mover.begin(ticket, target, time.monotonic())
+            self.mover.begin(ticket, target, time.monotonic())
+            return request.move is not None
 
         await self.until(
             lambda: stream.done() or any(begun(*each) for each in list(self.mover.running.items()))

@@ -76,6 +76,8 @@ RELAYED: Mapping[str, RelayedPath] = {
     **dict.fromkeys((f"{CHAT}/derender", f"{COMPLETIONS}/derender"), _NO_PROMPT),
     **dict.fromkeys(AUDIO, RelayedPath("form", "refused")),
 }
+# Paths whose streams are incomplete without a finish_reason.
+GENERATING = frozenset(path for path, relayed in RELAYED.items() if relayed.generates)
 # A path of the configuration's `paths`.
 CONFIGURED_PATH = RelayedPath("input", "refused")
 

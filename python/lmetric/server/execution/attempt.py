@@ -18,6 +18,7 @@ from lmetric._core import (
     Ticket,
     WireError,
 )
+from lmetric.server.api.paths import GENERATING
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import Attempt, AttemptEvent, Step
@@ -68,16 +69,13 @@ class EngineAttempt(Attempt):
         client_request: ClientRequest,
         ticket: Ticket | None,
         step: Step,
-        require_finish: bool,
     ) -> None:
         self._listener = listener
         self._rules = rules
         self._client_request = client_request
         self._ticket = ticket  # None: the router's ledger does not count the request
         self.step = step
-        self.weights = step.engine.weights  # the version that it begins with
         self.trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
-        self._require_finish = require_finish  # a stream without a finish_reason is incomplete
         self.error = False
         self.begun = False
         self.over = False  # it ended, failed or was canceled
@@ -139,7 +137,7 @@ class EngineAttempt(Attempt):
         step, client_request = self.step, self._client_request
         self._connection = self.reader = connection
         if step.reader == "pass":
-            finish = self._require_finish
+            finish = client_request.path in GENERATING
             connection.begin(self, self._ticket, client_request.http11, finish, step.observed, step.hides_ids)
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)

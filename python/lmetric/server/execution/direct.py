@@ -87,7 +87,7 @@ class DirectRequest(Runner):
     """One request about a stored response, in flight."""
 
     def __init__(self, execution: DirectExecution, on_end: OnEnd) -> None:
-        super().__init__(execution, require_finish=False, on_end=on_end)
+        super().__init__(execution, on_end)
         self._engine = execution.engine
 
     @property

@@ -82,17 +82,12 @@ class Execution(Progress):
         acts, self.acts = self.acts, []
         return acts
 
-    def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
-        """Starts a migration for the rebalancer.
-
-        Returns whether it began or is done, and the actions.
-        """
+    def migrate(self, target: Engine, now: float) -> list[Act]:
+        """Starts a migration for the rebalancer, if the request can move."""
         self.now = now
-        began = move.begin(self, target)
-        if began:
-            self._migration_way = way = move.move(self)
-            began = self._go_migration(way.send, None) or self.migration is not None
-        return began, self._out()
+        self._migration_way = way = move.move(self, target)
+        self._go_migration(way.send, None)
+        return self._out()
 
     def tick(self, now: float) -> list[Act]:
         """Ends the request at its time limits. Attempts have their own deadlines."""
@@ -210,19 +205,17 @@ class Execution(Progress):
             if step is not None:
                 self.send(step)
 
-    def _go_migration(self, resume: Callable[[Any], Step | None], heard: object) -> bool:
-        """Resumes the way of the migration. Returns whether the request switches to its target."""
+    def _go_migration(self, resume: Callable[[Any], Step | None], heard: object) -> None:
+        """Resumes the way of the migration. At its end, the request may switch to its target."""
         try:
             step = resume(heard)
         except StopIteration as over:
             self._migration_way = None
-            if over.value is None or self._run is None:
-                return False
-            self._go(self._run.throw, over.value)
-            return True
-        if step is not None:
-            self.send(step)
-        return False
+            if over.value is not None and self._run is not None:
+                self._go(self._run.throw, over.value)
+        else:
+            if step is not None:
+                self.send(step)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -46,10 +46,9 @@ class Runner(InFlightRequest):
 
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, execution: Execution, require_finish: bool, on_end: OnEnd) -> None:
+    def __init__(self, execution: Execution, on_end: OnEnd) -> None:
         self.execution = execution
         self._client_request = execution.client_request
-        self._require_finish = require_finish
         self._on_end = on_end
         self._finished = False
         self._attempts: dict[Step, EngineAttempt] = {}
@@ -109,10 +108,10 @@ class Runner(InFlightRequest):
             self._client_request,
             execution.ticket if hedge is None or step is not hedge.step else hedge.ticket,
             step,
-            self._require_finish,
         )
-        if attempt.weights is not None and not step.side and step.body:
-            execution.model.request_weights.note(execution.decision.id, attempt.weights)
+        weights = step.engine.weights  # the version that the attempt begins with
+        if weights is not None and not step.side and step.body:
+            execution.model.request_weights.note(execution.decision.id, weights)
         if execution.stalled_at and step.for_client:
             attempt.pause(True)
         now = time.monotonic()
@@ -242,17 +241,9 @@ class Runner(InFlightRequest):
         """The number of its known answer tokens."""
         return self.execution.known_tokens
 
-    def move_to(self, target: Engine, now: float) -> bool:
-        """Starts a move to another engine. Returns whether it began or is done."""
-        began = False
-
-        def migrate() -> list[Act]:
-            nonlocal began
-            began, acts = self.execution.migrate(target, now)
-            return acts
-
-        self._on(migrate)
-        return began
+    def move_to(self, target: Engine, now: float) -> None:
+        """Starts a move to another engine, if the request can move."""
+        self._on(self.execution.migrate, target, now)
 
 
 class RequestRunner(Runner):

@@ -42,8 +42,8 @@ class Movable(Protocol):
     def known_tokens(self) -> int:
         """The number of its known answer tokens."""
 
-    def move_to(self, target: Engine, now: float) -> bool:
-        """Starts a move to another engine. Returns whether the move has started."""
+    def move_to(self, target: Engine, now: float) -> None:
+        """Starts a move to another engine, if the request can move."""
 
 
 class Rebalancer:
@@ -103,15 +103,15 @@ class Rebalancer:
             and fetches(self._engines.get(request.instance), engine)
         )
 
-    def begin(self, ticket: int, target: str, now: float) -> bool:
-        """Starts to move a running request. Returns whether the move has started.
+    def begin(self, ticket: int, target: str, now: float) -> None:
+        """Starts to move a running request, if it can move.
 
         `ticket`: a `Ticket.id`. `target`: the name of an instance.
         """
         request, engine = self.running.get(ticket), self._engines.get(target)
         if request is None or engine is None or request.move is not None:
-            return False
+            return
         if len(self.moves) >= self.at_once:
             self.outcomes["too_many"] += 1
-            return False
-        return request.move_to(engine, now)
+        else:
+            request.move_to(engine, now)

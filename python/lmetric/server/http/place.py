@@ -226,7 +226,7 @@ class Placement:
         try:
             client_request.keep_alive &= self._running.phase is SERVING
             execution = Execution(self._running.rules, intent, routed)
-            relay = RequestRunner(execution, call.path.generates, self._running.ended)
+            relay = RequestRunner(execution, self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
                 relay.client_slow(True)

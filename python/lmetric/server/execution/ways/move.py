@@ -26,49 +26,15 @@ from lmetric.server.fleet.transfer import hold
 log = structlog.get_logger("lmetric.relay")
 
 
-def begin(p: Progress, target: Engine) -> bool:
-    """Begins a migration, which `move` makes. Returns False if the request stays."""
-    assert p.mover is not None  # the rebalancer calls this
-    why = _why_not(p, target)
-    if not why:
-        try:
-            # Tokens computed ahead or fetched count as transferred.
-            p.ticket.begin_migration(target.name, recompute=not _works_ahead(target))
-        except TicketError as error:
-            log.debug("cannot move", model=p.model.name, reason=str(error))
-            why = "not_movable"
-    if why:
+def move(p: Progress, target: Engine) -> Way[SwitchTo | None]:
+    """Moves a request, if it can move. Returns the switch to the target; None: it stays."""
+    mover, attempt = p.mover, None
+    assert mover is not None  # the rebalancer calls this
+    if why := _why_not(p, target):
         p.count_move(why)
-        return False
-    p.migration = Migration(target, p.new_transfer())
-    p.mover.moves.add(p.migration)
-    return True
-
-
-def _why_not(p: Progress, target: Engine) -> str:
-    """Returns the outcome if the request cannot move; empty: it can."""
-    assert p.mover is not None
-    if p.done or not p.has_tokens:
-        return "not_movable"
-    if why := _why_ends(p, decodes=False):
-        return why
-    if target.runs_halves_at_once:
-        return "not_movable"  # it serves only second segments
-    gap_seconds = 0.0 if _works_ahead(target) else p.model.prefill_seconds(target, p.total)
-    return "long_gap" if gap_seconds > p.mover.max_gap_seconds else _why_ends(p)
-
-
-def _works_ahead(target: Engine) -> bool:
-    """Whether the target computes or fetches while the source still runs."""
-    return target.capabilities.prefix_caching is not False
-
-
-def move(p: Progress) -> Way[SwitchTo | None]:
-    """Prepares the target of a migration. Returns the switch to it; None: the request stays."""
-    migration, mover = p.migration, p.mover
-    assert migration is not None
-    assert mover is not None
-    target, attempt = migration.target, None
+        return None
+    migration = p.migration = Migration(target, p.new_transfer())
+    mover.moves.add(migration)
     if _works_ahead(target):
         source = p.model.engines.get(p.ticket.instance)
         if source is not None and mover.by != "recompute" and fetches(source, target):
@@ -77,10 +43,8 @@ def move(p: Progress) -> Way[SwitchTo | None]:
         if attempt is None:
             return None
     outcome = _why_ends(p, decodes=False)
-    left_seconds = (
-        0.0 if attempt is None or outcome == "not_joinable" else _left_seconds(p, migration, attempt)
-    )
-    if left_seconds > mover.max_gap_seconds:
+    late = attempt is not None and _left_seconds(p, migration, attempt) > mover.max_gap_seconds
+    if late and outcome != "not_joinable":
         outcome = "long_gap"
     elif not outcome:
         outcome = _why_ends(p) if can_take(p, target) else "target_gone"
@@ -88,6 +52,34 @@ def move(p: Progress) -> Way[SwitchTo | None]:
         p.cancel_migration(outcome)
         return None
     return SwitchTo(migration.kv)
+
+
+def _why_not(p: Progress, target: Engine) -> str:
+    """Returns the outcome if the request cannot move; empty: its ticket has a migration now."""
+    assert p.mover is not None
+    if p.done or not p.has_tokens:
+        return "not_movable"
+    if why := _why_ends(p, decodes=False):
+        return why
+    if target.runs_halves_at_once:
+        return "not_movable"  # it serves only second segments
+    gap_seconds = 0.0 if _works_ahead(target) else p.model.prefill_seconds(target, p.total)
+    if gap_seconds > p.mover.max_gap_seconds:
+        return "long_gap"
+    if why := _why_ends(p):
+        return why
+    try:
+        # Tokens computed ahead or fetched count as transferred.
+        p.ticket.begin_migration(target.name, recompute=not _works_ahead(target))
+    except TicketError as error:
+        log.debug("cannot move", model=p.model.name, reason=str(error))
+        return "not_movable"
+    return ""
+
+
+def _works_ahead(target: Engine) -> bool:
+    """Whether the target computes or fetches while the source still runs."""
+    return target.capabilities.prefix_caching is not False
 
 
 def _why_ends(p: Progress, *, decodes: bool = True) -> str:
