@@ -10,7 +10,7 @@ from typing import Any
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.failures import STATUSES, blame
+from lmetric.server.execution.failures import STATUSES, blame, broken
 from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.runner import OnEnd, Runner
@@ -32,12 +32,11 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
         blame(p, lost)
         engines = f"{engine.name}: {lost.reason}"
         if p.committed:
-            error = ApiError(502, "the engine failed in the middle of its answer", engines=engines, code=code)
-        else:
-            message = "the engine that holds the response did not answer"
-            headers = {"retry-after": "1"}
-            error = ApiError(STATUSES[code], message, engines=engines, code=code, headers=headers)
-        raise Ended(error, code) from None
+            raise broken(p, engines, lost.kind) from None
+        message = "the engine that holds the response did not answer"
+        headers = {"retry-after": "1"}
+        error = ApiError(STATUSES[code], message, engines=engines, code=code, headers=headers)
+        raise Ended(error) from None
 
 
 class DirectExecution(Execution):

@@ -220,8 +220,7 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     if outcome != "continued" or p.merged().parts is None:  # else it counts once the parser agrees
         p.model.failovers[outcome] += 1
     if outcome == "continued":
-        kind = lost.retried_kind
-        p.model.retried[ticket_kind(kind)] += 1
+        p.model.retried[ticket_kind(lost.retried_kind)] += 1
     p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
     if outcome not in ("continued", "complete"):
         raise _give_up(p, lost, lost.kind)
@@ -294,7 +293,7 @@ def no_continuation(p: Progress, why: Ineligible) -> Ended:
     """Returns the end of a stream that no engine can continue after all."""
     _name(p, why)
     p.model.failovers["not_mergeable"] += 1
-    return _broken(p, p.tried[-1], "reset")
+    return broken(p, p.tried[-1], "reset")
 
 
 def _complete(p: Progress) -> None:
@@ -477,15 +476,14 @@ def _give_up(p: Progress, lost: EngineLost, kind: str) -> Ended:
 
     `kind`: the kind of failure for the client.
     """
-    p.reason = reason = lost.reason
     code = ticket_kind(kind)
     if p.committed:
-        return _broken(p, f"{lost.engine.name}: {reason}", kind)
+        return broken(p, f"{lost.engine.name}: {lost.reason}", kind)
     refusal = p.refusal
     if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
         if refusal.status in SATURATED:
             refusal.wait(_wait_seconds(p))
-        return _refused(p, refusal, f": {reason}", failure=kind)
+        return _refused(p, refusal, f": {lost.reason}", failure=kind)
     headers = {"x-lmetric-decision": p.label}
     status, message = 503 if p.over_budget else STATUSES[code], "no engine could answer"
     suspect = p.verdicts is not None and p.verdicts.suspect
@@ -502,7 +500,7 @@ def _give_up(p: Progress, lost: EngineLost, kind: str) -> Ended:
     return Ended(ApiError(status, message, engines="; ".join(p.tried), code=code, headers=headers), kind)
 
 
-def _broken(p: Progress, failure: str, kind: str) -> Ended:
+def broken(p: Progress, failure: str, kind: str) -> Ended:
     """Returns the end of a begun answer. `failure`: the engine's name and its failure."""
     broke, why = "the engine failed in the middle of its answer", p.client_request.not_resumable
     stays = "" if why is None else f"; no other engine can continue it: {why.why}"

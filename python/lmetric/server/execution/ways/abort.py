@@ -28,10 +28,7 @@ def aborts_by_order(p: Progress, engine: Engine) -> Way[bool]:
 
     Then it still reports whether it is paused: after a long `/sleep`, late.
     """
-    p.stop_moving()
-    if p.migration is not None:
-        p.cancel_migration("ended")
-    p.drop_main()
+    p.abandon()
     pages = engine.capabilities.pause_pages
     if not pages or p.client_request.gateway is not None:
         return False

@@ -57,7 +57,7 @@ class Rest:
         self.stop = choice.get("stop_reason", self.stop)
 
     def repeat_call(self) -> None:
-        """Forgets the running call. Its tokens wait for the next one."""
+        """Forgets the running call, which is abandoned. Its tokens wait for the next one."""
         if self.step is not None:
             self.step, self.waiting = None, self.sent + self.waiting
 
@@ -89,7 +89,6 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
             try:
                 _collect(p, it, main, events=events)
             except Aborted as lost:
-                p.drop_side()
                 it.repeat_call()
                 if not (yield from aborts_by_order(p, engine)):
                     raise
