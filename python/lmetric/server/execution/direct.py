@@ -13,7 +13,6 @@ from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.failures import STATUSES, blame, broken
 from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.runner import OnEnd, Runner
 from lmetric.server.execution.ways.plain import begin_passing
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
@@ -48,8 +47,13 @@ class DirectExecution(Execution):
         self, rules: Rules, client_request: ClientRequest, model: Model, *, engine: Engine, method: bytes
     ) -> None:
         Progress.__init__(self, rules, client_request, model=model)
-        self.engine = engine
+        self._engine = engine
         self._run = direct(self, engine, method)
+
+    @property
+    def instance(self) -> str:
+        """The engine that answers."""
+        return self._engine.name
 
     def placed(self, now: float) -> list[Act]:
         """Sends the request."""
@@ -80,16 +84,3 @@ class DirectExecution(Execution):
         if self.rules.show_engines:
             lines += f"x-lmetric-instance: {engine}\r\n"
         return lines.encode("latin-1")
-
-
-class DirectRequest(Runner):
-    """One request about a stored response, in flight."""
-
-    def __init__(self, execution: DirectExecution, on_end: OnEnd) -> None:
-        super().__init__(execution, on_end)
-        self._engine = execution.engine
-
-    @property
-    def instance(self) -> str:
-        """The engine that answers."""
-        return self._engine.name

@@ -215,9 +215,8 @@ class Ended(Exception):
         self.failure = failure
 
 
-# A way gets an attempt with the flags of an answer that begins, with a list of events, or
-# with None at the end of its answer. A failure is thrown as `EngineLost`.
-Heard: TypeAlias = tuple[Attempt, Any]
 T = TypeVar("T")
-# A way of running a request. It yields steps to send, and None to wait for the next event.
-Way: TypeAlias = Generator[Step | None, Heard, T]
+# A way of running a request. It yields steps to send, and None to wait for the next event. It gets
+# an attempt with the flags of an answer that begins, with a list of events, or with None at the end
+# of its answer. A failure is thrown as `EngineLost`.
+Way: TypeAlias = Generator[Step | None, tuple[Attempt, Any], T]

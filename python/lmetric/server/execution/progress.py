@@ -109,6 +109,11 @@ class Progress:
         return self.model.labels.label(self.decision.id, self.client_request.tenant)
 
     @property
+    def instance(self) -> str:
+        """The engine that answered, or was tried last."""
+        return self.ticket.instance
+
+    @property
     def observed(self) -> bool:
         """Whether the tokens of its stream must be recorded while they pass."""
         return self.resumes and self.stream and not self.unmergeable

@@ -229,7 +229,7 @@ class Runner(InFlightRequest):
     @property
     def instance(self) -> str:
         """The engine that answered, or was tried last."""
-        return self.execution.ticket.instance
+        return self.execution.instance
 
     @property
     def move(self) -> object | None:

@@ -16,9 +16,10 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
 from lmetric.server.background.stored_search import StoredSearch
 from lmetric.server.execution import request_log
-from lmetric.server.execution.direct import DirectExecution, DirectRequest
+from lmetric.server.execution.direct import DirectExecution
 from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.observers import guarded
+from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
@@ -145,7 +146,7 @@ class StoredRequests:
 
     def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id
-        relay: DirectRequest | None = None
+        relay: Runner | None = None
         try:
             model, engine = self._holder(tenant, response_id)
             caller = client_request.caller
@@ -160,7 +161,7 @@ class StoredRequests:
             execution = DirectExecution(
                 self._running.rules, client_request, model, engine=engine, method=method.encode()
             )
-            relay = DirectRequest(execution, self._running.ended)
+            relay = Runner(execution, self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
                 relay.client_slow(True)
