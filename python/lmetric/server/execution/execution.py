@@ -131,10 +131,7 @@ class Execution(Progress):
                 way, go = self._migration_way, self._go_migration
             elif self.committed and step.target is None:
                 return []  # a prefill; the other engine has answered
-        elif step in self.encoding:
-            if event in ENDS:
-                self.encoding = tuple(each for each in self.encoding if each is not step)
-        elif self.hedge is None or step is not self.hedge.step:
+        elif step not in self.encoding and (self.hedge is None or step is not self.hedge.step):
             return []  # a late event of a canceled attempt
         if way is None:
             return []

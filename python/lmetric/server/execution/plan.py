@@ -55,7 +55,11 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
     observed: bool = False  # its tokens are recorded while they pass (reader "pass")
     hides_ids: bool = False  # the client did not request the token ids in the answer
     checks_prompt: bool = False  # the engine must report the same tokens of a chat
-    merges: bool = False  # its answer continues the tokens of earlier segments
+
+    @property
+    def merges(self) -> bool:
+        """Whether its answer continues the tokens of earlier segments: it has a path of its own."""
+        return self.for_client and self.target is not None
 
     def lost(self, kind: str, reason: str) -> EngineLost:
         """Returns the failure of its engine."""

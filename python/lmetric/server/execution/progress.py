@@ -5,7 +5,7 @@ A way (`ways`) reads the state, and appends actions to `acts`. `execution` owns 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Progress:
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # engines' answers cannot be merged: one engine answers it
     media: Media | None = None  # to encode before the first engine gets the request
-    encoding: tuple[Step, ...] = ()  # steps that encode them, before `main`
+    encoding: Collection[Step] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     close_client: bool = False
     # Failures (`failures`).

@@ -197,7 +197,6 @@ def _rest_step(p: Progress, engine: Engine) -> Step:
         stream=p.stream,
         target=target.encode(),
         kv=kv if fields else None,
-        merges=True,
     )
 
 

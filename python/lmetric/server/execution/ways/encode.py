@@ -43,7 +43,7 @@ def encode(p: Progress, target: Engine) -> Way[None]:
     outcomes, params = p.model.encodings, dict[str, Any]()
     parts = _missing(p, media, target)
     outcomes["cached"] += len(media.parts) - len(parts)
-    running: dict[Step, _Batch] = {}
+    p.encoding = running = dict[Step, _Batch]()
     _send(p, media, _Batch(parts, frozenset()), running=running)
     try:
         while running:
@@ -94,7 +94,6 @@ def _send(p: Progress, media: Media, batch: _Batch, *, running: dict[Step, _Batc
         body = _body(p.model.names.name_for(engine.name), media, parts)
         step = p.own_step(engine, body, CHAT)
         running[step] = _Batch(parts, batch.tried)
-        p.encoding += (step,)
         p.acts.append(step)
 
 

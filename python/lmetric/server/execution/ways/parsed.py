@@ -133,7 +133,6 @@ def _generation(p: Progress, engine: Engine, body: dict[str, Any]) -> Step:
         limit_seconds=p.limit_seconds,
         stream=True,
         target=GENERATE.encode(),
-        merges=True,
     )
 
 
