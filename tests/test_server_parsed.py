@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from execution_world import prompt_of
-from lmetric.server.execution.parsed import Parts
+from lmetric.server.execution.parts import Parts
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from server_world import Behaviour, FakeEngine, Request, World, plain, world
 from split_world import CHAT

@@ -33,7 +33,7 @@ from execution_world import (
     read_answer,
 )
 from lmetric.server.execution import attempt as attempt_module
-from lmetric.server.execution.parsed import Parts
+from lmetric.server.execution.parts import Parts
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
 from split_world import CHAT
 

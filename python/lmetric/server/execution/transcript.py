@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import PARSED, max_tokens
-from lmetric.server.execution.parsed import Parts, PartsDiffer
+from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.stop_strings import StopStrings
 from lmetric.tokens import Detokeniser, Tokens
 

@@ -23,7 +23,7 @@ import orjson
 from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
-from lmetric.server.execution.parsed import Parts, PartsDiffer
+from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.plan import Attempt, Commit, Ended, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of
