@@ -75,8 +75,8 @@ class DirectExecution(Execution):
         self.close_client = self.committed or error is None
         super()._abort(reason, failure, None if self.committed else error)
 
-    def _finish(self, failure: str | None, error: ApiError | None, *, aborted: bool = False) -> None:
-        super()._finish(None, error, aborted=aborted)  # no ticket to close
+    def _finish(self, failure: str | None, error: ApiError | None) -> None:
+        super()._finish(None, error)  # no ticket to close
 
     def head_lines(self, engine: str) -> bytes:
         """Returns the router's own lines in the head of the answer."""

@@ -149,7 +149,7 @@ class ClientRequest:
     on_answer: Callable[[str], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
-    opened = False  # the router sent the head of a stream before any engine's answer (`open_stream`)
+    opened = False  # the router sent the head of a stream before any engine's answer (`comment`)
     only_closing_ends_it = False  # it has neither a length nor chunks
     _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
     _chunked = False  # the router writes chunks
@@ -257,14 +257,15 @@ class ClientRequest:
             parts.append(b"connection: close\r\n")
         self.transport.write(b"".join(parts) + b"\r\n")
 
-    def open_stream(self) -> None:
-        """Sends the head of a stream before an engine answers."""
-        request_id = self.head.request_id.encode("latin-1")
-        self.begin(None, b"x-request-id: %b\r\n" % request_id)
-        self.opened = True
-
     def comment(self, lines: bytes) -> None:
-        """Writes each of ``lines`` as an SSE comment, which clients ignore."""
+        """Writes each of ``lines`` as an SSE comment, which clients ignore.
+
+        Before an engine's answer, this opens the stream.
+        """
+        if not self.opened:
+            request_id = self.head.request_id.encode("latin-1")
+            self.begin(None, b"x-request-id: %b\r\n" % request_id)
+            self.opened = True
         self._write_chunk(sse_comments(lines))
 
     def write(self, data: bytes, *, last: bool = False) -> None:

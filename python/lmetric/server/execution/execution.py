@@ -221,9 +221,9 @@ class Execution(Progress):
         self.reason = reason
         if self._run is not None:
             self._run.close()
-        self._finish(failure, error, aborted=True)
+        self._finish(failure, error)
 
-    def _finish(self, failure: str | None, error: ApiError | None, *, aborted: bool = False) -> None:
+    def _finish(self, failure: str | None, error: ApiError | None) -> None:
         """Ends the request, once: closes all attempts and an open ticket.
 
         `failure`: the failure kind for an open ticket. `error`: for the client, as the end of a
@@ -241,7 +241,7 @@ class Execution(Progress):
         if failure is not None and self.ticket.open:
             self.ticket.failed(ticket_kind(failure), retry=False)
         if self.verdicts is not None:
-            if failure is None and not aborted:
+            if failure is None:
                 self.verdicts.succeeded()
             else:
                 self.verdicts.ended()

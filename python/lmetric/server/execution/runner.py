@@ -134,8 +134,6 @@ class Runner(InFlightRequest):
         execution.model.held.poke()  # the first token: the engine has room again
 
     def _comment(self, act: Comment) -> None:
-        if not self._client_request.opened:
-            self._client_request.open_stream()
         self._client_request.comment(act.lines)
 
     def _begin(self, act: Begin) -> None:

@@ -92,8 +92,6 @@ class HeldRequest(WaitingRequest):
         client_request = self._client_request
         if now - self._written_at >= self._every and not client_request.client.writing_paused:
             self._written_at = now
-            if not client_request.opened:
-                client_request.open_stream()
             client_request.comment(b"held for %d s" % (now - self._since))
         super().check(now)
 

@@ -47,7 +47,7 @@ def encode(p: Progress, target: Engine) -> Way[None]:
     _send(p, media, _Batch(parts, frozenset()), running=running)
     try:
         while running:
-            step, outcome, again = yield from _next(p, running, params)
+            step, outcome, again = yield from _next(p, params)
             batch = running.pop(step)
             if again:
                 tried = batch.tried | {step.engine.name}
@@ -115,7 +115,7 @@ def _body(model: str, media: Media, parts: list[MediaPart]) -> bytes:
     return b"".join((*pieces, b"]}]}"))
 
 
-def _next(p: Progress, running: dict[Step, _Batch], params: dict[str, Any]) -> Way[tuple[Step, str, bool]]:
+def _next(p: Progress, params: dict[str, Any]) -> Way[tuple[Step, str, bool]]:
     """Waits for an engine. Returns its step, the outcome, and whether another engine shall try."""
     try:
         attempt, _ = yield None
