@@ -66,15 +66,13 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
         return EngineLost(self.engine, kind, reason, step=self)
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True, eq=False):
     """Cancels the attempt of a step, if it still runs."""
 
     step: Step
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(Struct, frozen=True, eq=False):
     """Schedules a call of `woken` after this many seconds; None cancels it."""
 
     seconds: float | None
@@ -86,38 +84,33 @@ class Commit(Struct, eq=False, gc=False):  # msgspec creates it in C, as each re
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class Comment:
+class Comment(Struct, frozen=True, eq=False):
     """Opens the client's stream, unless that was done, and writes lines of comments."""
 
     lines: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Struct, frozen=True, eq=False):
     """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
 
     length: int | None
     engine: str  # the engine named in its head
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(Struct, frozen=True, eq=False):
     """Writes a part of the router's answer."""
 
     data: bytes
     last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BreakOff:
+class BreakOff(Struct, frozen=True, eq=False):
     """Ends a started answer with this error."""
 
     error: ApiError
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True, eq=False):
     """Ends the request. `error`: for a client without any answer yet."""
 
     error: ApiError | None = None

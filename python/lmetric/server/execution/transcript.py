@@ -451,7 +451,7 @@ class Transcript:
         return usage | {"prompt_tokens_details": self.cached} if last else usage
 
 
-def object_of(body: bytes) -> dict[str, Any]:
+def object_of(body: bytes | bytearray) -> dict[str, Any]:
     """Parses an engine's answer. Raises MergeError."""
     try:
         answer = orjson.loads(body)

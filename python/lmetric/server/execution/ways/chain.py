@@ -68,7 +68,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
     if step.reader == "whole":
         aborts = attempt.reader.aborted and (yield from aborts_by_order(p, engine))
         try:
-            delta = p.merged().take(object_of(bytes(attempt.answer)), UNBOUNDED, aborts=aborts)
+            delta = p.merged().take(object_of(attempt.answer), UNBOUNDED, aborts=aborts)
         except MergeError as error:
             raise step.lost("reset", str(error)) from None
         p.end_merged(delta)
@@ -147,7 +147,7 @@ def _merge(p: Progress, attempt: Attempt, tokens: int, *, whole: bool, aborts: b
     """
     transcript, engine = p.merged(), attempt.step.engine
     try:
-        answer = object_of(bytes(attempt.answer))
+        answer = object_of(attempt.answer)
         usage = answer.get("usage") or {}
         transcript.cached = usage.get("prompt_tokens_details") or transcript.cached
         return transcript.take(answer, tokens, whole=whole, aborts=aborts)

@@ -48,7 +48,7 @@ def whole_answer(p: Progress, step: Step) -> Way[Attempt]:
         refuse(p, attempt)
     if step.checks_prompt:
         try:
-            told = object_of(bytes(attempt.answer)).get("prompt_token_ids")
+            told = object_of(attempt.answer).get("prompt_token_ids")
             why = other_tokens(p.prompt, told)
         except MergeError as error:
             why = str(error)

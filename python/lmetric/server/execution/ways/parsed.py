@@ -104,7 +104,7 @@ def _rendered(p: Progress, engine: Engine) -> Way[dict[str, Any]]:
     attempt, _ = yield step
     _check(p, attempt)
     try:
-        body = object_of(bytes(attempt.answer))
+        body = object_of(attempt.answer)
         sampling = body["sampling_params"]
         grammar = sampling.get("structured_outputs")
     except (MergeError, KeyError, AttributeError, TypeError) as error:
@@ -203,7 +203,7 @@ def _take(p: Progress, attempt: Attempt, it: Rest) -> None:
 def _deltas(attempt: Attempt, it: Rest) -> list[JSON]:
     """Returns the deltas of a call. Keeps the parser's state."""
     try:
-        answer = object_of(bytes(attempt.answer))
+        answer = object_of(attempt.answer)
         it.state = dict(answer["stream_state"])
         return [dict(choice["delta"]) for choice in answer["chunk"]["choices"]]
     except (MergeError, KeyError, TypeError, ValueError) as error:
