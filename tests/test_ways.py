@@ -30,6 +30,8 @@ from lmetric.server.execution import ways
 from lmetric.server.execution.exchange import Rules
 from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.intent import Intent
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.kv_backfill import KvBackfill
 
 MAIN, SIDE, HEDGE = Slot.MAIN, Slot.SIDE, Slot.HEDGE
 
@@ -219,6 +221,24 @@ def test_hedge_asks_a_second_engine_if_the_first_token_is_late(clock: Clock) -> 
     _, heard = read_answer(it.client.written, it.ask)
     assert heard["whole"]
     assert it.model.hedging.outcomes == {"won": 1}
+
+
+class Backfilled(Setup):
+    """Engines report the cached blocks of each request."""
+
+    def engine(self, name: str) -> Engine:
+        engine = super().engine(name)
+        engine.refill = KvBackfill({"vllm_xargs": {"kv_cache_report_mode": "full"}}, 0, 0.0)
+        return engine
+
+
+def test_only_the_first_engine_of_a_hedged_request_reports_its_cached_blocks(clock: Clock) -> None:
+    """The backfill follows the first decision. The hedge has a decision of its own."""
+    it = driver(clock, Backfilled(hedges=True), Ask())
+    it.wake()
+    assert "vllm_xargs" in asked(it)
+    assert "vllm_xargs" not in asked(it, HEDGE)
+    finish(it)
 
 
 @pytest.mark.parametrize("function", [ways.plain.plain, ways.run])
