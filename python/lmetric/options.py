@@ -375,11 +375,11 @@ class ProgramObservation(_Option):
     """Share of an instance's cache that its programs may be expected to use."""
     resume: float = 0.85
     """Share of `theta` up to which programs are admitted."""
-    growth: float = 0.1
+    growth: float = 0.2
     """Fewest tokens counted for a program, as a share of the mean context: room to grow."""
     shortest_first: bool = True
     """Whether held programs with the fewest tokens are admitted first, not the oldest programs."""
-    backfill_seconds: float = 120.0
+    backfill_seconds: float = 600.0
     """How long smaller programs may pass a held program that does not fit."""
     forget_seconds: float = 300.0
     """Length of a gap between two requests after which a program counts as ended until it

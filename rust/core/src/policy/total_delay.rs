@@ -3,20 +3,22 @@
 //!
 //! LMETRIC multiplies the queue by the batch size, although the requests there wait for the queue
 //! wherever this request goes. So a burst in front of an instance that holds a long prompt costs
-//! more than computing the prompt again elsewhere, and that evicts the next prompt.
+//! more than computing the prompt again elsewhere, and that evicts the next prompt. Here a queue
+//! delays this request, and later ones by what it exceeds the mean queue, at least by half of it.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "total_delay",
-    "sqrt(mean(bs) + 1) * queued_prefill_tokens + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1), lowest",
+    "queued_prefill_tokens + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1), lowest",
     "this project: the sum of delays, in tokens",
     &[],
 )
 .stable()
 .guarded();
 
-const SCORE: &str = "sqrt(mean(bs) + 1) * queued_prefill_tokens + new_tokens * (bs + 1) \
-    + recompute_ratio * new_tokens * (mean(bs) + 1)";
+const SCORE: &str = "queued_prefill_tokens \
+    + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) \
+    + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1)";
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, SCORE, &[])
@@ -36,9 +38,11 @@ mod tests {
 
     #[test]
     fn adds_the_own_delay_and_that_of_the_others() {
-        // The mean batch is 3: a queued token counts twice.
+        // The mean batch is 3, and the mean queue 16,900 tokens: the long queue exceeds it by 33,100,
+        // and of the short one, half counts for each later request.
         let scores = fleet().score(&*policy("total_delay", &[]));
-        assert_eq!(scores, [140_000.0, 2.0 * 50_000.0 + 2_000.0 * 9.0, 1_400.0 + 142_000.0 * 2.0]);
+        let home = 50_000.0 + 3.0 * 33_100.0 + 2_000.0 * 9.0;
+        assert_eq!(scores, [140_000.0, home, 700.0 + 3.0 * 350.0 + 142_000.0 * 2.0]);
         assert_eq!(fleet().best(&*policy("total_delay", &[])), Some(1), "home, in spite of the burst");
         assert_eq!(fleet().best(&*policy("lmetric", &[])), Some(0), "LMETRIC computes 140,000 tokens again");
     }
