@@ -32,16 +32,16 @@ mod tests {
     fn fleet() -> Fleet {
         Fleet::new(3)
             .set(Bs, &[0.0, 8.0, 1.0])
-            .set(QueuedPrefillTokens, &[0.0, 50_000.0, 700.0])
+            .set(QueuedPrefillTokens, &[0.0, 20_000.0, 700.0])
             .prompt(142_000.0, &[2_000.0, 140_000.0, 0.0])
     }
 
     #[test]
     fn adds_the_own_delay_and_that_of_the_others() {
-        // The mean batch is 3, and the mean queue 16,900 tokens: the long queue exceeds it by 33,100,
+        // The mean batch is 3, and the mean queue 6,900 tokens: the long queue exceeds it by 13,100,
         // and of the short one, half counts for each later request.
         let scores = fleet().score(&*policy("total_delay", &[]));
-        let home = 50_000.0 + 3.0 * 33_100.0 + 2_000.0 * 9.0;
+        let home = 20_000.0 + 3.0 * 13_100.0 + 2_000.0 * 9.0;
         assert_eq!(scores, [140_000.0, home, 700.0 + 3.0 * 350.0 + 142_000.0 * 2.0]);
         assert_eq!(fleet().best(&*policy("total_delay", &[])), Some(1), "home, in spite of the burst");
         assert_eq!(fleet().best(&*policy("lmetric", &[])), Some(0), "LMETRIC computes 140,000 tokens again");

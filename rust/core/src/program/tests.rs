@@ -419,7 +419,7 @@ fn a_session_that_its_client_ends_frees_the_places_of_its_programs() {
 /// Two instances with a program each, and a held program that can only run alone.
 fn beside_a_large_program(shortest_first: bool) -> (Programs, TurnId) {
     let mut programs = programs(ProgramMode::Admit, &[16_000.0, 16_000.0]);
-    programs.config.shortest_first = shortest_first;
+    (programs.config.shortest_first, programs.config.backfill_seconds) = (shortest_first, 120.0);
     for name in [1, 2] {
         let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 20)])), 0.0);
         let Verdict::Run(instance) = verdict else { panic!("{verdict:?}") };
