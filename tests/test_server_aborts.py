@@ -28,6 +28,7 @@ from test_server_split_faults import (
     said_in,
     tells,
     text_of,
+    told_by,
 )
 
 # Answers of an engine's `/is_paused` after an abort.
@@ -254,3 +255,97 @@ async def test_an_aborted_rest_is_the_answer(state: str, tokens: int) -> None:
             assert record["outcome"] == "engine_error"
         else:
             assert (said_in(got), record["outcome"]) == (text_of(START, STORY), "finished")
+
+
+def whole(state: str, *, finish: str = "abort", times: int = 1) -> Behaviour:
+    """Aborts the first whole answers after seven tokens. Later requests get all."""
+    left = times
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal left
+        if request.path == "/tokenize" or not left:
+            return await tells(engine, request, writer)
+        assert isinstance(engine, Development)
+        engine.state, left = state, left - 1
+        ids = STORY[:7]
+        change = {"token_ids": ids, "text": text_of(START, ids), "finish_reason": finish}
+        return await changed(**change)(engine, request, writer)
+
+    return behave
+
+
+@pytest.mark.parametrize("state", ORDERED)
+async def test_an_ordered_abort_of_a_whole_answer_passes(state: str) -> None:
+    async with engines(
+        *[whole(state, times=2)] * 2, aliases={"large": "tiny"}, model_in_answers="asked"
+    ) as w:
+        status, headers, got = await w.post(ASKED | {"model": "large"})
+        (choice,) = got["choices"]
+        assert (status, choice["finish_reason"], choice["text"]) == (200, "abort", text_of(START, STORY[:7]))
+        assert got["model"] == "large"
+        assert sorted(sent(w)) == [0, 1]
+        _, page = await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+        assert orjson.loads(page)["tried"] == [headers["x-lmetric-instance"]]
+        _, page = await w.get("/metrics")
+        assert b'lmetric_usage_requests_total{model="tiny",tenant=""} 1.0' in page, "its usage counts"
+
+
+@pytest.mark.parametrize("state", NOT_ORDERED)
+async def test_another_engine_answers_for_an_engine_that_stops(state: str) -> None:
+    behave = whole(state)
+    async with engines(behave, behave, timeouts={"between_chunks": 0.5}) as w:
+        status, headers, got = await w.post(ASKED)
+        assert (status, said_in(got)) == (200, text_of(START, STORY))
+        assert sent(w) == [1, 1]
+        _, page = await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+        record = orjson.loads(page)
+        assert (len(record["tried"]), record["outcome"]) == (2, "finished")
+
+
+async def test_a_whole_answer_with_an_error_is_no_ordered_abort() -> None:
+    behave = whole("paused", finish="error")
+    async with engines(behave, behave) as w:
+        assert said_in((await w.post(ASKED))[2]) == text_of(START, STORY)
+        assert w.engines[0].page_reads.count("/is_paused") == 1, "only the check reads it"
+
+
+async def test_no_engine_is_left_after_an_abort() -> None:
+    behave = whole("stops", times=2)
+    async with engines(behave, behave) as w:
+        status, _, got = await w.post(ASKED)
+        assert (status, got["error"]["code"]) == (502, "failed_twice")
+
+
+async def test_a_long_answer_passes_before_its_end_is_known() -> None:
+    """The router withholds up to 256 KiB."""
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        got = plain(200, told_by(request, padding="x" * 300_000, finish_reason="abort"))
+        writer.write(got[:-20])
+        await asyncio.sleep(0.2)
+        writer.write(got[-20:])
+        return True
+
+    async with engines(behave, behave) as w:
+        assert (await w.post(ASKED))[2]["choices"][0]["finish_reason"] == "abort"
+        assert sorted(sent(w)) == [0, 1]
+
+
+async def test_aborts_of_other_engines_pass() -> None:
+    """The router cannot ask them whether somebody ordered the abort."""
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        return await changed(finish_reason="abort")(engine, request, writer)
+
+    async with world([FakeEngine(behave=behave), FakeEngine(behave=behave)]) as w:
+        assert (await w.post(ASKED))[2]["choices"][0]["finish_reason"] == "abort"
+        assert sorted(sent(w)) == [0, 1]
+
+
+async def test_a_client_leaves_while_the_engine_of_a_whole_answer_does_not_say() -> None:
+    async with engines(whole("hangs")) as w:
+        task = asyncio.create_task(w.post(ASKED))
+        await w.until(lambda: w.engines[0].page_reads.count("/is_paused") == 2)
+        task.cancel()
+        await w.settled()
+        await w.until(lambda: w.engines[0].left == 1)

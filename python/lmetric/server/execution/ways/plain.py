@@ -6,7 +6,7 @@ engine fetches their KV cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -41,6 +41,8 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
 
     Raises Ended if it is an error, or holds one.
     """
+    if flags & END and attempt.reader.aborted and _may_repeat(p, attempt):
+        yield from _end_whole_abort(p, attempt)
     if not begin_passing(p, attempt, flags):
         try:
             yield None  # until the end of the answer
@@ -70,6 +72,43 @@ def _end_passing(p: Progress, attempt: Attempt) -> None:
     if attempt.error or p.status >= 400 or attempt.reader.aborted:
         raise Ended(None)
     attempt.reader.finish_ticket()
+
+
+def _may_repeat(p: Progress, attempt: Attempt) -> bool:
+    """Returns whether another engine may answer after an engine aborted its whole answer.
+
+    Only vLLM shows whether it aborted by order: other engines' aborts pass.
+    """
+    by_vllm = attempt.step.engine.capabilities.token_ids
+    return by_vllm and attempt.reader.status == 200 and p.client_request.gateway is None
+
+
+def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
+    """Ends the request with a whole answer that its engine aborted by order.
+
+    Raises EngineLost if the engine aborted it for another reason.
+    """
+    body, step = attempt.reader.payload(), attempt.step
+    yield from _check_abort(p, step, _choices_of(step, body)[1])
+    p.answered = attempt  # it was canceled, so its reader still has the usage
+    p.write_whole(body, step.engine.name)
+    raise Ended(None)
+
+
+def _check_abort(p: Progress, step: Step, choices: list[Any]) -> Way[None]:
+    """Raises EngineLost unless an engine aborted its whole answer by order."""
+    ends = [choice.get("finish_reason") for choice in choices]
+    if "abort" not in ends or not (yield from aborts_by_order(p, step.engine)):
+        raise step.lost("reset", "its answer was aborted")
+
+
+def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], list[Any]]:
+    """Returns a whole answer and its choices. Raises EngineLost if it has none."""
+    try:
+        answer = orjson.loads(body)
+        return answer, answer["choices"]
+    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+        raise step.lost("reset", f"its answer has no choices: {error}") from None
 
 
 def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
@@ -102,15 +141,10 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     attempt, _ = yield step
     if attempt.reader.status != 200:
         refuse(p, attempt)
-    try:
-        answer = orjson.loads(attempt.answer)
-        choices = answer["choices"]
-    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
-        raise step.lost("reset", f"its answer has no choices: {error}") from None
+    answer, choices = _choices_of(step, attempt.answer)
     if attempt.reader.aborted:
         # Meanwhile, its connection may serve another request: its reader must not be read again.
-        if choices[0].get("finish_reason") != "abort" or not (yield from aborts_by_order(p, engine)):
-            raise step.lost("reset", "its answer was aborted")
+        yield from _check_abort(p, step, choices)
         p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
         raise Ended(None)
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
