@@ -178,7 +178,21 @@ async def test_records_and_labels_of_an_aborted_stream() -> None:
         assert headers["x-lmetric-weights"] == "1"
         _, page = await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
         record = orjson.loads(page)
-        assert (record["weights"], record["outcome"]) == (["1"], "engine_error")
+        assert (record["weights"], record["outcome"]) == (["1"], "cancelled")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_ordered_abort_is_no_failure_of_the_engine(stream: bool) -> None:
+    behave = aborting(7, "paused") if stream else whole("paused", times=12)
+    async with engines(behave, behave) as w:
+        for _ in range(12):
+            _, headers, _ = await w.post(ASKED | {"stream": stream})
+            _, page = await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+            assert orjson.loads(page)["outcome"] == "cancelled"
+        failed = model(w).router.stats()["failed"]
+        assert {kind: count for kind, count in failed.items() if count} == {"cancelled": 12}
+        assert [each.service.streak for each in model(w).engines.values()] == [0, 0]
+        assert not model(w).retried
 
 
 async def test_an_aborted_answer_has_the_asked_name() -> None:
@@ -252,7 +266,7 @@ async def test_an_aborted_rest_is_the_answer(state: str, tokens: int) -> None:
             (choice,) = got["choices"]
             whole = text_of(START, STORY[: tokens + 5])
             assert (choice["finish_reason"], choice["text"]) == ("abort", whole)
-            assert record["outcome"] == "engine_error"
+            assert record["outcome"] == "cancelled"
         else:
             assert (said_in(got), record["outcome"]) == (text_of(START, STORY), "finished")
 

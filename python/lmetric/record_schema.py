@@ -107,7 +107,11 @@ REQUEST = {
     "path": Key("text", "path of the API", always=True),
     "stream": Key("true or false", "whether the client requested a stream", always=True),
     "status": Key("integer", "HTTP status; 499: the client left", always=True),
-    "outcome": Key("text", "as in decision records: finished, dropped, or the kind of failure"),
+    "outcome": Key(
+        "text",
+        "as in decision records: finished, dropped, or the kind of failure. `cancelled`: the client left, or "
+        "an order to its engine (vLLM's `/pause`) aborted the answer",
+    ),
     "reason": Key("text", "why the request ended with an error, without the engine's words"),
     "hedged": Key("true or false", "whether a hedge answered; the decision is the hedge's, without `load`"),
     "request_id": Key("text", "id of the request; only with `request_ids: true`"),

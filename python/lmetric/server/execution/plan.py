@@ -212,6 +212,11 @@ class Ended(Exception):
         self.failure = failure
 
 
+def ended_by_order() -> Ended:
+    """Returns the end of a request whose answer its engine aborted by order: no failure of it."""
+    return Ended(None, "cancelled")
+
+
 T = TypeVar("T")
 # A way of running a request. It yields steps to send, and None to wait for the next event. It gets
 # an attempt with the flags of an answer that begins, with a list of events, or with None at the end

@@ -28,6 +28,7 @@ from lmetric.server.execution.plan import (
     Wake,
     Way,
     Write,
+    ended_by_order,
     ticket_kind,
 )
 from lmetric.server.execution.refusal import EngineRefusal
@@ -427,7 +428,7 @@ class Progress:
     def end_merged(self, delta: Delta | None = None, *, early: bool = False) -> None:
         """Ends the merged answer. `early`: inside its open segment, before the planned end.
 
-        Raises Ended if its engine has aborted it.
+        Raises Ended if its engine has aborted it by order.
         """
         transcript = self.merged()
         engine = self.ticket.instance if early else self.answering_engine_name
@@ -440,6 +441,6 @@ class Progress:
             assert delta is not None
             self.write_whole(transcript.answer(delta), engine)
         if delta is not None and delta.finish == "abort":
-            raise Ended(None)
+            raise ended_by_order()
         close = self.ticket.done if early else self.ticket.segment_done
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))

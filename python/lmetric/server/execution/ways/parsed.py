@@ -24,7 +24,7 @@ from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
 from lmetric.server.execution.parts import Parts, PartsDiffer
-from lmetric.server.execution.plan import Attempt, Commit, Ended, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Commit, Step, Way, Write, ended_by_order
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
@@ -83,7 +83,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
             if transcript.over:
                 p.end_merged()
                 if it.finish == "abort":
-                    raise Ended(None)
+                    raise ended_by_order()
                 return None
         elif events is not None:
             try:

@@ -13,7 +13,7 @@ import orjson
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
 from lmetric.server.execution.failures import check_beginning, discard_transfer, prove, refuse, stream_failed
-from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way, Write, ended_by_order
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, other_tokens
 from lmetric.server.execution.ways.abort import aborts_by_order
@@ -51,6 +51,7 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
             if event is None or not (yield from aborts_by_order(p, lost.engine)):
                 raise
             _end_aborted(p, attempt, event)
+            raise ended_by_order() from None
     _end_passing(p, attempt)
 
 
@@ -92,7 +93,7 @@ def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
     yield from _check_abort(p, step, _choices_of(step, body)[1])
     p.answered = attempt  # it was canceled, so its reader still has the usage
     p.write_whole(body, step.engine.name)
-    raise Ended(None)
+    raise ended_by_order()
 
 
 def _check_abort(p: Progress, step: Step, choices: list[Any]) -> Way[None]:
@@ -146,7 +147,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         # Meanwhile, its connection may serve another request: its reader must not be read again.
         yield from _check_abort(p, step, choices)
         p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
-        raise Ended(None)
+        raise ended_by_order()
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
         discard_transfer(p, engine, why)
     p.answered = attempt
