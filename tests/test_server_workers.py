@@ -13,6 +13,7 @@ import pytest
 from server_world import FakeEngine, World, world
 from test_server_programs import body, held, programs, small_cache
 
+KINDS = ["regular", "prefill", "decode", "encode"]
 ADMIN = {"authorization": "Bearer root-token"}
 
 
@@ -59,7 +60,7 @@ async def test_a_trainer_registers_lists_and_removes_workers_by_id() -> None:
         assert (await joined(it, got["worker_id"]))["model_id"] == "tiny"
         status, listed = await call(it, "GET", "/workers")
         assert (status, listed["total"]) == (200, 2)
-        assert listed["stats"] == {"regular_count": 2, "prefill_count": 0, "decode_count": 0}
+        assert listed["stats"] == {f"{kind}_count": 2 * (kind == "regular") for kind in KINDS}
         (worker,) = [each for each in listed["workers"] if each["url"] == added.url]
         answers = {(await it.post())[1]["x-lmetric-instance"] for _ in range(8)}
         assert answers == {"e0", worker["id"]}
@@ -94,6 +95,24 @@ async def test_a_trainer_adds_and_removes_workers_by_url() -> None:
         assert (await call(it, "POST", f"/add_{path}"))[0] == 200
         assert (await call(it, "DELETE", by_url))[0] == 200
         assert await urls(it) == {it.engines[0].url}
+    await added.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_kind_of_worker_has_its_role(kind: str) -> None:
+    added = FakeEngine()
+    await added.start()
+    async with world(1, admin=True) as it:
+        for _ in range(2):
+            status, got = await call(it, "POST", "/workers", {"url": added.url, "worker_type": kind})
+            assert (status, got.get("success")) == (200, True), got
+        worker = (await call(it, "GET", f"/workers/{got['worker_id']}"))[1]
+        assert worker["worker_type"] == kind
+        page = (await call(it, "GET", "/admin/engines"))[1]
+        (engine,) = [each for each in page if each["url"] == added.url]
+        assert engine["role"] == ("both" if kind == "regular" else kind)
+        stats = (await call(it, "GET", "/workers"))[1]["stats"]
+        assert stats == {f"{each}_count": (each == kind) + (each == "regular") for each in KINDS}
     await added.stop()
 
 

@@ -25,8 +25,8 @@ from lmetric.server.http.running import DRAINING
 
 PAGES = Pages()
 TAG = "workers"
-# Roles by the rivals' types of workers.
-_ROLES = {"regular": None, "prefill": "prefill", "decode": "decode"}
+# Roles by the rivals' types of workers. `encode`: of sglang-router's successor, smg.
+_ROLES = {"regular": None, "prefill": "prefill", "decode": "decode", "encode": "encode"}
 _URL = in_query("url", "URL of the engine", TEXT)
 _WORKER = in_path("name", "ID of the worker, or its URL with %3A and %2F")
 _BODY = {
