@@ -107,6 +107,19 @@ async def test_retries_bound_the_engines_of_a_stream() -> None:
         assert model(w).failovers == {"continued": 2, "not_retried": 1}
 
 
+@pytest.mark.parametrize(
+    ("others", "attempts", "outcome"), [(2, 3, "continued"), (1, 3, "no_engine"), (2, 2, "not_retried")]
+)
+async def test_a_failover_counts_once_if_the_next_engine_dies_before_a_token(
+    others: int, attempts: int, outcome: str
+) -> None:
+    later = [failing("reset", 0), engine()][:others]
+    async with failover(failing("reset"), *later, retries={"attempts": attempts}) as w:
+        said = await raw(w, COMPLETIONS, stream_of(COMPLETIONS))
+        assert ("error" in said) == (outcome != "continued")
+        assert model(w).failovers == {outcome: 1}
+
+
 async def test_the_last_engine_fails() -> None:
     async with failover(failing("event")) as w:
         said = await raw(w, CHAT, stream_of(CHAT))

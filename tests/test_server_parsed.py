@@ -11,6 +11,7 @@ import pytest
 
 from execution_world import prompt_of
 from lmetric.server.execution.parts import Parts
+from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from server_world import Behaviour, FakeEngine, Request, World, plain, world
 from split_world import CHAT
@@ -18,13 +19,19 @@ from test_server_split_faults import NIXL_PAGE
 from test_ways_parsed import ALL, Parsing, ParsingEngines, expected, same, tools
 
 
-def engine(answers: ParsingEngines, fails_after: int | None = None) -> Behaviour:
-    """Returns an engine that breaks off a chat after this many events; None: never."""
+def engine(answers: ParsingEngines, fails_after: int | None = None, dies_at: str = "") -> Behaviour:
+    """Returns an engine that breaks off a chat after this many events; None: never.
+
+    `dies_at`: a path that it never answers.
+    """
 
     async def behave(of: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.path == "/tokenize":
             writer.write(plain(404, b"{}"))
             return True
+        if request.path == dies_at:
+            writer.transport.abort()
+            return False
         raw = f"POST {request.path} HTTP/1.1\r\n\r\n".encode() + request.body
         pieces = answers.answer(of.name, raw, True, time.monotonic()).pieces
         fails = fails_after is not None and request.path == CHAT
@@ -71,6 +78,25 @@ async def test_a_chat_with_tools_continues(fails_after: int) -> None:
         usage = events[-1]["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of(CHAT, False)), len(ALL))
         assert model.failovers == {"continued": 1}
+
+
+@pytest.mark.parametrize("path", [RENDER, GENERATE, DERENDER])
+@pytest.mark.parametrize(
+    ("others", "attempts", "outcome"), [(2, 3, "continued"), (1, 3, "no_engine"), (2, 2, "not_retried")]
+)
+async def test_a_failover_counts_once_if_the_next_engine_dies_before_its_first_part(
+    path: str, others: int, attempts: int, outcome: str
+) -> None:
+    answers = ParsingEngines(tools(), Parsing())
+    behaviours = [engine(answers, 20), engine(answers, dies_at=path), engine(answers)][: 1 + others]
+    engines = [FakeEngine(behave=each, metrics=NIXL_PAGE, parses=True) for each in behaviours]
+    retries = {"attempts": attempts}
+    async with world(engines, tokenizer=str(TOKENIZER_PATH.parent), model="tiny", retries=retries) as w:
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(each.identified for each in model.engines.values()))
+        _, events = await parts(w)
+        assert ("error" in events[-1]) == (outcome != "continued")
+        assert model.failovers == {outcome: 1}
 
 
 @pytest.mark.parametrize("parses", [(False, False), (True, False)])

@@ -188,10 +188,13 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
         return _resume(p, lost)
     p.abandon()
     kind = lost.retried_kind
-    if _record(p, lost) and (following := _retry(p, lost)) is not None:
+    allowed = _record(p, lost)
+    if allowed and (following := _retry(p, lost)) is not None:
         p.model.retried[ticket_kind(kind)] += 1
         p.note("retry", lost.engine.name, following, outcome=kind)
         return following
+    if p.committed:  # after the tokens of another engine
+        p.model.failovers["no_engine" if allowed else "not_retried"] += 1
     raise _give_up(p, lost, kind)
 
 
@@ -217,10 +220,11 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     outcome: Outcome = "not_retried"
     if _record(p, lost):
         outcome, following = _continuing(p)
-    if outcome != "continued" or p.merged().parts is None:  # else it counts once the parser agrees
-        p.model.failovers[outcome] += 1
     if outcome == "continued":
+        p.fails_over = True  # it counts with the next engine's first part, or as the answer's end
         p.model.retried[ticket_kind(lost.retried_kind)] += 1
+    else:
+        p.model.failovers[outcome] += 1
     p.note("failover", lost.engine.name, p.ticket.instance, outcome=outcome)
     if outcome not in ("continued", "complete"):
         raise _give_up(p, lost, lost.kind)
@@ -344,6 +348,17 @@ def _switch_now(p: Progress, target: Engine) -> str | None:
         p.cancel_migration("target_gone")
         return None
     return switch(p, None, outcome="source_failed")
+
+
+def continued(p: Progress) -> None:
+    """Records the first part that an engine adds to the answer."""
+    if p.has_tokens:
+        return
+    p.has_tokens = True
+    if p.fails_over:
+        p.fails_over = False
+        p.model.failovers["continued"] += 1
+    prove(p)
 
 
 # -- the switch to another engine, for migration and failover --------------------------------------

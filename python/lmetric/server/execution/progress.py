@@ -72,6 +72,7 @@ class Progress:
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
     refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
     retry_after: int = 0  # seconds, the longest Retry-After of engines that declined the request
+    fails_over: bool = False  # an engine failed after its first token, and no other has continued
     over_budget: bool = False  # the retry budget forbade another attempt
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
 

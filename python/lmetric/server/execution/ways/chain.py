@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from lmetric.engines.handover import dumps
-from lmetric.server.execution.failures import check_beginning, prove, refuse
+from lmetric.server.execution.failures import check_beginning, continued, refuse
 from lmetric.server.execution.plan import Attempt, Commit, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, object_of
@@ -97,9 +97,7 @@ def _take(p: Progress, step: Step, events: list[bytes]) -> bool:
     try:
         for choice in choices_of(p, step, events):
             delta = transcript.more(choice)
-            if not p.has_tokens:
-                p.has_tokens = True
-                prove(p)
+            continued(p)
             p.write(delta)
             if transcript.stopped:
                 return True

@@ -22,9 +22,9 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
-from lmetric.server.execution.failures import check_beginning, no_continuation, prove, refuse
+from lmetric.server.execution.failures import check_beginning, continued, no_continuation, refuse
 from lmetric.server.execution.parts import Parts, PartsDiffer
-from lmetric.server.execution.plan import Attempt, Commit, Step, Way, Write, ended_by_order
+from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write, ended_by_order
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
@@ -47,11 +47,13 @@ class Rest:
     sent: list[int] = field(default_factory=list)  # in the running call
     finish: str | None = None
     stop: Any = None  # stop_reason
+    begun: bool = False  # tokens were generated
     ends: bool = False  # the running call has the end of the answer
     last: list[int] | None = None  # the last piece before the failure, in a call that only checks
 
     def add(self, choice: JSON) -> None:
         """Adds the tokens of a generated event."""
+        self.begun = True
         self.waiting += choice.get("token_ids") or ()
         self.finish = choice.get("finish_reason") or self.finish
         self.stop = choice.get("stop_reason", self.stop)
@@ -75,6 +77,17 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
         refuse(p, attempt)
     check_beginning(p, attempt, flags)
     p.acts.append(Commit(attempt))
+    try:
+        yield from _parsed(p, engine, it, main=main)
+    except EngineLost:
+        p.has_tokens |= it.begun  # the ticket has tokens: another engine must continue
+        raise
+    return None
+
+
+def _parsed(p: Progress, engine: Engine, it: Rest, *, main: Step) -> Way[None]:
+    """Lets the engine parse the tokens that it generates, to the end of the answer."""
+    transcript = p.merged()
     call: Step | None = None  # nothing may follow the commit
     while True:
         attempt, events = yield call
@@ -84,7 +97,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
                 p.end_merged()
                 if it.finish == "abort":
                     raise ended_by_order()
-                return None
+                return
         elif events is not None:
             try:
                 _collect(p, it, main, events=events)
@@ -195,7 +208,7 @@ def _take(p: Progress, attempt: Attempt, it: Rest) -> None:
         _replay(p, it, why)
         return
     it.known = 0
-    _agree(p)
+    continued(p)
     if data:
         p.acts.append(Write(data))
 
@@ -209,14 +222,6 @@ def _deltas(attempt: Attempt, it: Rest) -> list[JSON]:
     except (MergeError, KeyError, TypeError, ValueError) as error:
         why = f"{DERENDER}: not an event of a chat: {error}"
         raise attempt.step.lost("reset", why) from None
-
-
-def _agree(p: Progress) -> None:
-    """Records that the parser gives the parts that the client has."""
-    if not p.has_tokens:
-        p.has_tokens = True
-        p.model.failovers["continued"] += 1
-        prove(p)
 
 
 def _replay(p: Progress, it: Rest, why: Ineligible) -> None:
@@ -250,7 +255,7 @@ def _take_last(p: Progress, attempt: Attempt, it: Rest) -> None:
         why = f"{attempt.step.engine.name}: the answer's parts differ from those that the client has"
         raise no_continuation(p, Ineligible("not_mergeable", why))
     it.parts = deepcopy(transcript.parts)
-    _agree(p)
+    continued(p)
 
 
 def _check(p: Progress, attempt: Attempt) -> None:
