@@ -9,6 +9,7 @@ import pytest
 
 from lmetric._core import TokenEncoder
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps
+from lmetric.server.execution.parts import Parts
 from lmetric.server.execution.transcript import MergeError, Transcript
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 
@@ -227,3 +228,19 @@ def test_usage_in_every_chunk() -> None:
     assert chunk["usage"]["completion_tokens"] == 2
     (closing,) = events(one.closing())
     assert (closing["choices"], closing["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 2})
+
+
+@pytest.mark.parametrize("reasoning", ["a quiet river", "🙂 wörld 🙂", "", "other"])
+def test_the_tokens_of_the_reasoning_are_counted_by_its_text(reasoning: str) -> None:
+    said = "a quiet river" if reasoning == "other" else reasoning
+    ids = [
+        [int(token) for token in ENCODER.encode(text)]  # type: ignore[union-attr]
+        for text in ("<think>", said, "</think>", " to the end 🙂")
+    ]
+    it = joined(CHAT, stream=True, stream_options={"include_usage": True})
+    it.parts = Parts(reasoning, " to the end 🙂")
+    it.output_ids = [token for part in ids for token in part]
+    (end,) = events(it.closing())
+    known = reasoning not in ("", "other")
+    details = {"reasoning_tokens": len(ids[1])} if known else None
+    assert end["usage"].get("completion_tokens_details") == details

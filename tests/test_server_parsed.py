@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import chain
 from typing import Any
 
 import orjson
 import pytest
 
+import test_ways_parsed
 from execution_world import prompt_of
+from lmetric._core import TokenEncoder
 from lmetric.server.execution.parts import Parts
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from server_world import Behaviour, FakeEngine, Request, World, plain, world
 from split_world import CHAT
 from test_server_split_faults import NIXL_PAGE
-from test_ways_parsed import ALL, Parsing, ParsingEngines, expected, same, tools
+from test_ways_parsed import ALL, END, Parsing, ParsingEngines, expected, same, tools
+
+ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
 
 
 def engine(answers: ParsingEngines, fails_after: int | None = None, dies_at: str = "") -> Behaviour:
@@ -78,6 +83,29 @@ async def test_a_chat_with_tools_continues(fails_after: int) -> None:
         usage = events[-1]["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of(CHAT, False)), len(ALL))
         assert model.failovers == {"continued": 1}
+
+
+@pytest.mark.parametrize("fails_after", [3, 12, 26])
+async def test_the_usage_counts_the_tokens_of_the_reasoning(
+    monkeypatch: pytest.MonkeyPatch, fails_after: int
+) -> None:
+    reasoning = "I have to think of a quiet river, and of all of it."
+    ids = [
+        [int(each) for each in ENCODER.encode(text)]  # type: ignore[union-attr]
+        for text in ("<think>", reasoning, "</think>", "Here is the river and the end of it.")
+    ]
+    monkeypatch.setattr(test_ways_parsed, "ALL", [*chain.from_iterable(ids), END])
+    monkeypatch.setattr(test_ways_parsed, "text_of", lambda ids: "".join(ENCODER.decode([id]) for id in ids))
+    answers = ParsingEngines(tools(), Parsing())
+    behaviours = [engine(answers, fails_after), engine(answers)]
+    engines = [FakeEngine(behave=each, metrics=NIXL_PAGE, parses=True) for each in behaviours]
+    async with world(engines, tokenizer=str(TOKENIZER_PATH.parent), model="tiny") as w:
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(each.identified for each in model.engines.values()))
+        found, events = await parts(w)
+        assert (found.reasoning, model.failovers) == (reasoning, {"continued": 1})
+        details = events[-1]["usage"].get("completion_tokens_details")
+        assert details == {"reasoning_tokens": len(ids[1])}
 
 
 @pytest.mark.parametrize("path", [RENDER, GENERATE, DERENDER])

@@ -122,7 +122,8 @@ def equal(said: Said, expected: Said) -> None:
     assert said.finish == expected.finish == "tool_calls"
     assert said.usage is not None
     assert expected.usage is not None
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+    assert expected.usage["completion_tokens_details"]["reasoning_tokens"] > SEEN // 8
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens", "completion_tokens_details"):
         assert said.usage[name] == expected.usage[name]
     assert len(said.frames) == 1
     assert said.done

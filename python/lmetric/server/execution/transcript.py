@@ -12,6 +12,7 @@ one has no KV cache, so the next segment produces it again, and it counts there 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -446,9 +447,33 @@ class Transcript:
 
     def _usage(self, output_tokens: int, *, last: bool = False) -> dict[str, Any]:
         count = len(self.prompt)
-        usage = {"prompt_tokens": count, "total_tokens": count + output_tokens}
+        usage: dict[str, Any] = {"prompt_tokens": count, "total_tokens": count + output_tokens}
         usage["completion_tokens"] = output_tokens
-        return usage | {"prompt_tokens_details": self.cached} if last else usage
+        if not last:
+            return usage
+        if reasoning_tokens := self._reasoning_tokens():
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage | {"prompt_tokens_details": self.cached}
+
+    def _reasoning_tokens(self) -> int:
+        """Returns the number of tokens with the reasoning's text; 0: not known."""
+        reasoning = "" if self.parts is None else self.parts.reasoning
+        if not reasoning:
+            return 0
+
+        def decoded(count: int) -> str:
+            return self._encoder.decode(self.output_ids[:count], skip_special_tokens=False)
+
+        counts = range(len(self.output_ids) + 1)
+        start = decoded(counts[-1]).find(reasoning)
+        if start < 0:
+            return 0
+        ends = start, start + len(reasoning)
+        # Characters that are not whole yet do not count.
+        first, last = (
+            bisect_left(counts, end, key=lambda n: len(decoded(n).rstrip("\ufffd"))) for end in ends
+        )
+        return last - first
 
 
 def object_of(body: bytes | bytearray) -> dict[str, Any]:
