@@ -54,7 +54,7 @@ def test_the_document_is_valid_and_has_every_relayed_path() -> None:
 
 def test_every_code_of_an_error_is_in_the_document() -> None:
     sources = "".join(path.read_text() for path in SERVER.rglob("*.py") if path.name != "openapi.py")
-    codes = set(re.findall(r'code="(\w+)"', sources))
+    codes = set(re.findall(r'\bcode ?= ?"(\w+)"', sources))
     kinds = re.search(r"^STATUSES = \{\n(.*?)^\}", sources, re.MULTILINE | re.DOTALL)
     assert kinds is not None
     codes |= set(re.findall(r'"(\w+)"', kinds[1]))

@@ -507,9 +507,11 @@ def _give_up(p: Progress, lost: EngineLost, kind: str) -> Ended:
     if suspect:
         message = "the request failed on two engines in the same way, and is not tried again"
         if kind != "timeout":
-            status, code = 502, "failed_twice"
+            status = 502
+            code = "failed_twice"
     elif p.over_budget:
-        code, message = "retry_budget", "the engine failed, and the retry budget is used up"
+        code = "retry_budget"
+        message = "the engine failed, and the retry budget is used up"
     elif kind == "resources":
         message = "the router cannot open a connection to an engine"
     return Ended(ApiError(status, message, engines="; ".join(p.tried), code=code, headers=headers), kind)

@@ -5,11 +5,13 @@
 //! wherever this request goes. So a burst in front of an instance that holds a long prompt costs
 //! more than computing the prompt again elsewhere, and that evicts the next prompt. Here a queue
 //! delays this request, and later ones by what it exceeds the mean queue, at least by half of it.
+//! They count by the share of prefill work that is new: while contexts are computed again, a
+//! request that leaves its context costs more than a queue.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "total_delay",
-    "queued_prefill_tokens + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1), lowest",
+    "queued_prefill_tokens + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) / (1 + recompute_ratio) + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1), lowest",
     "this project: the sum of delays, in tokens",
     &[],
 )
@@ -18,6 +20,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 
 const SCORE: &str = "queued_prefill_tokens \
     + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) \
+      / (1 + recompute_ratio) \
     + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1)";
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
@@ -48,12 +51,15 @@ mod tests {
     }
 
     #[test]
-    fn recomputation_makes_new_tokens_dearer() {
-        // Half a token is computed again per new token, and delays a mean batch.
-        let scores = fleet().request(RecomputeRatio, 0.5).score(&*policy("total_delay", &[]));
+    fn recomputation_makes_new_tokens_dearer_than_queues() {
+        // A token is computed again per new token, and delays a mean batch. So half of the work is
+        // new, and of the delay of later requests half counts.
+        let scores = fleet().request(RecomputeRatio, 1.0).score(&*policy("total_delay", &[]));
         let new = [140_000.0, 2_000.0, 142_000.0];
+        let later = [0.0, 3.0 * 13_100.0, 3.0 * 350.0];
         let before = fleet().score(&*policy("total_delay", &[]));
-        let expected: Vec<f64> = before.iter().zip(new).map(|(score, new)| score + 2.0 * new).collect();
+        let expected: Vec<f64> =
+            (0..3).map(|slot| before[slot] - later[slot] / 2.0 + 4.0 * new[slot]).collect();
         assert_eq!(scores, expected);
     }
 }
