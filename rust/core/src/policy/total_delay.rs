@@ -41,8 +41,8 @@ mod tests {
 
     #[test]
     fn adds_the_own_delay_and_that_of_the_others() {
-        // The mean batch is 3, and the mean queue 6,900 tokens: the long queue exceeds it by 13,100,
-        // and of the short one, half counts for each later request.
+        // The mean batch is 3, and the mean queue 6,900 tokens: the long queue exceeds it by
+        // 13,100, and of the short one, half counts for each later request.
         let scores = fleet().score(&*policy("total_delay", &[]));
         let home = 20_000.0 + 3.0 * 13_100.0 + 2_000.0 * 9.0;
         assert_eq!(scores, [140_000.0, home, 700.0 + 3.0 * 350.0 + 142_000.0 * 2.0]);

@@ -47,9 +47,9 @@ pub struct ProgramConfig {
     /// On recorded agents above the caches' capacity: end to end -21 to -23%, P99 -39 to -51%. On
     /// synthetic ones, the 95th percentile of the job completion time doubles.
     pub shortest_first: bool,
-    /// How long smaller programs may pass a held program that does not fit. At 120 s, an instance
-    /// was kept free too often: recorded agents above the caches' capacity took 4 to 14% longer end
-    /// to end, and the longest hold was the same.
+    /// How long smaller programs may pass a held program that does not fit. At 120 s, instances
+    /// were kept free too often: recorded agents above the caches' capacity took 4 to 14% longer
+    /// end to end. The longest hold was the same.
     pub backfill_seconds: Seconds,
     /// Length of a gap after which a program counts as ended, until it returns. People pause for
     /// minutes: at 120 s, recorded agents above the caches' capacity took up to 1.2 times as long.
