@@ -111,7 +111,8 @@ def test_a_time_of_another_clock_is_refused(call: str) -> None:
         CALLS[call](router, ticket, time.time())
     started = time.monotonic()
     decision, _held = router.route(lm.Request(token_ids=TOKENS))
-    assert started <= told(router, decision)["at_seconds"] <= time.monotonic()
+    # The core reads its own clock: on a busy machine, both differ by some microseconds.
+    assert started - 1 <= told(router, decision)["at_seconds"] <= time.monotonic() + 1
 
 
 def test_a_clock_of_the_programs_own_is_taken_until_it_jumps() -> None:
