@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from lmetric._core import TokenEncoder
-from lmetric.tokens import Detokeniser
+from lmetric.tokens import Detokeniser, tokens_of_text
 from token_folders import CORPUS, KINDS, make_folder
 
 TEXT = "The quiet 🙂 Zürich, 日本語 & 🦀 жук don't:\n\n\t½ done."
@@ -53,8 +53,8 @@ def test_it_says_what_an_engine_streams(
         start = "".join(data.draw(st.lists(texts, max_size=3)))
         prompt = tokenizer.encode(start, add_special_tokens=False).ids
         ids = data.draw(
-            st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=12)
-            | st.lists(texts, max_size=3).map(
+            st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=200)
+            | st.lists(texts, max_size=30).map(
                 lambda parts: tokenizer.encode("".join(parts), add_special_tokens=False).ids
             )
         )
@@ -85,3 +85,29 @@ def test_a_character_cut_by_a_seam_comes_once(
         again = streamed(tokenizer, prompt + ids[:cut], ids[cut:], True)
         broken += said + again != TEXT * 2
     assert broken > 0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_tokens_of_a_text_are_found_within_a_long_answer(
+    both: Callable[[str], tuple[TokenEncoder, Tokenizer]], kind: str
+) -> None:
+    encoder, tokenizer = both(kind)
+    before, text, after = (
+        tokenizer.encode(part, add_special_tokens=False).ids for part in ("done. " * 70, TEXT * 9, "The end")
+    )
+    ids = before + text + after
+    whole = Detokeniser(encoder, (), skip_special_tokens=False).more(ids)
+    for first, last in [(0, 5), (3, 90), (len(before), len(before) + len(text)), (len(ids) - 9, len(ids))]:
+        ends = [Detokeniser(encoder, (), skip_special_tokens=False).more(ids[:n]) for n in (first, last)]
+        part = whole[len(ends[0]) : len(ends[1])]
+        at = whole.find(part)
+        least = [
+            next(n for n in range(len(ids) + 1) if len(encoder_text(encoder, ids[:n])) >= size)
+            for size in (at, at + len(part))
+        ]
+        assert tokens_of_text(encoder, ids, part) == least[1] - least[0]
+    assert tokens_of_text(encoder, ids, "not in it") == 0
+
+
+def encoder_text(encoder: TokenEncoder, ids: list[int]) -> str:
+    return encoder.decode(ids, skip_special_tokens=False).rstrip("\ufffd")

@@ -1,7 +1,7 @@
 """Tokenizes prompts like the engines, with chat templates, and converts answers back to text."""
 
 from lmetric.tokens.chat import NotPredictable
-from lmetric.tokens.detokenise import Detokeniser
+from lmetric.tokens.detokenise import Detokeniser, tokens_of_text
 from lmetric.tokens.files import EXPORT_COMMAND, TokenizerError, configured_folder, find_folder
 from lmetric.tokens.hub import HubError, fetch, is_hub_id, why_not_downloaded
 from lmetric.tokens.images import Image, ImagePrompt, NotAligned, aligned
@@ -27,6 +27,7 @@ __all__ = [
     "fetch",
     "find_folder",
     "is_hub_id",
+    "tokens_of_text",
     "verify",
     "why_not_downloaded",
 ]

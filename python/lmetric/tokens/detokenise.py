@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from copy import copy
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +18,11 @@ _CUT = "\ufffd"  # a character that is not whole yet
 # Number of last prompt tokens that determine the text at its end. A character has at most four
 # bytes, and tokenizers look no further than a word.
 _SUFFIX_LEAST, _SUFFIX_MOST = 4, 64
+
+
+# Tokens that are decoded together if their text is whole. One by one, the 20,000 tokens of a long
+# answer would hold the event loop for 200 ms.
+_BLOCK = 64
 
 
 class Detokeniser:
@@ -43,16 +51,20 @@ class Detokeniser:
 
     def more(self, ids: Sequence[int]) -> str:
         """The text that these tokens add."""
-        return "".join([self._step(token) for token in ids])
+        return "".join([self._step(block) for block in _blocks(ids)])
 
-    def _step(self, token: int) -> str:
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        if len(text) <= len(self._prefix) or text.endswith(_CUT):
+    def _step(self, tokens: Sequence[int]) -> str:
+        ids = [*self._ids, *tokens]
+        text = self._decode(ids)
+        whole = len(text) > len(self._prefix) and not text.endswith(_CUT)
+        if len(tokens) > 1 and not (whole and text.startswith(self._prefix)):
+            return "".join([self._step([token]) for token in tokens])
+        self._ids = ids
+        if not whole:
             return ""
         if not text.startswith(self._prefix):
             # The earlier text has changed: like vLLM, start again with this token.
-            self._ids, self._read = [token], 0
+            self._ids, self._read = list(tokens), 0
             text, self._prefix = self._decode(self._ids), ""
             if not text or text.endswith(_CUT):
                 return ""
@@ -74,3 +86,37 @@ class Detokeniser:
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoder.decode(ids, skip_special_tokens=self._skip)
+
+
+def tokens_of_text(encoder: TokenEncoder, ids: Sequence[int], text: str) -> int:
+    """Returns how many of an answer's tokens have the first occurrence of a text; 0: none.
+
+    Tokens that begin a character count from the token on that completes it. Special tokens are
+    text. Raises `TokenizeError`.
+    """
+    stream = Detokeniser(encoder, (), skip_special_tokens=False)
+    streams, texts = [], []  # before each block, and the text that the block adds
+    for block in _blocks(ids):
+        streams.append(copy(stream))
+        texts.append(stream.more(block))
+    start = "".join(texts).find(text)
+    if start < 0:
+        return 0
+    ends = list(accumulate(map(len, texts), initial=0))
+
+    def tokens(size: int) -> int:
+        """The fewest tokens with the first `size` characters."""
+        at = bisect_left(ends, size)
+        if at == 0:
+            return 0
+        before = (at - 1) * _BLOCK
+        block = ids[before : before + _BLOCK]
+        more = range(len(block) + 1)
+        rest = size - ends[at - 1]
+        return before + bisect_left(more, rest, key=lambda n: len(copy(streams[at - 1]).more(block[:n])))
+
+    return tokens(start + len(text)) - tokens(start)
+
+
+def _blocks(ids: Sequence[int]) -> list[Sequence[int]]:
+    return [ids[start : start + _BLOCK] for start in range(0, len(ids), _BLOCK)]

@@ -12,7 +12,6 @@ one has no KV cache, so the next segment produces it again, and it counts there 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import PARSED, max_tokens
 from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.stop_strings import StopStrings
-from lmetric.tokens import Detokeniser, Tokens
+from lmetric.tokens import Detokeniser, Tokens, tokens_of_text
 
 JSON = Mapping[str, Any]
 
@@ -451,29 +450,10 @@ class Transcript:
         usage["completion_tokens"] = output_tokens
         if not last:
             return usage
-        if reasoning_tokens := self._reasoning_tokens():
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-        return usage | {"prompt_tokens_details": self.cached}
-
-    def _reasoning_tokens(self) -> int:
-        """Returns the number of tokens with the reasoning's text; 0: not known."""
         reasoning = "" if self.parts is None else self.parts.reasoning
-        if not reasoning:
-            return 0
-
-        def decoded(count: int) -> str:
-            return self._encoder.decode(self.output_ids[:count], skip_special_tokens=False)
-
-        counts = range(len(self.output_ids) + 1)
-        start = decoded(counts[-1]).find(reasoning)
-        if start < 0:
-            return 0
-        ends = start, start + len(reasoning)
-        # Characters that are not whole yet do not count.
-        first, last = (
-            bisect_left(counts, end, key=lambda n: len(decoded(n).rstrip("\ufffd"))) for end in ends
-        )
-        return last - first
+        if reasoning and (found := tokens_of_text(self._encoder, self.output_ids, reasoning)):
+            usage["completion_tokens_details"] = {"reasoning_tokens": found}
+        return usage | {"prompt_tokens_details": self.cached}
 
 
 def object_of(body: bytes | bytearray) -> dict[str, Any]:

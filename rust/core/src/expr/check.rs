@@ -205,6 +205,12 @@ impl Graph {
 
     /// Adds `op` as [`Graph::push`] does, and evaluates it at once if all operands are constants.
     fn fold(&mut self, op: Op) -> usize {
+        if let Op::Binary(Binary::Divide, a, b) = op
+            && let Some(factor) = self.constant(b).and_then(exact_reciprocal)
+        {
+            let factor = self.push(Op::Constant(factor.to_bits()));
+            return self.fold(Op::Binary(Binary::Multiply, a, factor));
+        }
         let value = match op {
             Op::Unary(unary, a) => self.constant(a).map(|a| unary.apply(a)),
             Op::Binary(binary, a, b) => {
@@ -220,6 +226,13 @@ impl Graph {
         };
         self.push(value.map_or(op, |value| Op::Constant(value.to_bits())))
     }
+}
+
+/// Returns `1 / x` for a power of two. Multiplying by it gives the same bits as dividing by `x`, in
+/// a fraction of the time.
+fn exact_reciprocal(x: f64) -> Option<f64> {
+    let mantissa = x.to_bits() & ((1 << (f64::MANTISSA_DIGITS - 1)) - 1);
+    (x.is_normal() && mantissa == 0).then_some(1.0 / x).filter(|reciprocal| reciprocal.is_normal())
 }
 
 /// Checks the tree of `text` and returns its type. The type must be `expect`, if given.

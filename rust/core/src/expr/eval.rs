@@ -19,8 +19,7 @@ pub struct Scratch {
     grouped: Vec<Vec<f64>>,
     /// State of each group: the value so far, and the number of instances.
     groups: Vec<(f64, f64)>,
-    /// Indicators that kernels computed for one chunk.
-    computed: Columns,
+    computed: Computed,
     /// Truth values of a policy's filter, one per slot.
     pub(crate) filter: Vec<f64>,
 }
@@ -29,12 +28,23 @@ impl Scratch {
     /// Returns columns of [`CHUNK`] entries for the results of kernels and the request's
     /// indicators.
     pub(crate) fn computed(&mut self) -> &mut Columns {
-        if self.computed.slots() == 0 {
-            self.computed = Columns::of(IndicatorSet::DERIVED);
-            self.computed.resize(CHUNK);
+        let columns = &mut self.computed.columns;
+        if columns.slots() == 0 {
+            *columns = Columns::of(IndicatorSet::DERIVED);
+            columns.resize(CHUNK);
         }
-        &mut self.computed
+        columns
     }
+}
+
+/// Indicators that kernels computed for one chunk.
+#[derive(Clone, Debug, Default)]
+struct Computed {
+    columns: Columns,
+    /// First slot of the chunk, and the indicators whose columns hold its values. So a fleet of one
+    /// chunk computes an indicator once, however many passes read it.
+    start: usize,
+    filled: IndicatorSet,
 }
 
 /// The columns that a program reads, and the kernels that compute others by chunks.
@@ -74,9 +84,15 @@ impl<'a> Inputs<'a> {
 
     /// Computes the indicators that a pass reads, for the slots of a chunk.
     #[inline(always)]
-    fn compute(&self, pass: &Pass, slots: Range<usize>, out: &mut Columns) {
-        if let Some(kernels) = self.kernels.filter(|_| pass.computed != IndicatorSet::EMPTY) {
-            kernels.fill(pass.computed, slots, 0, out);
+    fn compute(&self, pass: &Pass, slots: Range<usize>, out: &mut Computed) {
+        let Some(kernels) = self.kernels else { return };
+        if out.start != slots.start {
+            (out.start, out.filled) = (slots.start, IndicatorSet::EMPTY);
+        }
+        let missing = pass.computed.without(out.filled);
+        if missing != IndicatorSet::EMPTY {
+            kernels.fill(missing, slots, 0, &mut out.columns);
+            out.filled = out.filled.union(missing);
         }
     }
 
@@ -142,6 +158,7 @@ impl Program {
 #[multiversion(targets("x86_64+avx2"))]
 fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
     let Scratch { registers, scalars, grouped, groups, computed, .. } = scratch;
+    computed.filled = IndicatorSet::EMPTY;
     for (stage, to) in &program.stages {
         scalars[*to] = match stage {
             Stage::Group(grouping, pass) => {
@@ -184,7 +201,7 @@ fn reduce(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
-    computed: &mut Columns,
+    computed: &mut Computed,
 ) -> f64 {
     let slots = inputs.eligible.len();
     let mut state = match reduction {
@@ -228,7 +245,7 @@ fn evaluate(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
-    computed: &mut Columns,
+    computed: &mut Computed,
     out: &mut Vec<f64>,
 ) {
     let slots = inputs.eligible.len();
@@ -340,12 +357,12 @@ impl<'a, 'i> Chunk<'a, 'i> {
         inputs: &'a Inputs<'i>,
         scalars: &'a [f64],
         grouped: &'a [Vec<f64>],
-        computed: &'a mut Columns,
+        computed: &'a mut Computed,
         start: usize,
     ) -> Chunk<'a, 'i> {
         let end = inputs.eligible.len().min(start + CHUNK);
         inputs.compute(pass, start..end, computed);
-        Chunk { inputs, scalars, grouped, computed, start, end }
+        Chunk { inputs, scalars, grouped, computed: &computed.columns, start, end }
     }
 
     #[inline(always)]
@@ -376,6 +393,7 @@ impl<'a, 'i> Chunk<'a, 'i> {
             match step.op {
                 StepOp::Unary(op, a) => unary(op, lanes(a), to),
                 StepOp::Binary(op, a, b) => binary(op, lanes(a), lanes(b), to),
+                StepOp::MultiplyAdd(a, b, c) => multiply_add(lanes(a), lanes(b), lanes(c), to),
                 StepOp::Where(condition, then, otherwise) => {
                     choose(lanes(condition), lanes(then), lanes(otherwise), to);
                 }
@@ -414,6 +432,30 @@ fn binary(op: Binary, a: Lanes<'_>, b: Lanes<'_>, out: &mut [f64]) {
         (Lanes::Scalar(a), Lanes::Vector(b)) => out.iter_mut().zip(b).for_each(|(o, b)| *o = op.apply(a, *b)),
         (Lanes::Scalar(a), Lanes::Scalar(b)) => out.fill(op.apply(a, b)),
     });
+}
+
+#[inline(always)]
+fn multiply_add(a: Lanes<'_>, b: Lanes<'_>, c: Lanes<'_>, out: &mut [f64]) {
+    match (a, b, c) {
+        (Lanes::Vector(a), Lanes::Vector(b), Lanes::Vector(c)) => {
+            // Indexed, because four zipped slices are not vectorized.
+            let (a, b, c) = (&a[..out.len()], &b[..out.len()], &c[..out.len()]);
+            (0..out.len()).for_each(|i| out[i] = a[i] * b[i] + c[i]);
+        }
+        (Lanes::Vector(a), Lanes::Vector(b), Lanes::Scalar(c)) => {
+            out.iter_mut().zip(a).zip(b).for_each(|((o, a), b)| *o = a * b + c);
+        }
+        (Lanes::Vector(a), Lanes::Scalar(b), Lanes::Vector(c))
+        | (Lanes::Scalar(b), Lanes::Vector(a), Lanes::Vector(c)) => {
+            out.iter_mut().zip(a).zip(c).for_each(|((o, a), c)| *o = a * b + c);
+        }
+        (Lanes::Vector(a), Lanes::Scalar(b), Lanes::Scalar(c))
+        | (Lanes::Scalar(b), Lanes::Vector(a), Lanes::Scalar(c)) => {
+            out.iter_mut().zip(a).for_each(|(o, a)| *o = a * b + c);
+        }
+        // A product that is the same for all instances has no step of its own.
+        (Lanes::Scalar(a), Lanes::Scalar(b), c) => binary(Binary::Add, Lanes::Scalar(a * b), c, out),
+    }
 }
 
 #[inline(always)]

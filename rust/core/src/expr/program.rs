@@ -25,6 +25,8 @@ pub(super) enum Source {
 pub(super) enum StepOp {
     Unary(Unary, Source),
     Binary(Binary, Source, Source),
+    /// The product of the first two, plus the third. Both results are rounded, as in two steps.
+    MultiplyAdd(Source, Source, Source),
     /// Operands: condition, then, otherwise.
     Where(Source, Source, Source),
 }
@@ -34,7 +36,7 @@ impl StepOp {
         let operands = match self {
             StepOp::Unary(_, a) => [Some(a), None, None],
             StepOp::Binary(_, a, b) => [Some(a), Some(b), None],
-            StepOp::Where(a, b, c) => [Some(a), Some(b), Some(c)],
+            StepOp::MultiplyAdd(a, b, c) | StepOp::Where(a, b, c) => [Some(a), Some(b), Some(c)],
         };
         operands.into_iter().flatten()
     }
@@ -161,6 +163,33 @@ impl Program {
     }
 }
 
+/// Returns the factors of a product.
+fn factors(graph: &Graph, id: usize) -> Option<[usize; 2]> {
+    match graph.ops[id] {
+        Op::Binary(Binary::Multiply, a, b) => Some([a, b]),
+        _ => None,
+    }
+}
+
+/// Returns, for each sum below `result`, the product that it computes in its own step: one of its
+/// operands, which nothing else uses.
+fn products(graph: &Graph, result: usize) -> Vec<Option<usize>> {
+    let mut uses = vec![0; result + 1];
+    uses[result] = 1;
+    for id in (0..=result).rev() {
+        if uses[id] > 0 && !matches!(graph.ops[id], Op::Group(..)) {
+            graph.ops[id].operands().filter(|id| graph.varies[*id]).for_each(|id| uses[id] += 1);
+        }
+    }
+    let alone = |id: &usize| graph.varies[*id] && uses[*id] == 1 && factors(graph, *id).is_some();
+    (0..=result)
+        .map(|id| match graph.ops[id] {
+            Op::Binary(Binary::Add, a, b) => [b, a].into_iter().find(alone),
+            _ => None,
+        })
+        .collect()
+}
+
 struct Builder<'a> {
     graph: &'a Graph,
     /// Index of the scalar that holds each value that is the same for all instances.
@@ -175,10 +204,14 @@ impl Builder<'_> {
     /// Builds the steps that compute `result` for every instance.
     fn pass(&mut self, result: usize) -> Pass {
         let graph = self.graph;
+        let products = products(graph, result);
         // The operand of a group reduction belongs to another pass.
         let vectors = |id: usize| {
             let here = !matches!(graph.ops[id], Op::Group(..));
-            graph.ops[id].operands().filter(move |operand| here && graph.varies[*operand])
+            let product = products[id];
+            let factors = product.into_iter().flat_map(|product| graph.ops[product].operands());
+            let operands = graph.ops[id].operands().filter(move |operand| Some(*operand) != product);
+            operands.chain(factors).filter(move |operand| here && graph.varies[*operand])
         };
         // Last use of each value: its register is free after that. The result's register is never
         // free.
@@ -211,6 +244,10 @@ impl Builder<'_> {
             let of = |id| source(id, &register_of);
             let op = match graph.ops[id] {
                 Op::Unary(unary, a) => StepOp::Unary(unary, of(a)),
+                Op::Binary(Binary::Add, a, b) if let Some(product) = products[id] => {
+                    let [x, y] = factors(graph, product).expect("a product");
+                    StepOp::MultiplyAdd(of(x), of(y), of(if a == product { b } else { a }))
+                }
                 Op::Binary(binary, a, b) => StepOp::Binary(binary, of(a), of(b)),
                 Op::Where(a, b, c) => StepOp::Where(of(a), of(b), of(c)),
                 Op::Constant(_)

@@ -11,7 +11,7 @@ use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "total_delay",
-    "queued_prefill_tokens + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) / (1 + recompute_ratio) + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1), lowest",
+    "queued_prefill_tokens + mean(bs) / (1 + recompute_ratio) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) + new_tokens * (bs + 1 + recompute_ratio * (mean(bs) + 1)), lowest",
     "this project: the sum of delays, in tokens",
     &[],
 )
@@ -19,9 +19,9 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 .guarded();
 
 const SCORE: &str = "queued_prefill_tokens \
-    + mean(bs) * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) \
-      / (1 + recompute_ratio) \
-    + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1)";
+    + mean(bs) / (1 + recompute_ratio) \
+      * maximum(queued_prefill_tokens / 2, queued_prefill_tokens - mean(queued_prefill_tokens)) \
+    + new_tokens * (bs + 1 + recompute_ratio * (mean(bs) + 1))";
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, SCORE, &[])

@@ -22,6 +22,7 @@ const QUEUED: IndicatorSet =
     IndicatorSet::of(&[Indicator::QueuedPrefillTokens, Indicator::PredictedTtftSeconds]);
 const P_TOKEN: IndicatorSet = IndicatorSet::of(&[Indicator::PToken]);
 const P: IndicatorSet = IndicatorSet::of(&[Indicator::PToken, Indicator::PSeconds]);
+const NEW_TOKENS: IndicatorSet = IndicatorSet::of(&[Indicator::NewTokens]);
 const TIER: IndicatorSet = IndicatorSet::of(&[Indicator::TierHitTokens]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::HitTokens,
@@ -96,7 +97,10 @@ impl Kernels for RequestKernels<'_> {
                 *out = *tokens / if rate.is_nan() { mean } else { *rate };
             }
         }
-        if reads.intersects(HITS) {
+        if reads.and(HITS) == NEW_TOKENS && !tiered {
+            let out = &mut columns.get_mut(Indicator::NewTokens)[part.clone()];
+            new_tokens(hit_blocks, per_block, most, prompt, out);
+        } else if reads.intersects(HITS) {
             if !tiered {
                 hits(hit_blocks, per_block, most, &mut columns.get_mut(Indicator::HitTokens)[part.clone()]);
             }
@@ -295,6 +299,13 @@ impl State {
 fn hits(blocks: &[u32], per_block: f64, most: f64, out: &mut [f64]) {
     for (out, blocks) in out.iter_mut().zip(blocks) {
         *out = hit(*blocks, per_block, most);
+    }
+}
+
+#[multiversion(targets("x86_64+avx2"))]
+fn new_tokens(blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
+    for (out, blocks) in out.iter_mut().zip(blocks) {
+        *out = prompt - hit(*blocks, per_block, most);
     }
 }
 
