@@ -16,7 +16,7 @@ const DAY: f64 = 86_400.0;
 /// function's own router.
 const MAX_NESTED_WAIT: Duration = Duration::from_secs(1);
 
-/// Readings of Python's clock, of which the shortest counts. Two in a row rarely lose their turn.
+/// Readings of Python's clock; the shortest reading counts. Rarely does each lose its turn.
 const CLOCK_READINGS: usize = 3;
 
 /// Python's monotonic clock, in seconds, read without calling Python.
