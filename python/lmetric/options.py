@@ -1017,7 +1017,8 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     """An option in the core's form: its kind (``"none"`` for None) and its settings.
 
     Args:
-        what: ``split``, ``prefix_fetch``, ``priority`` or ``rebalance``.
+        what: ``split``, ``prefix_fetch``, ``priority``, ``rebalance``, ``programs`` or
+            ``fleet_changes``.
 
     Raises:
         BadValueError: the option is of another kind.

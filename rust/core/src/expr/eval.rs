@@ -19,7 +19,10 @@ pub struct Scratch {
     grouped: Vec<Vec<f64>>,
     /// State of each group: the value so far, and the number of instances.
     groups: Vec<(f64, f64)>,
-    computed: Computed,
+    /// Indicators that kernels computed for one chunk.
+    computed: Columns,
+    /// Indicators that several passes of a program read, computed for all slots.
+    shared: Vec<Vec<f64>>,
     /// Truth values of a policy's filter, one per slot.
     pub(crate) filter: Vec<f64>,
 }
@@ -28,29 +31,20 @@ impl Scratch {
     /// Returns columns of [`CHUNK`] entries for the results of kernels and the request's
     /// indicators.
     pub(crate) fn computed(&mut self) -> &mut Columns {
-        let columns = &mut self.computed.columns;
-        if columns.slots() == 0 {
-            *columns = Columns::of(IndicatorSet::DERIVED);
-            columns.resize(CHUNK);
+        if self.computed.slots() == 0 {
+            self.computed = Columns::of(IndicatorSet::DERIVED);
+            self.computed.resize(CHUNK);
         }
-        columns
+        &mut self.computed
     }
-}
-
-/// Indicators that kernels computed for one chunk.
-#[derive(Clone, Debug, Default)]
-struct Computed {
-    columns: Columns,
-    /// First slot of the chunk, and the indicators whose columns hold its values. So a fleet of one
-    /// chunk computes an indicator once, however many passes read it.
-    start: usize,
-    filled: IndicatorSet,
 }
 
 /// The columns that a program reads, and the kernels that compute others by chunks.
 #[derive(Clone)]
 pub struct Inputs<'a> {
     kernels: Option<&'a dyn Kernels>,
+    /// Indicators that kernels compute by chunks.
+    computed: IndicatorSet,
     columns: SmallVec<[(Indicator, &'a [f64]); 4]>,
     declared: SmallVec<[&'a [f64]; 4]>,
     eligible: &'a [bool],
@@ -60,7 +54,14 @@ pub struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     /// Creates inputs without columns, over `eligible.len()` slots.
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
-        Inputs { kernels: None, columns: SmallVec::new(), declared: SmallVec::new(), eligible, groups: &[] }
+        Inputs {
+            kernels: None,
+            computed: IndicatorSet::EMPTY,
+            columns: SmallVec::new(),
+            declared: SmallVec::new(),
+            eligible,
+            groups: &[],
+        }
     }
 
     /// Sets the values of `id`: one per slot, or a single value if the indicator belongs to the
@@ -76,23 +77,17 @@ impl<'a> Inputs<'a> {
         set.expect("every column that the program reads is set").1
     }
 
-    /// Returns whether kernels compute an indicator.
+    /// Returns whether kernels compute an indicator by chunks.
     #[inline(always)]
     fn computes(&self, id: Indicator) -> bool {
-        self.kernels.is_some() && IndicatorSet::COMPUTED.contains(id)
+        self.computed.contains(id)
     }
 
     /// Computes the indicators that a pass reads, for the slots of a chunk.
     #[inline(always)]
-    fn compute(&self, pass: &Pass, slots: Range<usize>, out: &mut Computed) {
-        let Some(kernels) = self.kernels else { return };
-        if out.start != slots.start {
-            (out.start, out.filled) = (slots.start, IndicatorSet::EMPTY);
-        }
-        let missing = pass.computed.without(out.filled);
-        if missing != IndicatorSet::EMPTY {
-            kernels.fill(missing, slots, 0, &mut out.columns);
-            out.filled = out.filled.union(missing);
+    fn compute(&self, pass: &Pass, slots: Range<usize>, out: &mut Columns) {
+        if let Some(kernels) = self.kernels.filter(|_| pass.computed != IndicatorSet::EMPTY) {
+            kernels.fill(pass.computed, slots, 0, out);
         }
     }
 
@@ -117,18 +112,45 @@ impl Program {
     /// # Panics
     /// If `out` does not have one entry per slot.
     pub fn eval(&self, snapshot: &Snapshot<'_>, scratch: &mut Scratch, out: &mut [f64]) {
+        let mut shared = std::mem::take(&mut scratch.shared);
         let mut inputs = Inputs::new(snapshot.eligible);
-        inputs.kernels = snapshot.columns.kernels();
-        let mut columns = SmallVec::new();
-        for id in self.columns.iter().filter(|id| !inputs.computes(**id)) {
-            columns.push((*id, snapshot.columns.get(*id)));
+        if let Some(kernels) = snapshot.columns.kernels() {
+            self.share(kernels, snapshot.slots(), scratch.computed(), &mut shared);
+            inputs.kernels = Some(kernels);
+            inputs.computed = IndicatorSet::COMPUTED.without(self.shared);
+            self.shared.iter().zip(&shared).for_each(|(id, column)| inputs.set(id, column));
         }
-        inputs.columns = columns;
+        for id in &self.columns {
+            if inputs.kernels.is_none() || !IndicatorSet::COMPUTED.contains(*id) {
+                inputs.set(*id, snapshot.columns.get(*id));
+            }
+        }
         inputs.set_groups(snapshot.columns.groups());
         for id in &self.declared {
             inputs.push_declared(snapshot.declared(*id));
         }
         self.eval_inputs(&inputs, scratch, out);
+        drop(inputs);
+        scratch.shared = shared;
+    }
+
+    /// Computes the indicators that several passes read, once for all slots.
+    fn share(&self, kernels: &dyn Kernels, slots: usize, computed: &mut Columns, shared: &mut Vec<Vec<f64>>) {
+        if self.shared == IndicatorSet::EMPTY {
+            return;
+        }
+        let count = self.shared.iter().count();
+        if shared.len() < count {
+            shared.resize(count, Vec::new());
+        }
+        shared.iter_mut().for_each(Vec::clear);
+        for start in (0..slots).step_by(CHUNK) {
+            let chunk = start..slots.min(start + CHUNK);
+            kernels.fill(self.shared, chunk.clone(), 0, computed);
+            for (id, column) in self.shared.iter().zip(&mut *shared) {
+                column.extend_from_slice(&computed.get(id)[..chunk.len()]);
+            }
+        }
     }
 
     /// Evaluates over separate columns instead of a snapshot, like [`Program::eval`].
@@ -158,7 +180,6 @@ impl Program {
 #[multiversion(targets("x86_64+avx2"))]
 fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
     let Scratch { registers, scalars, grouped, groups, computed, .. } = scratch;
-    computed.filled = IndicatorSet::EMPTY;
     for (stage, to) in &program.stages {
         scalars[*to] = match stage {
             Stage::Group(grouping, pass) => {
@@ -181,7 +202,8 @@ fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut 
     }
     let slots = out.len();
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk::new(&program.output, inputs, scalars, grouped, computed, start);
+        let chunk =
+            Chunk::new(&program.output, inputs, scalars, grouped, computed, start..slots.min(start + CHUNK));
         let out = &mut out[start..chunk.end];
         chunk.steps(&program.output, registers, out);
         if program.output.steps.is_empty() {
@@ -201,7 +223,7 @@ fn reduce(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
-    computed: &mut Computed,
+    computed: &mut Columns,
 ) -> f64 {
     let slots = inputs.eligible.len();
     let mut state = match reduction {
@@ -210,8 +232,10 @@ fn reduce(
         Reduction::Mean => [0.0; LANES],
     };
     let mut counts = [0.0; LANES];
-    for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start);
+    // A column needs no registers.
+    let size = if pass.is_column() { slots } else { CHUNK };
+    for start in (0..slots).step_by(size) {
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start..slots.min(start + size));
         chunk.steps(pass, registers, &mut []);
         if let Lanes::Vector(values) = chunk.lanes(pass.result, registers) {
             let eligible = &inputs.eligible[start..chunk.end];
@@ -245,13 +269,13 @@ fn evaluate(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
-    computed: &mut Computed,
+    computed: &mut Columns,
     out: &mut Vec<f64>,
 ) {
     let slots = inputs.eligible.len();
     out.clear();
     for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start);
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start..slots.min(start + CHUNK));
         chunk.steps(pass, registers, &mut []);
         match chunk.lanes(pass.result, registers) {
             Lanes::Vector(values) => out.extend_from_slice(values),
@@ -350,19 +374,19 @@ struct Chunk<'a, 'i> {
 }
 
 impl<'a, 'i> Chunk<'a, 'i> {
-    /// Returns the chunk from slot `start` on, with the indicators that the pass reads computed.
+    /// Returns a chunk, with the indicators that the pass reads computed.
     #[inline(always)]
     fn new(
         pass: &Pass,
         inputs: &'a Inputs<'i>,
         scalars: &'a [f64],
         grouped: &'a [Vec<f64>],
-        computed: &'a mut Computed,
-        start: usize,
+        computed: &'a mut Columns,
+        slots: Range<usize>,
     ) -> Chunk<'a, 'i> {
-        let end = inputs.eligible.len().min(start + CHUNK);
-        inputs.compute(pass, start..end, computed);
-        Chunk { inputs, scalars, grouped, computed: &computed.columns, start, end }
+        let Range { start, end } = slots;
+        inputs.compute(pass, slots, computed);
+        Chunk { inputs, scalars, grouped, computed, start, end }
     }
 
     #[inline(always)]

@@ -55,8 +55,16 @@ pub(super) struct Step {
 pub(super) struct Pass {
     pub steps: Vec<Step>,
     pub result: Source,
-    /// Indicators of [`IndicatorSet::COMPUTED`] that the steps or the result read.
+    /// Indicators of [`IndicatorSet::COMPUTED`] that the steps or the result read, and no other
+    /// pass.
     pub computed: IndicatorSet,
+}
+
+impl Pass {
+    /// Returns whether the result is a column that no kernel computes.
+    pub fn is_column(&self) -> bool {
+        self.steps.is_empty() && self.computed == IndicatorSet::EMPTY
+    }
 }
 
 /// Computation of one scalar.
@@ -86,6 +94,8 @@ pub struct Program {
     pub(super) registers: usize,
     /// Indicators that the program reads.
     pub(super) columns: Vec<Indicator>,
+    /// Indicators of [`IndicatorSet::COMPUTED`] that several passes read.
+    pub(super) shared: IndicatorSet,
     /// Declared indicators that the program reads.
     pub(super) declared: Vec<DeclaredId>,
     result: Type,
@@ -135,10 +145,12 @@ impl Program {
         if let Some(last) = output.steps.last_mut() {
             last.to = None;
         }
+        let shared = shared(&mut stages, &mut output);
         Program {
             scalars,
             stages,
             output,
+            shared,
             grouped: builder.grouped.len(),
             registers: builder.registers,
             columns: reads.iter().collect(),
@@ -161,6 +173,22 @@ impl Program {
     pub fn declared(&self) -> &[DeclaredId] {
         &self.declared
     }
+}
+
+/// Takes the indicators that several passes read from those that each pass has computed.
+fn shared(stages: &mut [(Stage, usize)], output: &mut Pass) -> IndicatorSet {
+    let passes = stages.iter_mut().filter_map(|(stage, _)| match stage {
+        Stage::Reduce(_, pass) | Stage::Group(_, pass) => Some(pass),
+        _ => None,
+    });
+    let mut passes: Vec<&mut Pass> = passes.chain([output]).collect();
+    let (mut read, mut shared) = (IndicatorSet::EMPTY, IndicatorSet::EMPTY);
+    for pass in &passes {
+        shared = shared.union(read.and(pass.computed));
+        read = read.union(pass.computed);
+    }
+    passes.iter_mut().for_each(|pass| pass.computed = pass.computed.without(shared));
+    shared
 }
 
 /// Returns the factors of a product.

@@ -184,7 +184,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
-        self.listeners.ordering = priorities.map(Ordering::new).transpose()?;
+        self.listeners.priorities = priorities.map(Ordering::new).transpose()?;
         Ok(())
     }
 
@@ -194,7 +194,7 @@ impl Router {
     /// # Errors
     /// `BadValue` for an offset out of range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        self.listeners.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
+        self.listeners.priorities.as_mut().map_or(Ok(()), |order| order.set_clock_offset(seconds))
     }
 
     /// Sets how running requests are moved; `None`: they are not moved. From now on, the router
@@ -205,8 +205,8 @@ impl Router {
     pub fn set_rebalancing(&mut self, rebalancing: Option<Rebalancing>) -> Result<(), CoreError> {
         self.state.forecast =
             rebalancing.as_ref().map(|by| ForecastReads { curve: by.forecast.reads_curve() });
-        let turns = self.listeners.rounds.take().and_then(|rounds| rounds.turns);
-        self.listeners.rounds = rebalancing.map(|by| Rounds::new(by, turns));
+        let turns = self.listeners.rebalancing.take().and_then(|rounds| rounds.turns);
+        self.listeners.rebalancing = rebalancing.map(|by| Rounds::new(by, turns));
         self.look_ahead()
     }
 }

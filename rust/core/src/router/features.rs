@@ -31,7 +31,7 @@ impl Router {
     /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not
     /// boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
-        self.listeners.ordering.as_ref()?.gamma()
+        self.listeners.priorities.as_ref()?.gamma()
     }
 
     /// Runs one round of rebalancing over all instances that decode. Returns the moves worth
@@ -42,7 +42,7 @@ impl Router {
     /// Errors of the forecast. Built-in forecasts do not fail.
     pub fn rebalance(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         self.clock(now);
-        match &mut self.listeners.rounds {
+        match &mut self.listeners.rebalancing {
             Some(rounds) => rounds.round(&self.state, &self.requests.tickets),
             None => Ok((Vec::new(), Stop::Off)),
         }
@@ -51,7 +51,7 @@ impl Router {
     /// Returns the requests that an immediate [`Router::rebalance`] would pass to the forecast.
     /// Empty if rebalancing is off.
     pub fn running(&self) -> Vec<Running> {
-        let rounds = self.listeners.rounds.as_ref();
+        let rounds = self.listeners.rebalancing.as_ref();
         rounds.map_or_else(Vec::new, |rounds| rounds.running(&self.state, &self.requests.tickets))
     }
 }

@@ -7,6 +7,9 @@
 //! 4. The ticket is opened, with its segments and the listeners' data.
 //! 5. Totals and the policies' own counts grow.
 //! 6. The ledger counts all segments, and the prefix fetch counts at its holder.
+//!
+//! The index follows when the request is sent (`record_prompt` in `events.rs`). Other workers see
+//! the load when the router is released (`shared.rs`).
 use super::writer::Lifecycle;
 use crate::record::DecisionRecord;
 use crate::request::Request;

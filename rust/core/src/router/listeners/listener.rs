@@ -45,8 +45,8 @@ pub struct Ended<'a> {
 /// A feature. Each method is one event of the core; the default ignores it.
 #[allow(unused_variables)]
 pub trait Listener {
-    /// A request was placed. The listener may add its part to the decision record, and keep
-    /// something with the ticket.
+    /// A request was decided, and the ledger counts it next. The listener may add its part to the
+    /// decision record, and keep something with the ticket.
     fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, kept: &mut Kept) {}
 
     /// A request whose first segment failed was placed again; `ticket` has the new segment.

@@ -39,11 +39,11 @@ pub struct Listeners {
     /// Hot-spot guard, while it is on or has events to report.
     pub guard: Option<Guard>,
     /// Order of requests.
-    pub ordering: Option<Ordering>,
+    pub priorities: Option<Ordering>,
     /// Arrivals, with agent programs and admission by load.
     pub admission: Admission,
     /// Rounds of rebalancing.
-    pub rounds: Option<Rounds>,
+    pub rebalancing: Option<Rounds>,
     /// Prompts of recent requests, for warm fleet changes.
     pub demand: Option<Demand>,
     /// Output lengths, for planners that split requests by length.
@@ -65,9 +65,9 @@ impl Listeners {
         config.warm.map_or(Ok(()), |warm| warm.check())?;
         Ok(Listeners {
             guard: Some(Guard::new(config.guard)?).filter(|guard| guard.config().on),
-            ordering: None,
+            priorities: None,
             admission,
-            rounds: None,
+            rebalancing: None,
             demand: config.warm.as_ref().map(Demand::new),
             lengths: None,
             replicas: Replicas::default(),
@@ -100,8 +100,8 @@ impl Listeners {
         }
     }
 
-    /// Passes on which instances the next choice of a first segment must avoid. The guard alone
-    /// excludes instances.
+    /// Passes on which instances the next choice of a first segment must avoid because of the
+    /// prompt's prefix. (A program's home and the instances with room: [`Listeners::prepare`].)
     #[inline]
     pub fn restrict(&self, request: &Request<'_>, context: &mut DecisionContext) {
         let guard = self.guard.as_ref();
@@ -112,16 +112,17 @@ impl Listeners {
     /// listener can be forgotten.
     #[inline]
     fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
-        let Listeners { guard, ordering, admission, rounds, demand, lengths, replicas, outgoing } = self;
+        let Listeners { guard, priorities, admission, rebalancing, demand, lengths, replicas, outgoing } =
+            self;
         if let Some(guard) = guard {
             call(guard);
         }
-        if let Some(ordering) = ordering {
-            call(ordering);
+        if let Some(priorities) = priorities {
+            call(priorities);
         }
         call(admission);
-        if let Some(rounds) = rounds {
-            call(rounds);
+        if let Some(rebalancing) = rebalancing {
+            call(rebalancing);
         }
         if let Some(demand) = demand {
             call(demand);

@@ -76,7 +76,7 @@ impl State {
     ) -> Result<Rest, CoreError> {
         let none = match request.instances {
             None => self.fleet.decoder_count() == 0,
-            Some(_) => self.admit(context, request, Turn::Later, &[]) == 0,
+            Some(_) => self.mark_eligible(context, request, Turn::Later, &[]) == 0,
         };
         if none {
             return match self.config.colocate {

@@ -36,7 +36,7 @@ impl State {
         now: Seconds,
     ) -> Result<InstanceId, CoreError> {
         let selector = self.selector(turn, request.arm);
-        let eligible_count = self.admit(context, request, turn, failed);
+        let eligible_count = self.mark_eligible(context, request, turn, failed);
         if eligible_count == 0 {
             return Err(self.nobody(request, turn, failed));
         }
@@ -130,7 +130,7 @@ impl State {
 
     /// Marks the slots that can take a segment; returns their number. If no instance accepts
     /// prompts and `colocate` allows it, decode instances take whole requests.
-    pub fn admit(
+    pub fn mark_eligible(
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,

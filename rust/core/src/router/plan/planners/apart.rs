@@ -120,7 +120,7 @@ impl Planner for Apart {
         let Some(any) = (0..state.fleet.slots()).find_map(|slot| state.step_time_of(slot)) else {
             return context.leave_whole("the speed of the instances is unknown");
         };
-        if state.admit(context, request, Turn::Peer(Some(first)), failed) == 0 {
+        if state.mark_eligible(context, request, Turn::Peer(Some(first)), failed) == 0 {
             return context.leave_whole("no second instance is available");
         }
         let settings = &self.settings;
