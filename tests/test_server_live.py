@@ -19,7 +19,7 @@ import pytest
 from lmetric import top_screen
 from lmetric._core import __version__
 from lmetric.server import app
-from lmetric.server.api.openapi import ERRORS
+from lmetric.server.api.error_codes import ERRORS
 from lmetric.server.background import problems as own_problems
 from lmetric.server.background.problems import LATE_SHARE, OwnProblems
 from lmetric.server.fleet import queues

@@ -44,7 +44,6 @@ from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
 from lmetric.server.observe.key_store import KeyStore, key_metrics
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
-from lmetric.server.observe.recorder import Recorder
 from lmetric.server.observe.startup import LISTENING, startup_report
 from lmetric.server.observe.state import StateFolder
 from lmetric.server.tls.contexts import TlsContext, engine_context, listener_context
@@ -53,6 +52,7 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 if TYPE_CHECKING:
     from lmetric.roles import Role
     from lmetric.server.epp.picker import Picker
+    from lmetric.server.observe.recorder import Recorder
     from lmetric.server.observe.tracing.export import Tracing
     from lmetric.server.worker.worker import Worker
 
@@ -210,6 +210,8 @@ class Server:
         self.metrics.further += [LogWriter.metrics, lambda: key_metrics(front.admission.identity.keys)]
         self.metrics.further.append(lambda: front.admission.identity.metrics())
         if config.records.path is not None:
+            from lmetric.server.observe.recorder import Recorder
+
             secret = self.worker.secret if self.worker is not None else None
             self.recorder = Recorder(config.records, self.fleet, secret)
             front.running.observers.add(self.recorder)

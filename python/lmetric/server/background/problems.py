@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmetric.server.api.identity import Identity
 from lmetric.server.background.replicas import Replicas
@@ -19,8 +20,10 @@ from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness
 from lmetric.server.observe.live import REFUSED, REFUSED_SECONDS, Live
 from lmetric.server.observe.problems import FIXES, first_of, meaning_of
-from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
+
+if TYPE_CHECKING:
+    from lmetric.server.observe.recorder import Recorder
 
 # A share of refusals is a problem above the bound of the alert LmetricRequestsRefused. With fewer
 # requests, one client at its limit would be one.

@@ -35,6 +35,15 @@ class ActivityEvent(NamedTuple):
     seconds: float | None = None
     details: dict[str, Any] | None = None
 
+    def shown(self, names: bool = True) -> dict[str, Any]:
+        """Returns the event for people. ``names``: with the engines' names."""
+        hidden = ["sequence", "at", "number", "tenant"]
+        if not names:
+            hidden += ["source", "target", "details"]
+        return {
+            name: value for name, value in self._asdict().items() if name not in hidden and value is not None
+        }
+
 
 class Activity:
     """A bounded list of events, the newest last."""

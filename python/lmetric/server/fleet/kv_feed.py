@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -18,7 +18,6 @@ from lmetric._core import EventFeed, LmetricError, Router
 from lmetric.config import KvEventsSetting
 from lmetric.engines.endpoints import EndpointError, host_of, literal, reachable, with_host
 from lmetric.options import KvSource
-from lmetric.records import InstanceStats
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
@@ -33,6 +32,9 @@ from lmetric.server.fleet.kv_mode import (
     mismatch,
 )
 from lmetric.server.upstream.allowed import AllowedEngines
+
+if TYPE_CHECKING:
+    from lmetric.records import InstanceStats
 
 # An engine is silent if it computed this many prompt blocks and sent no event for this long.
 SILENT_BLOCKS = 16

@@ -17,7 +17,6 @@ from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import MODELS
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
-from lmetric.profiles import load_profile
 from lmetric.roles import PlacedRole, Role
 from lmetric.server.api.eligibility import (
     MERGEABLE_PATHS,
@@ -675,7 +674,11 @@ def _router(name: str, settings: PoolSettings, policies: Policies, block_size: i
 
 def _step_time(profile: str | None) -> dict[str, float] | None:
     """Returns a profile's constants; None without a profile. Raises ProfileError."""
-    return None if profile is None else load_profile(profile).constants()
+    if profile is None:
+        return None
+    from lmetric.profiles import load_profile
+
+    return load_profile(profile).constants()
 
 
 def _is_too_large(path: str, call: ParsedRequest) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from secrets import token_bytes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
@@ -46,7 +46,9 @@ from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.usage import Row, Usage
 from lmetric.server.tls.contexts import TlsContext
-from lmetric.server.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from lmetric.server.worker.worker import Worker
 
 log = structlog.get_logger("lmetric.access")
 

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections import Counter
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -19,7 +20,9 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.running import REPLACED
 from lmetric.server.observe.live import Live
-from lmetric.server.observe.live_view import LiveView
+
+if TYPE_CHECKING:
+    from lmetric.server.observe.live_view import LiveView
 
 STALLED_SECONDS = 30.0  # a viewer that reads nothing for this time is disconnected
 RETRY_MILLISECONDS = 2000  # until a browser connects again
@@ -69,6 +72,13 @@ def static(front: Frontend, request: web.BaseRequest, name: str) -> web.Response
     return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
 
 
+def _load_view() -> type[LiveView]:
+    """Imports the view, in a thread, for the first viewer: most routers have no viewer."""
+    from lmetric.server.observe.live_view import LiveView
+
+    return LiveView
+
+
 def _live(front: Frontend) -> Live:
     if front.live is None:
         raise ApiError(404, "the live page is off; set ui.enabled: true", code="unknown_path")
@@ -93,7 +103,8 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
     tenant = _tenant(front, request, path)
     headers = {**_HEADERS, "cache-control": "no-store", "vary": "accept"}
     if shown.view is None:
-        shown.view = LiveView(shown)
+        view_of = await asyncio.to_thread(_load_view)
+        shown.view = shown.view or view_of(shown)
     if "text/event-stream" not in request.headers.get("accept", "") or request.method == "HEAD":
         body = shown.view.snapshot(tenant)
         return web.Response(body=body, content_type="application/json", headers=headers)

@@ -299,7 +299,7 @@ class LiveView:
                 "at": round(time.time() - now + event.at, 2),
                 "id": self._label(model.index, event.number, tenant),
                 "model": model.name,
-                **_event(event, names),
+                **event.shown(names),
             }
             for model, event in found[:EVENTS_SHOWN]
         ]
@@ -325,24 +325,6 @@ class LiveView:
             }
             self._slow[model.name] = now, shown
         return shown
-
-
-def event_shown(event: ActivityEvent, decided_at: float) -> dict[str, Any]:
-    """Returns the JSON object of an event in a decision record.
-
-    ``decided_at``: the time of the decision, seconds on the monotonic clock.
-    """
-    return {"after_seconds": round(max(event.at - decided_at, 0.0), 6), **_event(event)}
-
-
-def _event(event: ActivityEvent, names: bool = True) -> dict[str, Any]:
-    """Returns the JSON object of an event. ``names``: with the engines' names."""
-    hidden = ["sequence", "at", "number", "tenant"]
-    if not names:
-        hidden += ["source", "target", "details"]
-    return {
-        name: value for name, value in event._asdict().items() if name not in hidden and value is not None
-    }
 
 
 def _policy(setting: str | dict[str, Any]) -> str:

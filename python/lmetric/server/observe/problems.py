@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lmetric.server.api.openapi import ERRORS
+from lmetric.server.api.error_codes import ERRORS
 from lmetric.server.fleet.problem import Problem
 from lmetric.server.observe.live import REFUSED
 

@@ -37,7 +37,8 @@ from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
-from lmetric.server.worker.worker import MARK, AdminChange, Copies, Start, router_id, socket_path
+from lmetric.server.worker.repeats import MARK, AdminChange
+from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
 
 log = structlog.get_logger("lmetric.workers")
 

@@ -22,10 +22,8 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
+from lmetric.server.worker.repeats import AdminChange
 
-# Fields of a client's request that the other workers get with it.
-FORWARDED = ("host", "authorization", "content-type", "x-api-key", "origin")
-MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 MOST_NAMES = 4096  # models that the shared memory numbers
 # Time between two writes of the load that changes without a request, with and without running
 # requests. An idle process pays 0.2 ms of CPU time each time it wakes.
@@ -64,15 +62,6 @@ class Start(NamedTuple):
     folder: str
     secret: bytes
     gateway_port: int | None
-
-
-class AdminChange(NamedTuple):
-    """A change of an administrator, for the other workers."""
-
-    method: str
-    target: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
 
 
 class Results(NamedTuple):
@@ -325,11 +314,6 @@ class Worker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.send_results()
         await self._send_usage()
-
-
-def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns the fields of a request that the other workers get with it."""
-    return tuple((name, headers[name]) for name in FORWARDED if name in headers)
 
 
 def router_id(secret: bytes) -> str:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from aiohttp import web
 
 from lmetric.server.api.errors import ApiError
@@ -15,7 +17,10 @@ from lmetric.server.http.pages import admin, canary, debug, health, keys, peers,
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
-from lmetric.server.worker.worker import MARK, AdminChange, Worker, forwarded
+from lmetric.server.worker.repeats import MARK, AdminChange, forwarded
+
+if TYPE_CHECKING:
+    from lmetric.server.worker.worker import Worker
 
 _PARTS = (health, debug, admin, canary, usage, keys, workers, peers)
 PAGES = Pages({path: page for part in _PARTS for path, page in part.PAGES.items()})

@@ -18,7 +18,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages.call import Call, dumps, json
-from lmetric.server.worker.worker import MARK
+from lmetric.server.worker.repeats import MARK
 
 PATH = "/admin/canary"
 BODY_BYTES = 1 << 16

@@ -27,9 +27,8 @@ from lmetric.server.http.home import debug_index, decisions
 from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
-from lmetric.server.observe.live_view import event_shown
 from lmetric.server.observe.refusals import KEPT
-from lmetric.server.worker.worker import MARK, forwarded
+from lmetric.server.worker.repeats import MARK, forwarded
 from lmetric.timeline import timeline
 from lmetric.why import because
 
@@ -208,8 +207,12 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
                 shown["trace_id"] = trace
             engine = model.engines.get(record["instance"])
             shown["because"] = because(shown, model.policies.formula)
+            began = record["at_seconds"]
             if events := model.activity.of(number):
-                shown["events"] = [event_shown(event, record["at_seconds"]) for event in events]
+                shown["events"] = [
+                    {"after_seconds": round(max(event.at - began, 0.0), 6), **event.shown()}
+                    for event in events
+                ]
             shown["timeline"] = timeline(shown)
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from urllib.parse import unquote
 
 from aiohttp import web
 
 from lmetric._core import LmetricError
-from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Pages, answer, in_path, schema
 from lmetric.server.fleet.model import Model
@@ -127,12 +127,15 @@ async def _model(call: Call) -> web.Response:
     "GET", "This document", answer("OpenAPI document", OBJECT)
 )
 async def _openapi(call: Call) -> web.Response:
-    return json(_document(*call.pages.values()))
+    return json(await asyncio.to_thread(_document, *call.pages.values()))
 
 
 @functools.cache
 def _document(*pages: OwnPage) -> bytes:
-    return dumps(openapi.document(pages))
+    """Describes the pages, in a thread: most routers never load the descriptions."""
+    from lmetric.server.api.openapi import document
+
+    return dumps(document(pages))
 
 
 def _check(model: Model) -> None:
