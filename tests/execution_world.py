@@ -53,7 +53,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.parsing import DERENDER
 from lmetric.server.http.tokenizing import prompt_text
 from lmetric.server.upstream.connection import Connection, UpstreamError
-from lmetric.tokens import PromptTokenizer
+from lmetric.tokens.prompt import PromptTokenizer
 from lmetric_lab.emulated.protocol import Shape, StreamOptions
 from lmetric_lab.emulated.text import TOKENIZER_PATH, shared_text
 from split_world import CHAT, COMPLETIONS

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from lmetric._core import TokenEncoder
-from lmetric.tokens import Detokeniser, tokens_of_text
+from lmetric.tokens.detokenise import Detokeniser, tokens_of_text
 from token_folders import CORPUS, KINDS, make_folder
 
 TEXT = "The quiet 🙂 Zürich, 日本語 & 🦀 жук don't:\n\n\t½ done."

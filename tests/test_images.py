@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmetric.tokens import Image, NotAligned, NotPredictable, PromptTokenizer, Text, aligned
 from lmetric.tokens import images as images_module
-from lmetric.tokens.images import ImageTokens, KnownImages, image_of
+from lmetric.tokens.errors import NotAligned, NotPredictable
+from lmetric.tokens.images import Image, ImageTokens, KnownImages, aligned, image_of
+from lmetric.tokens.prompt import PromptTokenizer, Text
 from token_folders import byte_level, write_folder
 
 PLACE = 7

@@ -23,11 +23,10 @@ from lmetric.server.fleet.canary import (
     TRANSITIONS,
     Canary,
     CanaryError,
-    CanaryRequest,
     Event,
-    Run,
     State,
 )
+from lmetric.server.fleet.canary_run import CanaryRequest, Run
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
 from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, says, token, world

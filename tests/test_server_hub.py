@@ -16,7 +16,7 @@ from lmetric.config import ServerConfig
 from lmetric.server import Server
 from lmetric.server.background import downloads
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.tokens import TokenizerError
+from lmetric.tokens.errors import TokenizerError
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
 from lmetric_lab.emulated.text import TOKENIZER_PATH

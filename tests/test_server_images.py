@@ -14,7 +14,7 @@ import pytest
 
 from lmetric.server.fleet import images as learning
 from lmetric.server.fleet.model import Model
-from lmetric.tokens import PromptTokenizer
+from lmetric.tokens.prompt import PromptTokenizer
 from server_world import FakeEngine, Request, World, answer, decision_id, plain, world
 from token_folders import byte_level, write_folder
 

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 
 from lmetric.config import ConfigError
 from lmetric.server.api.issued import MOST_KEYS, IssuedKey, KeyTable, decode, issue, revoke
+from lmetric.server.api.replica_pages import KEYS_PATH
 from lmetric.server.background import key_exchange
 from lmetric.server.observe.key_store import FILE
 from lmetric_lab.ports import free_ports
@@ -229,7 +230,7 @@ async def test_routers_copy_many_keys_in_parts(tmp_path: Path) -> None:
 async def test_only_routers_with_the_token_read_the_records(tmp_path: Path) -> None:
     async with two(tmp_path) as (a, _):
         made = await issued(a)
-        page = f"{key_exchange.KEYS_PATH}?after=0&copied=0&router=x"
+        page = f"{KEYS_PATH}?after=0&copied=0&router=x"
         for headers in ({}, ADMIN, {"authorization": f"Bearer {made['key']}"}):
             assert (await a.get(page, headers))[0] == 401
         status, body = await a.get(page, PEER)
@@ -239,13 +240,13 @@ async def test_only_routers_with_the_token_read_the_records(tmp_path: Path) -> N
         assert table.router == a.server.front.replicas.id
         assert made["key"].encode() not in body
         for query in ("", "?after=0", "?after=x&copied=0&router=x", f"{page}&more=1", f"{page}&after=1"):
-            path = query if query.startswith("/") else key_exchange.KEYS_PATH + query
+            path = query if query.startswith("/") else KEYS_PATH + query
             assert (await a.get(path, PEER))[0] == 400
         for after in ("-5", "999999999999999999999"):
-            status, body = await a.get(f"{key_exchange.KEYS_PATH}?after={after}&copied=1&router=x", PEER)
+            status, body = await a.get(f"{KEYS_PATH}?after={after}&copied=1&router=x", PEER)
             assert status == 200
         # Nobody can add a key: there is no method for it.
-        assert (await call(a, "POST", key_exchange.KEYS_PATH, KeyTable([]).encode(), **PEER))[0] == 405
+        assert (await call(a, "POST", KEYS_PATH, KeyTable([]).encode(), **PEER))[0] == 405
 
 
 async def test_a_router_without_a_folder_has_the_keys_of_the_others(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lmetric._core import INTERNAL_FIELDS
 from lmetric.config import Limits
 from lmetric.server.api.paths import RELAYED, stored_response
 from lmetric.server.api.stored import Holder, StoredResponses
-from lmetric.tokens import PromptTokenizer
+from lmetric.tokens.prompt import PromptTokenizer
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from server_world import (
     SSE,

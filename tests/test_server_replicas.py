@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from lmetric.config import ConfigError, load_config
-from lmetric.server.background.replicas import MOST_MESSAGE_BYTES, PATH
+from lmetric.server.api.replica_pages import MOST_MESSAGE_BYTES, PATH
 from lmetric_lab.ports import free_ports
 from load_messages import message, number
 from server_world import FakeEngine, World, decision_id, hang, world

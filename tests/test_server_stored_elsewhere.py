@@ -8,8 +8,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from lmetric.server.api.replica_pages import STORED_PATH
 from lmetric.server.background import stored_search
-from lmetric.server.background.stored_search import STORED_PATH
 from lmetric_lab.ports import free_ports
 from server_world import World
 from test_server_passthrough import RESPONSES, Responses, ask, created

@@ -13,7 +13,8 @@ import pytest
 from lmetric.config import ServerConfig
 from lmetric.server import Server
 from lmetric.server.http import threads
-from lmetric.tokens import PromptTokenizer, Text, TokenizerError, Tokens
+from lmetric.tokens.errors import TokenizerError
+from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
 from server_world import Request, World, decision_id, world

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from hub_world import commit_of, hub_world
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Target, examine
-from lmetric.tokens import PromptTokenizer, TokenizerError
+from lmetric.tokens.errors import TokenizerError
+from lmetric.tokens.prompt import PromptTokenizer
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
 from lmetric_lab.emulated.text import TOKENIZER_PATH
@@ -27,7 +28,7 @@ RUN = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *
 
 WITHOUT = "import sys; sys.modules['transformers'] = None; "
 LOAD = (
-    "from lmetric.tokens import PromptTokenizer; folder, text = sys.argv[1:]; "
+    "from lmetric.tokens.prompt import PromptTokenizer; folder, text = sys.argv[1:]; "
     "print(PromptTokenizer.load(folder).completion(text).tolist())"
 )
 

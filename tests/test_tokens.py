@@ -15,14 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from lmetric._core import FAST_TOKENIZER
-from lmetric.tokens import (
-    NotPredictable,
-    NotVerifiable,
-    PromptTokenizer,
-    TokenizerError,
-    find_folder,
-    verify,
-)
+from lmetric.tokens.errors import NotPredictable, TokenizerError
+from lmetric.tokens.hub import find_folder
+from lmetric.tokens.prompt import PromptTokenizer
+from lmetric.tokens.verify import NotVerifiable, verify
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
 from lmetric_lab.emulated.text import TOKENIZER_PATH

@@ -14,7 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lmetric.tokens import NotPredictable, PromptTokenizer, verify
+from lmetric.tokens.errors import NotPredictable
+from lmetric.tokens.prompt import PromptTokenizer
+from lmetric.tokens.verify import verify
 from router_world import served
 from token_folders import KINDS, make_folder
 from vllm_process import BLOCK, VllmEngine, environment

@@ -1263,6 +1263,11 @@ class ReplicasConfig(Strict):
         json_schema_extra={"when": "routers that do not reach each other share budgets, and you run Redis"},
     )
 
+    @property
+    def is_set(self) -> bool:
+        """Whether any key has another value than its default."""
+        return self != ReplicasConfig()
+
     @model_validator(mode="after")
     def _one_token(self) -> Self:
         _only_one(self, "token", "token_file")

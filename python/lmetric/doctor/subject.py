@@ -11,7 +11,7 @@ from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
 from lmetric.engines.handover import CONNECTORS
 from lmetric.server.fleet.kv_mode import flags_for
-from lmetric.tokens import PromptTokenizer
+from lmetric.tokens.prompt import PromptTokenizer
 
 
 @dataclass(frozen=True, slots=True)

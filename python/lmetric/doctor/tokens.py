@@ -10,20 +10,11 @@ from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
 from lmetric.engines.http import Unanswered
 from lmetric.server.fleet.kv_mode import FIX_TOKENIZER as REMEDY
-from lmetric.tokens import (
-    EXPORT_COMMAND,
-    HubError,
-    NotPredictable,
-    PromptTokenizer,
-    TokenizerError,
-    configured_folder,
-    fetch,
-    find_folder,
-    is_hub_id,
-    verify,
-    why_not_downloaded,
-)
-from lmetric.tokens.verify import Difference, NotVerifiable
+from lmetric.tokens.errors import NotPredictable, TokenizerError
+from lmetric.tokens.files import EXPORT_COMMAND
+from lmetric.tokens.hub import HubError, configured_folder, fetch, find_folder, is_hub_id, why_not_downloaded
+from lmetric.tokens.prompt import PromptTokenizer
+from lmetric.tokens.verify import Difference, NotVerifiable, verify
 
 REFUSED = "the engine refuses it"  # the text in `verify`
 

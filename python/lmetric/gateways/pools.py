@@ -18,7 +18,7 @@ from lmetric.engines.adapter import Adapter
 from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
 from lmetric.server.fleet.kv_mode import ModelFacts, choose
-from lmetric.tokens.chat import NotPredictable
+from lmetric.tokens.errors import NotPredictable
 from lmetric.tokens.prompt import PromptTokenizer
 
 _log = logging.getLogger("lmetric")

@@ -27,12 +27,11 @@ from lmetric.config import (
 from lmetric.extras import install
 from lmetric.server.api.identity import Identity
 from lmetric.server.api.issued import IssuedKeys
-from lmetric.server.background.key_exchange import KeyExchange
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
-from lmetric.server.background.replicas import Replicas
-from lmetric.server.background.stored_search import StoredSearch
+from lmetric.server.background.replica_state import metrics as replica_metrics
 from lmetric.server.discovery import Discovery
+from lmetric.server.fleet.canary import load_run
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
@@ -51,6 +50,8 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
     from lmetric.roles import Role
+    from lmetric.server.background.key_exchange import KeyExchange
+    from lmetric.server.background.replicas import Replicas
     from lmetric.server.epp.picker import Picker
     from lmetric.server.observe.recorder import Recorder
     from lmetric.server.observe.tracing.export import Tracing
@@ -121,7 +122,7 @@ class Server:
         self.front: Frontend
         self._monitor: Monitor
         self._discovery: Discovery
-        self._replicas: Replicas
+        self._replicas: Replicas | None = None
         self.listeners: Listeners
         self.recorder: Recorder | None = None
         self._state: StateFolder | None = None
@@ -143,6 +144,8 @@ class Server:
         tls = None if self.config.tls is None else listener_context(self.config.tls)
         if self.config.tracing is not None:
             _load_tracing()
+        if self.config.admin.enabled:
+            load_run()  # a command may start a canary
         self.fleet.build()
         for engine in self.fleet.engines():
             engine.quiet = logging.DEBUG
@@ -176,20 +179,14 @@ class Server:
             pages=pages,
             worker=self.worker,
         )
-        self._replicas = front.replicas = Replicas(
-            config.replicas,
-            lambda: self.fleet.models,
-            front.budgets.core,
-            router=None if self.worker is None else self.worker.router,
-            pass_on=None if self.worker is None else self.worker.pass_on,
-        )
+        if config.replicas.is_set:
+            self._exchange(front)
         if self.worker is None:
             if config.state_folder is not None:
                 self._state = StateFolder(config.state_folder, front.budgets.core, front.usage.table)
             self._keys.read()
         else:
             self.worker.take_usage = front.usage.table.take
-            self.worker.apply_load, self.worker.add_counts = self._replicas.apply, self._replicas.add_counts
         if config.tracing is not None:
             front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.running.observers.add(front.running.tracing)
@@ -197,15 +194,16 @@ class Server:
             self.picker = epp.Picker(config, front, self.worker.gateway_port if self.worker else None)
             self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
-        front.stored.others = StoredSearch(self._replicas)
-        if self.worker is None:
-            exchange = self._key_exchange = KeyExchange(self._replicas, self._keys.keys, self._keys.change)
-            front.keys_page, front.change_keys = exchange.answer, exchange.publish
-        else:
+        if self.worker is not None:
             front.keys_page, front.change_keys = self.worker.keys_page, self.worker.change_keys
+        elif self._key_exchange is not None:
+            front.keys_page, front.change_keys = self._key_exchange.answer, self._key_exchange.publish
+        else:
+            front.change_keys = self._keys.change
         self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
-        self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
+        self.metrics.further += [front.clients.metrics, self._discovery.metrics]
+        self.metrics.further.append(lambda: replica_metrics(self._replicas))
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
         self.metrics.further += [LogWriter.metrics, lambda: key_metrics(front.admission.identity.keys)]
         self.metrics.further.append(lambda: front.admission.identity.metrics())
@@ -253,7 +251,8 @@ class Server:
             if self.worker is not None:
                 self.worker.show, front.live.send = front.live.receive, self.worker.send
             front.live.start()
-        await self._replicas.start()
+        if self._replicas is not None:
+            await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
         for engine in self.fleet.engines():
             engine.quiet = None
@@ -267,11 +266,30 @@ class Server:
             return  # the supervisor logs the report once
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
+    def _exchange(self, front: Frontend) -> None:
+        """Builds the exchange with other routers. Raises ConfigError."""
+        from lmetric.server.background.key_exchange import KeyExchange
+        from lmetric.server.background.replicas import Replicas
+        from lmetric.server.background.stored_search import StoredSearch
+
+        replicas = self._replicas = front.replicas = Replicas(
+            front.config.replicas,
+            lambda: self.fleet.models,
+            front.budgets.core,
+            router=front.router,
+            pass_on=None if self.worker is None else self.worker.pass_on,
+        )
+        front.stored.others = StoredSearch(replicas)
+        if self.worker is None:
+            self._key_exchange = KeyExchange(replicas, self._keys.keys, self._keys.change)
+        else:
+            self.worker.apply_load, self.worker.add_counts = replicas.apply, replicas.add_counts
+
     def _certificates(self) -> Iterator[TlsContext]:
         """Yields the TLS contexts for clients, other routers and engines."""
         if self.front.tls is not None:
             yield self.front.tls
-        if self._replicas.tls is not None:
+        if self._replicas is not None and self._replicas.tls is not None:
             yield self._replicas.tls
         yield from self.fleet.contexts
 
@@ -303,6 +321,8 @@ class Server:
         identity = Identity.load(new.auth, self.issued)
         tls = None if new.tls is None else listener_context(new.tls)
         policies = self.fleet.policies_of(config)
+        if new.admin.enabled or any(each.canary is not None for each in policies.values()):
+            load_run()  # in this thread
         changed_keys = self.front.admission.identity.keys.changes(identity.keys)
         apply = self.front.prepare(identity, new)
         return Change(
@@ -439,7 +459,8 @@ class Server:
             await self._key_exchange.stop()
         if self._state is not None:
             await self._state.stop()
-        await self._replicas.stop()
+        if self._replicas is not None:
+            await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
         for model in self.fleet.models:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lmetric.tokens.chat import BILLING_HEADER, NotPredictable
+from lmetric.tokens.chat import BILLING_HEADER
+from lmetric.tokens.errors import NotPredictable
 
 JSON = Mapping[str, Any]
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lmetric.tokens.errors import NotPredictable
 from lmetric.tokens.images import Image, image_of
-from lmetric.tokens.template import ContentFormat
+
+if TYPE_CHECKING:
+    from lmetric.tokens.template import ContentFormat
 
 # Text content parts, and the key of their text.
 _TEXT_PARTS = {
@@ -34,19 +37,6 @@ _NOT_VARIABLES = frozenset(
 
 # Variables with separate request fields, which override chat_template_kwargs.
 _BY_REQUEST = ("add_generation_prompt", "continue_final_message")
-
-
-class NotPredictable(Exception):
-    """The engine's tokens for a request cannot be predicted.
-
-    ``reason`` is a label for counters: ``media``, ``no_template``, ``template`` (it failed, or came
-    with the request), ``shape``, ``truncation``, ``history`` (only the engine has it),
-    ``tokenizer``.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 def messages_of(

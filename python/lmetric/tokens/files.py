@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmetric._core import LmetricError
-from lmetric.tokens.hub import cached, is_hub_id
+from lmetric.tokens.errors import TokenizerError
 from lmetric.tokens.template import ChatTemplate, TemplateError
 
 # An added token as tokenizer.json has it.
@@ -34,10 +33,6 @@ _OWN_CHAT = {
 EXPORT_FILE = "lmetric_tokenizer.json"
 EXPORT_FORMAT = 1
 EXPORT_COMMAND = "lmetric-router tokenizer MODEL --out DIR"
-
-
-class TokenizerError(LmetricError):
-    """A model's folder is invalid. The message has the file and the reason."""
 
 
 @dataclass(slots=True)
@@ -225,25 +220,3 @@ def _compiled(file: Path) -> ChatTemplate:
         raise TokenizerError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{file}: not UTF-8 at byte {error.start}") from None
-
-
-def find_folder(root: str, revision: str | None = None) -> Path | None:
-    """The folder of a model by the name that an engine reports; None if it does not exist here.
-
-    The name is an absolute path on this machine, or a repository in the local Hugging Face cache.
-    ``revision``: of the repository; None: main.
-    """
-    if Path(root).is_absolute():
-        return Path(root) if Path(root).is_dir() else None
-    return cached(root, revision) if is_hub_id(root) else None
-
-
-def configured_folder(setting: str, revision: str | None = None) -> Path | None:
-    """The folder that the setting `tokenizer` names: a path, or that of a cached Hub repository.
-
-    None: the Hub repository is not in the local cache. Paths may not exist.
-    """
-    folder = Path(setting)
-    if folder.is_dir() or not is_hub_id(setting):
-        return folder
-    return cached(setting, revision)

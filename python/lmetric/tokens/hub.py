@@ -56,6 +56,28 @@ def cached(repository: str, revision: str | None = None) -> Path | None:
     return found if (found / "tokenizer.json").exists() else None
 
 
+def find_folder(root: str, revision: str | None = None) -> Path | None:
+    """The folder of a model by the name that an engine reports; None if it does not exist here.
+
+    The name is an absolute path on this machine, or a repository in the local Hugging Face cache.
+    ``revision``: of the repository; None: main.
+    """
+    if Path(root).is_absolute():
+        return Path(root) if Path(root).is_dir() else None
+    return cached(root, revision) if is_hub_id(root) else None
+
+
+def configured_folder(setting: str, revision: str | None = None) -> Path | None:
+    """The folder that the setting `tokenizer` names: a path, or that of a cached Hub repository.
+
+    None: the Hub repository is not in the local cache. Paths may not exist.
+    """
+    folder = Path(setting)
+    if folder.is_dir() or not is_hub_id(setting):
+        return folder
+    return cached(setting, revision)
+
+
 def download(repository: str, revision: str | None = None) -> Path:
     """Downloads the tokenizer's files of a repository to the local cache, and returns the folder.
 

@@ -16,6 +16,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from lmetric.tokens.errors import NotAligned
+
 Tokens = NDArray[np.uint32]
 
 # Fields of a request that change how an engine reads an image.
@@ -48,10 +50,6 @@ class ImagePrompt(NamedTuple):
     total_tokens: int  # of the whole prompt: an unknown image counts like the last known one
     unknown: list[Image]  # images to learn
     image_count: int  # all images of the prompt
-
-
-class NotAligned(Exception):
-    """An engine's prompt is not the template's prompt with an image's tokens in its place."""
 
 
 def in_chat(part: dict[str, Any]) -> dict[str, Any]:

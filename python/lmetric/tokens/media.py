@@ -10,7 +10,7 @@ import orjson
 from msgspec import Struct
 
 from lmetric.tokens.agents import chat_of_messages, chat_of_responses
-from lmetric.tokens.chat import NotPredictable
+from lmetric.tokens.errors import NotPredictable
 from lmetric.tokens.images import PROCESSOR_FIELDS, in_chat
 
 KINDS = frozenset({"image_url", "input_image", "audio_url", "input_audio", "video_url"})

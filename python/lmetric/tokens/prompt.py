@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from lmetric._core import BadValueError, TokenEncoder, TokenizeError
 from lmetric.tokens.agents import chat_of_messages, chat_of_responses
-from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of, without_developer
-from lmetric.tokens.files import ModelFiles, TokenizerError, read_folder
+from lmetric.tokens.chat import messages_of, tools_of, variables_of, without_developer
+from lmetric.tokens.errors import NotPredictable, TokenizerError
+from lmetric.tokens.files import ModelFiles, read_folder
 from lmetric.tokens.images import Image, ImagePrompt, KnownImages
 from lmetric.tokens.template import TemplateError
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 
 from lmetric._core import LmetricError
-from lmetric.tokens.chat import NotPredictable
+from lmetric.tokens.errors import NotPredictable
 from lmetric.tokens.prompt import PromptTokenizer
 
 Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]

@@ -8,8 +8,10 @@ chat template, or to look at many of its fields.
 Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/threads.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from msgspec import Struct
@@ -18,8 +20,11 @@ from lmetric._core import BadRequestError, check_object, edit_object, join_parts
 from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import RelayedPath
-from lmetric.tokens import ImagePrompt, Tokens
-from lmetric.tokens.media import Media
+
+if TYPE_CHECKING:
+    from lmetric.tokens.images import ImagePrompt
+    from lmetric.tokens.media import Media
+    from lmetric.tokens.prompt import Tokens
 
 JSON = Mapping[str, Any]
 

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import structlog
 
+from lmetric.server.api.replica_pages import PATH
 from lmetric.server.upstream.connection import connect_error
 
 log = structlog.get_logger("lmetric.replicas")
 
-PATH = "/replicas"
 # Limit on the processes that a router sends to and receives from; the core has the same limit.
 MOST_ADDRESSES = 64
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 import aiohttp
@@ -17,11 +18,12 @@ import structlog
 
 from lmetric._core import LmetricError
 from lmetric.server.api.issued import MOST_KEYS, IssuedKey, IssuedKeys, KeyTable, decode
-from lmetric.server.background.addresses import MOST_ADDRESSES, PATH, Address
-from lmetric.server.background.replicas import Replicas
+from lmetric.server.api.replica_pages import KEYS_PAGE
+from lmetric.server.background.addresses import MOST_ADDRESSES, Address
 
-PAGE = "/keys"
-KEYS_PATH = PATH + PAGE
+if TYPE_CHECKING:
+    from lmetric.server.background.replicas import Replicas
+
 MOST_RECORDS = 100  # in an answer
 MOST_ANSWER_BYTES = 256 << 10  # with the longest names
 AT_ONCE = 4  # routers from which this one copies keys
@@ -99,7 +101,9 @@ class KeyExchange:
         keys: list[IssuedKey] = []
         while True:
             query = urlencode({"after": after, "copied": copied, "router": self._replicas.router})
-            body = await self._replicas.call(address, None, page=f"{PAGE}?{query}", most=MOST_ANSWER_BYTES)
+            body = await self._replicas.call(
+                address, None, page=f"{KEYS_PAGE}?{query}", most=MOST_ANSWER_BYTES
+            )
             table = decode(body)
             if router is None:
                 router = table.router

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmetric.server.api.identity import Identity
-from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.problem import Problem, unix_of
@@ -23,6 +22,8 @@ from lmetric.server.observe.problems import FIXES, first_of, meaning_of
 from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 
 if TYPE_CHECKING:
+    from lmetric.server.background.redis_budgets import RedisState
+    from lmetric.server.background.replicas import Replicas
     from lmetric.server.observe.recorder import Recorder
 
 # A share of refusals is a problem above the bound of the alert LmetricRequestsRefused. With fewer
@@ -44,7 +45,7 @@ class OwnProblems:
     """
 
     fleet: Fleet
-    replicas: Replicas
+    replicas: Replicas | None
     discovery: Discovery
     certificates: Callable[[], Iterable[TlsContext]]
     identity: Callable[[], Identity]
@@ -57,7 +58,8 @@ class OwnProblems:
         """Yields the present problems."""
         for certificate in self.certificates():
             yield from _of_certificate(certificate)
-        yield from self._of_replicas()
+        if self.replicas is not None:
+            yield from self._of_replicas(self.replicas)
         for row in self.discovery.state():
             if row["problem"] is not None:
                 cause = "a source of engines cannot be read; its last engines stay"
@@ -98,23 +100,22 @@ class OwnProblems:
         yield from queues
         yield from self._of_lateness(now, queued=bool(queues))
 
-    def _of_replicas(self) -> Iterator[Problem]:
+    def _of_replicas(self, replicas: Replicas) -> Iterator[Problem]:
         fix = "start that router, or take it out of replicas.urls; its load does not count meanwhile"
-        for url, reason in self.replicas.not_found.items():
+        for url, reason in replicas.not_found.items():
             yield Problem("replica", "the address of other routers is not found", f"{url}: {reason}", fix)
-        for address in self.replicas.addresses.values():
+        for address in replicas.addresses.values():
             if address.reached is False and not address.own:
                 cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
                 yield Problem("replica", cause, reason, fix, since=address.lost_at)
-        yield from self._of_redis()
-        for router, ahead in self.replicas.other_clocks.items():
+        yield from self._of_redis(replicas.redis)
+        for router, ahead in replicas.other_clocks.items():
             cause = "the clock of another router differs: the routers do not share budgets"
             reason = f"router {router}: {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
             fix = "synchronize the clocks, then restart the router whose clock was wrong"
             yield Problem("replica", cause, reason, fix)
 
-    def _of_redis(self) -> Iterator[Problem]:
-        redis = self.replicas.redis
+    def _of_redis(self, redis: RedisState | None) -> Iterator[Problem]:
         if redis is None:
             return
         if redis.reached is False:

@@ -13,50 +13,48 @@ Each worker publishes its own load, and the supervisor the budgets of all worker
 (`lmetric.server.supervisor.sharing`). Each process counts as a sender.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 import structlog
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric._core import BadValueError, Budgets, LoadFormatError, LoadMessage, encode_load
 from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.background.addresses import MOST_ADDRESSES, PATH, Address, look_up, read_answer
-from lmetric.server.background.redis_budgets import RedisBudgets, RedisState
+from lmetric.server.api.replica_pages import CONTENT_TYPE, PATH
+from lmetric.server.background.addresses import MOST_ADDRESSES, Address, look_up, read_answer
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.tls.contexts import outgoing_context
 from lmetric.server.upstream.connection import request_error
 
+if TYPE_CHECKING:
+    from lmetric.server.background.redis_budgets import RedisBudgets, RedisState
+
 log = structlog.get_logger("lmetric.replicas")
 
-CONTENT_TYPE = "application/octet-stream"
 RESOLVE_SECONDS = 5.0
 MOST_ANSWER_BYTES = 4096  # an answer is an id and a version, or an error of one sentence
 FULL_SECONDS = 60.0  # time between two full messages to a router
 ID_DIGITS = 16  # of a router; the ID of a worker begins with that of its router
 
-# Limit on the body of a message: 16,384 instances with long names and many numbers, and 10,000
-# budgets.
-MOST_MESSAGE_BYTES = 16 << 20
-
 
 class Replicas:
     """The exchange of load and budgets with the other routers of the fleet.
 
-    ``models``: returns those whose load is published. ``router``: ID of this start of the router,
-    with workers; None: a new one. ``pass_on``: in a worker: gives a message, and the version of its
-    load that counts here, to the other processes of the router. Returns the answer to it. Raises
-    ConfigError.
+    ``models``: returns those whose load is published. ``router``: ID of this start of the router.
+    ``pass_on``: in a worker: gives a message, and the version of its load that counts here, to the
+    other processes of the router. Returns the answer to it. Raises ConfigError.
     """
 
     def __init__(
@@ -65,13 +63,13 @@ class Replicas:
         models: Callable[[], Sequence[Model]],
         budgets: Budgets,
         *,
-        router: str | None = None,
+        router: str,
         pass_on: Callable[[bytes, int | None], Awaitable[dict[str, Any]]] | None = None,
     ) -> None:
         self.config = config
         self._models = models
         self.budgets = budgets
-        self.router = (router or token_hex(ID_DIGITS))[:ID_DIGITS]
+        self.router = router[:ID_DIGITS]
         self._pass_on = pass_on
         self.id = self.router if pass_on is None else self.router + token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
@@ -79,7 +77,7 @@ class Replicas:
         # By router whose budgets do not count here: how far its clock is ahead, seconds.
         self.other_clocks: dict[str, float] = {}
         self._version = 0  # of the load and the budgets of this router
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.tls = None if config.tls is None else outgoing_context("replicas.tls", config.tls)
         self._token = read_secret(config.token, config.token_file)
         self._expected = BearerToken(self._token) if self._token is not None else None
@@ -98,6 +96,8 @@ class Replicas:
         url = config.redis_url
         self._redis: RedisBudgets | None = None
         if url is not None and pass_on is None:
+            from lmetric.server.background.redis_budgets import RedisBudgets
+
             self._redis = RedisBudgets(
                 url.get_secret_value(),
                 self.router,
@@ -205,16 +205,16 @@ class Replicas:
         try:
             return LoadMessage(body)
         except LoadFormatError as error:
-            self._counts["received", "other_version"] += 1
+            self.counts["received", "other_version"] += 1
             raise ApiError(409, str(error), code="other_version") from None
         except BadValueError as error:
-            self._counts["received", "refused"] += 1
+            self.counts["received", "refused"] += 1
             raise bad(str(error)) from None
 
     def _apply(self, message: LoadMessage) -> int | None:
         sender = message.sender
         if sender not in self.received and len(self.received) >= MOST_ADDRESSES:
-            self._counts["received", "refused"] += 1
+            self.counts["received", "refused"] += 1
             raise ApiError(
                 409,
                 f"this router already receives load from {MOST_ADDRESSES} routers, the limit",
@@ -224,16 +224,16 @@ class Replicas:
             counted, ahead = self.budgets.merge(message.budgets, _times())
             applied = [model.router.import_load(message, model.name) for model in self._models()]
         except BadValueError as error:
-            self._counts["received", "refused"] += 1
+            self.counts["received", "refused"] += 1
             raise bad(str(error)) from None
         self._compare_clocks(sender, ahead)
         if not (counted and all(applied)):  # another model may be new here; a full message has all again
-            self._counts["received", "incomplete"] += 1
+            self.counts["received", "incomplete"] += 1
             return None
         if sender not in self.received:
             log.info("another router sends its load", router=sender)
         self.received[sender] = time.monotonic()
-        self._counts["received", "accepted"] += 1
+        self.counts["received", "accepted"] += 1
         return message.version
 
     def _compare_clocks(self, sender: str, ahead: float) -> None:
@@ -270,7 +270,7 @@ class Replicas:
                 model.router.enter_load(self._version, oldest)
         for address in others:
             if address.sending is not None and not address.sending.done():
-                self._counts["sent", "busy"] += 1  # the last message has no answer yet
+                self.counts["sent", "busy"] += 1  # the last message has no answer yet
                 continue
             if (base := address.version) is None:
                 address.full_at = now
@@ -322,7 +322,7 @@ class Replicas:
             address.version = None
             own_words = isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError)
             reason = str(error) if own_words else request_error(error, self.config.silent_after)
-            self._counts["sent", "failed"] += 1
+            self.counts["sent", "failed"] += 1
             if address.reached is not False:
                 log.warning("cannot reach another router", address=address.place, reason=reason)
                 address.lost_at = time.time()
@@ -330,7 +330,7 @@ class Replicas:
         else:
             if address.own:
                 return
-            self._counts["sent", "accepted"] += 1
+            self.counts["sent", "accepted"] += 1
             if address.reached is False:
                 log.info("another router is reachable again", address=address.place)
             address.reached, address.error, address.lost_at = True, None, None
@@ -378,26 +378,6 @@ class Replicas:
             "not_looked_up": self.not_found,
             "redis": None if self.redis is None else asdict(self.redis),
         }
-
-    def metrics(self) -> Iterator[Metric]:
-        """Yields the metrics of the exchange."""
-        replicas = GaugeMetricFamily("lmetric_replicas", "Other routers whose in-flight load counts here")
-        replicas.add_metric((), len(self.routers))
-        yield replicas
-        messages = CounterMetricFamily(
-            "lmetric_replica_messages",
-            "Messages between routers: sent and received, by outcome",
-            labels=("direction", "outcome"),
-        )
-        for (direction, outcome), count in self._counts.items():
-            messages.add_metric((direction, outcome), count)
-        yield messages
-        up = GaugeMetricFamily(
-            "lmetric_redis_up", "1: budgets are shared through Redis; 0: it cannot be used"
-        )
-        if self.redis is not None:
-            up.add_metric((), float(self.redis.reached is True))
-        yield up
 
 
 def _times() -> tuple[float, float]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 import aiohttp
 import orjson
 
+from lmetric.server.api.replica_pages import STORED_PAGE
 from lmetric.server.api.stored import MAX_ID_LENGTH, Holder
-from lmetric.server.background.addresses import PATH, Address
-from lmetric.server.background.replicas import Replicas
+from lmetric.server.background.addresses import Address
 
-PAGE = "/stored"
-STORED_PATH = PATH + PAGE
+if TYPE_CHECKING:
+    from lmetric.server.background.replicas import Replicas
+
 # Searches at once. Each sends a message to all routers, and clients may invent IDs.
 MOST_SEARCHES = 64
 ANSWER_SECONDS = 1.0
@@ -48,7 +50,7 @@ class StoredSearch:
 
     async def _find(self, tenant: str, response_id: str) -> Holder | None:
         query = urlencode({"tenant": tenant, "id": response_id}, errors="surrogateescape")
-        async for holder in self._answers(f"{PAGE}?{query}"):
+        async for holder in self._answers(f"{STORED_PAGE}?{query}"):
             if holder is not None:
                 return holder
         return None

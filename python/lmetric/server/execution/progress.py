@@ -6,7 +6,7 @@ A way (`ways`) reads the state, and appends actions to `acts`. `execution` owns 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,10 +38,12 @@ from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.model import Model
-from lmetric.server.fleet.rebalancer import Movable, Rebalancer
 from lmetric.server.fleet.transfer import KvTransfer
-from lmetric.tokens import Tokens
-from lmetric.tokens.media import Media
+
+if TYPE_CHECKING:
+    from lmetric.server.fleet.rebalancer import Movable, Rebalancer
+    from lmetric.tokens.media import Media
+    from lmetric.tokens.prompt import Tokens
 
 
 class Progress:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -25,7 +25,10 @@ from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import PARSED, max_tokens
 from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.stop_strings import StopStrings
-from lmetric.tokens import Detokeniser, Tokens, tokens_of_text
+from lmetric.tokens.detokenise import Detokeniser, tokens_of_text
+
+if TYPE_CHECKING:
+    from lmetric.tokens.prompt import Tokens
 
 JSON = Mapping[str, Any]
 

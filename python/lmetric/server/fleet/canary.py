@@ -7,33 +7,28 @@ on the event loop, so commands follow each other. A request keeps the arm with w
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from msgspec import Struct
 
-from lmetric._core import LmetricError, Request, Router
-from lmetric.canary import ARMS, METRICS, Comparison, Outcome, Splitter
-from lmetric.canary.comparison import MIN_GROUPS
+from lmetric._core import LmetricError, Router
 from lmetric.config import CanaryConfig
 from lmetric.server.fleet.policies import Built, Policies, build
 
+if TYPE_CHECKING:
+    from lmetric.canary import Comparison, Outcome
+    from lmetric.server.fleet.canary_run import CanaryRequest, End, Run, Update
+
 log = structlog.get_logger("lmetric.canary")
 
-TEXT_BYTES_PER_TOKEN = 4
-MIN_ERRORS = 5  # failed requests of the canary before a rollback because of errors
 CHECK_SECONDS = 5.0  # time between two looks of the automatic rollback
-# The automatic rollback reads two metrics, which share the chance of a false alarm.
-ALARM_CHANCE = 0.05 / 2
 CAUSES = ("command", "ttft", "errors")  # of a rollback
-# Above this share of the requests in one group of keys, the split is not fair.
-LARGEST_GROUP = 0.2
 
 
 class State(StrEnum):
@@ -79,37 +74,6 @@ class CanaryError(LmetricError):
     """A command that is not possible in the present state."""
 
 
-class CanaryRequest(Struct, frozen=True, gc=False):
-    """A request of a canary's comparison."""
-
-    run: Run
-    canary: bool  # its arm
-    bucket: int
-
-
-class Update(Struct):
-    """The results of one worker's requests of a canary, for the other workers."""
-
-    salt: str  # of its run
-    results: list[tuple[bool, int, Outcome]]  # arm and bucket of each
-    keys: dict[str, int]
-    alarm: tuple[str, str] | None = None  # cause and reason if this worker rolled it back
-
-
-class End(Struct, frozen=True):
-    """The end of a canary's comparison.
-
-    Attributes:
-        at: time of the last command or rollback, Unix time in seconds.
-        seconds: length of the canary.
-        stable_policy: the policy of the stable arm.
-    """
-
-    at: float
-    seconds: float
-    stable_policy: str | dict[str, Any]
-
-
 class Copy(Struct):
     """The canary of one worker, for a worker that starts later."""
 
@@ -127,119 +91,11 @@ class Copy(Struct):
     end: End | None
 
 
-class Run:
-    """One canary from its start on: how it splits requests, and their results."""
+def load_run() -> type[Run]:
+    """Imports runs, which only routers with canaries or `admin.enabled` need."""
+    from lmetric.server.fleet.canary_run import Run
 
-    def __init__(self, config: CanaryConfig, now: float) -> None:
-        self.config = config
-        self.salt = config.salt or secrets.token_hex(8)
-        self.splitter = Splitter(self.salt, config.share)
-        self.comparison = Comparison()
-        self.started = now  # seconds on the monotonic clock
-        self.counts_from = now + config.warmup_seconds
-        self.keys: Counter[str] = Counter()  # requests by the kind of their key
-        self.own_keys: Counter[str] = Counter()  # of them, those that other workers do not know
-        self.end: End | None = None
-
-    def finish(self, stable_policy: str | dict[str, Any]) -> None:
-        """Records that the canary ends now, or that its promotion is undone now."""
-        seconds = time.monotonic() - self.started if self.end is None else self.end.seconds
-        self.end = End(time.time(), seconds, stable_policy)
-
-    def draw(self, request: Request) -> CanaryRequest | None:
-        """Returns the arm of a request; None: no policy decides it."""
-        if request.instances is not None and len(request.instances) == 1:
-            return None
-        session = request.session
-        if session is not None:
-            kind, key = "session", b"session " + session.encode("utf-8", "surrogateescape")
-        else:
-            kind, key = "prefix", self._prefix(request)
-        self.keys[kind] += 1
-        self.own_keys[kind] += 1
-        place = self.splitter.place(key)
-        return CanaryRequest(self, place.canary, place.bucket)
-
-    def _prefix(self, request: Request) -> bytes:
-        domain = f"prefix {request.tenant} {request.lora_name} {request.cache_salt} ".encode(
-            "utf-8", "surrogateescape"
-        )
-        tokens, length = request.token_ids, self.config.prefix_tokens
-        if tokens is not None:
-            return domain + tokens[:length].tobytes()
-        text = request.text or b""
-        head = text[: TEXT_BYTES_PER_TOKEN * length]
-        return domain + (head.encode("utf-8", "surrogateescape") if isinstance(head, str) else head)
-
-    def alarm(self) -> tuple[str, str] | None:
-        """Returns the metric for which the canary is surely worse, and a sentence."""
-        config, requests = self.config, self.comparison.requests
-        if min(requests) < config.min_requests:
-            return None
-        found = {each.metric: each for each in self.comparison.differences(ALARM_CHANCE)}
-        ttft, errors = found.get("ttft_seconds"), found.get("error_rate")
-        if ttft is not None and config.rollback_ttft_increase is not None:
-            least = ttft.always[0] / ttft.stable if ttft.stable > 0 else 0.0
-            if least > config.rollback_ttft_increase:
-                return "ttft", (
-                    f"its mean TTFT is higher by at least {least:.0%}, above rollback_ttft_increase "
-                    f"({config.rollback_ttft_increase:.0%})"
-                )
-        if errors is not None and config.rollback_error_increase is not None:
-            least = errors.always[0]
-            if self.comparison.errors[1] >= MIN_ERRORS and least > config.rollback_error_increase:
-                return "errors", (
-                    f"its error rate is higher by at least {least:.1%} of the requests, above "
-                    f"rollback_error_increase ({config.rollback_error_increase:.1%})"
-                )
-        return None
-
-    def shown(self, now: float) -> dict[str, Any]:
-        """Returns its settings and results for people."""
-        comparison = self.comparison
-        rows: dict[str, Any] = {
-            name: {
-                "about": METRICS[name],
-                **dict(zip(ARMS, values, strict=True)),
-                "difference": None,
-                "interval": None,
-                "always": None,
-                "clear": False,
-            }
-            for name, values in comparison.values().items()
-        }
-        for each in comparison.differences():
-            rows[each.metric] |= {
-                "difference": each.value,
-                "interval": list(each.interval),
-                "always": list(each.always),
-                "clear": each.excludes_zero,
-            }
-        return {
-            **self.config.model_dump(exclude={"salt"}),
-            "salt": self.salt,
-            "ended_at": None if self.end is None else self.end.at,
-            "seconds": now - self.started if self.end is None else self.end.seconds,
-            "stable_policy": None if self.end is None else self.end.stable_policy,
-            "warmup_left_seconds": max(0.0, self.counts_from - now) if self.end is None else 0.0,
-            "requests": dict(zip(ARMS, comparison.requests, strict=True)),
-            "errors": dict(zip(ARMS, comparison.errors, strict=True)),
-            "groups": dict(zip(ARMS, comparison.groups, strict=True)),
-            "keys": dict(self.keys),
-            "metrics": rows,
-            "warnings": self._warnings(),
-        }
-
-    def _warnings(self) -> list[str]:
-        found = []
-        if sum(self.comparison.requests) >= self.config.min_requests:
-            share = self.comparison.largest_group
-            if share > LARGEST_GROUP:
-                found.append(
-                    f"{share:.0%} of the requests have the same session or prefix, so the arms are not "
-                    "comparable: send a session ID with each request, in the header x-session-id"
-                )
-        return found
+    return Run
 
 
 class Canary:
@@ -299,7 +155,7 @@ class Canary:
         self._router.set_canary(built.policy, knobs=built.knobs)
         self.built = built
         policies.also_reads(built)
-        self.run = Run(config, time.monotonic() if now is None else now)
+        self.run = load_run()(config, time.monotonic() if now is None else now)
         self._look_at, self.reason = self.run.counts_from, ""
         self._unsent = self._nothing()
         self._before = self._promoted = None
@@ -316,14 +172,8 @@ class Canary:
     def check_results(self) -> None:
         """Raises CanaryError if a running canary has no result yet."""
         run = self.run
-        if not self.running or run is None or run.comparison.differences():
-            return
-        groups = dict(zip(ARMS, run.comparison.groups, strict=True))
-        raise CanaryError(
-            f"{self._model or 'the model'}: no results to promote: {groups['stable']} sessions in the "
-            f"stable arm and {groups['canary']} in the canary's; at least {MIN_GROUPS} in each are needed. "
-            "Wait for more requests, or set the policy with PUT /admin/policy"
-        )
+        if self.running and run is not None and (why := run.too_few()) is not None:
+            raise CanaryError(f"{self._model or 'the model'}: {why}")
 
     def promote(self) -> None:
         """Makes the canary's policy the policy of all requests. Raises LmetricError."""
@@ -421,7 +271,7 @@ class Canary:
         self._unsent = self._nothing()
 
     def _nothing(self) -> Update | None:
-        return Update(self.run.salt, [], {}) if self._shares and self.run is not None else None
+        return self.run.nothing() if self._shares and self.run is not None else None
 
     def unsent(self) -> Update | None:
         """Takes what the other workers do not know yet; None: nothing."""
@@ -481,7 +331,7 @@ class Canary:
             self.promote()
         run = self.run
         if run is None or run.salt != copy.config.salt:
-            run = self.run = Run(copy.config, copy.started)
+            run = self.run = load_run()(copy.config, copy.started)
         run.comparison, run.counts_from, run.keys = copy.comparison, copy.counts_from, Counter(copy.keys)
         run.end = copy.end
         if copy.state is State.PROMOTED and not copy.decides:

@@ -1,11 +1,13 @@
 """One engine: its connections, health and capabilities."""
 
+from __future__ import annotations
+
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import orjson
@@ -37,7 +39,9 @@ from lmetric.server.fleet.watchdog import Watchdog
 from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
-from lmetric.tokens import PromptTokenizer
+
+if TYPE_CHECKING:
+    from lmetric.tokens.prompt import PromptTokenizer
 
 NAMED_ENGINES = 5  # most engines named in one message
 
@@ -100,27 +104,27 @@ class ServedModel(Protocol):
     settings: PoolSettings
     router: Router
     block_size: int
-    engines: "dict[str, Engine]"
+    engines: dict[str, Engine]
     gamma: float | None
     indicators: Indicators
     names: ModelNames
 
-    def review(self, changed: "Engine | None" = None) -> None:
+    def review(self, changed: Engine | None = None) -> None:
         """Decides anew which engines are in service, after a change of all or of one."""
 
-    def hold(self, engine: "Engine", *, one_of_many: bool) -> None:
+    def hold(self, engine: Engine, *, one_of_many: bool) -> None:
         """Handles a change of an engine's `held`."""
 
     def usable_text(self) -> str:
         """How many of its engines get requests, as "2 of 3 usable"."""
 
-    def begin_empty(self, engines: "Sequence[Engine]") -> None:
+    def begin_empty(self, engines: Sequence[Engine]) -> None:
         """Forgets what engines have cached: their caches or their weights are new."""
 
     def sends_prefixes(self, name: str) -> bool:
         """Whether other engines still fetch the prefixes of an engine that leaves."""
 
-    def blame(self, engine: "Engine", client: str, reason: str, *, proven: bool) -> None:
+    def blame(self, engine: Engine, client: str, reason: str, *, proven: bool) -> None:
         """Counts a request that failed at an engine."""
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,8 +17,11 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.parsing import RENDER
 from lmetric.server.upstream.connection import UpstreamError
-from lmetric.tokens import Image, NotAligned, NotPredictable, PromptTokenizer, Tokens, aligned
-from lmetric.tokens.images import PROCESSOR_FIELDS
+from lmetric.tokens.errors import NotAligned, NotPredictable
+
+if TYPE_CHECKING:
+    from lmetric.tokens.images import Image
+    from lmetric.tokens.prompt import PromptTokenizer, Tokens
 
 log = structlog.get_logger("lmetric.tokens")
 
@@ -82,6 +85,8 @@ class Images:
         now, size = time.monotonic(), len(call.body)
         if now < self._off_until or (tokenizer := self._tokenizer()) is None:
             return
+        from lmetric.tokens.images import PROCESSOR_FIELDS  # the tokenizer has loaded it
+
         fields = {name: call.request[name] for name in PROCESSOR_FIELDS if call.request.get(name)}
         for image in images:
             key = image.key
@@ -153,6 +158,8 @@ class Images:
         places = [] if features is None else features.mm_placeholders.get("image", [])
         if len(hashes) != 1 or len(places) != 1:
             raise NotAligned(f"the engine has {len(hashes)} images in place of one")
+        from lmetric.tokens.images import aligned
+
         tokens = await asyncio.to_thread(_template_tokens, tokenizer, chat)
         token_ids = np.array(rendered.token_ids, dtype=np.uint32)
         place = places[0]

@@ -1,5 +1,7 @@
 """A model: its core router and its engines."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 import secrets
@@ -7,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -33,7 +35,6 @@ from lmetric.server.fleet import priority
 from lmetric.server.fleet.activity import Activity
 from lmetric.server.fleet.admission import HeldRequests
 from lmetric.server.fleet.canary import Canary
-from lmetric.server.fleet.changes import FleetChanges
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.images import Images
@@ -46,12 +47,15 @@ from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import ProgramWatch
 from lmetric.server.fleet.queues import Queues
-from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
 from lmetric.server.fleet.trials import Trials
 from lmetric.server.fleet.weights import RequestWeights, Weights
+
+if TYPE_CHECKING:
+    from lmetric.server.fleet.changes import FleetChanges
+    from lmetric.server.fleet.rebalancer import Rebalancer
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -142,10 +146,14 @@ class Model:
         self.mover: Rebalancer | None = None
         self.changes: FleetChanges | None = None
         if routing.rebalance is not None or routing.fleet_changes is not None:
+            from lmetric.server.fleet.rebalancer import Rebalancer
+
             self.mover = Rebalancer(
                 name, settings, routing.rebalance, router=self.router, engines=self.engines
             )
             if routing.fleet_changes is not None:
+                from lmetric.server.fleet.changes import FleetChanges
+
                 self.changes = FleetChanges(name, self.router, self.engines, mover=self.mover)
         self.ratio = BytesPerToken()
         self.tokenizers = Tokenizers(name, settings)

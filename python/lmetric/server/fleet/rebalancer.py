@@ -17,14 +17,9 @@ from lmetric._core import Router
 from lmetric.config import PoolSettings
 from lmetric.options import RebalanceOption
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.transfer import serves
+from lmetric.server.fleet.transfer import fetches
 
 log = structlog.get_logger("lmetric.mover")
-
-
-def fetches(source: Engine | None, target: Engine) -> bool:
-    """Whether an engine can fetch the KV cache of a running request from another engine."""
-    return source is not None and serves(source, target) and source.capabilities.prefix_caching is not False
 
 
 class Movable(Protocol):

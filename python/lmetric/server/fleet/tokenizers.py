@@ -1,10 +1,12 @@
 """The tokenizer of a model: the one in use, and where the next one comes from."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
@@ -12,16 +14,11 @@ import structlog
 from lmetric.config import PoolSettings
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.upstream.connection import UpstreamError
-from lmetric.tokens import (
-    NotVerifiable,
-    PromptTokenizer,
-    TokenizerError,
-    configured_folder,
-    find_folder,
-    is_hub_id,
-    verify,
-    why_not_downloaded,
-)
+from lmetric.tokens.errors import TokenizerError
+from lmetric.tokens.hub import configured_folder, find_folder, is_hub_id, why_not_downloaded
+
+if TYPE_CHECKING:
+    from lmetric.tokens.prompt import PromptTokenizer
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -93,6 +90,8 @@ class Tokenizers:
         if tokenizer is None or engine.compared is tokenizer:
             return
 
+        from lmetric.tokens.verify import NotVerifiable, verify
+
         async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
             return await engine.upstream.post(path, orjson.dumps(body), seconds)
 
@@ -144,6 +143,8 @@ class Tokenizers:
             self._use(tokenizer)
 
     def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
+        from lmetric.tokens.prompt import PromptTokenizer
+
         settings = self._settings
         return PromptTokenizer.load(
             folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes

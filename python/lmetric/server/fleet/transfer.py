@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from lmetric.engines.handover import JSON, HandoverError, one_token
 from lmetric.server.fleet.engine import Engine, blocks_differ
-from lmetric.tokens import Tokens
+
+if TYPE_CHECKING:
+    from lmetric.tokens.prompt import Tokens
 
 log = structlog.get_logger("lmetric.transfer")
 
@@ -188,6 +190,11 @@ def serves(source: Engine, target: Engine) -> bool:
     """Whether an engine can fetch the KV cache of any tokens of another one, by their connector."""
     connector = target.connector
     return connector is not None and not connector.at_once and source.connector is connector
+
+
+def fetches(source: Engine | None, target: Engine) -> bool:
+    """Whether an engine can fetch the KV cache of a running request from another engine."""
+    return source is not None and serves(source, target) and source.capabilities.prefix_caching is not False
 
 
 def hold(kv: KvTransfer, holder: Engine, request: JSON, *, tokens: Tokens) -> bytes:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmetric._core import Arrival, Decision, Request, Router, Ticket
-from lmetric.server.fleet.canary import Canary, CanaryRequest
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.shadow import Shadow
+
+if TYPE_CHECKING:
+    from lmetric.server.fleet.canary import Canary
+    from lmetric.server.fleet.canary_run import CanaryRequest
 
 
 class Trials:

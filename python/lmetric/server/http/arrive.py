@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -39,7 +40,11 @@ from lmetric.server.http.tokenizing import (
     read_prompt,
     take_prompt,
 )
-from lmetric.tokens import ImagePrompt, NotPredictable, Tokens
+from lmetric.tokens.errors import NotPredictable
+
+if TYPE_CHECKING:
+    from lmetric.tokens.images import ImagePrompt
+    from lmetric.tokens.prompt import Tokens
 
 log = structlog.get_logger("lmetric.access")
 log_tokens = structlog.get_logger("lmetric.tokens")

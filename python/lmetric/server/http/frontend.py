@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -19,7 +19,6 @@ from lmetric.server.api.identity import Identity
 from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.issued import IssuedKey
 from lmetric.server.api.paths import stored_response
-from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
@@ -48,12 +47,14 @@ from lmetric.server.observe.usage import Row, Usage
 from lmetric.server.tls.contexts import TlsContext
 
 if TYPE_CHECKING:
+    from lmetric.server.background.replicas import Replicas
     from lmetric.server.worker.worker import Worker
 
 log = structlog.get_logger("lmetric.access")
 
 # Most connections that one periodic check closes: each takes time of the event loop.
 CLOSED_AT_ONCE = 256
+ROUTER_BYTES = 8  # of the ID of this start of the router, for other routers
 
 
 class Frontend(web.Server):
@@ -76,12 +77,13 @@ class Frontend(web.Server):
         self.pages = pages
         self.worker = worker  # this process as one of several
         self.discovery: Discovery  # set by the server
-        self.replicas: Replicas  # set by the server
+        self.router = token_hex(ROUTER_BYTES) if worker is None else worker.router
+        self.replicas: Replicas | None = None  # set by the server if other routers share load or budgets
         self.tls: TlsContext | None = None  # set by the server
         # Returns records of issued API keys for another router; set by the server.
         self.keys_page: Callable[[str, int, int], Awaitable[bytes]]
         # Stores issued or revoked API keys in all workers and routers; set by the server.
-        self.change_keys: Callable[[Sequence[IssuedKey]], Awaitable[None]]
+        self.change_keys: Callable[[Sequence[IssuedKey]], Awaitable[object]]
         # Reloads the configuration; set by the server.
         self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self._random_secret = token_bytes(32) if worker is None else worker.secret

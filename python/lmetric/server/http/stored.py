@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -14,7 +15,6 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.paths import StoredResponsePath
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
-from lmetric.server.background.stored_search import StoredSearch
 from lmetric.server.execution import request_log
 from lmetric.server.execution.direct import DirectExecution
 from lmetric.server.execution.exchange import FAILED, ClientRequest
@@ -27,6 +27,9 @@ from lmetric.server.http.admission import Admission
 from lmetric.server.http.running import SERVING
 from lmetric.server.http.threads import PendingWork
 
+if TYPE_CHECKING:
+    from lmetric.server.background.stored_search import StoredSearch
+
 log = structlog.get_logger("lmetric.access")
 
 
@@ -38,7 +41,7 @@ class StoredRequests:
     ) -> None:
         self.responses = StoredResponses(config.limits)
         self._board = board  # shared with the other workers
-        self.others: StoredSearch  # set by the server
+        self.others: StoredSearch | None = None  # set by the server if there are other routers
         self._fleet = fleet
         self._admission = admission
         self._running = admission.running
@@ -49,7 +52,7 @@ class StoredRequests:
         return None if previous is None else self._search(tenant, previous)
 
     def _search(self, tenant: str, response_id: str) -> asyncio.Task[Holder | None] | None:
-        if not self.others.on or self.known(tenant, response_id) is not None:
+        if self.others is None or not self.others.on or self.known(tenant, response_id) is not None:
             return None
         search = self.others.begin(tenant, response_id)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 import structlog
 
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.model import Model
-from lmetric.tokens import ImagePrompt, NotPredictable, PromptTokenizer, Text, Tokens
-from lmetric.tokens.media import has_media, media_of
+from lmetric.tokens.errors import NotPredictable
+
+if TYPE_CHECKING:
+    from lmetric.tokens.images import ImagePrompt
+    from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 
 # Larger bodies are rendered in a thread: a template may take microseconds for each message.
 RENDERED_BYTES = 64 << 10
@@ -42,11 +48,17 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
 
 def may_have_media(model: Model, call: ParsedRequest) -> bool:
     """Whether engines of a model encode media, and a request may have some."""
-    return bool(model.encoders) and call.path.prompt in ENCODED_APIS and has_media(call.body)
+    if not model.encoders or call.path.prompt not in ENCODED_APIS:
+        return False
+    from lmetric.tokens.media import has_media
+
+    return has_media(call.body)
 
 
 def read_media(call: ParsedRequest) -> None:
     """Reads the media of a request. For a large body, call it in a thread."""
+    from lmetric.tokens.media import media_of
+
     try:
         call.media = media_of(call.path.prompt, call.request)
     except ValueError as error:  # the reader in Rust allows more
@@ -55,7 +67,7 @@ def read_media(call: ParsedRequest) -> None:
 
 def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt) -> None:
     """Gives a request its prompt, and has unknown images of it learned."""
-    if not isinstance(prompt, ImagePrompt):
+    if isinstance(prompt, np.ndarray):
         call.tokens = prompt
         return
     call.images = prompt

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric.canary import ARMS, Outcome
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.canary import State
@@ -32,6 +31,8 @@ class TrialResults(Observer):
         failed = status >= 500 or (status == 200 and bool(relay.reason))
         if relay.reason.startswith(BY_CLIENT) or not (failed or status == 200):
             return
+        from lmetric.canary import Outcome  # the request's canary has loaded it
+
         began, usage = request.started, relay.usage
         outcome = Outcome(failed)
         if not failed and usage is not None:
@@ -122,14 +123,14 @@ def _canaries(models: list[Model]) -> Iterator[Metric]:
         share.add_metric((model_name,), run.config.share if run is not None and canary.running else 0.0)
         if run is None:
             continue
-        comparison = run.comparison
-        for index, arm in enumerate(ARMS):
+        comparison, arms = run.comparison, run.arms
+        for index, arm in enumerate(arms):
             requests.add_metric((model_name, arm), comparison.requests[index])
             errors.add_metric((model_name, arm), comparison.errors[index])
         if not canary.running:
             continue  # values of the past would look like present ones
         for metric, values in comparison.values().items():
-            for arm, number in zip(ARMS, values, strict=True):
+            for arm, number in zip(arms, values, strict=True):
                 if number is not None:
                     value.add_metric((model_name, metric, arm), number)
         for found in comparison.differences():

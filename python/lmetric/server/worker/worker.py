@@ -17,7 +17,8 @@ import structlog
 from lmetric._core import Board, LmetricError
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.api.issued import IssuedKey, IssuedKeys
-from lmetric.server.fleet.canary import Canary, Copy, Update
+from lmetric.server.fleet.canary import Canary, Copy
+from lmetric.server.fleet.canary_run import Update
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.worker import memory

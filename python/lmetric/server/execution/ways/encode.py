@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
@@ -22,7 +22,9 @@ from lmetric.server.execution.failures import blame, blame_status
 from lmetric.server.execution.plan import EngineLost, Step, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine
-from lmetric.tokens.media import Media, MediaPart
+
+if TYPE_CHECKING:
+    from lmetric.tokens.media import Media, MediaPart
 
 PARAMS = "ec_transfer_params"
 

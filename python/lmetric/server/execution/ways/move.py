@@ -20,8 +20,7 @@ from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTran
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import MergeError
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.rebalancer import fetches
-from lmetric.server.fleet.transfer import hold
+from lmetric.server.fleet.transfer import fetches, hold
 
 log = structlog.get_logger("lmetric.relay")
 

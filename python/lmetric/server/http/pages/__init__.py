@@ -51,7 +51,8 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             headers={"connection": "close"},
         )
     page, call.name = _at(path)
-    if page is None or (page.access == "replica" and not front.replicas.on):
+    replicas = front.replicas
+    if page is None or (page.access == "replica" and (replicas is None or not replicas.on)):
         raise unknown(call)
     if page.tag == workers.TAG:
         return await _admin(call, page)
@@ -78,7 +79,7 @@ def _admit(call: Call, page: OwnPage) -> None:
     check_method(call, page)
     if page.access == "metrics":
         front.access.require_metrics(headers, call.path)
-    elif page.access == "replica":
+    elif page.access == "replica" and front.replicas is not None:
         front.replicas.authorize(headers)
 
 

@@ -21,6 +21,7 @@ from lmetric.server.api.own_pages import (
     in_query,
     schema,
 )
+from lmetric.server.background import replica_state
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.home import debug_index, decisions
@@ -120,7 +121,7 @@ async def _programs(call: Call) -> web.Response:
     "GET", "State of the exchange with other routers", answer("State", OBJECT), 401, 403
 )
 async def _replicas(call: Call) -> web.Response:
-    return json(call.front.replicas.state())
+    return json(replica_state.state(call.front.replicas, call.front.router))
 
 
 @PAGES.page("/debug/live", "debug", "viewer", "the data of the live page").on(

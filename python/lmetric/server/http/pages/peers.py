@@ -8,10 +8,7 @@ from aiohttp import web
 
 from lmetric.server.api.errors import bad
 from lmetric.server.api.own_pages import OBJECT, TEXT, Pages, answer, in_query
-from lmetric.server.background import replicas
-from lmetric.server.background.addresses import PATH
-from lmetric.server.background.key_exchange import KEYS_PATH
-from lmetric.server.background.stored_search import STORED_PATH
+from lmetric.server.api.replica_pages import CONTENT_TYPE, KEYS_PATH, MOST_MESSAGE_BYTES, PATH, STORED_PATH
 from lmetric.server.http.pages.call import Call, json
 
 PAGES = Pages()
@@ -23,10 +20,12 @@ PAGES = Pages()
     answer("Accepted", OBJECT),
     *(400, 401, 404, 409, 413),
     body={"type": "string", "format": "binary"},
-    media=replicas.CONTENT_TYPE,
+    media=CONTENT_TYPE,
 )
 async def _receive(call: Call) -> web.Response:
-    return json(await call.front.replicas.receive(await call.body(replicas.MOST_MESSAGE_BYTES)))
+    replicas = call.front.replicas
+    assert replicas is not None  # else the page does not exist
+    return json(await replicas.receive(await call.body(MOST_MESSAGE_BYTES)))
 
 
 @PAGES.page(KEYS_PATH, "replicas", "replica").on(
