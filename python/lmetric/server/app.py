@@ -44,9 +44,7 @@ from lmetric.server.observe.key_store import KeyStore, key_metrics
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.startup import LISTENING, startup_report
-from lmetric.server.observe.state import StateFolder
-from lmetric.server.tls.contexts import TlsContext, engine_context, listener_context
-from lmetric.server.tls.contexts import metrics as tls_metrics
+from lmetric.server.tls.used import metrics as tls_metrics
 
 if TYPE_CHECKING:
     from lmetric.roles import Role
@@ -54,7 +52,9 @@ if TYPE_CHECKING:
     from lmetric.server.background.replicas import Replicas
     from lmetric.server.epp.picker import Picker
     from lmetric.server.observe.recorder import Recorder
+    from lmetric.server.observe.state import StateFolder
     from lmetric.server.observe.tracing.export import Tracing
+    from lmetric.server.tls.contexts import TlsContext
     from lmetric.server.worker.worker import Worker
 
 log = structlog.get_logger("lmetric.server")
@@ -141,7 +141,7 @@ class Server:
         Raises LmetricError.
         """
         identity = Identity.load(self.config.auth, self.issued)
-        tls = None if self.config.tls is None else listener_context(self.config.tls)
+        tls = _listener_context(self.config)
         if self.config.tracing is not None:
             _load_tracing()
         if self.config.admin.enabled:
@@ -183,6 +183,8 @@ class Server:
             self._exchange(front)
         if self.worker is None:
             if config.state_folder is not None:
+                from lmetric.server.observe.state import StateFolder
+
                 self._state = StateFolder(config.state_folder, front.budgets.core, front.usage.table)
             self._keys.read()
         else:
@@ -319,7 +321,7 @@ class Server:
             name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
         )
         identity = Identity.load(new.auth, self.issued)
-        tls = None if new.tls is None else listener_context(new.tls)
+        tls = _listener_context(new)
         policies = self.fleet.policies_of(config)
         if new.admin.enabled or any(each.canary is not None for each in policies.values()):
             load_run()  # in this thread
@@ -476,6 +478,15 @@ class Server:
             model.kv.close()
             model.images.close()
         log.info("stopped")
+
+
+def _listener_context(config: ServerConfig) -> TlsContext | None:
+    """Returns the context for clients' connections; None: they have no TLS. Raises ConfigError."""
+    if config.tls is None:
+        return None
+    from lmetric.server.tls.contexts import listener_context
+
+    return listener_context(config.tls)
 
 
 def _load_tracing() -> type[Tracing]:
@@ -746,5 +757,7 @@ def _engine_tls(config: ServerConfig) -> list[EngineTls | None]:
             unused[id(settings)] = settings
     for name, settings in unused.items():
         if name not in used:
+            from lmetric.server.tls.contexts import engine_context
+
             engine_context(settings)
     return list(used.values())

@@ -1,9 +1,12 @@
 """Periodic tasks: engine checks, engine load, time limits, the hot-spot guard, rebalancing."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -23,8 +26,10 @@ from lmetric.server.fleet.periodic import periodic
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.observe.metrics import Metrics
-from lmetric.server.tls.contexts import TlsContext
 from lmetric.server.upstream.connection import UpstreamError
+
+if TYPE_CHECKING:
+    from lmetric.server.tls.contexts import TlsContext
 
 MODELS_SECONDS = 10.0  # time between two reads of an engine's list of models
 LAG_PERIOD_SECONDS = 0.1

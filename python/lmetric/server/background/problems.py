@@ -19,12 +19,12 @@ from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness
 from lmetric.server.observe.live import REFUSED, REFUSED_SECONDS, Live
 from lmetric.server.observe.problems import FIXES, first_of, meaning_of
-from lmetric.server.tls.contexts import WARN_DAYS, TlsContext
 
 if TYPE_CHECKING:
     from lmetric.server.background.redis_budgets import RedisState
     from lmetric.server.background.replicas import Replicas
     from lmetric.server.observe.recorder import Recorder
+    from lmetric.server.tls.contexts import TlsContext
 
 # A share of refusals is a problem above the bound of the alert LmetricRequestsRefused. With fewer
 # requests, one client at its limit would be one.
@@ -189,7 +189,7 @@ def _of_certificate(context: TlsContext) -> Iterator[Problem]:
         cause = "changed TLS files cannot be used; the old ones stay in use"
         yield Problem("certificate", cause, context.refused, fix)
     days = context.days_left()
-    if days < WARN_DAYS:
+    if context.expires_soon:
         cause = "a TLS certificate has expired" if days <= 0 else "a TLS certificate expires soon"
         verb = "expired" if days <= 0 else "expires"
         reason = f"{context.name}: {context.certificate} {verb} on {context.expiry_text()}"

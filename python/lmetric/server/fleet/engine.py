@@ -36,7 +36,7 @@ from lmetric.server.fleet.names import ModelNames
 from lmetric.server.fleet.retry_budget import Breaks
 from lmetric.server.fleet.service import ServiceRecord
 from lmetric.server.fleet.watchdog import Watchdog
-from lmetric.server.tls.contexts import EngineContexts
+from lmetric.server.tls.used import EngineContexts
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
 

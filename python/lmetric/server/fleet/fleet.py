@@ -33,7 +33,7 @@ from lmetric.server.fleet.parsing import parses
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.problem import Problem
 from lmetric.server.fleet.recent import Recent
-from lmetric.server.tls.contexts import EngineContexts
+from lmetric.server.tls.used import EngineContexts
 from lmetric.server.upstream.connection import UpstreamError
 
 ASK_AGAIN_SECONDS = 30.0  # pause before a repeated identification, if a page did not answer

@@ -44,10 +44,10 @@ from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.usage import Row, Usage
-from lmetric.server.tls.contexts import TlsContext
 
 if TYPE_CHECKING:
     from lmetric.server.background.replicas import Replicas
+    from lmetric.server.tls.contexts import TlsContext
     from lmetric.server.worker.worker import Worker
 
 log = structlog.get_logger("lmetric.access")

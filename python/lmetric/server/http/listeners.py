@@ -1,14 +1,18 @@
 """Accepts clients' connections on the server's sockets, with or without TLS."""
 
+from __future__ import annotations
+
 import asyncio
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.port import BACKLOG, Bound
-from lmetric.server.http.tls_listener import TlsListener
+
+if TYPE_CHECKING:
+    from lmetric.server.http.tls_listener import TlsListener
 
 # Connections that asyncio's own loop accepts between two looks at other events. Without free
 # descriptors, it fails and logs this many times a second. uvloop has a way of its own.
@@ -37,6 +41,8 @@ class Listeners:
     async def _listen(self, each: socket.socket) -> asyncio.Server | TlsListener:
         loop, front = asyncio.get_running_loop(), self._front
         if front.tls is not None:
+            from lmetric.server.http.tls_listener import TlsListener
+
             listener = TlsListener(each, front)
             listener.start(BACKLOG)
             return listener

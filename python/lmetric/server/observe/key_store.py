@@ -12,7 +12,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from lmetric._core import LmetricError
 from lmetric.server.api.issued import IssuedKey, IssuedKeys, KeyTable, decode
 from lmetric.server.api.keys import Keys
-from lmetric.server.observe.state import StateFiles, replace_file
 
 FILE = "keys.json"
 
@@ -33,6 +32,8 @@ class KeyStore:
         Raises ConfigError if the folder is not usable.
         """
         if self._folder is not None:
+            from lmetric.server.observe.state import StateFiles
+
             StateFiles(self._folder, FILE, dict, restore=self._restore).read()
 
     def _restore(self, content: bytes) -> None:
@@ -66,6 +67,8 @@ class KeyStore:
 
 
 def _write(path: Path, keys: list[IssuedKey]) -> None:
+    from lmetric.server.observe.state import replace_file
+
     replace_file(path, KeyTable(keys).encode())
 
 

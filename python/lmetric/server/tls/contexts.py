@@ -7,11 +7,10 @@ the old context stays.
 import math
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric.config import ConfigError, EngineTls, ListenerTls
 from lmetric.server.tls.certificate import expiry
@@ -89,6 +88,11 @@ class TlsContext:
         """Returns the days until its certificate expires; infinite without a certificate."""
         return (self.expires_at - time.time()) / _DAY_SECONDS
 
+    @property
+    def expires_soon(self) -> bool:
+        """Whether its certificate expires within `WARN_DAYS`."""
+        return self.days_left() < WARN_DAYS
+
     def expiry_text(self) -> str:
         """Returns when its certificate expires, for people."""
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
@@ -105,30 +109,6 @@ class TlsContext:
             log.error("the TLS certificate has expired", **named, expired=self.expiry_text())
         else:
             log.warning("the TLS certificate expires soon", **named, days=round(days, 1))
-
-
-class EngineContexts:
-    """The contexts of connections to engines. Engines with equal settings share one."""
-
-    def __init__(self) -> None:
-        self._contexts: dict[str, TlsContext] = {}
-
-    def get(self, settings: EngineTls | None) -> TlsContext:
-        """Returns the context of these settings. Raises ConfigError."""
-        settings = settings or EngineTls()
-        key = settings.model_dump_json(exclude={"server_name"})
-        known = self._contexts.get(key)
-        if known is None:
-            known = self._contexts[key] = outgoing_context("tls of engines", settings)
-        return known
-
-    def keep(self, used: Iterable[TlsContext | None]) -> None:
-        """Forgets all contexts but these."""
-        kept = {id(each) for each in used}
-        self._contexts = {key: each for key, each in self._contexts.items() if id(each) in kept}
-
-    def __iter__(self) -> Iterator[TlsContext]:
-        return iter(self._contexts.values())
 
 
 def engine_context(settings: EngineTls) -> ssl.SSLContext:
@@ -205,25 +185,3 @@ def _stamp(file: Path) -> Stamp | None:
     except OSError:
         return None
     return (status.st_mtime_ns, status.st_size, status.st_ino)
-
-
-def metrics(contexts: Iterable[TlsContext]) -> Iterator[Metric]:
-    """Yields the metrics of contexts."""
-    expires = GaugeMetricFamily(
-        "lmetric_tls_certificate_expiry_timestamp_seconds",
-        "When a certificate of the router expires, in seconds since 1970",
-        labels=("file",),
-    )
-    failures = CounterMetricFamily(
-        "lmetric_tls_reload_failures",
-        "Changes of TLS files that could not be used; the old ones stayed in use",
-    )
-    count = 0
-    seen: set[Path] = set()
-    for each in contexts:
-        count += each.failures
-        if each.certificate is not None and each.certificate not in seen:
-            seen.add(each.certificate)
-            expires.add_metric((str(each.certificate),), each.expires_at)
-    failures.add_metric((), count)
-    yield from (expires, failures)

@@ -1,16 +1,22 @@
 """Pools of keep-alive connections to one engine."""
 
+from __future__ import annotations
+
 import asyncio
 import ssl
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, EngineTls, ServerConfig, unix_path
-from lmetric.server.tls.contexts import EngineContexts, TlsContext
+from lmetric.server.tls.used import EngineContexts
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.connection import Connection, Kept, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
+
+if TYPE_CHECKING:
+    from lmetric.server.tls.contexts import TlsContext
 
 # Size limit of an engine's pages. /metrics of a large engine has some hundred kB.
 PAGE_BYTES = 1 << 20
