@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from lmetric._core import BadValueError
 from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import finite, header_values, samples
-from lmetric.expr import indicator
 
 METRICS_PAGE = "/metrics"
 
@@ -25,6 +24,8 @@ class Indicators:
         self._metrics: dict[str, str] = {}
         self._fields: dict[str, str] = {}
         for name, each in declared.items():
+            from lmetric.expr import indicator
+
             try:
                 indicator(name, default=each.default, max_age_seconds=each.max_age_seconds)
             except BadValueError as error:

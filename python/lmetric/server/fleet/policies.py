@@ -1,20 +1,24 @@
 """The policies of a model. They can be replaced while requests are in flight."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmetric import plugins
-from lmetric._core import BadValueError, LmetricError, Request, Router, check_policy
+from lmetric._core import BadValueError, LmetricError, Request, Router, check_policy, policy_table
 from lmetric.config import CanaryConfig, PoolSettings, ShadowConfig
 from lmetric.config.reload import POLICIES
-from lmetric.policies import Policy, PolicyFunction
+
+if TYPE_CHECKING:
+    from lmetric.policies import Policy, PolicyFunction
 
 Value = str | dict[str, Any]
 
 # Time limit of the test call of a Python policy: more than in decisions, because a first call may
 # import modules. It ends a function that would hang the server.
 REHEARSAL_SECONDS = 5.0
+_REGISTERED = frozenset(row["name"] for row in policy_table())
 
 
 class Built(NamedTuple):
@@ -30,17 +34,31 @@ def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
     Raises LmetricError, also if these settings do not offer the policy.
     """
     value = _definition(settings, policy)
-    built = Policy.from_config(value, knobs=knobs)
+    built = _read(value, knobs)
     if isinstance(built, str):
         check_policy(built, dict(knobs), settings.offers)
+        return Built(built, dict(knobs))
+    from lmetric.policies import PolicyFunction
+
     if isinstance(built, PolicyFunction):
-        fallback = Policy.from_config(settings.policy_fallback)
+        fallback = _read(settings.policy_fallback, {})
         if isinstance(fallback, str):
             check_policy(fallback, {}, settings.offers)
         assert not isinstance(fallback, PolicyFunction)
         _rehearse(built, fallback)
         built = built.with_fallback(fallback, settings.policy_time_limit_seconds)
-    return Built(built, dict(knobs) if isinstance(built, str) else None)
+    return Built(built, None)
+
+
+def _read(
+    value: Value, knobs: Mapping[str, float], *, references: bool = True
+) -> Policy | PolicyFunction | str:
+    """Reads a policy as `Policy.from_config`, which registered policies do not need."""
+    if isinstance(value, str) and (name := value.strip()) in _REGISTERED:
+        return name
+    from lmetric.policies import Policy
+
+    return Policy.from_config(value, knobs=knobs, references=references)
 
 
 def _rehearse(policy: PolicyFunction, fallback: Policy | str) -> None:
@@ -49,6 +67,8 @@ def _rehearse(policy: PolicyFunction, fallback: Policy | str) -> None:
     Raises `BadValueError` if it fails. Without this call, an error in its body would show only
     when its fallback decides.
     """
+    from lmetric.policies import PolicyFunction
+
     limit = max(policy.time_limit_seconds or 0.0, REHEARSAL_SECONDS)
     timed = PolicyFunction(policy.fn, policy.reads, policy.name, policy.guard, fallback, limit)
     router = Router(timed, block_size=16, index_bytes=1 << 20, offers="experimental")
@@ -62,7 +82,7 @@ def _rehearse(policy: PolicyFunction, fallback: Policy | str) -> None:
 def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> None:
     """Raises LmetricError if a policy must not be set over HTTP: code outside the configuration."""
     if not (isinstance(policy, str) and policy in settings.policies):
-        Policy.from_config(policy, knobs=knobs, references=False)
+        _read(policy, knobs, references=False)
 
 
 class Policies:
@@ -91,10 +111,9 @@ class Policies:
     @property
     def formula(self) -> str | None:
         """The score expression of the first policy; None: it is no expression."""
-        policy = self.first.policy
-        return policy.score if isinstance(policy, Policy) else None
+        return getattr(self.first.policy, "score", None)
 
-    def install(self, router: Router, before: "Policies") -> None:
+    def install(self, router: Router, before: Policies) -> None:
         """Sets these policies in the core router.
 
         Raises LmetricError; then ``before`` stays in use.
@@ -106,14 +125,14 @@ class Policies:
             router.set_policy(before.first.policy, knobs=before.first.knobs)
             raise
 
-    def equals(self, other: "Policies") -> bool:
+    def equals(self, other: Policies) -> bool:
         """Returns whether both policies, their files and all that they read are equal."""
         own, theirs = self.settings, other.settings
         return self._files == other._files and all(
             getattr(own, name) == getattr(theirs, name) for name in POLICIES
         )
 
-    def differs(self, other: "Policies") -> bool:
+    def differs(self, other: Policies) -> bool:
         """Returns whether first segments have another policy than in other settings."""
         own, theirs = self.settings, other.settings
         return _definition(own, own.policy) != _definition(theirs, theirs.policy) or own.knobs != theirs.knobs
@@ -144,13 +163,18 @@ def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:
     """
     if policy is None or isinstance(policy, str):
         return set()
-    return {*policy.reads} | (_reads(policy.fallback) if isinstance(policy, PolicyFunction) else set())
+    return {*policy.reads} | _reads(getattr(policy, "fallback", None))
 
 
 def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
     """Returns the files with policies of these settings, with their stamps."""
     values = (_definition(settings, value) for value in (settings.policy, settings.decode_policy))
-    files = (plugins.file_of(value) for value in values if isinstance(value, str))
+    texts = [value for value in values if isinstance(value, str) and value.strip() not in _REGISTERED]
+    if not texts:
+        return {}
+    from lmetric import plugins
+
+    files = map(plugins.file_of, texts)
     return {file: _stamp(file) for file in files if file is not None}
 
 
