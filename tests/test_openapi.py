@@ -13,7 +13,7 @@ from openapi_spec_validator import validate
 from lmetric.server.api import openapi, paths
 from lmetric.server.api.error_codes import ERRORS
 from lmetric.server.app import Reloads
-from lmetric.server.http.pages import PAGES
+from lmetric.server.http.pages.table import PAGES
 from server_world import answer, world
 from test_server_canary import with_results
 

@@ -38,7 +38,7 @@ from lmetric.server.api.issued import (
     issue,
     revoke,
 )
-from lmetric.server.http.pages import PAGES
+from lmetric.server.http.pages.table import PAGES
 from lmetric.server.observe.key_store import FILE
 from server_world import World, world
 

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
 from lmetric.server.api import openapi
-from lmetric.server.http.pages import PAGES
+from lmetric.server.http.pages.table import PAGES
 from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, OTHER_TENANTS, UsageTable
 from server_world import FakeEngine, World, answer, plain, world
 from test_server_budgets import ask, budget, left, tenants

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmetric.server.api.error_codes import ERROR_TYPES, ERRORS
 from lmetric.server.api.openapi import REQUEST_HEADERS, RESPONSE_HEADERS, document
-from lmetric.server.http.pages import PAGES
+from lmetric.server.http.pages.table import PAGES
 
 HEAD = """\
 # HTTP API

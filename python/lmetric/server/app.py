@@ -37,7 +37,7 @@ from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.listeners import Listeners
-from lmetric.server.http.pages import pages
+from lmetric.server.http.pages import load_administration, pages
 from lmetric.server.http.port import Bound, bind, hold, port_error
 from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
 from lmetric.server.observe.key_store import KeyStore, key_metrics
@@ -145,6 +145,7 @@ class Server:
         if self.config.tracing is not None:
             _load_tracing()
         if self.config.admin.enabled:
+            load_administration()
             load_run()  # a command may start a canary
         self.fleet.build()
         for engine in self.fleet.engines():
@@ -323,6 +324,8 @@ class Server:
         identity = Identity.load(new.auth, self.issued)
         tls = _listener_context(new)
         policies = self.fleet.policies_of(config)
+        if new.admin.enabled:
+            load_administration()
         if new.admin.enabled or any(each.canary is not None for each in policies.values()):
             load_run()  # in this thread
         changed_keys = self.front.admission.identity.keys.changes(identity.keys)

@@ -1,11 +1,13 @@
 """The router's own pages: health, models, metrics, debugging, administration.
 
-`PAGES` is the table of all pages, each declared beside its handler.
+Each page is declared beside its handler. `PAGES` has the pages that every router needs,
+`administration` has the others, and `table` has all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from types import ModuleType
 
 from aiohttp import web
 
@@ -13,23 +15,13 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.api.paths import REALTIME
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages import admin, canary, debug, health, keys, peers, usage, workers
-from lmetric.server.http.pages.admin import RELOAD
-from lmetric.server.http.pages.call import Call, check_method, unknown
+from lmetric.server.http.pages import debug, health, peers, sessions
+from lmetric.server.http.pages.call import Call, check_method, is_administration, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
-from lmetric.server.worker.repeats import MARK, AdminChange, forwarded
 
-if TYPE_CHECKING:
-    from lmetric.server.worker.worker import Worker
-
-_PARTS = (health, debug, admin, canary, usage, keys, workers, peers)
-PAGES = Pages({path: page for part in _PARTS for path, page in part.PAGES.items()})
-# Pages that reach all workers by themselves.
-_IN_ALL_WORKERS = (RELOAD, keys.PATH)
+PAGES = Pages({path: page for part in (health, debug, sessions, peers) for path, page in part.PAGES.items()})
 # Pages whose path ends with a name, by what comes before it.
-_NAMED = {
-    path.partition("{")[0]: path for path in PAGES if path.endswith("}") and not path.startswith("/admin/")
-}
+_NAMED = {path.partition("{")[0]: path for path in PAGES if path.endswith("}")}
 
 
 async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
@@ -37,9 +29,9 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
 
     ``path``: as the client spells it. The body is read after the check of the request's credential.
     """
-    call = Call(front, request, path, query, PAGES)
-    if path.startswith("/admin/"):
-        return await _admin(call, None)
+    call = Call(front, request, path, query, PAGES, _every_page)
+    if is_administration(path):
+        return await _admin(call)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
         instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
         if wants_websocket(request.headers):
@@ -54,15 +46,13 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     replicas = front.replicas
     if page is None or (page.access == "replica" and (replicas is None or not replicas.on)):
         raise unknown(call)
-    if page.tag == workers.TAG:
-        return await _admin(call, page)
     _admit(call, page)
     response: web.StreamResponse = await page.handler(request.method)(call)
     return response
 
 
 def _at(path: str) -> tuple[OwnPage | None, str]:
-    """The page at a path, and the name at its end. Pages under /admin are not found."""
+    """The page at a path, and the name at its end."""
     for start, named in _NAMED.items():
         if path.startswith(start):
             return PAGES[named], path.removeprefix(start)
@@ -83,38 +73,23 @@ def _admit(call: Call, page: OwnPage) -> None:
         front.replicas.authorize(headers)
 
 
-async def _admin(call: Call, page: OwnPage | None) -> web.StreamResponse:
-    """Answers a page of administrators. ``page``: None for pages under /admin."""
-    front, request = call.front, call.request
-    front.access.require_admin(request.headers, call.path)
-    if not front.config.admin.enabled:
+async def _admin(call: Call) -> web.StreamResponse:
+    """Answers a page of administrators. Raises ApiError."""
+    call.front.access.require_admin(call.request.headers, call.path)
+    if not call.front.config.admin.enabled:
         raise ApiError(403, "administration is off; set admin.enabled: true")
-    if page is None:
-        page = None if "{" in call.path else PAGES.get(call.path)
-    if call.path.startswith(canary.PATH):
-        page = canary.at(call)
-    elif call.path.startswith(f"{keys.PATH}/"):
-        page, call.name = keys.at(call)
-    elif page is None:
-        page, call.name = admin.at(call)
-    check_method(call, page)
-    response: web.StreamResponse = await page.handler(request.method)(call)
-    worker = front.worker
-    changes = (
-        request.method not in ("GET", "HEAD")
-        and response.status < 300
-        and not call.path.startswith(_IN_ALL_WORKERS)
-    )
-    if worker is not None and changes and not worker.is_repeated(request.headers.get(MARK)):
-        await _repeat(call, worker)
+    response: web.StreamResponse = await load_administration().answer(call)
     return response
 
 
-async def _repeat(call: Call, worker: Worker) -> None:
-    """Makes a change in all other workers. Raises ApiError."""
-    request = call.request
-    headers = (*forwarded(request.headers), (MARK, str(worker.number)))
-    change = AdminChange(request.method, call.target, headers, call.taken)
-    if failed := await worker.repeat(change):
-        told = "; ".join(failed)
-        raise ApiError(502, f"not all workers have made the change; send it again: {told}", code="workers")
+def load_administration() -> ModuleType:
+    """Imports the pages that only routers with `admin.enabled` need."""
+    from lmetric.server.http.pages import administration
+
+    return administration
+
+
+def _every_page() -> Iterable[OwnPage]:
+    from lmetric.server.http.pages.table import PAGES
+
+    return PAGES.values()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import parse_qs
 
 import orjson
 from aiohttp import web
@@ -19,6 +20,12 @@ from lmetric.server.http.frontend import Frontend
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
 LONGEST_COMPARED_PATH = 200
+# Paths of the pages of `administration`, without those that contain a name.
+ADMINISTRATION = (
+    *("/admin/engines", "/admin/guard", "/admin/reload", "/admin/weights", "/admin/policy"),
+    *("/admin/canary", "/admin/canary/start", "/admin/canary/promote", "/admin/canary/rollback"),
+    *("/admin/usage", "/admin/keys", "/workers", "/add_worker", "/remove_worker", "/list_workers"),
+)
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
 
 
@@ -28,7 +35,8 @@ class Call(Struct, eq=False, gc=False):
     Attributes:
         path: the spelling of the client, because proxies in front of the router filter by it.
         name: what stands for the part ``{...}`` of the page's path, as the client spells it.
-        pages: all pages by path.
+        pages: the pages that every router loads, by path.
+        every_page: loads and returns all pages.
     """
 
     front: Frontend
@@ -36,6 +44,7 @@ class Call(Struct, eq=False, gc=False):
     path: str
     query: str
     pages: Mapping[str, OwnPage]
+    every_page: Callable[[], Iterable[OwnPage]]
     name: str = ""
     taken: bytes = b""  # the body, once it is read
 
@@ -56,6 +65,20 @@ class Call(Struct, eq=False, gc=False):
             if name not in known:
                 raise bad(f"unknown field {name!r}; known: {', '.join(sorted(known))}", name)
         return body
+
+
+def is_administration(path: str) -> bool:
+    """Whether a path is that of a page of administrators."""
+    return path.startswith(("/admin/", "/workers/")) or path in ADMINISTRATION
+
+
+def parameter(call: Call, name: str) -> str:
+    """Returns the only parameter of the query. Raises ApiError (400)."""
+    given = parse_qs(call.query, keep_blank_values=True)
+    (value, *more) = given.pop(name, [""])
+    if not value or more or given:
+        raise bad(f"the query must be {name}=VALUE, with one value", name)
+    return value
 
 
 def json(value: Any) -> web.Response:
@@ -91,7 +114,7 @@ def unknown(call: Call) -> ApiError:
     near = [known for known in paths if known.endswith(path) or path.rstrip("/") == known][-1:]
     if not near and len(path) <= LONGEST_COMPARED_PATH:
         own = [known for known, page in call.pages.items() if "{" not in known and page.access != "replica"]
-        near = difflib.get_close_matches(path, [*paths, *own], n=1, cutoff=0.8)
+        near = difflib.get_close_matches(path, [*paths, *own, *ADMINISTRATION], n=1, cutoff=0.8)
     if path.startswith("/v1/v1/"):
         hint = "; leave out the second /v1"
     elif near:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable, Iterable
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -127,15 +128,15 @@ async def _model(call: Call) -> web.Response:
     "GET", "This document", answer("OpenAPI document", OBJECT)
 )
 async def _openapi(call: Call) -> web.Response:
-    return json(await asyncio.to_thread(_document, *call.pages.values()))
+    return json(await asyncio.to_thread(_document, call.every_page))
 
 
 @functools.cache
-def _document(*pages: OwnPage) -> bytes:
+def _document(pages: Callable[[], Iterable[OwnPage]]) -> bytes:
     """Describes the pages, in a thread: most routers never load the descriptions."""
     from lmetric.server.api.openapi import document
 
-    return dumps(document(pages))
+    return dumps(document(pages()))
 
 
 def _check(model: Model) -> None:

@@ -7,24 +7,23 @@ routers differ, answers have the fields of both. `bench/rivals/worker_paths.py` 
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import quote, unquote
 
 from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric.config import EngineConfig
-from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.api.errors import ApiError, not_valid
 from lmetric.server.api.own_pages import OBJECT, TEXT, OwnPage, Pages, answer, in_path, in_query
 from lmetric.server.api.request import read_object
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.http.pages import members
-from lmetric.server.http.pages.call import Call, json
-from lmetric.server.http.place import session_key
-from lmetric.server.http.running import DRAINING
+from lmetric.server.http.pages.call import Call, json, parameter
 
 PAGES = Pages()
 TAG = "workers"
+NAMED = "/workers/"
 # Roles by the rivals' types of workers. `encode`: of sglang-router's successor, smg.
 _ROLES = {"regular": None, "prefill": "prefill", "decode": "decode", "encode": "encode"}
 _URL = in_query("url", "URL of the engine", TEXT)
@@ -46,7 +45,7 @@ def _page(path: str) -> OwnPage:
     return PAGES.page(path, TAG, "admin")
 
 
-_WORKERS, _ONE = _page("/workers"), _page("/workers/{name}")
+_WORKERS, _ONE = _page("/workers"), _page(f"{NAMED}{{name}}")
 
 
 @_WORKERS.on("GET", "List the engines as workers", answer("Workers", OBJECT), 401, 403)
@@ -96,7 +95,7 @@ async def _delete(call: Call) -> web.Response:
     "POST", "Add an engine by its URL", answer("Added", TEXT, "text/plain"), 400, 401, 403, parameters=(_URL,)
 )
 async def _add(call: Call) -> web.Response:
-    url = _asked(call, "url")
+    url = parameter(call, "url")
     engine, known = await _added(call, {"url": url}, None)
     if known:
         raise _failed("ADD", f"Worker {engine.config.url} already exists", "url")
@@ -111,7 +110,7 @@ async def _add(call: Call) -> web.Response:
     parameters=(_URL,),
 )
 async def _remove(call: Call) -> web.Response:
-    url = _asked(call, "url")
+    url = parameter(call, "url")
     engines = _found(call.front.fleet, url)
     for engine in engines:
         await members.remove(call.front, engine, 0)
@@ -126,61 +125,7 @@ async def _urls(call: Call) -> web.Response:
     return json({"urls": list(dict.fromkeys(each.config.url for each in engines if not each.leaving))})
 
 
-@PAGES.page("/finish_session", "sessions", "tenant").on(
-    "POST",
-    "End the agent programs of a session, so that they free their place in the caches",
-    _DONE,
-    *(400, 401),
-    parameters=(in_query("session_id", "As the header x-session-id of the session's requests", TEXT),),
-)
-async def _finish(call: Call) -> web.Response:
-    """Ends a session. ``programs``: how many had not ended, so 0 for unknown and ended sessions."""
-    front = call.front
-    session = _asked(call, "session_id")
-    key = session_key(front.access.tenant(call.request.headers), session)
-    programs = 0
-    for model in front.fleet.models:
-        programs += model.router.finish_session(key) or 0
-        model.held.poke()
-    return json({"status": "ok", "session_id": session, "programs": programs})
-
-
-@PAGES.page("/liveness", "health", "open").on(
-    "GET", "Whether the process answers", answer("It does", TEXT, "text/plain")
-)
-async def _liveness(call: Call) -> web.Response:
-    return web.Response(text="OK")
-
-
-@PAGES.page("/readiness", "health", "open").on(
-    "GET", "Whether an engine accepts requests, with counts of workers", _DONE, 503
-)
-async def _readiness(call: Call) -> web.Response:
-    engines = [each for each in call.front.fleet.engines() if not each.leaving]
-    healthy = sum(each.healthy for each in engines)
-    if not _is_ready(call):
-        more = {"status": "not ready", "reason": "insufficient healthy workers"}
-        raise ApiError(503, "not ready: no usable engine", code="not_ready", more=more)
-    return json({"status": "ready", "healthy_workers": healthy, "total_workers": len(engines)})
-
-
-@PAGES.page("/health_generate", "health", "open").on(
-    "GET",
-    "Whether an engine accepts requests; sends no request to an engine",
-    answer("One does", TEXT, "text/plain"),
-    503,
-)
-async def _health_generate(call: Call) -> web.Response:
-    if not _is_ready(call):
-        raise ApiError(503, "not ready: no usable engine", code="not_ready")
-    return web.Response(text="OK")
-
-
 _ADDED = "Successfully added worker: {}"
-
-
-def _is_ready(call: Call) -> bool:
-    return call.front.running.phase < DRAINING and call.front.fleet.ready()
 
 
 def _shown(engine: Engine) -> dict[str, Any]:
@@ -239,12 +184,3 @@ async def _added(call: Call, fields: dict[str, Any], model: str | None) -> tuple
 
 def _failed(what: str, message: str, param: str | None, status: int = 400) -> ApiError:
     return ApiError(status, message, param=param, more={"code": f"{what}_WORKER_FAILED"})
-
-
-def _asked(call: Call, name: str) -> str:
-    """Returns the only parameter of the query. Raises ApiError (400)."""
-    given = parse_qs(call.query, keep_blank_values=True)
-    (value, *more) = given.pop(name, [""])
-    if not value or more or given:
-        raise bad(f"the query must be {name}=VALUE, with one value", name)
-    return value
