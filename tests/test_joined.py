@@ -10,7 +10,8 @@ import pytest
 from lmetric._core import TokenEncoder
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps
 from lmetric.server.execution.parts import Parts
-from lmetric.server.execution.transcript import MergeError, Transcript
+from lmetric.server.execution.plan import MergeError
+from lmetric.server.execution.transcript import Transcript
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())

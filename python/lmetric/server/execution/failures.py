@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import numpy as np
 import orjson
 
 from lmetric._core import (
@@ -19,14 +20,25 @@ from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_inelig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
 from lmetric.server.execution.fallback import CONTEXT, is_too_long
-from lmetric.server.execution.plan import Attempt, Ended, EngineLost, NoTransfer, Write, ticket_kind
+from lmetric.server.execution.plan import (
+    Attempt,
+    Ended,
+    EngineLost,
+    MergeError,
+    NoTransfer,
+    Write,
+    ticket_kind,
+)
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
-from lmetric.server.execution.transcript import MergeError, Transcript, other_tokens
 from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import KvTransfer
 from lmetric.server.upstream.connection import NOT_CONNECTED
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.transcript import Transcript
+    from lmetric.tokens.prompt import Tokens
 
 # The status for the client by kind of failure, if no engine could answer.
 STATUSES = {
@@ -540,3 +552,13 @@ def _is_object(body: bytes) -> bool:
         return isinstance(orjson.loads(body), dict)
     except orjson.JSONDecodeError:
         return False
+
+
+def other_tokens(prompt: Tokens, reported: Any) -> str | None:
+    """Returns the reason why a chat's prompt does not match the fetched KV cache, or None.
+
+    `reported`: the prompt's token IDs in the engine's answer.
+    """
+    if not isinstance(reported, list | np.ndarray) or len(reported) == 0:
+        return "it does not report a chat's token ids"
+    return None if np.array_equal(prompt, reported) else "it tokenizes a chat differently from the router"

@@ -191,6 +191,17 @@ class NoTransfer(Exception):
     """The step must be sent again, without its KV transfer."""
 
 
+class MergeError(Exception):
+    """A segment's answer cannot be merged with the next one; the message has the reason.
+
+    `failed`: the engine failed, and another engine may succeed.
+    """
+
+    def __init__(self, why: str, *, failed: bool = False) -> None:
+        super().__init__(why)
+        self.failed = failed
+
+
 class TimeIsUp(Exception):
     """The timer that `Progress.wake` has set is over."""
 

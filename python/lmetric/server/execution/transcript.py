@@ -24,6 +24,7 @@ from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import PARSED, max_tokens
 from lmetric.server.execution.parts import Parts, PartsDiffer
+from lmetric.server.execution.plan import MergeError
 from lmetric.server.execution.stop_strings import StopStrings
 from lmetric.tokens.detokenise import Detokeniser, tokens_of_text
 
@@ -38,17 +39,6 @@ _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 # Tokens of an answer without a length limit. It sizes no segment: such a request is neither split
 # nor migrated.
 UNBOUNDED = 1 << 31
-
-
-class MergeError(Exception):
-    """A segment's answer cannot be merged with the next one; the message has the reason.
-
-    `failed`: the engine failed, and another engine may succeed.
-    """
-
-    def __init__(self, why: str, *, failed: bool = False) -> None:
-        super().__init__(why)
-        self.failed = failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,16 +458,6 @@ def object_of(body: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise MergeError("the segment's answer is not a JSON object")
     return answer
-
-
-def other_tokens(prompt: Tokens, reported: Any) -> str | None:
-    """Returns the reason why a chat's prompt does not match the fetched KV cache, or None.
-
-    `reported`: the prompt's token IDs in the engine's answer.
-    """
-    if not isinstance(reported, list | np.ndarray) or len(reported) == 0:
-        return "it does not report a chat's token ids"
-    return None if np.array_equal(prompt, reported) else "it tokenizes a chat differently from the router"
 
 
 def _event(value: JSON) -> bytes:

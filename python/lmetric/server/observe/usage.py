@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -13,8 +13,10 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from lmetric._core import BadValueError, ResponseReader
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
-from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.fleet import Fleet
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.transcript import Transcript
 
 DAYS = 400  # older days are dropped
 # Rows of a day and of a table: an engine with ever new models must not fill memory or disk.

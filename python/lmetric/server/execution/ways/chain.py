@@ -19,9 +19,9 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.execution.failures import check_beginning, continued, refuse
-from lmetric.server.execution.plan import Attempt, Commit, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Commit, MergeError, Step, Way, Write
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import UNBOUNDED, Delta, MergeError, object_of
+from lmetric.server.execution.transcript import UNBOUNDED, Delta, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.pair import fetching_fields, whole_answer
 from lmetric.server.fleet.engine import Engine

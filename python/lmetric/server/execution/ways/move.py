@@ -16,9 +16,17 @@ import structlog
 from lmetric._core import TicketError
 from lmetric.engines.handover import COMPLETIONS, one_token
 from lmetric.server.execution.failures import blame, blame_status, can_take, transfer_broke
-from lmetric.server.execution.plan import Attempt, EngineLost, Migration, NoTransfer, Step, SwitchTo, Way
+from lmetric.server.execution.plan import (
+    Attempt,
+    EngineLost,
+    MergeError,
+    Migration,
+    NoTransfer,
+    Step,
+    SwitchTo,
+    Way,
+)
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import MergeError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import fetches, hold
 

@@ -24,9 +24,18 @@ from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.execution.failures import check_beginning, continued, no_continuation, refuse
 from lmetric.server.execution.parts import Parts, PartsDiffer
-from lmetric.server.execution.plan import Attempt, Commit, EngineLost, Step, Way, Write, ended_by_order
+from lmetric.server.execution.plan import (
+    Attempt,
+    Commit,
+    EngineLost,
+    MergeError,
+    Step,
+    Way,
+    Write,
+    ended_by_order,
+)
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import MergeError, object_of
+from lmetric.server.execution.transcript import object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.chain import choices_of
 from lmetric.server.fleet.engine import Engine

@@ -12,12 +12,26 @@ import orjson
 
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
-from lmetric.server.execution.failures import check_beginning, discard_transfer, prove, refuse, stream_failed
-from lmetric.server.execution.plan import Attempt, Ended, EngineLost, Step, Way, Write, ended_by_order
+from lmetric.server.execution.failures import (
+    check_beginning,
+    discard_transfer,
+    other_tokens,
+    prove,
+    refuse,
+    stream_failed,
+)
+from lmetric.server.execution.plan import (
+    Attempt,
+    Ended,
+    EngineLost,
+    MergeError,
+    Step,
+    Way,
+    Write,
+    ended_by_order,
+)
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import MergeError, other_tokens
 from lmetric.server.execution.ways.abort import aborts_by_order
-from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 
 
@@ -31,6 +45,8 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         attempt, flags = yield step
         check_beginning(p, attempt, flags)
     else:
+        from lmetric.server.execution.ways.hedge import hedged
+
         attempt, flags = yield from hedged(p, step, own_request)
     yield from pass_answer(p, attempt, flags)
     return None

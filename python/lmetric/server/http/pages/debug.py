@@ -30,8 +30,6 @@ from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
 from lmetric.server.observe.refusals import KEPT
 from lmetric.server.worker.repeats import MARK, forwarded
-from lmetric.timeline import timeline
-from lmetric.why import because
 
 _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Fields of a tenant's own record with `errors.show_engines: false`.
@@ -196,6 +194,9 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
         own = hmac.compare_digest(model.labels.label(number, tenant), label)
         record = model.router.explain(number) if own or admin else None
         if record is not None:
+            from lmetric.timeline import timeline
+            from lmetric.why import because
+
             other = model.hedging.other(number)
             notes = model.notes.of(number) or model.notes.of(other or 0)
             shown = {"model": model.name, **notes, **record, "id": label}
