@@ -34,15 +34,19 @@ def run(p: Progress) -> Way[None]:
         try:
             engine = p.model.engines[name]
             if p.media is not None:
-                from lmetric.server.execution.ways import encode
-
-                yield from encode.encode(p, engine)
+                yield from _encode(p, engine)
             name = yield from way(p, engine)
         except EngineLost as lost:
             name = next_engine(p, lost)
         except SwitchTo as to:
             name = switch(p, to.kv)
         way = _segment
+
+
+def _encode(p: Progress, engine: Engine) -> Way[None]:
+    from lmetric.server.execution.ways.encode import encode
+
+    return encode(p, engine)
 
 
 def _segment(p: Progress, engine: Engine) -> Way[str | None]:

@@ -45,11 +45,15 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         attempt, flags = yield step
         check_beginning(p, attempt, flags)
     else:
-        from lmetric.server.execution.ways.hedge import hedged
-
-        attempt, flags = yield from hedged(p, step, own_request)
+        attempt, flags = yield from _hedged(p, step)
     yield from pass_answer(p, attempt, flags)
     return None
+
+
+def _hedged(p: Progress, step: Step) -> Way[tuple[Attempt, int]]:
+    from lmetric.server.execution.ways.hedge import hedged
+
+    return hedged(p, step, own_request)
 
 
 def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:

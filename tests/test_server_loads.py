@@ -1,0 +1,199 @@
+"""What a server loads: its configuration decides, and a plain server loads little."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+import yaml
+
+from test_server_process import RUN, engine, router
+from tls_world import Authority, needs_openssl
+from token_folders import byte_level, write_folder
+
+SERVER = "lmetric.server"
+# Lines of `lmetric` in a plain server that has answered a request. With a new feature, this stays.
+MOST_LINES = 30_300
+
+
+class Feature(NamedTuple):
+    """A setting with the modules that only it loads, and others of this table."""
+
+    values: dict[str, Any]
+    modules: tuple[str, ...]
+
+
+# Values in angle brackets stand for files of the test.
+CONFIGURED = {
+    "records.path": Feature(
+        {"records": {"path": "<folder>"}},
+        (f"{SERVER}.observe.recorder", f"{SERVER}.observe.record_writer", "lmetric.record_schema"),
+    ),
+    "replicas.urls": Feature(
+        {"replicas": {"urls": ["http://127.0.0.1:9"]}},
+        (
+            *(f"{SERVER}.background.replicas", f"{SERVER}.background.addresses"),
+            *(f"{SERVER}.background.key_exchange", f"{SERVER}.background.stored_search"),
+        ),
+    ),
+    "replicas.redis_url": Feature(
+        {"replicas": {"redis_url": "redis://127.0.0.1:9"}},
+        (f"{SERVER}.background.redis_budgets", "redis"),
+    ),
+    "canary": Feature(
+        {"canary": {"policy": "least_requests", "share": 0.1}},
+        (f"{SERVER}.fleet.canary_run", "lmetric.canary"),
+    ),
+    "admin.enabled": Feature(
+        {"admin": True},
+        (
+            f"{SERVER}.fleet.canary_run",
+            *(f"{SERVER}.http.pages.{name}" for name in ("administration", "admin", "canary", "keys")),
+            *(f"{SERVER}.http.pages.{name}" for name in ("members", "usage", "workers")),
+        ),
+    ),
+    "tls": Feature(
+        {"tls": {"certificate_file": "<certificate>", "key_file": "<key>"}},
+        (f"{SERVER}.tls.contexts", f"{SERVER}.http.tls_listener"),
+    ),
+    "engines[].tls": Feature({"engines": [{"url": "https://127.0.0.1:9"}]}, (f"{SERVER}.tls.contexts",)),
+    "state_folder": Feature({"state_folder": "<folder>"}, (f"{SERVER}.observe.state",)),
+    "tracing": Feature(
+        {"tracing": {"endpoint": "http://127.0.0.1:9"}},
+        (f"{SERVER}.observe.tracing.export", "opentelemetry"),
+    ),
+    "rebalance": Feature({"rebalance": "star"}, (f"{SERVER}.fleet.rebalancer",)),
+    "fleet_changes": Feature(
+        {"fleet_changes": "warm"}, (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes")
+    ),
+    "policy": Feature({"policy": "bs + 1"}, ("lmetric.policies", "lmetric.expr", "lmetric.plugins")),
+    "indicators": Feature({"indicators": {"heat": {"source": "header"}}}, ("lmetric.expr",)),
+    "profile": Feature({"profile": "independent-sim"}, ("lmetric.profiles",)),
+    "tokenizer": Feature(
+        {"tokenizer": "<tokenizer>"}, ("lmetric.tokens.prompt", "lmetric.tokens.template", "jinja2")
+    ),
+    "discovery": Feature({"discovery": [{"file": "<engines>"}]}, (f"{SERVER}.discovery.file",)),
+}
+
+# Loaded by the first call of a page, in a thread.
+CALLED = {
+    "/openapi.json": (f"{SERVER}.api.openapi", f"{SERVER}.http.pages.table"),
+    "/debug/live": (f"{SERVER}.observe.live_view", f"{SERVER}.observe.hot"),
+}
+# Loaded by other commands, by several processes, or by requests that several engines answer.
+OTHERS = (
+    *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
+    *(f"{SERVER}.execution.ways.{name}" for name in ("chain", "copy", "encode", "hedge", "move", "pair")),
+    *(f"{SERVER}.execution.ways.parsed", f"{SERVER}.execution.transcript", "lmetric.why"),
+)
+OPTIONAL = {
+    *(name for feature in CONFIGURED.values() for name in feature.modules),
+    *(name for names in CALLED.values() for name in names),
+    *OTHERS,
+}
+
+TOLD = f"""
+import atexit, sys
+def tell():
+    files = {{name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}}
+    own = [file for name, file in files.items() if name.split(".")[0] == "lmetric" and file.endswith(".py")]
+    print("lines:", sum(len(open(file).read().splitlines()) for file in own), file=sys.stderr)
+    print("loaded:", *files, file=sys.stderr)
+atexit.register(tell)
+{RUN}"""
+
+
+async def _run(*pages: str) -> tuple[int, set[str]]:
+    """The lines and the modules of a server that has answered a request and its pages."""
+    async with (
+        engine() as fake,
+        router("--engine", fake.url, run=TOLD) as r,
+        aiohttp.ClientSession() as client,
+    ):
+        await r.listening()
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        async with client.post(r.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+        for page in pages:
+            async with client.get(r.url + page) as shown:
+                assert shown.status == 200, await shown.text()
+        r.process.send_signal(signal.SIGTERM)
+        assert await r.ended() == 0
+        lines = re.search(r"^lines: (\d+)$", r.log[-1], re.MULTILINE)
+        loaded = re.search(r"^loaded: (.*)$", r.log[-1], re.MULTILINE)
+        assert lines is not None
+        assert loaded is not None
+        return int(lines[1]), set(loaded[1].split())
+
+
+async def test_a_plain_server_loads_no_optional_feature() -> None:
+    lines, loaded = await _run("/metrics", "/health", "/debug/engines")
+    assert f"{SERVER}.execution.ways.plain" in loaded
+    assert loaded & OPTIONAL == set()
+    assert lines <= MOST_LINES
+
+
+async def test_pages_load_what_only_they_need() -> None:
+    _, loaded = await _run(*CALLED)
+    assert loaded >= {name for names in CALLED.values() for name in names}
+
+
+START = """
+import asyncio, json, os, sys
+from lmetric.config import load_config
+from lmetric.server.app import Server
+
+async def start(path):
+    server = Server(load_config(path, environ={}))
+    await server.start()
+    loaded = [*sys.modules]
+    await server.stop()
+    return loaded
+
+for name, path in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:  # a child has only what the parent and this feature load
+        loaded = asyncio.run(start(path))
+        with open(sys.argv[2], "a") as told:
+            told.write(json.dumps([name, loaded]) + "\\n")
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The modules of a server with each feature of the table, and of a plain one."""
+    folder = tmp_path_factory.mktemp("loads")
+    pair = Authority(folder).issue("router")
+    files = {
+        "<certificate>": str(pair.certificate),
+        "<key>": str(pair.key),
+        "<tokenizer>": str(write_folder(folder / "tokenizer", byte_level())),
+        "<engines>": str(folder / "engines.yaml"),
+    }
+    Path(files["<engines>"]).write_text("[]")
+    paths = {}
+    for number, (name, feature) in enumerate({**CONFIGURED, "": Feature({}, ())}.items()):
+        values = {"port": 0, "engines": [{"url": "http://127.0.0.1:9"}], **feature.values}
+        text = yaml.safe_dump(values).replace("<folder>", str(folder / str(number)))
+        for mark, file in files.items():
+            text = text.replace(mark, file)
+        path = folder / f"{number}.yaml"
+        path.write_text(text)
+        paths[name] = str(path)
+    told = folder / "told"
+    subprocess.run([sys.executable, "-c", START, json.dumps(paths), told], stdout=sys.stderr, check=True)
+    return {name: set(loaded) for name, loaded in map(json.loads, told.read_text().splitlines())}
+
+
+@needs_openssl
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_a_configured_feature_is_loaded_at_the_start(started: dict[str, set[str]], name: str) -> None:
+    assert started[name] >= set(CONFIGURED[name].modules)
+    assert started[""] & set(CONFIGURED[name].modules) == set()
