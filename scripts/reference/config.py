@@ -139,6 +139,7 @@ def option_tables() -> Iterator[str]:
         for kind, cls in options.served(what).items():
             if selector == "kind":
                 yield f"- `{kind}`: {(cls.__doc__ or '').strip().splitlines()[0]}\n"
+            options.describe(cls)
             for name, field in options.offered(cls, server=True).items():
                 if name != selector:
                     found.setdefault(name, field)
