@@ -24,7 +24,6 @@ from lmetric.server.api.own_pages import (
 from lmetric.server.background import replica_state
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.model import Model
-from lmetric.server.http.home import debug_index, decisions
 from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
@@ -62,6 +61,8 @@ _FULL = in_query("full", "1: also the fields without a value, as null", {"enum":
 
 @_page("/debug", "engines, indicators and decisions").on("GET", "List the debug pages", _INDEX, 401, 403)
 async def _index(call: Call) -> web.Response:
+    from lmetric.server.http.home import debug_index
+
     links = {path: page.link for path, page in call.pages.items() if page.link and path.startswith("/debug/")}
     return debug_index(call.request, links)
 
@@ -88,6 +89,8 @@ async def _indicators_of_all(call: Call) -> web.Response:
     "GET", "List the latest decisions", answer("Decisions", ARRAY), 400, 401, 403, parameters=(_LIMIT,)
 )
 async def _decisions(call: Call) -> web.Response:
+    from lmetric.server.http.home import decisions
+
     return json(decisions(call.front, call.query))
 
 

@@ -14,7 +14,6 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Pages, answer, in_path, schema
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
-from lmetric.server.http.home import home
 from lmetric.server.http.live import PAGE, static
 from lmetric.server.http.pages.call import Call, dumps, json
 from lmetric.server.http.running import DRAINING
@@ -33,6 +32,8 @@ _SCRIPT["content"]["text/css"] = {"schema": TEXT}
     "GET", "State of the fleet, API paths and pages", _INDEX
 )
 async def _home(call: Call) -> web.Response:
+    from lmetric.server.http.home import home
+
     linked = [page for path, page in call.pages.items() if page.link and not path.startswith("/debug/")]
     return await home(call.front, call.request, linked)
 
