@@ -43,7 +43,7 @@ import uvloop
 import tokens as texts
 from common import ROOT, about, median_range, write_result
 from lmetric.engines.handover import CHAT
-from lmetric.tokens import PromptTokenizer
+from lmetric.tokens.prompt import PromptTokenizer
 
 PORT, ENGINE_PORT = 24899, 24898
 IMAGE_BYTES, IMAGE_TOKENS = 1_000_000, 1_000

@@ -40,7 +40,7 @@ from lmetric._core import FAST_TOKENIZER, Request, Router
 from lmetric.engines.handover import CHAT
 from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
-from lmetric.tokens import PromptTokenizer
+from lmetric.tokens.prompt import PromptTokenizer
 
 VOCABULARY = 32_000
 INSTANCES = 16
