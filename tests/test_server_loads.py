@@ -204,3 +204,33 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 def test_a_configured_feature_is_loaded_at_the_start(started: dict[str, set[str]], name: str) -> None:
     assert started[name] >= set(CONFIGURED[name].modules)
     assert started[""] & set(CONFIGURED[name].modules) == set()
+
+
+HIDDEN = """
+import asyncio, sys
+from lmetric.config import ConfigError, load_config
+from lmetric.server.app import Server
+
+sys.modules[sys.argv[2]] = None
+try:
+    asyncio.run(Server(load_config(sys.argv[1], environ={})).start())
+except ConfigError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("replicas.redis_url", "redis.asyncio", "redis>="), ("tracing", "opentelemetry.sdk", "opentelemetry-")],
+)
+def test_a_feature_without_its_package_fails_at_the_start(
+    tmp_path: Path, name: str, package: str, extra: str
+) -> None:
+    config = tmp_path / "router.yaml"
+    values = {"port": 0, "engines": [{"url": "http://127.0.0.1:9"}], **CONFIGURED[name].values}
+    config.write_text(yaml.safe_dump(values))
+    run = [sys.executable, "-c", HIDDEN, config, package]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
+    assert "pip install" in line
+    assert extra in line
