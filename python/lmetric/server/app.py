@@ -280,6 +280,7 @@ class Server:
             lambda: self.fleet.models,
             front.budgets.core,
             router=front.router,
+            process=front.process,
             pass_on=None if self.worker is None else self.worker.pass_on,
         )
         front.stored.others = StoredSearch(replicas)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from lmetric.server.background.replicas import Replicas
 
 
-def state(replicas: Replicas | None, router: str) -> dict[str, Any]:
-    """Returns the content of /debug/replicas. ``router``: ID of this start of the router."""
+def state(replicas: Replicas | None, process: str) -> dict[str, Any]:
+    """Returns the content of /debug/replicas. ``process``: ID of this process."""
     if replicas is not None:
         return replicas.state()
-    return {"router": router, "sent_to": [], "received_from": [], "not_looked_up": {}, "redis": None}
+    return {"router": process, "sent_to": [], "received_from": [], "not_looked_up": {}, "redis": None}
 
 
 def metrics(replicas: Replicas | None) -> Iterator[Metric]:

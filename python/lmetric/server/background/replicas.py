@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -31,7 +30,7 @@ from lmetric._core import BadValueError, Budgets, LoadFormatError, LoadMessage, 
 from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.api.replica_pages import CONTENT_TYPE, PATH
+from lmetric.server.api.replica_pages import CONTENT_TYPE, ID_DIGITS, PATH
 from lmetric.server.background.addresses import MOST_ADDRESSES, Address, look_up, read_answer
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
@@ -46,15 +45,15 @@ log = structlog.get_logger("lmetric.replicas")
 RESOLVE_SECONDS = 5.0
 MOST_ANSWER_BYTES = 4096  # an answer is an id and a version, or an error of one sentence
 FULL_SECONDS = 60.0  # time between two full messages to a router
-ID_DIGITS = 16  # of a router; the ID of a worker begins with that of its router
 
 
 class Replicas:
     """The exchange of load and budgets with the other routers of the fleet.
 
     ``models``: returns those whose load is published. ``router``: ID of this start of the router.
-    ``pass_on``: in a worker: gives a message, and the version of its load that counts here, to the
-    other processes of the router. Returns the answer to it. Raises ConfigError.
+    ``process``: ID of this process, which begins with that of its router. ``pass_on``: in a worker:
+    gives a message, and the version of its load that counts here, to the other processes of the
+    router. Returns the answer to it. Raises ConfigError.
     """
 
     def __init__(
@@ -64,14 +63,15 @@ class Replicas:
         budgets: Budgets,
         *,
         router: str,
+        process: str,
         pass_on: Callable[[bytes, int | None], Awaitable[dict[str, Any]]] | None = None,
     ) -> None:
         self.config = config
         self._models = models
         self.budgets = budgets
-        self.router = router[:ID_DIGITS]
+        self.router = router
         self._pass_on = pass_on
-        self.id = self.router if pass_on is None else self.router + token_hex(8)
+        self.id = process
         self.addresses: dict[tuple[str, str], Address] = {}
         self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
         # By router whose budgets do not count here: how far its clock is ahead, seconds.

@@ -19,6 +19,7 @@ from lmetric.server.api.identity import Identity
 from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.issued import IssuedKey
 from lmetric.server.api.paths import stored_response
+from lmetric.server.api.replica_pages import ID_DIGITS
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
@@ -54,7 +55,6 @@ log = structlog.get_logger("lmetric.access")
 
 # Most connections that one periodic check closes: each takes time of the event loop.
 CLOSED_AT_ONCE = 256
-ROUTER_BYTES = 8  # of the ID of this start of the router, for other routers
 
 
 class Frontend(web.Server):
@@ -77,7 +77,9 @@ class Frontend(web.Server):
         self.pages = pages
         self.worker = worker  # this process as one of several
         self.discovery: Discovery  # set by the server
-        self.router = token_hex(ROUTER_BYTES) if worker is None else worker.router
+        # IDs of this start of the router, and of this process, for other routers.
+        self.router = token_hex(ID_DIGITS // 2) if worker is None else worker.router
+        self.process = self.router if worker is None else self.router + token_hex(ID_DIGITS // 2)
         self.replicas: Replicas | None = None  # set by the server if other routers share load or budgets
         self.tls: TlsContext | None = None  # set by the server
         # Returns records of issued API keys for another router; set by the server.

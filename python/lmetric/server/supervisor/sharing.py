@@ -39,7 +39,7 @@ class Sharing:
         self._budgets = budgets
         self._tell = tell
         self._has_keys = config.auth.identifies
-        self._replicas = Replicas(config.replicas, lambda: (), budgets, router=router)
+        self._replicas = Replicas(config.replicas, lambda: (), budgets, router=router, process=router)
         self._replicas.on_counts = self._tell_counts
         self.keys = KeyExchange(self._replicas, keys, change)
 

@@ -17,6 +17,7 @@ import structlog
 from lmetric._core import Board, LmetricError
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.api.issued import IssuedKey, IssuedKeys
+from lmetric.server.api.replica_pages import ID_DIGITS
 from lmetric.server.fleet.canary import Canary, Copy
 from lmetric.server.fleet.canary_run import Update
 from lmetric.server.fleet.model import Model
@@ -319,7 +320,7 @@ class Worker:
 
 def router_id(secret: bytes) -> str:
     """Returns the ID of this start of the router for other routers."""
-    return hmac.digest(secret, b"replicas", "sha256").hex()
+    return hmac.digest(secret, b"replicas", "sha256").hex()[:ID_DIGITS]
 
 
 def socket_path(folder: str, number: int) -> str:

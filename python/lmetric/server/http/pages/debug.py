@@ -122,7 +122,7 @@ async def _programs(call: Call) -> web.Response:
     "GET", "State of the exchange with other routers", answer("State", OBJECT), 401, 403
 )
 async def _replicas(call: Call) -> web.Response:
-    return json(replica_state.state(call.front.replicas, call.front.router))
+    return json(replica_state.state(call.front.replicas, call.front.process))
 
 
 @PAGES.page("/debug/live", "debug", "viewer", "the data of the live page").on(
