@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 import yaml
 
+from lmetric.server.http.pages import PAGES, administration
+from lmetric.server.http.pages.call import ADMINISTRATION, is_administration
 from test_server_process import RUN, engine, router
 from tls_world import Authority, needs_openssl
 from token_folders import byte_level, write_folder
@@ -234,3 +236,9 @@ def test_a_feature_without_its_package_fails_at_the_start(
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
     assert "pip install" in line
     assert extra in line
+
+
+def test_the_paths_of_administrators_are_those_of_their_pages() -> None:
+    assert sorted(ADMINISTRATION) == sorted(path for path in administration.PAGES if "{" not in path)
+    assert all(is_administration(path) for path in administration.PAGES)
+    assert not any(is_administration(path) for path in PAGES)

@@ -379,8 +379,8 @@ class Scenario(BaseModel):
 
     # -- policy
     guard: Annotated[Any, RoutingOption("guard"), Setting("Hot-spot guard.", "policy")] = None
-    """The hot-spot guard (docs/explanation/default_policy.md): True, False, or ``{"window_seconds": 30}``;
-    None: off, unless the policy turns it on."""
+    """The hot-spot guard (docs/explanation/default_policy.md): True, False, or
+    ``{"window_seconds": 30}``; None: off, unless the policy turns it on."""
     programs: Annotated[
         Any, RoutingOption("programs"), Setting("How agent programs are followed and admitted.", "policy")
     ] = "auto"

@@ -43,7 +43,7 @@ class AttemptListener(Protocol):
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Receives an event of the attempt.
 
-        On "ready", set its `begun` (reader "pass"), or call its `begin` or `cancel`.
+        On "ready", set its `committed` (reader "pass"), or call its `begin` or `cancel`.
         """
 
     def fail(self) -> None:
@@ -77,7 +77,7 @@ class EngineAttempt(Attempt):
         self.step = step
         self.trace: AttemptTrace | None = None  # None: its engine gets no trace context of the router
         self.error = False
-        self.begun = False
+        self.committed = False
         self.over = False  # it ended, failed or was canceled
         self._paused = False
         self._connection: Connection | None = None
@@ -187,13 +187,13 @@ class EngineAttempt(Attempt):
     def received(self, flags: int, data: bytes) -> None:
         """Processes a piece of the answer that was not forwarded."""
         try:
-            if not flags & READY or self.begun or self.step.reader != "pass":
+            if not flags & READY or self.committed or self.step.reader != "pass":
                 self._step(flags, data)
                 return
             # The ticket gets a stream's tokens first, so the stream ends by a separate event.
             detail = flags & ~END if self.reader.event_stream else flags
             self._listener.on_attempt_event("ready", self, detail)
-            if self.begun and detail & END and not flags & ENGINE_ERROR:
+            if self.committed and detail & END and not flags & ENGINE_ERROR:
                 self._close()  # for the listener, this event was also the end
             elif not self.over:
                 self._step(flags & ~READY, data)
@@ -250,12 +250,12 @@ class EngineAttempt(Attempt):
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
-        if not self.begun:
+        if not self.committed:
             if not reader.status:
                 return
             if reader.event_stream and self.step.for_client and reader.status == 200:
                 raise WireError("the engine answered with an event stream; expected none")
-            self.begun = True
+            self.committed = True
             self.answer = bytearray(reader.commit(b"", True).partition(b"\r\n\r\n")[2])
         else:
             self.answer += data if flags & PASS else reader.take()
@@ -266,7 +266,7 @@ class EngineAttempt(Attempt):
         reader = self.reader
         if reader.status != 200:
             self._collect(flags, data)
-        elif self.begun:
+        elif self.committed:
             self._emit_events(reader.events())
         elif flags & READY:
             if not reader.event_stream:
@@ -279,7 +279,7 @@ class EngineAttempt(Attempt):
 
     def begin(self) -> None:
         """Commits to the answer; with reader "events", reports its first events."""
-        self.begun = True
+        self.committed = True
         if self.step.reader == "events":
             self._emit_events(self.reader.commit_events())
 
@@ -395,7 +395,7 @@ class EngineAttempt(Attempt):
         if self.over or self._paused or self._connecting is not None:
             return
         engine = self.step.engine
-        if not self.begun and self._connection is not None:
+        if not self.committed and self._connection is not None:
             if self.reader.status >= 400 and self.step.reader == "pass":
                 self._refused_at = self._refused_at or now
                 if now - self._refused_at > REFUSAL_SECONDS:
@@ -403,9 +403,9 @@ class EngineAttempt(Attempt):
                     return
             elif self.reader.event_stream and self.step.for_client:
                 self._pass_comments(now)
-        if engine.stalled or (engine.frozen and not self.begun and self._others_could()):
+        if engine.stalled or (engine.frozen and not self.committed and self._others_could()):
             self.fail("timeout", engine.last_error or "the engine has stopped generating")
-        elif self.begun and self.step.reader != "whole" and self.reader.status == 200:
+        elif self.committed and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress
             limit = self._rules.timeouts.between_chunks
             if self.reader.tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import orjson
@@ -13,31 +13,26 @@ from lmetric._core import (
     INCOMPLETE,
     NoInstanceError,
     ResponseReader,
-    TicketError,
-    UnknownNameError,
 )
-from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_ineligibility
+from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError
+from lmetric.server.execution.continuing import Outcome, continuing, name_reason
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
 from lmetric.server.execution.fallback import CONTEXT, is_too_long
 from lmetric.server.execution.plan import (
     Attempt,
     Ended,
     EngineLost,
-    MergeError,
     NoTransfer,
-    Write,
     ticket_kind,
 )
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.transfer import KvTransfer
 from lmetric.server.upstream.connection import NOT_CONNECTED
 
 if TYPE_CHECKING:
-    from lmetric.server.execution.transcript import Transcript
     from lmetric.tokens.prompt import Tokens
 
 # The status for the client by kind of failure, if no engine could answer.
@@ -50,12 +45,6 @@ STATUSES = {
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
 TRANSFER_STATUSES = frozenset({500, 504})
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
-
-# The outcome of a failure after the first token. "continued": another engine continues. "complete":
-# the client had the whole answer. The others end the answer with an error. "not_retried": by
-# `retries`. "not_resumable": by its request or its engine. "not_mergeable": its text or tokens are
-# not known. "no_engine": no other engine can continue it.
-Outcome = Literal["continued", "complete", "not_retried", "not_resumable", "not_mergeable", "no_engine"]
 
 
 # -- answers that cannot be used -------------------------------------------------------------------
@@ -102,7 +91,7 @@ def _pass_refused_beginning(p: Progress, attempt: Attempt, flags: int) -> NoRetu
     attempt.answer = attempt.reader.payload()
     if flags & END:  # the attempt closes itself, and counts a failure of the engine
         p.main = None
-        attempt.begun = True
+        attempt.committed = True
     pass_refusal(p, attempt)
 
 
@@ -231,7 +220,7 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     following: str | None = None
     outcome: Outcome = "not_retried"
     if _record(p, lost):
-        outcome, following = _continuing(p)
+        outcome, following = continuing(p)
     if outcome == "continued":
         p.fails_over = True  # it counts with the next engine's first part, or as the answer's end
         p.model.retried[ticket_kind(lost.retried_kind)] += 1
@@ -243,123 +232,11 @@ def _resume(p: Progress, lost: EngineLost) -> str | None:
     return following
 
 
-def _continuing(p: Progress) -> tuple[Outcome, str | None]:
-    """Returns the outcome of a failure after the first token, and the engine that continues.
-
-    That is the target of a running migration, or the core router's choice.
-    """
-    observing = p.observing
-    if not p.resumes or p.unmergeable or (observing is None and not p.begun):
-        return "not_resumable", None
-    if observing is not None and observing.reader.unseen is not None:
-        return "not_mergeable", None
-    transcript = p.merged()
-    try:
-        p.observe()
-        if transcript.over:
-            _complete(p)
-            return "complete", None
-        if (why := _catch_up(p, transcript)) is not None:
-            _name(p, why)
-            return "not_resumable", None
-    except MergeError as error:
-        p.model.not_joinable(p.client_request.path, str(error))
-        p.cancel_migration("not_joinable")
-        return "not_mergeable", None
-    moving_to = None if p.migration is None else p.migration.target
-    # The core must choose in any case: it notes that it may not choose the failed engine again.
-    for target in dict.fromkeys((moving_to, _elsewhere(p))):
-        if target is not None and _can_continue(p, target) and (following := _switch_now(p, target)):
-            return "continued", following
-    engines = p.model.engines.values()
-    if transcript.parts is not None and any(each.in_service and not each.parses for each in engines):
-        _name(p, NOT_PARSED)
-    return "no_engine", None
-
-
-def _catch_up(p: Progress, transcript: Transcript) -> Ineligible | None:
-    """Prepares the recorded answer for another engine.
-
-    Returns the reason why no engine can continue it; None: one can. Raises MergeError.
-    """
-    if not transcript.chat:
-        if transcript.parts is not None:
-            return NOT_PARSED
-        transcript.catch_up()
-        return None
-    ineligible = parsed_ineligibility(p.request)
-    if not transcript.needs_parser and (transcript.has_text or ineligible is not None):
-        try:
-            transcript.catch_up()
-        except MergeError:
-            pass  # a parser may have changed the text
-        else:
-            return None
-    transcript.parse()
-    return ineligible
-
-
-def _name(p: Progress, why: Ineligible) -> None:
-    """Names the reason why no engine continues the stream, for its client and in metrics."""
-    p.client_request.not_resumable = why
-    p.model.not_resumable[why.name] += 1
-
-
 def no_continuation(p: Progress, why: Ineligible) -> Ended:
     """Returns the end of a stream that no engine can continue after all."""
-    _name(p, why)
+    name_reason(p, why)
     p.model.failovers["not_mergeable"] += 1
     return broken(p, p.tried[-1], "reset")
-
-
-def _complete(p: Progress) -> None:
-    """Ends a stream whose engine failed after the last token: only the end mark is missing."""
-    transcript, answered = p.merged(), p.answered
-    reader = None if (observing := p.observing) is None else observing.reader
-    end = b""
-    if reader is None or not reader.observed_done:
-        end = transcript.closing(usage=reader is None or not reader.observed_usage)
-    p.acts.append(Write(end, last=True))
-    if answered is not None:
-        answered.reader.finish_ticket()
-    else:
-        p.ticket.segment_done(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
-
-
-def _elsewhere(p: Progress) -> Engine | None:
-    try:
-        return p.model.engines.get(p.ticket.choose_failover())
-    except (NoInstanceError, TicketError):
-        return None
-
-
-def _can_continue(p: Progress, target: Engine) -> bool:
-    """Returns whether an engine can continue the recorded answer from its token ids."""
-    if p.merged().parts is not None:
-        return target.parses
-    model = target.capabilities.base(p.model.name)
-    context_tokens = model.max_model_len if model is not None else None
-    return p.continues_at(target) and p.merged().limit(context_tokens)
-
-
-def _switch_now(p: Progress, target: Engine) -> str | None:
-    """Returns the engine that continues at once, because the source has failed; None: not this."""
-    if p.migration is not None:
-        p.migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
-    p.end_migration()
-    try:
-        p.ticket.cancel_migration()
-        p.ticket.begin_migration(target.name, recompute=True)
-    except TicketError:
-        p.count_move("not_movable")
-        return None
-    except UnknownNameError:  # removed since the migration began
-        p.count_move("target_gone")
-        return None
-    if not can_take(p, target):
-        p.cancel_migration("target_gone")
-        return None
-    return switch(p, None, outcome="source_failed")
 
 
 def continued(p: Progress) -> None:
@@ -371,42 +248,6 @@ def continued(p: Progress) -> None:
         p.fails_over = False
         p.model.failovers["continued"] += 1
     prove(p)
-
-
-# -- the switch to another engine, for migration and failover --------------------------------------
-
-
-def can_take(p: Progress, target: Engine) -> bool:
-    """Returns whether an engine may get a running request of the model now."""
-    usable = target.model is p.model and target.in_service and not target.held
-    return usable and not target.runs_halves_at_once
-
-
-def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> str:
-    """Stops the attempts. Returns the engine that continues the request.
-
-    `kv`: the transfer to that engine. Raises Ended if no engine does.
-    """
-    transcript = p.merged()
-    p.end_migration()
-    p.drop_attempts()
-    if p.answered is not None:
-        # From now on, the router writes the answer.
-        transcript.first_token_at = p.answered.reader.first_token_at
-        p.answered = None
-    p.kv = kv if kv is not None and kv.available else None
-    if p.kv is not None:
-        p.kv.tokens = p.total
-    source = p.ticket.instance
-    try:
-        following = p.ticket.migrated()
-    except NoInstanceError as error:
-        p.count_move("no_instance")
-        raise Ended(p.model.no_engine_error(error)) from None
-    p.count_move(outcome)
-    if outcome == "migrated":
-        p.note("migration", source, following, outcome=outcome, moved=(p.total,))
-    return following
 
 
 # -- blame -----------------------------------------------------------------------------------------

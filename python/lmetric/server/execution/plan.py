@@ -127,7 +127,7 @@ class Attempt:
     reader: ResponseReader  # status, usage, tokens and errors received so far
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     error: bool  # the engine reported an error inside its answer
-    begun: bool  # a way has committed to the answer
+    committed: bool  # a way has committed to the answer
 
     @property
     def message(self) -> str:

@@ -124,7 +124,7 @@ class Runner(InFlightRequest):
         if attempt.step.reader != "pass":
             attempt.begin()
             return
-        attempt.begun = self.committed = True
+        attempt.committed = self.committed = True
         client = self._client_request.client
         transcript = execution.transcript
         if client.body_size and not (transcript is not None and transcript.chat):

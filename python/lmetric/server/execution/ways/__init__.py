@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lmetric.server.execution.failures import next_engine, switch
+from lmetric.server.execution.continuing import switch
+from lmetric.server.execution.failures import next_engine
 from lmetric.server.execution.plan import EngineLost, NoTransfer, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.ways import plain

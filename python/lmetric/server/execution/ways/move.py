@@ -15,7 +15,8 @@ import structlog
 
 from lmetric._core import TicketError
 from lmetric.engines.handover import COMPLETIONS, one_token
-from lmetric.server.execution.failures import blame, blame_status, can_take, transfer_broke
+from lmetric.server.execution.continuing import can_take
+from lmetric.server.execution.failures import blame, blame_status, transfer_broke
 from lmetric.server.execution.plan import (
     Attempt,
     EngineLost,

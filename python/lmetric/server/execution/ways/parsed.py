@@ -56,13 +56,13 @@ class Rest:
     sent: list[int] = field(default_factory=list)  # in the running call
     finish: str | None = None
     stop: Any = None  # stop_reason
-    begun: bool = False  # tokens were generated
+    generated: bool = False  # some tokens were generated
     ends: bool = False  # the running call has the end of the answer
     last: list[int] | None = None  # the last piece before the failure, in a call that only checks
 
     def add(self, choice: JSON) -> None:
         """Adds the tokens of a generated event."""
-        self.begun = True
+        self.generated = True
         self.waiting += choice.get("token_ids") or ()
         self.finish = choice.get("finish_reason") or self.finish
         self.stop = choice.get("stop_reason", self.stop)
@@ -89,7 +89,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
     try:
         yield from _parsed(p, engine, it, main=main)
     except EngineLost:
-        p.has_tokens |= it.begun  # the ticket has tokens: another engine must continue
+        p.has_tokens |= it.generated  # the ticket has tokens: another engine must continue
         raise
     return None
 
