@@ -225,11 +225,13 @@ ENCODED = post(fields="transfer-encoding: chunked\r\n").split(b"content-length")
     ],
 )
 async def test_malformed_http_gets_an_error_object_and_the_connection_closes(
-    bytes_: bytes, says_so: str, caplog: pytest.LogCaptureFixture
+    bytes_: bytes, says_so: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.01)
     good = post(fields="x-request-id: before\r\n")
     async with world(1) as w:
-        for before, cut in ((b"", 0), (b"", len(bytes_) - 3), (good, 0)):
+
+        async def refused(before: bytes, cut: int) -> None:
             async with client(w) as c:
                 await c.send(before + bytes_[:cut], bytes_[cut:])
                 if before:
@@ -242,6 +244,9 @@ async def test_malformed_http_gets_an_error_object_and_the_connection_closes(
             assert fields["x-request-id"]
             assert says_so in error.pop("message")
             assert error == {"type": "invalid_request_error", "param": None, "code": None}
+
+        # Beside one another: the server closes each connection after a while.
+        await asyncio.gather(refused(b"", 0), refused(b"", len(bytes_) - 3), refused(good, 0))
         assert w.server.metrics.requests.requests == {("", "", 400): 3, ("tiny", "", 200): 1}
         assert [request.headers["x-request-id"] for request in w.engines[0].requests] == ["before"]
         await w.until(lambda: not w.server.front.connections)
@@ -307,9 +312,10 @@ POST = "POST /v1/completions HTTP/1.1"
     ],
 )
 async def test_requests_that_break_http_are_refused_whoever_reads_them(
-    bytes_: bytes, expected: int, says_so: str
+    bytes_: bytes, expected: int, says_so: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reliability L: host, target, version, transfer-encoding, content-encoding; both parsers."""
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.01)
     async with world(1) as w, client(w) as c:
         await c.send(bytes_)
         status, fields, got = await c.answer()
