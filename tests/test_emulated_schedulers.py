@@ -71,7 +71,7 @@ async def ends(scheduler: str) -> list[str]:
     flags = _embedded_flags(ServerConfig.model_validate({"embedded": f"1{scheduler}"}))[0][1]
     ended: list[str] = []
     async with (
-        EmbeddedEngines([[*flags, "--max-sequences", "1"]]) as engines,
+        EmbeddedEngines([[*flags, "--max-sequences", "1", "--clock-speed", "10"]]) as engines,
         aiohttp.ClientSession() as http,
     ):
         (engine,) = engines.urls
@@ -100,23 +100,26 @@ async def ends(scheduler: str) -> list[str]:
 
 
 async def test_a_short_request_overtakes_long_ones() -> None:
-    assert await ends("") == ["long", "longer", "short"]
-    assert await ends(",uniboost") == ["short", "long", "longer"]
+    stock, uniboost = await asyncio.gather(ends(""), ends(",uniboost"))
+    assert stock == ["long", "longer", "short"]
+    assert uniboost == ["short", "long", "longer"]
 
 
-@pytest.mark.parametrize("millis", [0, -1, "soon", 60_001, [50]])
-async def test_an_impossible_time_is_refused_as_vllm_refuses_bodies(millis: Any) -> None:
-    body = {"prompt": "Hi", "max_tokens": 2, "vllm_xargs": {"token_slo_ms": millis}}
+async def test_an_impossible_time_is_refused_as_vllm_refuses_bodies(subtests: pytest.Subtests) -> None:
     async with EmbeddedEngines([["--order", "slo"], []]) as engines, aiohttp.ClientSession() as http:
-        slo, stock = engines.urls
-        for stream in (False, True):
-            async with http.post(f"{slo}/v1/completions", json=body | {"stream": stream}) as response:
-                answer = orjson.loads(await response.read())
-            assert response.status == 400
-            assert (answer["error"]["type"], answer["error"]["param"]) == ("BadRequestError", "vllm_xargs")
-            assert "token_slo_ms" in answer["error"]["message"]
-        async with http.post(f"{stock}/v1/completions", json=body) as response:
-            assert response.status == 200, "its scheduler does not read it"
+        slo, stock = (f"{url}/v1/completions" for url in engines.urls)
+        for millis in (0, -1, "soon", 60_001, [50]):
+            body = {"prompt": "Hi", "max_tokens": 2, "vllm_xargs": {"token_slo_ms": millis}}
+            with subtests.test(millis=millis):
+                for stream in (False, True):
+                    async with http.post(slo, json=body | {"stream": stream}) as response:
+                        answer = orjson.loads(await response.read())
+                    assert response.status == 400
+                    error = answer["error"]
+                    assert (error["type"], error["param"]) == ("BadRequestError", "vllm_xargs")
+                    assert "token_slo_ms" in error["message"]
+                async with http.post(stock, json=body) as response:
+                    assert response.status == 200, "its scheduler does not read it"
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, None), ({}, None), ({"token_slo_ms": "20"}, 0.02)])
