@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,17 @@ EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp:/
 EVENTS_RED = ["kv_events", "block_hashes"]
 # Without a goal for the time between tokens, there is no check of it.
 GOOD = {name: "not offered" if name == "handover" else "pass" for name in CHECKS if name != "token_gaps"}
+
+
+@contextlib.asynccontextmanager
+async def served(options: Iterable[EngineOptions]) -> AsyncIterator[list[str]]:
+    """Engines in this process: their URLs. A process for each one takes a second of CPU time."""
+    async with contextlib.AsyncExitStack() as stack:
+        urls = []
+        for each in options:
+            engine = EngineServer(each.model_copy(update={"port": 0}))
+            urls.append((await stack.enter_async_context(engine)).url)
+        yield urls
 
 
 def outcomes(found: Examination) -> dict[str, str]:
@@ -86,10 +98,10 @@ async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_
     options = [
         EngineOptions(clock_speed=20, model=name, **EVENTS | case.options) for name, case in all_cases.items()
     ]
-    async with EmbeddedEngines(options=options) as engines:
+    async with served(options) as urls:
         targets = [
             Target(EngineConfig(url=url), None, PoolSettings(**case.settings))
-            for url, case in zip(engines.urls, all_cases.values(), strict=True)
+            for url, case in zip(urls, all_cases.values(), strict=True)
         ]
         for (name, case), found in zip(all_cases.items(), await examine(targets), strict=True):
             assert found.wanting(Level.EXACT) == case.wanting, (name, found)
@@ -104,16 +116,16 @@ async def test_what_is_wrong_is_red_and_nothing_else(tmp_path: Path, unused_tcp_
 async def test_engines_that_connect_to_us(unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
     options = [EngineOptions(kv_events_endpoint=endpoint, kv_events_topic=topic) for topic in ("a@", "b@")]
-    async with EmbeddedEngines(options=options) as engines:
+    async with served(options) as urls:
         settings = PoolSettings(kv_events={"endpoint": endpoint, "bind": True})
-        found = await examine([Target(EngineConfig(url=url), None, settings) for url in engines.urls])
+        found = await examine([Target(EngineConfig(url=url), None, settings) for url in urls])
     assert [each.wanting(Level.EXACT) for each in found] == [[], []], found
 
 
 async def test_engines_of_one_model_with_two_block_sizes() -> None:
     options = [EngineOptions(block_tokens=size, clock_speed=20, **EVENTS) for size in (16, 64)]
-    async with EmbeddedEngines(options=options) as engines:
-        found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    async with served(options) as urls:
+        found = await examine([Target(EngineConfig(url=url)) for url in urls])
     assert sorted(each.wanting(Level.EXACT) for each in found) == [[], ["block_hashes"]]
 
 
@@ -158,8 +170,8 @@ async def test_the_clock_is_told_by_events_and_else_by_the_date(
     ahead: float, outcome: str, told: str
 ) -> None:
     options = [EngineOptions(clock_ahead_seconds=ahead, clock_speed=20, **more) for more in (EVENTS, {})]
-    async with EmbeddedEngines(options=options) as engines:
-        by_events, by_date = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    async with served(options) as urls:
+        by_events, by_date = await examine([Target(EngineConfig(url=url)) for url in urls])
     assert str(by_events.verdicts["clock"].outcome) == outcome, by_events
     assert "by the times in its KV events" in by_events.verdicts["clock"].seen
     assert told in by_events.verdicts["clock"].seen
@@ -285,9 +297,9 @@ async def test_two_engines_that_hand_over() -> None:
     ]
     halves = [EngineOptions(clock_speed=20, model="d", api="sglang", role=r) for r in ("prefill", "decode")]
     bare = EngineOptions(clock_speed=20, model="e")
-    async with EmbeddedEngines(options=[*pairs, *halves, bare]) as engines:
-        configs = [EngineConfig(url=url) for url in engines.urls[:-1]]
-        configs.append(EngineConfig(url=engines.urls[-1], role="decode"))
+    async with served([*pairs, *halves, bare]) as urls:
+        configs = [EngineConfig(url=url) for url in urls[:-1]]
+        configs.append(EngineConfig(url=urls[-1], role="decode"))
         found = await examine([Target(config) for config in configs])
     verdicts = [each.verdicts["handover"] for each in found]
     outcomes = ["pass", "pass", "not offered", "not offered", "pass", "pass", "fail"]
@@ -304,8 +316,8 @@ async def test_both_ways_with_a_policy_that_never_answers() -> None:
     expected = {"fail": "pass", "recompute": "fail"}
     for policy, outcome in expected.items():
         options = [EngineOptions(**both, kv_load_failure_policy=policy)] * 2
-        async with EmbeddedEngines(options=options) as engines:
-            found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+        async with served(options) as urls:
+            found = await examine([Target(EngineConfig(url=url)) for url in urls])
         for each in found:
             verdict = each.verdicts["handover"]
             assert verdict.outcome == outcome, verdict
@@ -320,8 +332,8 @@ async def test_one_that_hands_over_something_else() -> None:
         EngineOptions(clock_speed=20, kv_connector="nixl", role=role, **late)
         for role, late in (("prefill", {"kv_lease_seconds": 1e-6}), ("decode", {}))
     ]
-    async with EmbeddedEngines(options=options) as engines:
-        found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
+    async with served(options) as urls:
+        found = await examine([Target(EngineConfig(url=url)) for url in urls])
     for each in found:
         verdict = each.verdicts["handover"]
         assert (verdict.outcome, "differs from the answer of one engine" in verdict.seen) == ("fail", True)
@@ -395,12 +407,12 @@ async def test_the_exit_code_is_explained(dead: str) -> None:
 
     host = dead.removeprefix("http://")
     options = [EngineOptions(clock_speed=20, kv_events=False)] * 2
-    async with EmbeddedEngines(options=options) as engines:
-        await asyncio.to_thread(shown, engines.urls[0], "--verbose")
+    async with served(options) as urls:
+        await asyncio.to_thread(shown, urls[0], "--verbose")
         assert "--kv-connector" in whole[0]
-        code, said = await asyncio.to_thread(shown, *engines.urls, dead)
+        code, said = await asyncio.to_thread(shown, *urls, dead)
         assert "--kv-connector" not in whole[0]  # no engine has a role, so nobody asked for one
-        names = ", ".join(url.removeprefix("http://") for url in engines.urls)
+        names = ", ".join(url.removeprefix("http://") for url in urls)
         assert code == 1
         # The report leads with what works now.
         assert first[0] == f"usable now: approximate ({names})"
@@ -411,5 +423,5 @@ async def test_the_exit_code_is_explained(dead: str) -> None:
         assert f"\n{names}: good for approximate; {missing}\n" in said
         assert f"\n{host}: good for nothing; exact required, missing: reachable, model, role," in said
         assert said.count("--require") == 1
-        code, said = await asyncio.to_thread(shown, engines.urls[0], "--require", "approximate")
+        code, said = await asyncio.to_thread(shown, urls[0], "--require", "approximate")
         assert (code, "required" in said) == (0, False)

@@ -149,7 +149,7 @@ def test_replay_through_the_router(router: str) -> None:
     assert report["output_tokens"] == sum(row["output_length"] for row in rows)
     assert 0 <= report["hit_rate"] <= 1
     again = subprocess.run(
-        [*COMMAND, "replay", *arguments, "--max-input-tokens", "3000"],
+        [*COMMAND, "replay", *arguments, "--max-input-tokens", "3000", "--requests", "4"],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert json.loads(again.stdout)["report"]["hit_rate"] > 0.5, "the same prompts a second time are cached"
