@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,40 +16,10 @@ from threading import Event, Thread
 import pytest
 import yaml
 
-from lmetric.cli import main
+from cli_world import COMMAND, call, process
 from lmetric.cli.app import COMMANDS
 
 NAMES = list(COMMANDS)
-COMMAND = [sys.executable, "-m", "lmetric.cli"]
-
-
-def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        timeout=60,
-        check=False,
-    )
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command like `process`, without the second of CPU time that a new process takes."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        patch.setattr(sys, "argv", ["lmetric-router", *arguments])
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    code = ended.value.code or 0
-    assert isinstance(code, int)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def test_help_lists_every_command_quickly() -> None:
@@ -70,7 +37,7 @@ def test_help_lists_every_command_quickly() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_explains_itself_and_its_options(name: str) -> None:
-    done = run(name, "--help", COLUMNS="200")
+    done = call(name, "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     options = [index for index, line in enumerate(lines) if line.startswith("  -")]
@@ -84,12 +51,12 @@ def test_every_command_explains_itself_and_its_options(name: str) -> None:
 @pytest.mark.parametrize("words", [["nope"], ["policies", "linear"]], ids=" ".join)
 def test_a_process_says_what_a_call_says(words: list[str]) -> None:
     """The other tests here call the command line in their own process."""
-    own, call = process(*words), run(*words)
-    assert (own.returncode, own.stdout, own.stderr) == (call.returncode, call.stdout, call.stderr)
+    own, here = process(*words), call(*words)
+    assert (own.returncode, own.stdout, own.stderr) == (here.returncode, here.stdout, here.stderr)
 
 
 def test_version() -> None:
-    assert run("--version").stdout.startswith("lmetric-router 0.")
+    assert call("--version").stdout.startswith("lmetric-router 0.")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +64,7 @@ def test_version() -> None:
 )
 def test_the_named_shell_gets_its_completion(shell: str, begin: str) -> None:
     """ux.md 3, smaller: `--show-completion zsh` printed the script of the running shell."""
-    done = run("--show-completion", shell)
+    done = call("--show-completion", shell)
     assert (done.returncode, done.stdout.startswith(begin)) == (0, True)
 
 
@@ -132,7 +99,7 @@ WRONG = [
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_wrong_usage_is_said_without_a_traceback(arguments: list[str], code: int, message: str) -> None:
-    done = run(*arguments)
+    done = call(*arguments)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -158,7 +125,7 @@ UNUSABLE = [
 @pytest.mark.parametrize(("flags", "message"), UNUSABLE, ids=str)
 def test_config_refuses_what_serve_refuses(flags: list[str], message: str) -> None:
     """UX C1: `config` printed YAML and exited 0 for a policy or parameter that `serve` refuses."""
-    done = run("config", *flags)
+    done = call("config", *flags)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -168,7 +135,7 @@ def test_config_says_what_serve_says() -> None:
     """UX C1: the same message, whichever command finds the mistake."""
     flags = ["--engine", "http://127.0.0.1:1", "--port", "0", "--experimental"]
     flags += ["--policy", "linear", "--knob", "lamda=1"]
-    said = {(done.returncode, done.stderr) for done in (run("config", *flags), run("serve", *flags))}
+    said = {(done.returncode, done.stderr) for done in (call("config", *flags), call("serve", *flags))}
     assert len(said) == 1
 
 
@@ -177,10 +144,10 @@ def test_config_refuses_a_wrong_policy_of_one_model(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     engines = "[{url: 'http://127.0.0.1:1'}]"
     file.write_text(f"models: [{{name: a, policy: lmetrik, engines: {engines}}}]")
-    done = run("config", "--config", str(file))
+    done = call("config", "--config", str(file))
     assert (done.returncode, done.stdout) == (2, "")
     file.write_text(f"models: [{{name: a, policy: 'p_token * (bs + 1)', engines: {engines}}}]")
-    done = run("config", "--config", str(file), "--set", "tokenizer=off")
+    done = call("config", "--config", str(file), "--set", "tokenizer=off")
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["models"][0]["policy"] == "p_token * (bs + 1)"
 
@@ -192,7 +159,7 @@ def test_a_half_written_trace_names_its_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"lmetric-router: {path}, line 2: not JSON")
     assert len(done.stderr.splitlines()) == 1
-    skipped = run("replay", "--trace", str(path), "--target", "http://127.0.0.1:1", "--skip-bad-lines")
+    skipped = call("replay", "--trace", str(path), "--target", "http://127.0.0.1:1", "--skip-bad-lines")
     assert f"skipped {path}, line 2" in skipped.stderr
     assert "cannot reach http://127.0.0.1:1" in skipped.stderr
     assert skipped.returncode == 1
@@ -202,18 +169,18 @@ def test_a_trace_is_made_shown_and_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl.gz"
     lengths = "input_tokens: 300, output_tokens: 100, turns: 2"
     text = f"{{synthetic: sessions, rate: 1, duration_seconds: 30, {lengths}}}"
-    assert run("trace", "make", text, "--out", str(path), "--seed", "7").returncode == 0
+    assert call("trace", "make", text, "--out", str(path), "--seed", "7").returncode == 0
     first = path.read_bytes()
     (tmp_path / "d.yaml").write_text(text.replace("rate: 1", "rate: 1, seed: 7"))
-    assert run("trace", "make", str(tmp_path / "d.yaml"), "--out", str(path)).returncode == 0
+    assert call("trace", "make", str(tmp_path / "d.yaml"), "--out", str(path)).returncode == 0
     assert path.read_bytes() == first
-    shown = json.loads(run("trace", "show", str(path), "--json").stdout)
+    shown = json.loads(call("trace", "show", str(path), "--json").stdout)
     assert shown["requests"] == 2 * shown["sessions"] == 2 * shown["waiting_requests"]
     assert shown["input_tokens"]["max"] == 700
-    assert f"{shown['requests']} requests in" in run("trace", "show", str(path)).stdout
-    open_loop = run("trace", "show", str(path), "--no-closed-loop", "--json")
+    assert f"{shown['requests']} requests in" in call("trace", "show", str(path)).stdout
+    open_loop = call("trace", "show", str(path), "--no-closed-loop", "--json")
     assert json.loads(open_loop.stdout)["waiting_requests"] == 0
-    from_description = run("trace", "show", str(tmp_path / "d.yaml"), "--json")
+    from_description = call("trace", "show", str(tmp_path / "d.yaml"), "--json")
     assert json.loads(from_description.stdout)["requests"] == shown["requests"]
     (tmp_path / "d.jsonl").write_text(text)
     (tmp_path / "wrong.yaml").write_text("{synthetic: session}")
@@ -226,31 +193,31 @@ def test_a_trace_is_made_shown_and_refused(tmp_path: Path) -> None:
         (["show", str(path), "--format", "mooncak"], 1, "did you mean 'mooncake'?"),
         (["show", str(path), "--block-tokens", "8"], 1, "line 1: block_tokens is 16, read with blocks of 8"),
     ):
-        done = run("trace", *arguments)
+        done = call("trace", *arguments)
         assert done.returncode == code, done.stderr
         assert message in done.stderr
         assert "Traceback" not in done.stderr
 
 
 def test_tables_and_json_of_policies_and_indicators() -> None:
-    names = {row["name"] for row in json.loads(run("policies", "--json").stdout)}
+    names = {row["name"] for row in json.loads(call("policies", "--json").stdout)}
     assert {"lmetric", "round_robin", "vllm"} <= names
-    table = run("policies").stdout
+    table = call("policies").stdout
     assert all(name in table for name in names)
-    rows = json.loads(run("indicators", "--json").stdout)
+    rows = json.loads(call("indicators", "--json").stdout)
     assert {"bs", "p_token", "kv_hit"} <= {row["name"] for row in rows}
-    assert "p_token" in run("indicators").stdout
+    assert "p_token" in call("indicators").stdout
 
 
 def test_piped_policies_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """UX C3: piped, the list was a table 530 columns wide, mostly blanks."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    rows = json.loads(run("policies", "--json").stdout)
+    rows = json.loads(call("policies", "--json").stdout)
     lines = process("policies").stdout.splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line.split()[:2] for line in lines if not line.startswith(" ")]
     assert heads == [[row["name"], row["maturity"]] for row in rows]
-    wide = run("policies", COLUMNS="400").stdout.splitlines()
+    wide = call("policies", COLUMNS="400").stdout.splitlines()
     assert len(wide) == len(rows)
     assert all(line == line.rstrip() for line in wide + lines)
     assert "".join("".join(wide).split()) == "".join("".join(lines).split())
@@ -258,31 +225,31 @@ def test_piped_policies_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_policy_is_shown_with_its_parameters() -> None:
     """UX C3: there was no `policies NAME`."""
-    shown = run("policies", "linear", COLUMNS="80").stdout
+    shown = call("policies", "linear", COLUMNS="80").stdout
     assert "lam * (1 - kv_hit) + (1 - lam) * bs / max(bs), lowest" in shown
     assert "maturity    experimental" in shown
     assert "parameter   lam = 0.7 (0 to 1): weight of misses" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert json.loads(run("policies", "linear", "--json").stdout)["name"] == "linear"
-    wrong = run("policies", "liner")
+    assert json.loads(call("policies", "linear", "--json").stdout)["name"] == "linear"
+    wrong = call("policies", "liner")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "'liner' is not a policy; did you mean 'linear'?" in wrong.stderr
 
 
 def test_profiles_are_listed_and_one_is_shown() -> None:
-    listed = run("profiles")
+    listed = call("profiles")
     assert listed.returncode == 0
     assert re.search(r"(?m)^llama-3.1-70b-2xh200 +397,488 ", listed.stdout)
-    shown = yaml.safe_load(run("profiles", "llama-3.1-70b-2xh200").stdout)
+    shown = yaml.safe_load(call("profiles", "llama-3.1-70b-2xh200").stdout)
     assert shown["cache_blocks"] * shown["block_tokens"] == 397_488
-    wrong = run("profiles", "lama-3.1-8b-h100")
+    wrong = call("profiles", "lama-3.1-8b-h100")
     assert wrong.returncode == 2
     assert "did you mean 'llama-3.1-8b-h100'?" in wrong.stderr
 
 
 def test_bench_prints_each_stage() -> None:
     cell = ["--policy", "lmetric", "--instances", "4", "--prompt-tokens", "1000", "--iterations", "20"]
-    done = run("bench", *cell, "--stored-pairs", "1000", "--json")
+    done = call("bench", *cell, "--stored-pairs", "1000", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert [row["stage"] for row in answer["results"]] == ["hash", "match", "score", "commit", "total"]
@@ -291,7 +258,7 @@ def test_bench_prints_each_stage() -> None:
         assert (row["instances"], row["prompt_tokens"]) == (4, 1000)
         assert 0 <= row["p50_us"] <= row["p99_us"]
     assert answer["machine"]["cores"] >= 1
-    assert "total" in run("bench", *cell, "--stored-pairs", "1000").stdout
+    assert "total" in call("bench", *cell, "--stored-pairs", "1000").stdout
 
 
 class Slow(BaseHTTPRequestHandler):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,21 @@ import numpy as np
 import pytest
 
 import lmetric
+from cli_world import call, process
 from lmetric_lab.sim.traces import load_trace
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
+Run = Callable[..., subprocess.CompletedProcess[str]]
 BASE = ["--trace", str(SLICE), "--requests", "120", "--instances", "8"]
 
 
-def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lmetric.cli", "simulate", *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+def simulate(*arguments: str | Path, run: Run = call) -> subprocess.CompletedProcess[str]:
+    return run("simulate", *map(str, arguments), COLUMNS="200")
 
 
-def told(*arguments: str | Path) -> dict[str, Any]:
-    done = simulate(*BASE, *arguments, "--json", "-")
+def told(*arguments: str | Path, run: Run = call) -> dict[str, Any]:
+    done = simulate(*BASE, *arguments, "--json", "-", run=run)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -72,7 +71,8 @@ def test_the_command_and_the_function_say_the_same() -> None:
 
 def test_the_same_seed_gives_the_same_figures_whatever_runs_beside_it() -> None:
     first, second = (
-        told("--policy", "random,lmetric", "--seeds", "3", "--jobs", jobs)["runs"] for jobs in ("1", "3")
+        told("--policy", "random,lmetric", "--seeds", "3", "--jobs", jobs, run=process)["runs"]
+        for jobs in ("1", "3")
     )
     for run in [*first, *second]:
         del run["wall_seconds"]
@@ -177,7 +177,7 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
     page, figures, out = tmp_path / "r.html", tmp_path / "figures", tmp_path / "o.json"
     done = simulate(
         *BASE, "--policy", "vllm,p_token * where(bs > 4, bs + 1, 1)", "--seeds", "2", "--slo-tpot", "0.05",
-        "--report", page, "--figures", figures, "--json", out,
+        "--report", page, "--figures", figures, "--json", out, run=process,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for head in (
