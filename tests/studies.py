@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,6 +61,23 @@ class Study:
     def run(self, *argv: str | Path) -> subprocess.CompletedProcess[str]:
         """The driver, to its end."""
         return subprocess.run([sys.executable, self.driver, *argv], capture_output=True, text=True, cwd=ROOT)
+
+    def check(self, *argv: str | Path) -> tuple[object, str]:
+        """`--check` of the driver, in this process: its exit code, and what it prints as errors."""
+        errors = io.StringIO()
+        code: object = 0
+        with (
+            contextlib.contextmanager(self.importable)(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(errors),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(sys, "argv", [str(self.driver), "--check", *map(str, argv)])
+            try:
+                runpy.run_path(str(self.driver), run_name="__main__")
+            except SystemExit as ended:
+                code = ended.code or 0
+        return (code, errors.getvalue()) if isinstance(code, int) else (1, str(code))
 
     def made(self, folder: Path, *argv: str) -> dict[str, Any]:
         """The figures that a successful run wrote to `folder`, by name."""

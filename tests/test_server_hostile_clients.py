@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 import pytest
 
+from lmetric.server.http import connection as connection_module
 from lmetric.server.http import unpacking
 from lmetric.server.http.connection import SMALL_HEAD, ClientConnection
 from lmetric.server.http.unpacking import LOOP_BYTES, PIECE_BYTES, Unpacker
@@ -176,20 +177,22 @@ async def test_long_heads_pass_whoever_reads_them() -> None:
 
 @pytest.mark.parametrize("first", [b"POST /v1/completions", b"GET /health", b"GET /v1/models", b"PUT /x"])
 @pytest.mark.parametrize("complete", [True, False])
-async def test_a_head_above_the_limits_is_a_431_that_shows_no_value(first: bytes, complete: bool) -> None:
+async def test_a_head_above_the_limits_is_a_431_that_shows_no_value(
+    first: bytes, complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bugs 7, security F2: the error names the field. No limit of aiohttp comes first."""
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.01)
     end = b"\r\n\r\n" if complete else b""
     start = first + b" HTTP/1.1\r\nhost: x\r\n"
     secret = SECRET.encode()
+    too_large = (
+        (start + b"x-own: 1\r\nauthorization: Bearer " + secret * 7_000 + end, 'the field "authorization"'),
+        (start + b"a: b\r\n" * 255 + b"x-last: " + secret + b"\r\n\r\n", 'the field "x-last"'),
+        (first + b"?key=" + secret * 7_000 + b" HTTP/1.1\r\n" + end, "the request line"),
+    )
     async with world(1) as w:
-        for head, named in (
-            (
-                start + b"x-own: 1\r\nauthorization: Bearer " + secret * 7_000 + end,
-                'the field "authorization"',
-            ),
-            (start + b"a: b\r\n" * 255 + b"x-last: " + secret + b"\r\n\r\n", 'the field "x-last"'),
-            (first + b"?key=" + secret * 7_000 + b" HTTP/1.1\r\n" + end, "the request line"),
-        ):
+
+        async def refused(head: bytes, named: str) -> None:
             async with client(w) as c:
                 await c.send(head)
                 status, fields, got = await c.answer()
@@ -198,6 +201,9 @@ async def test_a_head_above_the_limits_is_a_431_that_shows_no_value(first: bytes
                 assert named in error["message"]
                 assert SECRET not in error["message"]
                 assert await c.closed() == b""
+
+        # Beside one another: the server closes each connection after a while.
+        await asyncio.gather(*(refused(head, named) for head, named in too_large))
         assert w.server.front.clients.refused["head_size"] == 3
         assert through_aiohttp(w) == 0
     async with world(1, limits={"max_head_bytes": 2000}) as w, client(w) as c:
@@ -220,8 +226,9 @@ async def test_a_head_above_the_limits_is_a_431_that_shows_no_value(first: bytes
         post(fields=f"x-api-key: {SECRET}\r\ncontent-type: {SECRET}\r\ncontent-type: {SECRET}\r\n"),
     ],
 )
-async def test_no_error_about_a_head_shows_a_value(bytes_: bytes) -> None:
+async def test_no_error_about_a_head_shows_a_value(bytes_: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sibling of bugs 7: malformed heads may hold secrets, too."""
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.01)
     async with world(1) as w, client(w) as c:
         await c.send(bytes_)
         status, _, got = await c.answer()
