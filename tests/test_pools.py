@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import lmetric as lm
+from cli_world import call
 from lmetric import BadValueError
 from lmetric.config import ConfigError
 from lmetric.profiles import Profile, ProfileError, fleet_profiles, load_profile
@@ -200,16 +200,12 @@ TRACE = "{synthetic: requests, rate: 4, duration_seconds: 60, input_tokens: 100,
 @pytest.fixture(scope="module")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pools") / "some.jsonl"
-    command = [sys.executable, "-m", "lmetric.cli", "trace", "make", TRACE, "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True)
+    assert call("trace", "make", TRACE, "--out", str(path)).returncode == 0
     return path
 
 
 def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lmetric.cli", "simulate", *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    return call("simulate", *map(str, arguments))
 
 
 def test_the_command_runs_the_pairs(trace_file: Path) -> None:

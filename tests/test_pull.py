@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import lmetric as lm
+from cli_world import call
 from lmetric.options import SimulatedFetch, parse
 from lmetric.profiles import load_profile
 from lmetric_lab.defaults import SLICE
@@ -195,11 +194,12 @@ def test_the_command_line_pulls_too(tmp_path: Path) -> None:
     slice_of = SLICE
     out = tmp_path / "out.json"
     arguments = ["--trace", slice_of, "--policy", "lmetric,lmetric_pull", "--speed", "3", "--json", out]
-    command = [sys.executable, "-m", "lmetric.cli", "simulate", *arguments]
-    subprocess.run([*command, "--prefix-fetch", "waits=false", "--transfer", "20"], check=True, timeout=100)
+    command = ["simulate", *map(str, arguments)]
+    done = call(*command, "--prefix-fetch", "waits=false", "--transfer", "20")
+    assert done.returncode == 0, done.stderr
     plain, pulling = json.loads(out.read_text())["runs"]
     assert 0 < plain["fetches"] < pulling["fetches"]
     assert 0 < plain["fetched_ratio"] < pulling["fetched_ratio"] < 1
-    done = subprocess.run([*command, "--prefix-fetch", "fast"], capture_output=True, text=True, check=False)
+    done = call(*command, "--prefix-fetch", "fast")
     assert done.returncode == 2
     assert "expected on, off, auto, or settings" in done.stderr

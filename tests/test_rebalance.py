@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import lmetric as lm
+from cli_world import call
 from lmetric import BadValueError, LmetricError
 from lmetric.lengths import ErrorTable, MlpPredictor, save_predictor
 from lmetric.options import Star
@@ -254,13 +253,9 @@ def test_a_move_that_would_pause_too_long_is_given_up() -> None:
 
 
 def test_the_command_compares_rules() -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "lmetric.cli", "simulate", "--trace", str(SLICE), "--requests", "120",
-            "--speed", "9", "--roles", "2P2D", "--policy", "least_requests", "--decode-policy", "round_robin",
-            "--rebalance", "none,star", "--json", "-",
-        ],
-        capture_output=True, text=True, timeout=100, check=False,
+    done = call(
+        "simulate", "--trace", str(SLICE), "--requests", "120", "--speed", "9", "--roles", "2P2D", "--policy",
+        "least_requests", "--decode-policy", "round_robin", "--rebalance", "none,star", "--json", "-",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

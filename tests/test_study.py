@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cli_world import COMMAND, call, process
 from lmetric import LmetricError, UnknownNameError
 from lmetric.config import ConfigError
 from lmetric.defaults import DEFAULT_POLICY
@@ -33,7 +34,6 @@ from lmetric_lab.sim.study_file import SettingsEntry, load_study
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
-COMMAND = [sys.executable, "-m", "lmetric.cli"]
 STUDY = f"""
 name: a small one
 traces: {{ path: {SLICE}, label: slice, requests: 80 }}
@@ -49,11 +49,11 @@ def write(path: Path, text: str = STUDY) -> Path:
     return path
 
 
-def study(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "study", *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False, cwd=cwd,
-    )  # fmt: skip
+def study(
+    *arguments: str | Path, cwd: Path, run: Callable[..., subprocess.CompletedProcess[str]] = call
+) -> subprocess.CompletedProcess[str]:
+    with contextlib.chdir(cwd):
+        return run("study", *map(str, arguments))
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_parquet_holds_the_table_of_the_csv(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_fails_before_the_runs(tmp_path: Path) -> None:
     write(tmp_path / "s.yaml", STUDY)
     (tmp_path / "pyarrow.py").write_text("raise ImportError")  # found before an installed one
-    done = study("s.yaml", "--parquet", "--no-report", cwd=tmp_path)
+    done = study("s.yaml", "--parquet", "--no-report", cwd=tmp_path, run=process)
     assert done.returncode == 1
     assert "pip install 'pyarrow>=" in done.stderr
     assert not (tmp_path / "s-results").exists()
@@ -448,7 +448,7 @@ def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     text += f"max_load: {{reference: {DEFAULT_POLICY}, each_policy: true, keep_up: 0.9}}\n"
     text += "slo: {ttft_seconds: 2}\n"
     write(tmp_path / "s.yaml", text)
-    done = study("s.yaml", "--figures", "--json", cwd=tmp_path)
+    done = study("s.yaml", "--figures", "--json", cwd=tmp_path, run=process)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     directory = tmp_path / "s-results"
