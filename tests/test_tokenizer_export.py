@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from cli_world import call, process
 from hub_world import commit_of, hub_world
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Target, examine
@@ -39,7 +40,8 @@ def python(code: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return python(RUN, "tokenizer", *words)
+    """Exports in this process, which has transformers: a new one takes seconds to import it."""
+    return call("tokenizer", *map(str, words))
 
 
 def exported(model: Path, out: Path) -> dict[str, Any]:
@@ -134,12 +136,12 @@ def test_chats_that_engines_render_by_code(tmp_path: Path) -> None:
 async def test_an_export_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with hub_world(tmp_path / "cache", monkeypatch) as hub:
         hub.add("owner/name", model(tmp_path / "m", byte_level(), CHATML, "qwen2"), "v1")
-        words = ("owner/name", "--revision", "v1", "--out", tmp_path / "out")
-        done = await asyncio.to_thread(run, *words)
+        words = ("tokenizer", "owner/name", "--revision", "v1", "--out", str(tmp_path / "out"))
+        done = await asyncio.to_thread(process, *words)
         assert done.returncode == 0, done.stderr
         about = json.loads((tmp_path / "out" / "lmetric_tokenizer.json").read_text())
         assert (about["model"], about["commit"]) == ("owner/name", commit_of("v1"))
-        done = await asyncio.to_thread(run, "owner/other", "--out", tmp_path / "out")
+        done = await asyncio.to_thread(process, "tokenizer", "owner/other", *words[4:])
         assert done.returncode == 1
         assert "no such repository on 127.0.0.1" in done.stderr
     assert "HF_TOKEN" not in os.environ
@@ -148,10 +150,10 @@ async def test_an_export_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_doctor_names_the_command(tmp_path: Path) -> None:
     """Against an engine with other tokens: raw and exported folders get different advice."""
     folder, out = model(tmp_path / "m", byte_level(), CHATML, "qwen2"), tmp_path / "out"
-    await asyncio.to_thread(exported, folder, out)
+    exported(folder, out)
     good = tmp_path / "good"
     shutil.copytree(TOKENIZER_PATH.parent, good, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    await asyncio.to_thread(exported, good, tmp_path / "same")
+    exported(good, tmp_path / "same")
     async with EngineServer(EngineOptions(port=0, clock_speed=20)) as engine:
         for setting, outcome, text in (
             (folder, "fail", "--out DIR: it writes the tokenizer as the engine loads it"),
