@@ -12,13 +12,11 @@ a fixture of `conftest.py` begins it; in a router's own process, `sitecustomize.
   count: not those of the test, its client or its engines.
 - **Garbage collection** is counted and named. In the tests' process it does not count against the
   limit: nearly all objects there belong to pytest.
-- **Speed.** A short measurement, once a process, and others directly after a long turn, scale the
-  limit. So a turn may take longer on a machine that is slower than the reference, or that other
-  work makes slower.
+- **Speed.** Short measurements directly after a long turn scale the limit. So a turn may take longer
+  on a machine that is slower than the reference, or that other work makes slower.
 """
 
 import asyncio
-import functools
 import gc
 import sys
 import threading
@@ -57,12 +55,6 @@ def speed() -> float:
     return time.thread_time() - begun
 
 
-@functools.cache
-def speed_at_first() -> float:
-    """Returns the CPU seconds of the fixed piece of work at the first guard of this process."""
-    return min(speed() for _ in range(3))
-
-
 def of_reference(seconds: float) -> float:
     """Returns the CPU seconds that work, which has just ended, takes on the reference machine."""
     return seconds / max(1.0, max(speed(), speed()) / REFERENCE_SECONDS)
@@ -77,7 +69,6 @@ class TurnGuard:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread)
-        self._seconds = speed_at_first()
         self._product = str(Path(sys.modules["lmetric"].__file__ or "").parent)
         # The tests' engines: the outermost function of the product is theirs.
         self._emulated = str(Path(f"{self._product}_lab", "emulated"))
@@ -110,7 +101,7 @@ class TurnGuard:
 
     def _judge(self, used: float, collected: float) -> None:
         turn = used if self._own else min(sum(self._looked.values()), used - collected)
-        scale = max(self._seconds, speed(), speed()) / REFERENCE_SECONDS
+        scale = max(speed(), speed(), speed()) / REFERENCE_SECONDS
         limit = LIMIT_SECONDS * max(1.0, scale)
         if turn - TICK_SECONDS <= limit:
             return
