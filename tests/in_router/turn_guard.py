@@ -12,8 +12,8 @@ a fixture of `conftest.py` begins it; in a router's own process, `sitecustomize.
   count: not those of the test, its client or its engines.
 - **Garbage collection** is counted and named. In the tests' process it does not count against the
   limit: nearly all objects there belong to pytest.
-- **Speed.** Short measurements directly after a long turn scale the limit. So a turn may take longer
-  on a machine that is slower than the reference, or that other work makes slower.
+- **Speed.** Short measurements directly after a long turn scale the limit. So a turn may take
+  longer on a machine that is slower than the reference, or that other work makes slower.
 """
 
 import asyncio
