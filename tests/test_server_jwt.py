@@ -44,6 +44,12 @@ async def message(w: World, token: str) -> tuple[int, str]:
     return status, body["error"]["message"] if status != 200 else ""
 
 
+@pytest.fixture
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token with an unknown key waits for the next read of the keys."""
+    monkeypatch.setattr(key_source, "PAUSE_SECONDS", 0.5)
+
+
 async def test_a_token_is_the_credential_of_its_tenant() -> None:
     async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
         assert (await w.post(PROMPT))[0] == 401
@@ -61,6 +67,7 @@ async def test_a_token_is_the_credential_of_its_tenant() -> None:
         assert tokens.counts == {"valid": 1}, "it is checked once"
 
 
+@pytest.mark.usefixtures("short_pause")
 async def test_refusals_name_the_reason_and_not_the_token() -> None:
     async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
         assert await message(w, issuer.token(aud="x")) == (
@@ -191,6 +198,7 @@ async def test_a_live_viewer_leaves_when_its_token_expires() -> None:
         assert not w.server.front.live.viewers.total()  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("short_pause")
 @pytest.mark.parametrize("size", [10, 200_000, 3_000_000], ids=["small", "in pieces", "large"])
 async def test_a_request_with_a_new_key_waits_for_the_keys(size: int) -> None:
     async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
@@ -222,6 +230,7 @@ def _allow_read(w: World) -> None:
         source._began -= key_source.PAUSE_SECONDS
 
 
+@pytest.mark.usefixtures("short_pause")
 async def test_an_issuer_that_is_down_is_a_problem_and_known_keys_stay_valid() -> None:
     issuer = Issuer()
     async with issuer.serving():
