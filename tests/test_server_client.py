@@ -227,7 +227,7 @@ ENCODED = post(fields="transfer-encoding: chunked\r\n").split(b"content-length")
 async def test_malformed_http_gets_an_error_object_and_the_connection_closes(
     bytes_: bytes, says_so: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.2)
     good = post(fields="x-request-id: before\r\n")
     async with world(1) as w:
 
@@ -315,7 +315,7 @@ async def test_requests_that_break_http_are_refused_whoever_reads_them(
     bytes_: bytes, expected: int, says_so: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reliability L: host, target, version, transfer-encoding, content-encoding; both parsers."""
-    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.2)
     async with world(1) as w, client(w) as c:
         await c.send(bytes_)
         status, fields, got = await c.answer()
