@@ -33,7 +33,7 @@ from lmetric.server.execution.plan import (
     ticket_kind,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import run
+from lmetric.server.execution.ways import move, run
 from lmetric.server.fleet.engine import Engine
 
 FINISH = Finish()
@@ -85,8 +85,6 @@ class Execution(Progress):
     def migrate(self, target: Engine, now: float) -> list[Act]:
         """Starts a migration for the rebalancer, if the request can move."""
         self.now = now
-        from lmetric.server.execution.ways import move
-
         self._migration_way = way = move.move(self, target)
         self._go_migration(way.send, None)
         return self._out()

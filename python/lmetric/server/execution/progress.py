@@ -32,6 +32,7 @@ from lmetric.server.execution.plan import (
     ticket_kind,
 )
 from lmetric.server.execution.refusal import EngineRefusal
+from lmetric.server.execution.transcript import Delta, Transcript
 from lmetric.server.execution.verdicts import Verdicts
 from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
@@ -40,7 +41,6 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.transfer import KvTransfer
 
 if TYPE_CHECKING:
-    from lmetric.server.execution.transcript import Delta, Transcript
     from lmetric.server.fleet.rebalancer import Movable, Rebalancer
     from lmetric.tokens.media import Media
     from lmetric.tokens.prompt import Tokens
@@ -216,8 +216,6 @@ class Progress:
             assert call is not None  # the request may be split or moved
             assert call.tokens is not None
             assert self.encoder is not None
-            from lmetric.server.execution.transcript import Transcript
-
             path, encoder = self.client_request.path, self.encoder
             self.transcript = Transcript(path, call.request, call.tokens, encoder=encoder)
             self.call = None

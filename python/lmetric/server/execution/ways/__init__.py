@@ -10,9 +10,6 @@ the next event. Failures are exceptions, raised where the way waits:
 - `SwitchTo`: a migration is ready, and its target takes over.
 - `TimeIsUp`: the timer of the way is over (hedge, copy).
 - `Ended`: the request ends with this error.
-
-`plain` runs most requests. The first request that needs another way loads its module, which takes
-about a millisecond.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from lmetric.server.execution.continuing import switch
 from lmetric.server.execution.failures import next_engine
 from lmetric.server.execution.plan import EngineLost, NoTransfer, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import plain
+from lmetric.server.execution.ways import chain, copy, encode, pair, parsed, plain
 from lmetric.server.fleet.engine import Engine
 
 
@@ -35,7 +32,7 @@ def run(p: Progress) -> Way[None]:
         try:
             engine = p.model.engines[name]
             if p.media is not None:
-                yield from _encode(p, engine)
+                yield from encode.encode(p, engine)
             name = yield from way(p, engine)
         except EngineLost as lost:
             name = next_engine(p, lost)
@@ -44,18 +41,10 @@ def run(p: Progress) -> Way[None]:
         way = _segment
 
 
-def _encode(p: Progress, engine: Engine) -> Way[None]:
-    from lmetric.server.execution.ways.encode import encode
-
-    return encode(p, engine)
-
-
 def _segment(p: Progress, engine: Engine) -> Way[str | None]:
     """Runs the open segment. Returns the engine of the next one; None: the answer is whole."""
     p.has_tokens = False
     if p.model.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
-        from lmetric.server.execution.ways import copy
-
         yield from copy.fetch_prefix(p, engine)
     while True:
         p.drop_attempts()
@@ -74,18 +63,10 @@ def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str
     if p.ticket.has_next:
         # Only requests that may be cut have a call, or tokens of their answer.
         if p.transcript is None and (p.call is None or engine.role == "prefill"):
-            from lmetric.server.execution.ways import pair
-
             return pair.at_once if engine.runs_halves_at_once else pair.prefill
-        from lmetric.server.execution.ways import chain
-
         return chain.part
     if engine.runs_halves_at_once:
-        from lmetric.server.execution.ways import pair
-
         return pair.other_decode
     if p.begun and not p.unmergeable:
-        from lmetric.server.execution.ways import chain, parsed
-
         return chain.rest if p.merged().parts is None else parsed.rest
     return plain.plain

@@ -32,6 +32,7 @@ from lmetric.server.execution.plan import (
 )
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.ways.abort import aborts_by_order
+from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 
 
@@ -45,15 +46,9 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         attempt, flags = yield step
         check_beginning(p, attempt, flags)
     else:
-        attempt, flags = yield from _hedged(p, step)
+        attempt, flags = yield from hedged(p, step, own_request)
     yield from pass_answer(p, attempt, flags)
     return None
-
-
-def _hedged(p: Progress, step: Step) -> Way[tuple[Attempt, int]]:
-    from lmetric.server.execution.ways.hedge import hedged
-
-    return hedged(p, step, own_request)
 
 
 def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
