@@ -44,10 +44,15 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         asking = [(path, body) for path in (CHAT, COMPLETIONS) for body in bodies(40, path)]
         heard = await asyncio.gather(*(asked(w, path, body) for path, body in asking))
         cut = [said for said in heard if said["record"]["cuts"]]
-        assert 0 < len(cut) < len(heard)
+        # The speed can become unknown again, while a busy machine measures steps that do not fit.
+        unmeasured = [said for said in heard if said["record"]["split_reason"] == unknown]
+        assert all(said["record"]["stay_seconds"] is None for said in unmeasured)
+        assert 0 < len(cut) < len(heard) - len(unmeasured)
         for said in heard:
             record = said["record"]
             stay, apart = record["stay_seconds"], record["decode_placement_seconds"]
+            if said in unmeasured:
+                continue
             if record["cuts"]:
                 # The prefill produces the first token: these settings make a KV transfer free.
                 assert record["cuts"] == [record["prompt_tokens"] + 1]
