@@ -32,13 +32,15 @@ from lmetric_lab.replay import Client, Player, Record
 from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
-from vllm_process import VllmEngine
+from vllm_process import BIDIRECTIONAL, VllmEngine
 
 ROOT = Path(__file__).parents[2]
 WITH_PACKAGE = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'integrations' / 'vllm'}"}
-# Prompt tokens of a step with which `SloScheduler` is compared: an eighth of vLLM's own budget.
+# Prompt tokens of a step whose time is the SLO: an eighth of vLLM's own budget.
 SLO_PROMPT_TOKENS = 256
 BUDGET_TOKENS = 2048
+# NIXL on CPU lets engines wait for each other's pages.
+SPLIT = ("--split", "libra", "--experimental", "--set", "health.timeout=30")
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,32 @@ class Order:
     simulated: str  # the simulator's local order
     scheduler: str | None = None  # class of lmetric-vllm
     flags: dict[str, Any] = field(default_factory=dict)  # of the engine
-    priority: str = "none"  # of the router
-    small_budget: bool = False  # each step has at most as many prompt tokens as with the SLO
+    router: tuple[str, ...] = ()  # words of its command
+    also: dict[str, Any] = field(default_factory=dict)  # of the simulation
+    prompt_tokens: int | None = None  # of each step beside decodes, at most; None: `BUDGET_TOKENS`
+
+
+def _split(order: str, scheduler: str | None = None) -> Order:
+    """Requests are split at any token (Libra), between engines that exchange KV."""
+    flags = {"kv_transfer_config": BIDIRECTIONAL}
+    return Order(order, scheduler, flags, router=SPLIT, also={"split": "libra"})
 
 
 ORDERS = {
     "fcfs": Order("fcfs"),
-    "budget": Order("fcfs", small_budget=True),
-    "priority": Order("priority", flags={"scheduling_policy": "priority"}, priority="uniboost"),
+    "budget_128": Order("fcfs", prompt_tokens=128),
+    "budget": Order("fcfs", prompt_tokens=SLO_PROMPT_TOKENS),
+    "budget_512": Order("fcfs", prompt_tokens=512),
+    "priority": Order(
+        "priority",
+        flags={"scheduling_policy": "priority"},
+        router=("--priority", "uniboost"),
+        also={"priority": "uniboost"},
+    ),
     "slo": Order("slo", "SloScheduler"),
     "uniboost": Order("uniboost", "UniBoostScheduler"),
+    "libra": _split("fcfs"),
+    "libra_slo": _split("slo", "SloScheduler"),
 }
 
 
@@ -150,11 +168,12 @@ class Timed:
         await self._client.send(body, record, start)
 
 
-async def played(order: str, trace: Trace, mix: Mix, seed: int, engines: Sequence[VllmEngine]) -> Row:
+async def played(
+    order: str, trace: Trace, mix: Mix, seed: int, engines: Sequence[VllmEngine], profile: Path
+) -> Row:
     """Plays the requests through a router that places them in turn."""
     words = ["--policy", "round_robin", "--programs", "none", "--set", "guard=false"]
-    if ORDERS[order].priority != "none":
-        words += ["--priority", ORDERS[order].priority]
+    words += ["--profile", str(profile), *ORDERS[order].router]
     words += [word for engine in engines for word in ("--engine", engine.url)]
     async with running_router(free_ports(1)[0], words) as url, Client(url) as client:
         player = Player(trace, Timed(client), TokenPrompts(seed).prompt)
@@ -180,8 +199,8 @@ def simulated(
     order: str, trace: Trace, mix: Mix, seed: int, engines: int, profile: Profile, slo_seconds: float
 ) -> Row:
     """Plays the requests in the simulator."""
-    if ORDERS[order].small_budget:
-        profile = profile.model_copy(update={"max_batch_tokens": small_budget(profile.max_sequences)})
+    tokens = budget(order, profile.max_sequences)
+    profile = profile.model_copy(update={"max_batch_tokens": tokens})
     run = simulate(
         trace,
         policy="round_robin",
@@ -190,8 +209,8 @@ def simulated(
         admission="vllm",
         local_order=ORDERS[order].simulated,
         order_slo=slo_seconds,
-        priority=ORDERS[order].priority,
         seed=seed,
+        **ORDERS[order].also,
     )
     figures = run.summary()
     return Row.of(
@@ -207,9 +226,10 @@ def simulated(
     )
 
 
-def small_budget(sequences: int) -> int:
-    """Tokens of a step that are `SLO_PROMPT_TOKENS` beside decodes of all sequences."""
-    return SLO_PROMPT_TOKENS + sequences
+def budget(order: str, sequences: int) -> int:
+    """Most tokens of a step, with decodes of all sequences."""
+    prompt_tokens = ORDERS[order].prompt_tokens
+    return BUDGET_TOKENS if prompt_tokens is None else prompt_tokens + sequences
 
 
 def slo_of(profile: Profile, mix: Mix) -> float:
@@ -247,7 +267,7 @@ def running(
     flags = {
         "scheduling_policy": "fcfs",
         "max_num_seqs": sequences,
-        "max_num_batched_tokens": small_budget(sequences) if chosen.small_budget else BUDGET_TOKENS,
+        "max_num_batched_tokens": budget(order, sequences),
         "kv_events_config": None,
     }
     flags |= chosen.flags

@@ -1,4 +1,4 @@
-"""The simulator against two real vLLM engines on CPU, with five orders on the same requests.
+"""The simulator against two real vLLM engines on CPU, with several orders on the same requests.
 
     python bench/engine_schedulers/reality.py --venv VLLM_ENVIRONMENT OUT [--seeds 1 2 3]
 
@@ -24,7 +24,7 @@ from lmetric.profiles.roofline import as_yaml
 from lmetric_lab.calibrate import Calibrator
 from vllm_process import VllmEngine, model
 
-LAYERS, HIDDEN = 8, 512
+LAYERS, HIDDEN = 4, 512
 SLOTS = 8
 FLAGS: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_model_len": 8192}
 BLOCK = 32
@@ -79,7 +79,7 @@ def main() -> None:
                 with running(
                     order, given.engines, make, sequences=SLOTS, slo_ms=slo * 1e3, profile=path
                 ) as engines:
-                    table.add(asyncio.run(played(order, trace, mix, seed, engines)))
+                    table.add(asyncio.run(played(order, trace, mix, seed, engines, path)))
                 table.add(simulated(order, trace, mix, seed, given.engines, profile, slo))
     print(compared(table.rows()))
 

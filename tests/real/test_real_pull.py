@@ -17,8 +17,8 @@ from router_world import Served
 from split_world import CHAT, COMPLETIONS, equal
 from test_real_pd import counted, outcomes
 from test_real_router import running
-from test_real_split import BIDIRECTIONAL, asked, cutting, request
-from vllm_process import BLOCK, NIXL, VllmEngine
+from test_real_split import asked, cutting, request
+from vllm_process import BIDIRECTIONAL, BLOCK, NIXL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 

@@ -19,24 +19,11 @@ from router_world import Served, configured, served
 from split_world import CHAT, COMPLETIONS, equal, heard, told
 from test_real_pd import computed, fetched, outcomes
 from test_real_router import TOOLS, text
-from vllm_process import MODEL, NIXL, VllmEngine
+from vllm_process import BIDIRECTIONAL, MODEL, NIXL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Start = Callable[..., list[VllmEngine]]
-# Fetched blocks are released soon. Blocks to be fetched are held for long: on busy machines, a
-# transfer of a few tokens took up to 83 s. Blocks fetched after their lease may belong to another
-# prompt.
-BIDIRECTIONAL = NIXL | {
-    "kv_connector_extra_config": {
-        "kv_lease_duration": 300,
-        "decoder_kv_blocks_ttl": 15,
-        "bidirectional_kv_xfer": True,
-        "kv_recompute_threshold": 0,
-        # NIXL's threads poll all the time: no more of them than it needs.
-        "num_threads": 0,
-    },
-}
 # Words of the prompt and tokens of the answer. The same fractions cut inside the prompt, near its
 # end, and inside the answer.
 SHAPES = [(120, 40), (50, 90), (20, 150)]

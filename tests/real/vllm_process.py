@@ -53,6 +53,19 @@ NIXL: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"kv_lease_duration": 30},
 }
+# NIXL in both directions. Fetched blocks are released soon. Blocks to be fetched are held for long:
+# on busy machines, a transfer of a few tokens took up to 83 s. Blocks fetched after their lease may
+# belong to another prompt.
+BIDIRECTIONAL: dict[str, Any] = NIXL | {
+    "kv_connector_extra_config": {
+        "kv_lease_duration": 300,
+        "decoder_kv_blocks_ttl": 15,
+        "bidirectional_kv_xfer": True,
+        "kv_recompute_threshold": 0,
+        # NIXL's threads poll all the time: no more of them than it needs.
+        "num_threads": 0,
+    },
+}
 
 
 def cpu_tier(size_bytes: int, **settings: Any) -> dict[str, Any]:

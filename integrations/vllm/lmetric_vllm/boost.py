@@ -17,7 +17,7 @@ from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric_vllm.checks import NotSupportedError
 from lmetric_vllm.measured import MeasuredScheduler
 from lmetric_vllm.settings import BoostSettings, SettingsError, number_of, read_settings
-from lmetric_vllm.steps import Step, cached_tokens
+from lmetric_vllm.steps import Step, cached_tokens, fetched_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,7 +33,8 @@ MOST_EXCHANGES = 4
 class Known:
     """Work and rank of a request."""
 
-    hit_tokens: int  # cached tokens of its prompt
+    cached_tokens: int  # of its prompt, when it came
+    hit_tokens: int  # with those that come from another engine
     arrival: float  # time of its arrival and its handicap, s
     attained_tokens: int = 0  # tokens computed for it, prompt and answer, each once
     rank: float = 0.0  # its boosted arrival
@@ -148,8 +149,9 @@ class UniBoostScheduler(MeasuredScheduler):
     def _rank(self, request: Request) -> float:
         known = self._known.get(request.request_id)
         if known is None:
-            hit = cached_tokens(self.kv_cache_manager, request)
-            known = self._known[request.request_id] = Known(hit, self._arrival(request))
+            cached = cached_tokens(self, request)
+            hit = cached + fetched_tokens(self, request, cached)
+            known = self._known[request.request_id] = Known(cached, hit, self._arrival(request))
             self._refresh(request, known)
         return known.rank
 
@@ -216,7 +218,7 @@ class UniBoostScheduler(MeasuredScheduler):
 
         Returns whether it can.
         """
-        needed = self._blocks_of(request.num_tokens - self._known[request.request_id].hit_tokens)
+        needed = self._blocks_of(request.num_tokens - self._known[request.request_id].cached_tokens)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         slots = self.max_num_active_reqs - len(ranked)
         if slots > 0 and needed <= free:

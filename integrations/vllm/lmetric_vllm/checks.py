@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VERSIONS = ("0.32",)  # of vLLM, tested
+CONNECTORS = ("NixlConnector",)  # of KV, tested with the schedulers
 
 
 class NotSupportedError(ValueError):
@@ -27,7 +28,10 @@ def check_engine(name: str, config: VllmConfig) -> None:
     connector = transfer.kv_connector if transfer is not None else None
     untested = [
         (config.speculative_config is not None, "speculative decoding (--speculative-config)"),
-        (connector is not None, f"the KV connector {connector} (--kv-transfer-config)"),
+        (
+            connector not in (None, *CONNECTORS),
+            f"the KV connector {connector} (--kv-transfer-config), only with {', '.join(CONNECTORS)}",
+        ),
     ]
     _check(name, config, "--scheduler-cls", untested)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import KVCacheEvent, KVEventBatch, NullEventPublisher
 
-from lmetric_vllm.steps import cached_tokens
+from lmetric_vllm.steps import cached_tokens, fetched_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,7 +39,8 @@ class LoadPublisher:
     def waits(self, request: Request) -> None:
         """Notes a request that entered the queue."""
         if self.is_on:
-            hit = cached_tokens(self._scheduler.kv_cache_manager, request)
+            hit = cached_tokens(self._scheduler, request)
+            hit += fetched_tokens(self._scheduler, request, hit)
             self._uncached[request.request_id] = request.num_tokens - hit
 
     def publish(self) -> None:
@@ -62,6 +63,9 @@ class LoadPublisher:
             uncached.pop(request.request_id, None)
             if request.is_prefill_chunk:
                 tokens += request.num_tokens - request.num_computed_tokens
+        for request in self._scheduler.kv_holding_waiting:  # their KV comes from another engine
+            uncached.pop(request.request_id, None)
+            tokens += request.num_tokens - request.num_computed_tokens
         if not waiting:
             uncached.clear()  # of requests that were aborted, too
         return tokens + sum(uncached.values())

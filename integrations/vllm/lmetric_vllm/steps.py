@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
 # Steps whose output never came, as after an error, are forgotten.
@@ -41,16 +41,27 @@ def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
     return Step(decodes, context, prefill, pairs)
 
 
-def cached_tokens(manager: KVCacheManager, request: Request) -> int:
+def cached_tokens(scheduler: Scheduler, request: Request) -> int:
     """The tokens of a waiting request that the cache holds now.
 
     vLLM's own `get_computed_blocks` would also report the blocks as events again, for a request
     with `kv_cache_report_mode: full`.
     """
+    manager = scheduler.kv_cache_manager
     if not manager.prefix_cache_lookup_enabled(request):
         return 0
     found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     return int(found[1])
+
+
+def fetched_tokens(scheduler: Scheduler, request: Request, cached: int) -> int:
+    """The tokens of a waiting request that come from another engine, beside `cached` ones."""
+    if scheduler.connector is None or request.skip_reading_prefix_cache:
+        return 0
+    # vLLM, too, offers the connector whole blocks only.
+    whole = cached - cached % scheduler.block_size
+    fetched, _ = scheduler.connector.get_num_new_matched_tokens(request, whole)
+    return max(0, whole + (fetched or 0) - cached)
 
 
 class StepClock:
