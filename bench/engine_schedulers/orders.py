@@ -1,7 +1,8 @@
 """The orders of vLLM engines, real and simulated, on the same requests.
 
 Engines start anew for each order, because vLLM chooses its scheduler at the start. A router places
-requests in turn, so that the orders differ in nothing else.
+requests in turn, so that the orders differ in nothing else. The last four differ in the scheduler
+and in whether requests are split, and are placed by LMETRIC.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WITH_PACKAGE = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'integrations' / 'vllm
 SLO_PROMPT_TOKENS = 256
 BUDGET_TOKENS = 2048
 # NIXL on CPU lets engines wait for each other's pages.
-SPLIT = ("--split", "libra", "--experimental", "--set", "health.timeout=30")
+PAIR = ("--set", "health.timeout=30")
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,22 @@ class Order:
     simulated: str  # the simulator's local order
     scheduler: str | None = None  # class of lmetric-vllm
     flags: dict[str, Any] = field(default_factory=dict)  # of the engine
-    router: tuple[str, ...] = ()  # words of its command
+    policy: str = "round_robin"  # the router's
+    router: tuple[str, ...] = ()  # more words of its command
     also: dict[str, Any] = field(default_factory=dict)  # of the simulation
     prompt_tokens: int | None = None  # of each step beside decodes, at most; None: `BUDGET_TOKENS`
 
 
-def _split(order: str, scheduler: str | None = None) -> Order:
-    """Requests are split at any token (Libra), between engines that exchange KV."""
-    flags = {"kv_transfer_config": BIDIRECTIONAL}
-    return Order(order, scheduler, flags, router=SPLIT, also={"split": "libra"})
+def _pair(order: str, scheduler: str | None = None, *, split: bool) -> Order:
+    """Engines that exchange KV. Requests are split at any token (Libra), or stay whole."""
+    return Order(
+        order,
+        scheduler,
+        {"kv_transfer_config": BIDIRECTIONAL},
+        policy="lmetric",
+        router=(*PAIR, *(("--split", "libra", "--experimental") if split else ())),
+        also={"split": "libra"} if split else {},
+    )
 
 
 ORDERS = {
@@ -74,8 +82,10 @@ ORDERS = {
     ),
     "slo": Order("slo", "SloScheduler"),
     "uniboost": Order("uniboost", "UniBoostScheduler"),
-    "libra": _split("fcfs"),
-    "libra_slo": _split("slo", "SloScheduler"),
+    "whole": _pair("fcfs", split=False),
+    "whole_slo": _pair("slo", "SloScheduler", split=False),
+    "libra": _pair("fcfs", split=True),
+    "libra_slo": _pair("slo", "SloScheduler", split=True),
 }
 
 
@@ -171,8 +181,8 @@ class Timed:
 async def played(
     order: str, trace: Trace, mix: Mix, seed: int, engines: Sequence[VllmEngine], profile: Path
 ) -> Row:
-    """Plays the requests through a router that places them in turn."""
-    words = ["--policy", "round_robin", "--programs", "none", "--set", "guard=false"]
+    """Plays the requests through a router."""
+    words = ["--policy", ORDERS[order].policy, "--programs", "none", "--set", "guard=false"]
     words += ["--profile", str(profile), *ORDERS[order].router]
     words += [word for engine in engines for word in ("--engine", engine.url)]
     async with running_router(free_ports(1)[0], words) as url, Client(url) as client:
@@ -203,7 +213,7 @@ def simulated(
     profile = profile.model_copy(update={"max_batch_tokens": tokens})
     run = simulate(
         trace,
-        policy="round_robin",
+        policy=ORDERS[order].policy,
         instances=engines,
         profile=profile,
         admission="vllm",
