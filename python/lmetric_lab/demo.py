@@ -500,9 +500,14 @@ def _url(port: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_router(port: int, flags: Sequence[str]) -> AsyncIterator[str]:
-    """Runs `lmetric-router serve` as a child process; yields its URL. Flags may set constants."""
-    command = [sys.executable, "-m", "lmetric_lab.tuned", "serve", "--port", str(port), *flags]
+async def running_router(
+    port: int, flags: Sequence[str], program: Sequence[str] = ("-m", "lmetric_lab.tuned")
+) -> AsyncIterator[str]:
+    """Runs `lmetric-router serve` as a child process; yields its URL. Flags may set constants.
+
+    ``program``: Python's words for another program that takes the flags of `lmetric-router`.
+    """
+    command = [sys.executable, *program, "serve", "--port", str(port), *flags]
     with tempfile.TemporaryFile() as log:
         # A new session, so that Ctrl-C in the terminal reaches only the demo, which forwards it.
         process = await asyncio.create_subprocess_exec(

@@ -15,8 +15,12 @@ import aiohttp
 import pytest
 
 from router_world import served
+from split_world import COMPLETIONS, equal
+from test_real_lora import ADAPTERS, RANK, write_adapter
+from test_real_pd import fetched, outcomes
 from test_real_router import until_exact
-from vllm_process import MODEL, VllmEngine, environment, model
+from test_real_split import SHAPES, asked, cutting, request
+from vllm_process import BIDIRECTIONAL, MODEL, VllmEngine, environment, model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -83,17 +87,51 @@ async def preemptions(engine: VllmEngine) -> float:
     return sum(found)
 
 
-async def test_answers_are_those_of_vllm(vllm_engines: Start) -> None:
+async def test_answers_are_those_of_vllm(vllm_engines: Start, tmp_path: Path) -> None:
+    """Also of two adapters, of which each step may compute one."""
+    folders = {
+        name: write_adapter(tmp_path / name, model(environment()), n) for n, name in enumerate("ab", 1)
+    }
+    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": RANK}
+    lora["lora_modules"] = [f"{name}={folder}" for name, folder in folders.items()]
     bodies = requests(300)
-    (stock,) = vllm_engines(**CROWDED)
+    for number, body in enumerate(bodies):
+        body |= {"model": (MODEL, *ADAPTERS)[number // 3 % 3]}
+    (stock,) = vllm_engines(**CROWDED, **lora)
     expected = await answers(stock, bodies)
+    unadapted = await answers(stock, [body | {"model": MODEL} for body in bodies[:30]])
+    assert unadapted != expected[:30], "the adapters change nothing"
     for flags in (SLO, BOOST):
-        (engine,) = vllm_engines(environ=ENVIRON, **CROWDED, **flags)
+        (engine,) = vllm_engines(environ=ENVIRON, **CROWDED, **lora, **flags)
         got = await answers(engine, bodies)
         differ = [number for number, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
         assert not differ, f"{flags['scheduler_cls']}: answers {differ[:10]} differ"
         if flags is BOOST:
             assert await preemptions(engine) > 0, "no request went back: the test compares nothing"
+
+
+@pytest.mark.parametrize("flags", [SLO, BOOST], ids=["slo", "uniboost"])
+async def test_answers_whose_kv_comes_from_another_engine(
+    vllm_engines: Start, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    """Requests are cut inside the prompt, at its end, or inside the answer: many at once, in little
+    memory. Both engines have the scheduler."""
+    crowded = CROWDED | {"kv_transfer_config": BIDIRECTIONAL}
+    engines = vllm_engines(2, environ=ENVIRON, **crowded, **flags)
+    bodies = [request(COMPLETIONS, *shape, return_token_ids=True) for shape in SHAPES * 8]
+    transferred = 0.0
+    for fraction in (0.3, 0.8):
+        split = {"kind": "force", "fraction": fraction}
+        async with cutting(engines, tmp_path, split=split) as world:
+            got = await asyncio.gather(*(asked(world, COMPLETIONS, body) for body in bodies))
+            for body, said in zip(bodies, got, strict=True):
+                equal(said, await asked(world, COMPLETIONS, body, engines[0].url))
+            found = await outcomes(world)
+            assert set(found) <= {"transferred"}, found
+            transferred += found["transferred"]
+        bodies = [body | {"cache_salt": "again"} for body in bodies]
+    assert transferred > len(bodies)
+    assert await fetched(engines) > 0
 
 
 async def test_long_prompts_wait_for_decodes(vllm_engines: Start) -> None:
@@ -270,6 +308,10 @@ def test_the_package_changes_no_version_of_vllms() -> None:
             "speculative decoding",
         ),
         (BOOST | {"scheduling_policy": "priority"}, "--scheduling-policy fcfs"),
+        (
+            BOOST | {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "the KV connector ExampleConnector",
+        ),
     ],
 )
 def test_an_engine_that_was_not_tested_does_not_start(
