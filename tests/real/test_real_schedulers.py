@@ -320,3 +320,28 @@ def test_an_engine_that_was_not_tested_does_not_start(
     with pytest.raises(RuntimeError, match="ended") as refused:
         vllm_engines(environ=ENVIRON, **(CROWDED | flags))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "message"),
+    [
+        (
+            "integrations/vllm",
+            "lmetric_vllm.SloScheduler",
+            "ImportError: lmetric_vllm.SloScheduler needs lmetric-router",
+        ),
+        (
+            "python:integrations/vllm",
+            "vllm.__version__ = '0.33.0'; from lmetric_vllm.checks import check_engine as c; c('X', Mock())",
+            "lmetric_vllm.X is tested with vLLM 0.32, and this engine is vLLM 0.33.0",
+        ),
+    ],
+    ids=["no core", "another version"],
+)
+def test_an_environment_that_does_not_fit_is_named(path: str, code: str, message: str) -> None:
+    environ = {"PYTHONPATH": ":".join(str(ROOT / part) for part in path.split(":")), "HOME": str(Path.home())}
+    run = f"import vllm, lmetric_vllm; from unittest.mock import Mock; {code}"
+    command = [environment() / "bin" / "python", "-c", run]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.returncode == 1
+    assert message in done.stderr

@@ -26,5 +26,13 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:  # vLLM is imported with the first class
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "lmetric":
+                raise
+            raise ImportError(
+                f"lmetric_vllm.{name} needs lmetric-router in the engine's environment, which has no module "
+                f"{error.name}: install the wheel (pip install lmetric-router)"
+            ) from error
     raise AttributeError(f"module 'lmetric_vllm' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -39,6 +39,11 @@ impl Scratch {
     }
 }
 
+/// Returns the slots in ranges of at most `size` (at least 1).
+fn chunks(slots: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..slots).step_by(size).map(move |start| start..slots.min(start + size))
+}
+
 /// The columns that a program reads, and the kernels that compute others by chunks.
 #[derive(Clone)]
 pub struct Inputs<'a> {
@@ -144,8 +149,7 @@ impl Program {
             shared.resize(count, Vec::new());
         }
         shared.iter_mut().for_each(Vec::clear);
-        for start in (0..slots).step_by(CHUNK) {
-            let chunk = start..slots.min(start + CHUNK);
+        for chunk in chunks(slots, CHUNK) {
             kernels.fill(self.shared, chunk.clone(), 0, computed);
             for (id, column) in self.shared.iter().zip(&mut *shared) {
                 column.extend_from_slice(&computed.get(id)[..chunk.len()]);
@@ -201,10 +205,9 @@ fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut 
         };
     }
     let slots = out.len();
-    for start in (0..slots).step_by(CHUNK) {
-        let chunk =
-            Chunk::new(&program.output, inputs, scalars, grouped, computed, start..slots.min(start + CHUNK));
-        let out = &mut out[start..chunk.end];
+    for range in chunks(slots, CHUNK) {
+        let chunk = Chunk::new(&program.output, inputs, scalars, grouped, computed, range.clone());
+        let out = &mut out[range];
         chunk.steps(&program.output, registers, out);
         if program.output.steps.is_empty() {
             match chunk.lanes(program.output.result, registers) {
@@ -233,12 +236,12 @@ fn reduce(
     };
     let mut counts = [0.0; LANES];
     // A column needs no registers.
-    let size = if pass.is_column() { slots } else { CHUNK };
-    for start in (0..slots).step_by(size) {
-        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start..slots.min(start + size));
+    let size = if pass.is_column() { slots.max(1) } else { CHUNK };
+    for range in chunks(slots, size) {
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, range.clone());
         chunk.steps(pass, registers, &mut []);
         if let Lanes::Vector(values) = chunk.lanes(pass.result, registers) {
-            let eligible = &inputs.eligible[start..chunk.end];
+            let eligible = &inputs.eligible[range];
             match reduction {
                 Reduction::Min => {
                     fold(values, eligible, &mut state, &mut counts, |m, x| if x < m { x } else { m })
@@ -274,12 +277,13 @@ fn evaluate(
 ) {
     let slots = inputs.eligible.len();
     out.clear();
-    for start in (0..slots).step_by(CHUNK) {
-        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, start..slots.min(start + CHUNK));
+    for range in chunks(slots, CHUNK) {
+        let end = range.end;
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, range);
         chunk.steps(pass, registers, &mut []);
         match chunk.lanes(pass.result, registers) {
             Lanes::Vector(values) => out.extend_from_slice(values),
-            Lanes::Scalar(value) => out.resize(chunk.end, value),
+            Lanes::Scalar(value) => out.resize(end, value),
         }
     }
 }
