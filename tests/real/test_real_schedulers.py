@@ -87,20 +87,19 @@ async def preemptions(engine: VllmEngine) -> float:
     return sum(found)
 
 
-async def test_answers_are_those_of_vllm(vllm_engines: Start, tmp_path: Path) -> None:
-    """Also of two adapters, of which each step may compute one."""
-    folders = {
-        name: write_adapter(tmp_path / name, model(environment()), n) for n, name in enumerate("ab", 1)
-    }
-    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": RANK}
-    lora["lora_modules"] = [f"{name}={folder}" for name, folder in folders.items()]
-    bodies = requests(300)
-    for number, body in enumerate(bodies):
-        body |= {"model": (MODEL, *ADAPTERS)[number // 3 % 3]}
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "lora"])
+async def test_answers_are_those_of_vllm(vllm_engines: Start, tmp_path: Path, adapted: bool) -> None:
+    bodies, lora = requests(300), {}
+    if adapted:
+        # No requests of the base model: on CPU, vLLM applies an adapter to those in the same step
+        # (vllm-project/vllm#48421).
+        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": RANK}
+        base = model(environment())
+        folders = {name: write_adapter(tmp_path / name, base, seed) for name, seed in ADAPTERS.items()}
+        lora["lora_modules"] = [f"{name}={folder}" for name, folder in folders.items()]
+        bodies = [body | {"model": list(ADAPTERS)[n // 3 % 2]} for n, body in enumerate(bodies)]
     (stock,) = vllm_engines(**CROWDED, **lora)
     expected = await answers(stock, bodies)
-    unadapted = await answers(stock, [body | {"model": MODEL} for body in bodies[:30]])
-    assert unadapted != expected[:30], "the adapters change nothing"
     for flags in (SLO, BOOST):
         (engine,) = vllm_engines(environ=ENVIRON, **CROWDED, **lora, **flags)
         got = await answers(engine, bodies)
@@ -114,11 +113,12 @@ async def test_answers_are_those_of_vllm(vllm_engines: Start, tmp_path: Path) ->
 async def test_answers_whose_kv_comes_from_another_engine(
     vllm_engines: Start, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
-    """Requests are cut inside the prompt, at its end, or inside the answer: many at once, in little
-    memory. Both engines have the scheduler."""
-    crowded = CROWDED | {"kv_transfer_config": BIDIRECTIONAL}
+    """Requests are cut inside the prompt, at its end, or inside the answer, more at once than have
+    slots. Both engines have the scheduler."""
+    # Blocks for all: first segments keep theirs until they are fetched.
+    crowded = CROWDED | {"kv_transfer_config": BIDIRECTIONAL, "num_gpu_blocks_override": 512}
     engines = vllm_engines(2, environ=ENVIRON, **crowded, **flags)
-    bodies = [request(COMPLETIONS, *shape, return_token_ids=True) for shape in SHAPES * 8]
+    bodies = [request(COMPLETIONS, *shape, return_token_ids=True) for shape in SHAPES * 5]
     transferred = 0.0
     for fraction in (0.3, 0.8):
         split = {"kind": "force", "fraction": fraction}
