@@ -17,6 +17,7 @@ line `<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY N
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -138,6 +139,34 @@ def full_name(rival: str, rows: Mapping[str, Row]) -> str:
     return found[0]
 
 
+class Played:
+    """Runs on real engines: the rows of a file that `bench/engine_schedulers` or a study wrote."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open() as file:
+            self._rows = list(csv.DictReader(file))
+
+    def values(self, name: str, measure: str, side: str = "live") -> dict[str, float]:
+        """Returns a measure of an order or a system, by seed."""
+        found = {
+            row["seed"]: float(row[measure])
+            for row in self._rows
+            if (row.get("order", row.get("system")), row["side"]) == (name, side)
+        }
+        if not found:
+            raise KeyError(f"no {side} run of {name!r}")
+        return found
+
+    def mean(self, name: str, measure: str, side: str = "live") -> float:
+        """Returns the mean of a measure over the seeds."""
+        return mean(list(self.values(name, measure, side).values()))
+
+    def changes(self, name: str, base: str, measure: str, side: str = "live") -> Span:
+        """Returns the change of a measure against another order's, by the seeds that both have."""
+        ours, theirs = (self.values(each, measure, side) for each in (name, base))
+        return Span(ours[seed] / theirs[seed] - 1 for seed in ours.keys() & theirs.keys())
+
+
 @dataclass
 class Raw:
     """The results of a study."""
@@ -157,6 +186,10 @@ class Raw:
         path = sorted((ROOT / "bench" / "results").glob(f"*-{kind}.json"))[-1]
         loaded: dict[str, Any] = json.loads(path.read_text())
         return loaded
+
+    def played(self, name: str) -> Played:
+        """Returns the runs on real engines in a file of `bench`."""
+        return Played(ROOT / "bench" / name)
 
 
 def module(study: str) -> ModuleType:

@@ -137,7 +137,7 @@ def test_every_alert_has_a_runbook_that_fits_on_a_screen() -> None:
         # The address of the section: the headline in lower case.
         assert rule["annotations"]["runbook_url"] == f"docs/how-to/monitoring.md#{name.lower()}"
         parts = re.findall(r"^- \*\*(\w+)\.\*\* \S", sections[name], re.MULTILINE)
-        assert parts == ["Sign", "Cause", "Check", "Mend"], name
+        assert parts == ["Sign", "Cause", "Check", "Fix"], name
         assert len(sections[name].split()) <= 110, name
 
 

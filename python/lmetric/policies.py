@@ -339,8 +339,14 @@ def _unregistered(word: str) -> bool:
     """Whether the word is a name, but of no policy and no indicator."""
     if not re.fullmatch(r"[A-Za-z_][\w-]*", word, re.ASCII):
         return False
-    names = {row["name"] for row in (*_core.policy_table(), *_core.indicator_table())}
+    names = _registered()
     return word not in names and word.lower() not in names
+
+
+@functools.cache
+def _registered() -> frozenset[str]:
+    """Returns the names of all policies and indicators, which never change."""
+    return frozenset(row["name"] for row in (*_core.policy_table(), *_core.indicator_table()))
 
 
 def _by_parameters(

@@ -58,7 +58,7 @@ def build(words: Collection[str]) -> typer.Typer:
     # Else --show-completion zsh ignores "zsh" and prints the script of the shell that runs it.
     os.environ.setdefault("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     app = typer.Typer(
-        help="Routes requests over fleets of LLM engines: new prefill tokens x batch size, no tuning.",
+        help="Routes requests over LLM engines: each to the engine where it delays all requests least.",
         epilog="Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 port not free, 130 interrupted.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,

@@ -23,7 +23,8 @@ class BudgetConfig(Strict):
 
     counts: Literal["requests", "input_tokens", "output_tokens", "total_tokens", "uncached_input_tokens"] = (
         Field(
-            description="what the window counts. A request reserves its prompt and max_tokens, and settles "
+            description="what the window counts: requests, input_tokens, uncached_input_tokens, "
+            "output_tokens or total_tokens. A request reserves its prompt and max_tokens, and settles "
             "by the engine's usage",
             json_schema_extra={"when": "you add a budget"},
         )
@@ -35,7 +36,7 @@ class BudgetConfig(Strict):
         json_schema_extra={"when": "you add a budget"},
     )
     per: Literal["second", "minute", "hour", "day", "month"] = Field(
-        description="length of the period; a rolling month has 30 days",
+        description="length of the period: second, minute, hour, day or month; a rolling month has 30 days",
         json_schema_extra={"when": "you add a budget"},
     )
     time_zone: Annotated[str, AfterValidator(_zone)] | None = Field(
@@ -48,7 +49,7 @@ class BudgetConfig(Strict):
         1.0,
         ge=0,
         le=1,
-        description="weight of cached tokens in input_tokens and total_tokens",
+        description="weight of cached tokens; only with input_tokens and total_tokens",
         json_schema_extra={"when": "cached input is cheaper for the tenant"},
     )
     per_model: bool = Field(

@@ -419,8 +419,8 @@ class PoolSettings(Strict):
         "auto",
         description="how requests are split between two engines of role both: `none`; `libra` "
         "(experimental): at the token that balances both engines; `apart` (experimental): after the prompt, "
-        "if that reduces the total delay. Or a mapping: `{kind: libra, probes: 8}`. The client "
-        "gets one answer. `auto`: apart if the policy is planner, else none",
+        "if that reduces the total delay. The client gets one answer. `auto`: apart if the policy is "
+        "planner, else none",
         json_schema_extra={"when": "long prompts overload single engines"},
     )
     split_recompute: bool = Field(
@@ -442,8 +442,8 @@ class PoolSettings(Strict):
     rebalance: Annotated[RebalanceOption | None, Option("rebalance")] = Field(
         None,
         description="migration of running streams away from engines that would overload: `none`, or `star` "
-        "(by predicted load). Or a mapping: `{kind: star, threshold: 0.2}`. Engines need KV transfer (NIXL): "
-        "without it, no stream moves",
+        "(by predicted load). Or a mapping: `{kind: star, forecast: predictor.npz}`. Engines need KV "
+        "transfer (NIXL): without it, no stream moves",
         json_schema_extra={"when": "long streams overload single engines"},
     )
     migration_by: Literal["fetch", "recompute"] = Field(
@@ -579,8 +579,8 @@ class PoolSettings(Strict):
     record_bytes: ClassVar[int] = 16 << 20
     guard: Annotated[Guard | None, Option("guard")] = Field(
         None,
-        description="hot-spot guard (docs/explanation/default_policy.md): on, off, or settings for a guard "
-        "that is on: {window_seconds: 30}. auto: off, unless the policy turns it on",
+        description="hot-spot guard (docs/explanation/default_policy.md): on or off. auto: off, unless the "
+        "policy turns it on",
         json_schema_extra={"when": "single prefixes overload an engine"},
     )
     profile: str | None = Field(
@@ -1171,7 +1171,7 @@ class TenantConfig(Strict):
         1.0,
         ge=1e-3,
         le=1e6,
-        description="share of service relative to other tenants, under priority vtc",
+        description="share of service relative to other tenants, with `admission` or `priority: vtc`",
         json_schema_extra={"when": "a tenant should get more service"},
     )
     handicap_seconds: float = Field(

@@ -81,7 +81,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* router.yaml: the keys of the chart, overridden by `config`. */}}
 {{- define "lmetric.config" -}}
-{{- $config := dict "policy" "lmetric" "timeouts" (dict "drain_grace" 5) }}
+{{- $config := dict "timeouts" (dict "drain_grace" 5) }}
 {{- if eq (len .Values.tokenizers) 1 }}
 {{- $_ := set $config "tokenizer" (printf "/tokenizers/%s" (first .Values.tokenizers).name) }}
 {{- end }}

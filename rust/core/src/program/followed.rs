@@ -16,6 +16,7 @@ use super::gaps::Finish;
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
 use super::settings::ProgramConfig;
+use super::share::RouterShare;
 use super::types::{Arrival, ProgramNote, TurnId, Verdict, Work};
 use crate::board::Board;
 use crate::board::log::{ALL, LEFT, MOST_WORDS, Read, Record};
@@ -57,6 +58,8 @@ const HELD_TICK_SECONDS: Seconds = 0.05;
 #[derive(Clone, Debug)]
 pub struct Followed {
     programs: Programs,
+    /// The part of the fleet that these programs have, if other routers use it, too.
+    share: RouterShare,
     shared: Option<Box<Shared>>,
 }
 
@@ -128,7 +131,7 @@ impl Followed {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(config: ProgramConfig) -> Result<Followed, CoreError> {
-        Ok(Followed { programs: Programs::new(config)?, shared: None })
+        Ok(Followed { programs: Programs::new(config)?, share: RouterShare::default(), shared: None })
     }
 
     /// Returns the programs.
@@ -251,8 +254,14 @@ impl Followed {
         }
     }
 
-    /// Records the prefill of a placed request.
+    /// Records the present number of known requests in the fleet, and of others.
+    pub fn note_share(&mut self, known: f64, others: f64, now: Seconds) {
+        self.share.note(known, others, now);
+    }
+
+    /// Records the prefill of a placed request. The others of the fleet are taken to be like it.
     pub fn computes(&mut self, turn: TurnId, work: Work, now: Seconds) {
+        let work = Work { seconds: work.seconds / self.share.get(), ..work };
         if self.shared.is_none() {
             return self.programs.computes(turn, work, now);
         }
@@ -350,8 +359,10 @@ impl Followed {
         }
     }
 
-    /// Sets the capacity of an instance and whether it takes new requests.
+    /// Sets the capacity of an instance, of which these programs have their share, and whether it
+    /// takes new requests.
     pub fn set_instance(&mut self, id: InstanceId, capacity: Option<f64>, available: bool, now: Seconds) {
+        let capacity = capacity.map(|tokens| tokens * self.share.get());
         let Some(shared) = &self.shared else {
             return self.programs.set_instance(id, capacity, available);
         };

@@ -354,6 +354,13 @@ impl Ledger {
         self.accounts[slot].steps.fit()
     }
 
+    /// Returns the number of own and peer requests in the fleet, and of external ones.
+    pub fn requests(&self) -> (f64, f64) {
+        self.accounts.iter().fold((0.0, 0.0), |(known, others), account| {
+            (known + account.known(), others + account.external.waiting + account.external.running)
+        })
+    }
+
     /// Returns the time of the instance's last load report.
     pub fn reported_at(&self, slot: usize) -> Option<Seconds> {
         self.accounts[slot].external.report.map(|report| report.at)

@@ -32,8 +32,6 @@ impl Lifecycle<'_> {
         let first = chosen.first;
         let (hit, tier) = state.reusable_tokens(request, context.blocks_on(first.index()));
         let (placed, later) = state.segments_of(context, request, &chosen, now);
-        requests.totals.left_out += u64::from(record.left_out);
-        requests.totals.filter_waived += u64::from(record.filter_waived);
         record.next = state.next_in(&chosen.rest);
         record.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));
         record.split_reason = chosen.split_reason;
@@ -43,7 +41,7 @@ impl Lifecycle<'_> {
         let mut kept = Kept::default();
         let placement = Placement { state, context, request, first, hit_tokens: hit, now };
         listeners.placed(&placement, &mut record, &mut kept);
-        let priority = record.priority;
+        let DecisionRecord { priority, left_out, filter_waived, .. } = *record;
         let id = requests.records.push(record);
         let (segment, next) = (placed.segment, later.first().map(|placed| placed.segment));
         let ticket = requests.tickets.open(TicketState {
@@ -73,6 +71,8 @@ impl Lifecycle<'_> {
             lost: Vec::new(),
         });
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
+        requests.totals.left_out += u64::from(left_out);
+        requests.totals.filter_waived += u64::from(filter_waived);
         requests.totals.decisions += 1;
         state.count_decision(request.arm);
         self.open_segments(ticket);
