@@ -13,9 +13,9 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::programs::Counters;
-use lmetric_core::program::{ProgramConfig, ProgramMode, State};
+use lmetric_core::program::{Arrival, Followed, ProgramConfig, ProgramMode, State};
 use lmetric_core::request::Request;
-use lmetric_core::router::{Router, RouterConfig, TicketId};
+use lmetric_core::router::{Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -38,6 +38,10 @@ struct Worker {
 
 impl Worker {
     fn new(memory: &Words, number: usize) -> Worker {
+        Worker::with_cache(memory, number, CACHE)
+    }
+
+    fn with_cache(memory: &Words, number: usize, cache_blocks: u32) -> Worker {
         let programs = ProgramConfig {
             mode: ProgramMode::Admit,
             min_tokens: 16,
@@ -55,7 +59,7 @@ impl Worker {
         let mut names = NAMES;
         names.rotate_left(number % 2);
         for name in names {
-            router.add_instance(name, Role::Both, Some(CACHE)).unwrap();
+            router.add_instance(name, Role::Both, Some(cache_blocks)).unwrap();
         }
         router.join(board(memory, number), 1).unwrap();
         Worker { router, number, running: Vec::new(), held: Vec::new() }
@@ -100,6 +104,20 @@ impl Worker {
         self.router.advance(ticket, Event::Finished(usage), now).unwrap();
     }
 
+    /// Receives the tokens of another router's program on an instance.
+    fn hear(&mut self, instance: &str, tokens: u32, now: f64) {
+        let share = Share { program_tokens: tokens.into(), programs: 1.0, ..Share::default() };
+        self.router.hear("another", [(instance, share)], now).unwrap();
+    }
+
+    /// Returns what other routers need on each instance, and its capacity.
+    fn peers_and_capacity(&self) -> [(f64, Option<f64>); 2] {
+        NAMES.map(|name| {
+            let ledger = self.router.program_ledger(self.router.fleet().find(name).unwrap()).unwrap();
+            (ledger.peer_tokens(), ledger.capacity_tokens)
+        })
+    }
+
     /// Returns the instance of a program's running request.
     fn home(&self, program: u64) -> Option<String> {
         self.running.iter().find(|(of, ..)| *of == program).map(|(.., name)| name.clone())
@@ -136,6 +154,9 @@ enum Step {
     Kill,
     /// The first instance takes no new requests, or takes them again.
     Drain(bool),
+    /// A message of another router, which the workers get at different times: the tokens of its
+    /// programs on an instance.
+    Hear(usize, u32),
 }
 
 fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
@@ -147,6 +168,7 @@ fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
         2 => Just(Step::Wait),
         1 => Just(Step::Kill),
         1 => any::<bool>().prop_map(Step::Drain),
+        2 => (0..2_usize, 0..400_u32).prop_map(|(instance, tokens)| Step::Hear(instance, tokens)),
     ];
     prop::collection::vec((0..3_usize, step), 1..150)
 }
@@ -191,6 +213,7 @@ proptest! {
                         each.router.fleet_mut().set_draining(id, drain).unwrap();
                     }
                 }
+                Step::Hear(instance, tokens) => of.hear(NAMES[instance], tokens, now),
                 _ => {}
             }
             // A worker that has just started asks another one, which answers when it reads the log.
@@ -316,8 +339,103 @@ fn a_worker_that_has_missed_events_gets_a_copy_and_keeps_its_held_request() {
     let released = two.router.release_held(41.0);
     assert_eq!((released.ready.len(), released.refused.len()), (0, 1));
     assert!(two.router.has_programs_of_workers());
-    (0..2).for_each(|_| two.end(0, 42.0));
-    assert_eq!(two.router.programs().unwrap().states(), [0; 4]);
+    // The ends of old requests end no new one.
+    two.send(5, 20, 41.5);
+    two.end(0, 42.0);
+    two.end(1, 42.0);
+    assert_eq!(two.router.programs().unwrap().states()[State::Running as usize], 1);
+}
+
+#[test]
+fn what_other_routers_need_counts_in_all_workers() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    one.send(1, 10, 0.0);
+    // The workers have the instances in different orders, and get the message at different times.
+    one.hear("y", 320, 1.0);
+    two.release(1.1);
+    one.release(1.2);
+    two.hear("y", 320, 1.3);
+    two.release(1.6);
+    one.release(1.7);
+    for worker in [&mut one, &mut two] {
+        worker.router.publish_all(2.0);
+        assert!(worker.router.has_programs_of_workers());
+        assert_eq!(worker.peers_and_capacity().map(|(peers, _)| peers), [0.0, 320.0]);
+    }
+    // What the workers' programs need is published under the right name.
+    let home = one.home(1).unwrap();
+    let published = two.router.share(2.0);
+    let needed = published.iter().filter(|(_, load)| load.share.program_tokens > 0.0);
+    assert_eq!(needed.map(|(name, _)| name.to_string()).collect::<Vec<_>>(), [home]);
+    // The next worker that leads has what changed before.
+    two.hear("x", 64, 3.0);
+    std::mem::forget(one.router);
+    board(&memory, SUPERVISOR).clear(0).unwrap();
+    two.release(4.0);
+    assert_eq!(two.peers_and_capacity().map(|(peers, _)| peers), [64.0, 320.0]);
+}
+
+#[test]
+fn a_worker_that_starts_anew_changes_no_capacity_before_it_has_seen_the_caches() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    one.send(1, 10, 0.0);
+    one.release(0.5);
+    two.release(0.6);
+    let before = two.peers_and_capacity();
+    std::mem::forget(one.router);
+    board(&memory, SUPERVISOR).clear(0).unwrap();
+    let mut one = Worker::with_cache(&memory, 0, CACHE / 2);
+    for step in 0..4 {
+        let now = 1.0 + f64::from(step);
+        one.release(now);
+        two.release(now + 0.5);
+    }
+    assert!(one.router.has_programs_of_workers());
+    assert_eq!(two.peers_and_capacity(), before);
+    one.release(200.0);
+    two.release(200.1);
+    assert_eq!(two.peers_and_capacity()[0].1, before[0].1.map(|tokens| tokens / 2.0));
+}
+
+#[test]
+fn a_request_whose_worker_misses_events_as_it_arrives_ends() {
+    let memory = memory();
+    let router = Worker::new(&memory, 5).router;
+    let config = ProgramConfig { min_tokens: 16, ..ProgramConfig::default() };
+    let [mut one, mut two] = [0, 1].map(|number| {
+        let mut followed = Followed::new(config.clone()).unwrap();
+        followed.join(board(&memory, number), 2, router.fleet()).unwrap();
+        followed
+    });
+    let read = |one: &mut Followed, two: &mut Followed, now: f64| {
+        for _ in 0..3 {
+            two.follow(now);
+            one.follow(now);
+        }
+    };
+    read(&mut one, &mut two, 0.0);
+    let other = board(&memory, 3);
+    for _ in 0..5 {
+        other.append(99, 7, 0.0, &[&vec![0; MOST_WORDS]]);
+        one.follow(0.2);
+    }
+    let chain = chain(1000, 30);
+    let arrival = Arrival {
+        chain: &chain,
+        prompt_tokens: 480,
+        tokens_per_block: 16.0,
+        weight: 1.0,
+        ..Arrival::default()
+    };
+    assert_eq!(two.arrive(&arrival, 1.0), (None, lmetric_core::program::Verdict::Free));
+    read(&mut one, &mut two, 3.0);
+    assert!(two.is_present() && two.take_copied());
+    assert_eq!(one.programs().iter().count(), 1);
+    two.end_unknown(|_| false, 3.0);
+    one.follow(3.0);
+    assert_eq!((one.programs().iter().count(), two.programs().iter().count()), (0, 0));
 }
 
 #[test]

@@ -48,7 +48,7 @@ use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{
     self, AGING_SECONDS, Finish, Followed, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work,
 };
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use limits::{Limits, Shared};
 use queue::{Key, Line, Place, Queue};
 use service::Service;
@@ -184,12 +184,7 @@ impl Admission {
         self.programs.as_ref().map(Followed::programs)
     }
 
-    /// Returns the agent programs, for changes by peer routers.
-    pub fn programs_mut(&mut self) -> Option<&mut Programs> {
-        self.programs.as_mut().map(Followed::programs_mut)
-    }
-
-    /// Returns the agent programs with what other workers know of them.
+    /// Returns the agent programs, as all workers follow them.
     pub fn followed(&self) -> Option<&Followed> {
         self.programs.as_ref()
     }
@@ -218,7 +213,7 @@ impl Admission {
             });
         }
         match (&mut self.programs, config) {
-            (Some(programs), Some(config)) => programs.programs_mut().set_config(config)?,
+            (Some(programs), Some(config)) => programs.set_config(config)?,
             (programs, config) => *programs = config.map(Followed::new).transpose()?,
         }
         self.age_programs();
@@ -471,6 +466,9 @@ impl Admission {
                     self.released.refused.push((id, RefusedFor::Programs, 1.0));
                     self.arrivals.remove(id);
                 }
+                let turns: HashSet<TurnId> =
+                    self.arrivals.values().filter_map(|arrival| arrival.turn).collect();
+                programs.end_unknown(|turn| turns.contains(&turn), now);
             }
         }
         ready.into_iter().for_each(|id| self.wait_for_room(id, now));

@@ -285,7 +285,7 @@ fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
         weight: 1.0,
         ..Default::default()
     };
-    admission.programs_mut().unwrap().set_instance(InstanceId(0), Some(4000.0), true);
+    admission.followed_mut().unwrap().set_instance(InstanceId(0), Some(4000.0), true, 0.0);
     let (first, verdict) = admission.arrive(&turn, asked(1), &mut room(0.0), 0.0);
     assert_eq!(verdict, Verdict::Run(InstanceId(0)));
     admission.placed(first.unwrap(), InstanceId(0), 0.0);

@@ -7,8 +7,8 @@
 //!
 //! Two rules bound a hold while others keep the caches full. A program held for [`FAIR_SECONDS`]
 //! takes the place of programs between two turns whose tenant keeps at least as many tokens for its
-//! weight as its own tenant then has. A program held for the longest hold is refused; it keeps its
-//! birth, so it is among the first when it returns. It does not take the place of a program of its
+//! weight as its own tenant then has. A program held for the longest hold is refused; if it has run
+//! before, it keeps its birth, so it is among the first when it returns. It does not take the place of a program of its
 //! own tenant: that program would return soon, compute its context again, and wait in turn.
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
@@ -184,6 +184,7 @@ impl Programs {
     /// Pauses programs of crowded instances and admits held ones.
     pub(super) fn balance(&mut self, now: Seconds) {
         if !self.holds() {
+            self.release_all(now);
             return;
         }
         let crowded: Vec<usize> = (0..self.instances.len())
@@ -395,6 +396,18 @@ impl Programs {
     fn release(&mut self, now: Seconds) {
         let ranks = self.ranks(now);
         while let Some((id, instance)) = self.next_to_admit(&ranks, now) {
+            self.give_place(id, instance, now);
+        }
+    }
+
+    /// Admits all held programs, after a change of settings: programs are held no longer.
+    fn release_all(&mut self, now: Seconds) {
+        let mut held: Vec<ProgramId> = self.queue.places.keys().copied().collect();
+        held.sort();
+        for id in held {
+            let home = self.home_of(&self.programs[id]);
+            let home = home.filter(|home| self.instances[home.index()].available);
+            let Some(instance) = home.or_else(|| self.emptiest(&[])) else { return };
             self.give_place(id, instance, now);
         }
     }

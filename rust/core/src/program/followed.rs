@@ -8,7 +8,8 @@
 //! A worker that starts later, or has missed events, asks in the log for a copy. Another worker
 //! answers with its programs as of this place, and the asking one applies what follows. Until then,
 //! its requests belong to no program. The worker with the lowest number publishes the instances'
-//! capacities, and is right if two copies differ: the other worker asks for a copy.
+//! capacities and what other routers need there, and is right if two copies differ: the other
+//! worker asks for a copy.
 //!
 //! Instances have other slots in each worker, so events name them by a hash, and the copies number
 //! them in the order of the log.
@@ -17,7 +18,7 @@ use super::ledger::InstanceLedger;
 use super::programs::Programs;
 use super::settings::ProgramConfig;
 use super::share::RouterShare;
-use super::types::{Arrival, ProgramNote, TurnId, Verdict, Work};
+use super::types::{Arrival, PeerPrograms, PeerRoot, ProgramNote, Root, TurnId, Verdict, Work};
 use crate::board::Board;
 use crate::board::log::{ALL, LEFT, MOST_WORDS, Read, Record};
 use crate::error::CoreError;
@@ -26,6 +27,7 @@ use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 use slotmap::KeyData;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -41,15 +43,23 @@ const ASKED: u8 = 8;
 const COPY: u8 = 9;
 const TOO_MANY: u8 = 10;
 const FINISHED: u8 = 11;
+const PEERS: u8 = 12;
 
 /// Words before the chain of an arrival.
 const ARRIVAL_WORDS: usize = 5;
+/// Words before the roots of peers.
+const PEER_WORDS: usize = 5;
 /// Words before the bytes of a copy.
 const COPY_WORDS: usize = 3;
 /// Most programs that a worker which starts later gets; those with the longest gaps end.
 const MOST_COPIED: usize = 4096;
 /// Time after which a worker asks another one for a copy.
 const ASK_SECONDS: Seconds = 1.0;
+/// Time for which a worker that got a copy learns what the caches hold: until then, the capacities
+/// of the copy stay. Measurements of full caches take a window of a minute.
+const LEARNING_SECONDS: Seconds = 120.0;
+/// Time between two events about other routers, as between two of their messages.
+const PEERS_SECONDS: Seconds = 0.1;
 /// Time between two ticks of all workers together, without and with held programs.
 const TICK_SECONDS: Seconds = 0.25;
 const HELD_TICK_SECONDS: Seconds = 0.05;
@@ -74,6 +84,13 @@ struct Shared {
     waits: Option<Asked>,
     /// Whether the programs were replaced by a copy since the last round.
     copied: bool,
+    /// Time of the last copy; `None`: this worker began without one.
+    copied_at: Option<Seconds>,
+    /// What other routers need on each own slot, the slots that changed since the last event about
+    /// them, and the time of this event.
+    peers: Vec<PeerPrograms>,
+    changed_peers: BTreeSet<usize>,
+    peers_at: Seconds,
     common: Common,
     /// Own slots: their keys (0: no instance), and the slot of each key.
     keys: Vec<u64>,
@@ -139,9 +156,12 @@ impl Followed {
         &self.programs
     }
 
-    /// Returns the programs, for changes that other workers do not see.
-    pub fn programs_mut(&mut self) -> &mut Programs {
-        &mut self.programs
+    /// Changes the settings of programs that no other worker shares.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn set_config(&mut self, config: ProgramConfig) -> Result<(), CoreError> {
+        self.programs.set_config(config)
     }
 
     /// Shares the programs with the other workers from now on. `model`: a number that the routers
@@ -162,6 +182,10 @@ impl Followed {
             group,
             waits: Some(Asked { times: 0, at: f64::NEG_INFINITY, from: 0 }),
             copied: false,
+            copied_at: None,
+            peers: Vec::new(),
+            changed_peers: BTreeSet::new(),
+            peers_at: f64::NEG_INFINITY,
             common: Common::default(),
             keys: Vec::new(),
             slots: HashMap::new(),
@@ -199,6 +223,10 @@ impl Followed {
             (Member::Removed(id), Some(shared)) => {
                 let key = std::mem::take(&mut shared.keys[id.index()]);
                 shared.slots.remove(&key);
+                shared.changed_peers.remove(&id.index());
+                if let Some(peers) = shared.peers.get_mut(id.index()) {
+                    *peers = PeerPrograms::default();
+                }
                 if shared.leads() {
                     shared.write(INSTANCE_GONE, shared.common.latest, &[&[key]]);
                 }
@@ -298,6 +326,7 @@ impl Followed {
         }
         if shared.leads() {
             shared.forget_instances(now);
+            shared.write_peers(now);
         }
         let Common { ticked: (at, time), changed, digest, .. } = shared.common;
         let held = self.programs.states()[super::State::Held as usize] > 0;
@@ -359,6 +388,35 @@ impl Followed {
         }
     }
 
+    /// Replaces what the programs of all other routers need on an instance.
+    pub fn set_peers(&mut self, id: InstanceId, peers: PeerPrograms) {
+        let Some(shared) = &mut self.shared else { return self.programs.set_peers(id, peers) };
+        if shared.peers.len() <= id.index() {
+            shared.peers.resize(id.index() + 1, PeerPrograms::default());
+        }
+        if shared.peers[id.index()] != peers {
+            shared.peers[id.index()] = peers;
+            shared.changed_peers.insert(id.index());
+        }
+    }
+
+    /// Returns what these programs need on an instance, for other routers. `demand`: of
+    /// [`Programs::demand_per_instance`].
+    pub fn published(&self, id: InstanceId, demand: (f64, f64)) -> PeerPrograms {
+        let number = self.shared.as_ref().map_or(Some(id), |shared| shared.number(id));
+        number.map_or_else(PeerPrograms::default, |number| self.programs.published(number, demand))
+    }
+
+    /// Ends this worker's requests that are unknown to it: a copy may have requests whose arrival
+    /// this worker never applied.
+    pub fn end_unknown(&mut self, is_known: impl Fn(TurnId) -> bool, now: Seconds) {
+        let Some(shared) = self.shared.as_ref().filter(|shared| shared.waits.is_none()) else { return };
+        let own = self.programs.turns_of(shared.board.writer() as u8);
+        for turn in own.into_iter().filter(|turn| !is_known(*turn)) {
+            self.write(ENDED, now, &[turn.number(), 0, Finish::Unknown as u64]);
+        }
+    }
+
     /// Sets the capacity of an instance, of which these programs have their share, and whether it
     /// takes new requests.
     pub fn set_instance(&mut self, id: InstanceId, capacity: Option<f64>, available: bool, now: Seconds) {
@@ -371,6 +429,9 @@ impl Followed {
             return;
         }
         let ledger = self.ledger(id);
+        let is_learning = shared.copied_at.is_some_and(|at| now - at < LEARNING_SECONDS);
+        let copied = ledger.and_then(|ledger| ledger.capacity_tokens).filter(|_| is_learning);
+        let capacity = copied.or(capacity);
         let is_new = ledger.is_none_or(|ledger| ledger.capacity_tokens.is_none() && capacity.is_some());
         let is_other =
             ledger.is_none_or(|ledger| (ledger.capacity_tokens, ledger.available) != (capacity, available));
@@ -427,12 +488,40 @@ impl Shared {
         gone.for_each(|key| _ = self.write(INSTANCE_GONE, now, &[&[*key]]));
     }
 
+    /// Publishes what other routers need on the instances where that has changed.
+    fn write_peers(&mut self, now: Seconds) {
+        if self.changed_peers.is_empty() || now - self.peers_at < PEERS_SECONDS {
+            return;
+        }
+        self.peers_at = now;
+        for slot in std::mem::take(&mut self.changed_peers) {
+            let key = self.keys.get(slot).copied().unwrap_or(0);
+            if key == 0 {
+                continue;
+            }
+            let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } = &self.peers[slot];
+            let [tokens, programs, held, admitted] =
+                [tokens, programs, held_tokens, admitted_tokens].map(|number| number.to_bits());
+            let roots = &roots[..roots.len().min((MOST_WORDS - PEER_WORDS) / 3)];
+            let roots: Vec<u64> = roots
+                .iter()
+                .flat_map(|PeerRoot { root, probability }| {
+                    [root.hash, root.tokens.to_bits(), probability.to_bits()]
+                })
+                .collect();
+            let head: [u64; PEER_WORDS] = [key, tokens, programs, held, admitted];
+            self.write(PEERS, now, &[&head, &roots]);
+        }
+    }
+
     /// Begins without programs if no other worker has any. Returns whether it does.
     fn begin(&mut self, programs: &mut Programs) -> bool {
         let Some(end) = self.board.found(self.group) else { return false };
-        let config = programs.config().clone();
-        *programs = Programs::new(config).expect("settings that were checked before");
+        programs.begin_anew();
         (self.at, self.waits, self.common, self.copied) = (end, None, Common::default(), true);
+        self.copied_at = None;
+        let needed = |(_, peers): &(usize, &PeerPrograms)| **peers != PeerPrograms::default();
+        self.changed_peers = self.peers.iter().enumerate().filter(needed).map(|(slot, _)| slot).collect();
         true
     }
 
@@ -501,6 +590,7 @@ impl Shared {
                 programs.become_copy(copy);
                 self.board.enter(self.group);
                 (self.at, self.waits, self.copied) = (*place, None, true);
+                self.copied_at = Some(record.now);
                 programs.release_again(self.board.writer() as u8, self.common.latest);
             }
             _ => {}
@@ -549,6 +639,17 @@ impl Shared {
             (INSTANCE, [key, capacity, flags]) => {
                 let capacity = (flags & 1 != 0).then_some(f64::from_bits(*capacity));
                 programs.set_instance(common.number_of(*key), capacity, flags & 2 != 0);
+            }
+            (PEERS, [key, tokens, needed, held, admitted, roots @ ..]) => {
+                let [tokens, needed, held_tokens, admitted_tokens] =
+                    [tokens, needed, held, admitted].map(|bits| f64::from_bits(*bits));
+                let root = |words: &[u64]| PeerRoot {
+                    root: Root { hash: words[0], tokens: f64::from_bits(words[1]) },
+                    probability: f64::from_bits(words[2]),
+                };
+                let roots = roots.chunks_exact(3).map(root).collect();
+                let peers = PeerPrograms { tokens, programs: needed, held_tokens, admitted_tokens, roots };
+                programs.set_peers(common.number_of(*key), peers);
             }
             (INSTANCE_GONE, [key]) => {
                 if let Some(number) = common.numbers.remove(key) {

@@ -185,6 +185,11 @@ impl InstanceLedger {
         }
     }
 
+    /// Drops all recent tokens.
+    pub fn forget_recent(&mut self) {
+        self.recent = Recent::default();
+    }
+
     /// Drops recent tokens that are older than the window.
     pub fn advance(&mut self, now: Seconds, window: Seconds) {
         if window > 0.0 {

@@ -176,9 +176,23 @@ impl Programs {
     /// # Errors
     /// `BadValue` for a setting out of its range; nothing changes then.
     pub fn set_config(&mut self, config: ProgramConfig) -> Result<(), CoreError> {
-        self.config = config.checked()?;
+        let config = config.checked()?;
+        if config.others_seconds != self.config.others_seconds {
+            // Their buckets have another length.
+            self.instances.iter_mut().for_each(InstanceLedger::forget_recent);
+        }
+        self.config = config;
         self.terms = self.config.terms();
         Ok(())
+    }
+
+    /// Becomes empty. Keys of programs and turns are not used again.
+    pub(super) fn begin_anew(&mut self) {
+        let new = Programs::new(self.config.clone()).expect("settings that were checked before");
+        let mut old = std::mem::replace(self, new);
+        old.ids.clear();
+        old.turn_ids.clear();
+        (self.ids, self.turn_ids) = (old.ids, old.turn_ids);
     }
 
     /// Returns the tokens per block of the latest prompt.

@@ -88,7 +88,7 @@ impl Router {
     pub fn set_programs(&mut self, config: Option<ProgramConfig>) -> Result<(), CoreError> {
         let Listeners { admission, replicas, .. } = &mut self.listeners;
         admission.set_programs(config.clone(), self.latest)?;
-        admission.programs_mut().into_iter().for_each(|programs| replicas.count_all_programs(programs));
+        admission.followed_mut().into_iter().for_each(|programs| replicas.count_all_programs(programs));
         self.state.config.programs = config;
         Ok(())
     }

@@ -7,7 +7,7 @@ use super::state::State;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredIndicator, declared};
-use crate::program::{Followed, PeerPrograms, Programs};
+use crate::program::{Followed, PeerPrograms};
 use crate::suggest::nearest;
 use std::sync::Arc;
 
@@ -88,7 +88,7 @@ impl Router {
     pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Published)> {
         let now = self.latest.max(now);
         let State { fleet, ledger, .. } = &self.state;
-        let load = published(self.listeners.admission.programs(), now);
+        let load = published(self.listeners.admission.followed(), now);
         self.state
             .ids()
             .filter(|id| fleet.is_live(*id))
@@ -107,8 +107,7 @@ impl Router {
         let now = self.clock(now);
         let Router { state, listeners: Listeners { admission, outgoing, .. }, .. } = self;
         let all = admission.programs().is_some();
-        let programs = admission.followed().filter(|followed| followed.publishes()).map(Followed::programs);
-        let load = published(programs, now);
+        let load = published(admission.followed().filter(|followed| followed.publishes()), now);
         outgoing.enter(version, oldest, all, &mut state.ledger, &state.fleet, now, load)
     }
 
@@ -149,7 +148,7 @@ impl Router {
     ) -> Result<bool, CoreError> {
         let now = self.clock(now);
         let Router { state, listeners: Listeners { admission, replicas, .. }, .. } = self;
-        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.programs_mut() };
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.followed_mut() };
         replicas.hear(&mut ledgers, &state.fleet, message, now)
     }
 
@@ -158,7 +157,7 @@ impl Router {
     pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let now = self.clock(now);
         let Router { state, listeners: Listeners { admission, replicas, .. }, .. } = self;
-        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.programs_mut() };
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.followed_mut() };
         replicas.forget_silent(&mut ledgers, seconds, now)
     }
 
@@ -169,8 +168,8 @@ impl Router {
 }
 
 /// Returns a function that returns a router's load on an instance at `now`.
-fn published(programs: Option<&Programs>, now: Seconds) -> impl Fn(&Ledger, InstanceId) -> Published {
-    let demand = programs.map(|programs| programs.demand_per_instance(now));
+fn published(programs: Option<&Followed>, now: Seconds) -> impl Fn(&Ledger, InstanceId) -> Published {
+    let demand = programs.map(|followed| followed.programs().demand_per_instance(now));
     move |ledger, id| {
         let mut load = Published::from(ledger.share(id.index(), now));
         if let (Some(programs), Some(demand)) = (programs, demand) {

@@ -4,12 +4,12 @@
 //! that receives this load (`Router::hear`) counts it like its own until the next message or a
 //! timeout (`Router::forget_silent`). The caller carries the messages. Indicators about single
 //! requests (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router.
-//! Tokens of agent programs count in the working sets of [`Programs`].
+//! Tokens of agent programs count in the working sets of [`Followed`].
 use super::listener::Listener;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
-use crate::program::{PeerPrograms, Programs};
+use crate::program::{Followed, PeerPrograms};
 use crate::router::ledger::{Ledger, Published, Share, Timed};
 use std::collections::{BTreeMap, HashMap};
 
@@ -60,7 +60,7 @@ pub struct Ledgers<'a> {
     /// Requests and tokens in flight.
     pub load: &'a mut Ledger,
     /// Working sets of agent programs, if they are followed.
-    pub programs: Option<&'a mut Programs>,
+    pub programs: Option<&'a mut Followed>,
 }
 
 /// A message of a peer.
@@ -278,12 +278,12 @@ impl Replicas {
     }
 
     /// Counts the agent programs of all peers, once programs are followed.
-    pub fn count_all_programs(&self, programs: &mut Programs) {
+    pub fn count_all_programs(&self, programs: &mut Followed) {
         (0..self.sums.len()).for_each(|slot| self.count_programs(Some(&mut *programs), slot));
     }
 
     /// Updates a slot's working set.
-    fn count_programs(&self, programs: Option<&mut Programs>, slot: usize) {
+    fn count_programs(&self, programs: Option<&mut Followed>, slot: usize) {
         let Some(programs) = programs else { return };
         let sum = &self.sums[slot].share;
         let peers = PeerPrograms {
