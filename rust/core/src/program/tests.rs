@@ -181,6 +181,37 @@ fn a_program_waits_until_another_is_gone_and_older_ones_go_first() {
 }
 
 #[test]
+fn a_mode_that_holds_nothing_releases_what_was_held() {
+    for mode in [ProgramMode::Observe, ProgramMode::Auto] {
+        let mut programs = programs(ProgramMode::Admit, &[16_000.0, 1000.0]);
+        run(&mut programs, &chain(&[(1, 100)]), 0.0);
+        run(&mut programs, &chain(&[(2, 100)]), 0.0);
+        let (held, verdict) = programs.arrive(&arrival(&chain(&[(3, 200)])), 1.0);
+        assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+        let config = ProgramConfig { mode, ..programs.config().clone() };
+        programs.set_config(config).unwrap();
+        programs.tick(2.0);
+        assert_eq!(programs.released().iter().map(|released| released.turn).collect::<Vec<_>>(), [held]);
+        assert_eq!(programs.states()[State::Held as usize], 0);
+    }
+}
+
+#[test]
+fn another_time_for_recent_requests_forgets_them() {
+    let mut programs = programs(ProgramMode::Admit, &[1000.0]);
+    let (turn, _) = programs.arrive(&arrival(&chain(&[(1, 10)])), 3600.0);
+    programs.placed(turn, InstanceId(0), 3600.0);
+    programs.ended(turn, 60, Finish::Stop, 3600.0);
+    programs.set_config(ProgramConfig { others_seconds: 60.0, ..programs.config().clone() }).unwrap();
+    let (turn, _) = programs.arrive(&arrival(&chain(&[(1, 10)])), 3601.0);
+    programs.placed(turn, InstanceId(0), 3601.0);
+    programs.ended(turn, 60, Finish::Stop, 3601.0);
+    assert_eq!(programs.instances()[0].expected_tokens(), 700.0);
+    programs.tick(3700.0);
+    assert_eq!(programs.instances()[0].expected_tokens(), 0.0);
+}
+
+#[test]
 fn a_crowded_instance_pauses_the_program_that_returns_last() {
     let mut programs = programs(ProgramMode::Admit, &[20_000.0]);
     let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
