@@ -68,11 +68,11 @@ def when(field: FieldInfo) -> str:
     return str(extra.get("when", "")) if isinstance(extra, dict) else ""
 
 
-def rows(fields: Iterable[tuple[str, FieldInfo]]) -> str:
-    """Returns a table of settings with their keys."""
+def rows(fields: Iterable[tuple[str, FieldInfo, str]]) -> str:
+    """Returns a table of settings: key, field and the end of the description."""
     lines = ["| key | default | reload | | change it if |\n| --- | --- | --- | --- | --- |\n"]
-    for key, field in fields:
-        description = (field.description or "").replace("|", "\\|")
+    for key, field, end in fields:
+        description = (field.description or "").replace("|", "\\|") + end
         reload = "yes" if reloads(key.removeprefix(f"{TUNING}.")) else ""
         lines.append(f"| `{key}` | {default(field)} | {reload} | {description} | {when(field)} |\n")
     return "".join(lines)
@@ -85,21 +85,27 @@ def is_section(field: FieldInfo) -> bool:
     return below is not None and not words
 
 
-def sections(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
-    """Yields a table of `model`'s keys under `path`, then its sections."""
+def sections(model: type[BaseModel], path: str, seen: dict[type[BaseModel], str]) -> Iterator[str]:
+    """Yields a table of `model`'s keys under `path`, then its sections. `seen`: those so far, with
+    their keys."""
     # A model has the settings of the first section, too.
     general = PoolSettings.model_fields if path == "models[]." else {}
     fields = {name: field for name, field in model.model_fields.items() if name not in general}
-    yield rows(
-        (f"{path}{field.alias or name}", field)
-        for name, field in fields.items()
-        if not is_section(field) and not is_tuning(field)
-    )
+
+    def listed() -> Iterator[tuple[str, FieldInfo, str]]:
+        for name, field in fields.items():
+            key, (below, _) = f"{path}{field.alias or name}", inner(field.annotation)
+            if is_section(field) and below in seen and below is not ServerConfig:
+                yield key, field, f". Keys as in `{seen[below]}`"
+            elif not is_section(field) and not is_tuning(field):
+                yield key, field, ""
+
+    yield rows(listed())
     for name, field in fields.items():
         below, many = inner(field.annotation)
         if below is not None and below not in seen:
-            seen.add(below)
             where = f"{path}{field.alias or name}{many}"
+            seen[below] = where
             about = field.description or ""
             change = f" Change it if {when(field)}." if is_section(field) and when(field) else ""
             yield f"\n## {where}\n\n{about[:1].upper()}{about[1:]}.{change}\n"
@@ -161,8 +167,8 @@ TAIL = """
 def files() -> dict[str, str]:
     """Returns the page."""
     pool = [f"`{name}`" for name, field in PoolSettings.model_fields.items() if not is_tuning(field)]
-    made = "".join(sections(ServerConfig, "", {ServerConfig}))
+    made = "".join(sections(ServerConfig, "", {ServerConfig: ""}))
     made = made.replace("{names}", f"{', '.join(pool[:-1])} and {pool[-1]}")
-    tuning = rows((".".join((TUNING, *path)), field) for path, field in tuning_fields(ServerConfig).items())
+    tuning = rows((".".join((TUNING, *path)), field, "") for path, field in tuning_fields(ServerConfig).items())
     page = HEAD + "\n" + made + OPTIONS + "".join(option_tables()) + TUNING_HEAD + tuning + TAIL
     return {"docs/reference/configuration.md": page}
