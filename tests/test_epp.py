@@ -293,12 +293,31 @@ async def test_prefill_and_decode_engines_are_named_as_the_sidecar_reads_them() 
         assert (world.stats()["finished"], world.in_flight()) == (1, 0)
 
 
-async def test_clients_cannot_choose_a_prefill_engine() -> None:
-    async with picking() as world, exchange(world.target) as stream:
-        head = request_head(x_prefiller_host_port="6.6.6.6:6")
+# Fields with addresses or ranks that llm-d's sidecar follows, in both spellings.
+STEERING = [
+    f"x_{prefix}{name}"
+    for name in (
+        *("prefiller_host_port", "encoder_hosts_ports", "kv_cache_source_host_port"),
+        *("data_parallel_host_port", "data_parallel_rank"),
+    )
+    for prefix in ("", "llm_d_")
+]
+
+
+@pytest.mark.parametrize("roles", [[None, None], ["prefill", "decode"]], ids=["whole", "disaggregated"])
+async def test_clients_do_not_steer_the_sidecar(roles: list[str | None]) -> None:
+    """The gateway removes each field that the router itself would not pass to an engine."""
+    names = [*STEERING, "x_lmetric_decision", "x_tenant", "te"]
+    async with picking(2, roles=roles) as world, exchange(world.target) as stream:
+        head = request_head(**dict.fromkeys(names, "6.6.6.6:6"), x_own="1", x_real_ip="192.0.2.1")
         await stream.send(head, request_body(orjson.dumps(PROMPT), True))
         mutation = (await stream.next()).request_headers.response.header_mutation
-        assert "x-prefiller-host-port" in mutation.remove_headers
+        assert sorted(mutation.remove_headers) == sorted(name.replace("_", "-") for name in names)
+        assert await stream.body("request_body") == orjson.dumps(PROMPT)
+        # Gateways remove fields before they set others.
+        chosen = changed(mutation).get("x-prefiller-host-port")
+        assert chosen == (world.places[0] if "prefill" in roles else None)
+        await answered(stream)
 
 
 # -- ends ------------------------------------------------------------------------------------------

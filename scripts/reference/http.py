@@ -35,8 +35,10 @@ The router passes other header fields to the engine, except:
 - fields of the connection, such as `connection`, `te` and `upgrade`
 - `accept-encoding`, `content-encoding`: the router sends `identity` and unpacked bodies
 - API keys that the router checks, and the client's key if the engine has its own (`engines[].api_key`)
-- fields that only routers send: `x-lmetric-*`, `x-data-parallel-rank`, `x-prefiller-host-port`, `endpoint-load-metrics-format`, and
-  `x-forwarded-*` from clients that are no trusted proxy
+- fields that only routers send: `x-lmetric-*`, `endpoint-load-metrics-format`, `x-data-parallel-rank`, and `x-forwarded-*` from clients that
+  are no trusted proxy
+- fields that steer llm-d's sidecar, also with the prefix `x-llm-d-`: `x-prefiller-host-port`, `x-encoder-hosts-ports`,
+  `x-kv-cache-source-host-port`, `x-data-parallel-host-port`
 """
 HEADERS_OF_ANSWERS = """
 The router passes an engine's other header fields to the client, except fields of the connection, `endpoint-load-metrics`, and with

@@ -13,7 +13,7 @@ const NAME_SHOWN: usize = 64;
 
 /// Header fields that belong to one connection, that the router sets itself, or that only a router
 /// may send.
-const DROPPED: [&[u8]; 19] = [
+const DROPPED: [&[u8]; 27] = [
     b"accept-encoding",
     b"connection",
     b"content-encoding",
@@ -28,7 +28,15 @@ const DROPPED: [&[u8]; 19] = [
     b"trailer",
     b"transfer-encoding",
     b"upgrade",
+    b"x-data-parallel-host-port",
     b"x-data-parallel-rank",
+    b"x-encoder-hosts-ports",
+    b"x-kv-cache-source-host-port",
+    b"x-llm-d-data-parallel-host-port",
+    b"x-llm-d-data-parallel-rank",
+    b"x-llm-d-encoder-hosts-ports",
+    b"x-llm-d-kv-cache-source-host-port",
+    b"x-llm-d-prefiller-host-port",
     b"x-prefiller-host-port",
     b"x-request-id",
     b"x-tenant",
@@ -664,6 +672,24 @@ mod tests {
         let mut out = Vec::new();
         full.write_forwarded(&Peer { address: b"9.9.9.9".to_vec(), secure: false, trusted: true }, &mut out);
         assert_eq!(out, b"x-forwarded-for: 9.9.9.9\r\nX-Forwarded-Proto: wss\r\nX-FORWARDED-HOST: b\r\n");
+    }
+
+    /// llm-d's sidecar sends requests to the addresses in these fields, in both spellings.
+    #[test]
+    fn clients_do_not_steer_a_sidecar() {
+        let names = [
+            "x-prefiller-host-port",
+            "x-encoder-hosts-ports",
+            "x-kv-cache-source-host-port",
+            "x-data-parallel-host-port",
+            "x-data-parallel-rank",
+        ];
+        for name in names {
+            for name in [name.to_string(), name.replacen("x-", "X-LLM-D-", 1)] {
+                let head = format!("POST / HTTP/1.1\r\nHost: a\r\n{name}: 10.0.0.1:1\r\nX-Own: 1\r\n\r\n");
+                assert_eq!(read(&head).fields.lines, b"X-Own: 1\r\n", "{name}");
+            }
+        }
     }
 
     #[test]

@@ -10,11 +10,6 @@ import orjson
 from lmetric.server.epp import messages
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap, ProcessingRequest
 
-_REMOVED_BY_ROUTER = ("authorization", "x-api-key", "api-key", "x-vllm-priority")
-# Fields that the gateway writes itself.
-_OF_GATEWAY = frozenset(
-    {"host", "connection", "transfer-encoding", "x-forwarded-for", "x-forwarded-proto", "x-forwarded-host"}
-)
 _STATUS = ":status"
 
 
@@ -30,6 +25,14 @@ TENANT = "x-tenant"
 
 
 _TENANT_FIELDS = (*FAIRNESS_ID, TENANT)  # the gateway's own names first
+# Fields that the gateway writes itself.
+_OF_GATEWAY = frozenset(
+    {
+        *("host", "connection", "transfer-encoding"),
+        *("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host"),
+        *FAIRNESS_ID,
+    }
+)
 
 
 class RequestFields:
@@ -109,8 +112,10 @@ class RequestFields:
     def changes(self, head: bytes, *, with_length: bool) -> tuple[list[messages.Field], list[str]]:
         """Returns the fields that the gateway must set for the engine, and those to remove.
 
-        ``head``: the HTTP/1.1 head that the router would send to the engine. ``with_length``: the
-        body has another length than the client's.
+        ``head``: the HTTP/1.1 head that the router would send to the engine. It lacks the fields
+        that clients must not send, such as those that steer a sidecar: the gateway removes all
+        fields of the client that are not in it. ``with_length``: the body has another length than
+        the client's.
         """
         first, *lines = head.split(b"\r\n")
         target = first.split(b" ")[1]
@@ -124,7 +129,7 @@ class RequestFields:
                     changed.append((name, value))
             elif name not in _OF_GATEWAY and own.get(name) != value:
                 changed.append((name, value))
-        removed = [name for name in _REMOVED_BY_ROUTER if name in self._fields and name not in kept]
+        removed = [name for name in self._fields if name not in kept and name not in _OF_GATEWAY]
         return changed, removed
 
 

@@ -279,10 +279,8 @@ class GatewayStream:
         same = body == self._body
         fields, removed = self._fields.changes(head, with_length=self._has_body and not same)
         fields.append((messages.DESTINATION, endpoints.encode()))
-        if self._prefill is not None:
+        if self._prefill is not None:  # gateways remove the client's field before they set this one
             fields.append((messages.PREFILLER, self._prefill.encode()))
-        else:
-            removed.append(messages.PREFILLER)  # clients must not choose it
         change = messages.mutation(fields, removed)
         if streamed or not self._has_body:
             self._out.append(messages.picked_at_headers(change, endpoints))
