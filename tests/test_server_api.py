@@ -214,6 +214,19 @@ def test_no_internal_field_reaches_an_engine(name: str) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["lora_path", "lora_id"])
+def test_adapters_are_named_by_model_alone(name: str) -> None:
+    """Security: SGLang serves the adapter of `lora_path`, whatever `model` says."""
+    for path in RELAYED.values():
+        if path.prompt != "form":
+            body = {"model": "tiny", "prompt": "a", "messages": [{"role": "user", "content": ""}]}
+            for value in ("private", ["private", None]):
+                with pytest.raises(ApiError, match=f"{name} is internal") as refused:
+                    parse(path, orjson.dumps({**body, name: value}))
+                assert refused.value.status == 400
+            assert parse(path, orjson.dumps({**body, name: None})).model == "tiny"
+
+
 def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
     def key(*messages: dict[str, Any], **more: Any) -> str:
         text = parse(RELAYED[CHAT], orjson.dumps({"messages": messages, **more})).text

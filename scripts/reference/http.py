@@ -16,9 +16,9 @@ HEAD = """\
 
 The router serves OpenAI's API. Answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`,
 the prompt, `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`; all fields pass, and the engine judges their values. The
-router refuses a wrong `model`, fields that only routers send, and bodies that are not JSON or have an absurd shape. It sets fields only if a
-setting or path needs them: `cache_salt` of isolated tenants, `priority`, KV transfers, token IDs of streams that may move, and IDs of
-stored responses. `paths` in the configuration adds paths with a JSON object by POST.
+router refuses a wrong `model`, fields that only routers send, SGLang's `lora_path`, and bodies that are not JSON or have an absurd shape. It
+sets fields only if a setting or path needs them: `cache_salt` of isolated tenants, `priority`, KV transfers, token IDs of streams that may
+move, and IDs of stored responses. `paths` in the configuration adds paths with a JSON object by POST.
 
 ```sh
 lmetric-router serve --embedded 2 --port 8080

@@ -1,7 +1,8 @@
 //! The parts of the OpenAI API that a router reads.
 //!
 //! Refuses a body that is no JSON object or has an absurd shape, and a model name that is no
-//! string. Refuses fields for messages between engines: from a client, they could stop an engine.
+//! string. Refuses fields for messages between engines: from a client, they could stop an engine, or
+//! choose an adapter that the client must not use.
 //! All other fields are the engine's to check. The router estimates the load of values that it
 //! cannot read.
 
@@ -11,8 +12,11 @@ use crate::prompt_text::{self, compact};
 use crate::shape::excess;
 use crate::tree::{Json, Members};
 
+/// SGLang's fields for an adapter. Clients name adapters as `model`, which is checked.
+const ADAPTER_FIELDS: [&str; 2] = ["lora_path", "lora_id"];
+
 /// Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
-pub const INTERNAL_FIELDS: [&str; 10] = [
+pub const INTERNAL_FIELDS: [&str; 12] = [
     "kv_transfer_params",
     "ec_transfer_params",
     "bootstrap_host",
@@ -23,6 +27,8 @@ pub const INTERNAL_FIELDS: [&str; 10] = [
     "disagg_prefill_dp_rank",
     "kv_cache_report_mode",
     "nvext",
+    ADAPTER_FIELDS[0],
+    ADAPTER_FIELDS[1],
 ];
 
 /// The reason for refusing a body.
@@ -339,8 +345,11 @@ fn object(body: &[u8]) -> Result<Members<'_>, Refusal> {
 }
 
 fn internal(fields: &Members<'_>, inside: &str) -> Result<(), Refusal> {
-    match fields.names().find(|name| INTERNAL_FIELDS.contains(name)) {
-        Some(name) => not_from_clients(format!("{inside}{name}")),
+    // A null adapter is SGLang's default. It hides no other value, as the router adds no adapter.
+    let mut given =
+        fields.iter().filter(|&(name, value)| *value != Json::Null || !ADAPTER_FIELDS.contains(&name));
+    match given.find(|&(name, _)| INTERNAL_FIELDS.contains(&name)) {
+        Some((name, _)) => not_from_clients(format!("{inside}{name}")),
         None => Ok(()),
     }
 }
@@ -646,6 +655,36 @@ mod tests {
                 let (param, message) = refused(reader, body);
                 assert_eq!(param, place);
                 assert!(message.starts_with(place) && message.contains("not accepted from clients"));
+            }
+        }
+    }
+
+    /// SGLang serves the adapter of `lora_path`, whatever `model` says.
+    #[test]
+    fn adapters_are_named_by_model_alone() {
+        let readers = [
+            PromptReader::Chat,
+            PromptReader::ChatBatch,
+            PromptReader::Completion,
+            PromptReader::TokenIds,
+            PromptReader::Messages,
+            PromptReader::Responses,
+            PromptReader::Input,
+            PromptReader::Nothing,
+        ];
+        for reader in readers {
+            for name in ADAPTER_FIELDS {
+                for value in [r#""a""#, r#"["a", null]"#, "[]", "1", r#""""#] {
+                    for body in [
+                        format!(r#"{{"model": "m", "{name}": {value}}}"#),
+                        format!(r#"{{"{name}": null, "{name}": {value}}}"#),
+                        format!(r#"{{"{name}": {value}, "{name}": null}}"#),
+                    ] {
+                        assert_eq!(refused(reader, &body).0, name, "{reader:?} {body}");
+                    }
+                }
+                let body = format!(r#"{{"model": "m", "{name}": null}}"#);
+                assert_eq!(read(reader, &body).model.as_deref(), Some("m"));
             }
         }
     }

@@ -48,10 +48,6 @@ impl<'a> Members<'a> {
         self.0.iter().map(|(name, value)| (name.as_ref(), value))
     }
 
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(|(name, _)| name.as_ref())
-    }
-
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
