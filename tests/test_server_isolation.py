@@ -136,6 +136,74 @@ async def test_vllm_reads_the_salt_of_messages(keys: Path) -> None:
     assert not Sglang.salts_messages
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, "uuid": "a"}
+NAMED_ITEM = {"type": "function_call_output", "call_id": "c", "output": [IMAGE]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "place"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            "/v1/chat/completions/batch",
+            {"messages": [[{"content": ["x", IMAGE]}]]},
+            "messages[0][0].content[1]",
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+        ("/v1/responses", {"input": [NAMED_ITEM]}, "input[0].output[0]"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]},
+            "messages[0].content[0].content[0]",
+        ),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ("/score", {"queries": "q", "documents": {"content": [IMAGE]}}, "documents.content[0]"),
+        ("/inference/v1/generate", {"token_ids": [1], "content_parts": [IMAGE]}, "content_parts[0]"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": {"mm_hashes": {}}}, "features"),
+        ("/v1/chat/completions/render", {"messages": [{"content": [IMAGE]}]}, "messages[0].content[0]"),
+    ],
+)
+async def test_isolated_tenants_do_not_name_media(
+    keys: Path, path: str, fields: dict[str, Any], place: str
+) -> None:
+    """Security: vLLM takes the client's name of an image for its content, without the salt."""
+    async with tenants(keys, 1, "alice") as it:
+        it.server.fleet.models[0].engines["e0"].adapter = Vllm()  # it reads the salt of messages
+        body = {"model": "tiny", **fields}
+        place += "" if place == "features" else ".uuid"
+        plain = orjson.dumps(body)
+        spelled = plain.replace(b'"uuid"', b'"\\u0075uid"').replace(b'"features"', b'"feature\\u0073"')
+        assert spelled != plain
+        for sent_body in (plain, spelled, plain.decode().encode("utf-16")):
+            status, _, got = await it.post(sent_body, path, ALICE)
+            assert (status, got["error"]["code"]) == (403, "not_isolated")
+            assert f"{place} would name media" in got["error"]["message"]
+        assert not it.engines[0].requests
+        assert await sent(it, BOB, body, path) == body, "tenants without isolation share the names"
+
+
+async def test_isolated_tenants_use_the_word_uuid_elsewhere(keys: Path) -> None:
+    parameters = {"type": "object", "properties": {"uuid": {"type": "string"}}}
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {"uuid": "a"}}
+    async with tenants(keys, 1, "alice") as it:
+        it.server.fleet.models[0].engines["e0"].adapter = Vllm()
+        for path, fields in (
+            (COMPLETIONS, {"prompt": "uuid", "metadata": {"uuid": "a"}}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{**IMAGE, "uuid": None}]}]}),
+            ("/v1/messages", {"messages": [{"role": "assistant", "content": [call]}]}),
+            ("/v1/chat/completions", {"tools": [{"function": {"parameters": parameters}}], "messages": []}),
+            ("/inference/v1/generate", {"token_ids": [1], "features": None}),
+        ):
+            body = {"model": "tiny", **fields}
+            got = await sent(it, ALICE, body, path)
+            assert got.pop("cache_salt")
+            assert got == body
+
+
 async def salt_of(keys: Path, tenant: str = "alice", **auth: str) -> str:
     """Returns the salt that a new router gives a tenant."""
     async with tenants(keys, 1, tenant, auth=auth) as it:

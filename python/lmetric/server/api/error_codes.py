@@ -20,7 +20,10 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "invalid_token": ("401", "The JSON Web Token is not valid. The message has the reason."),
     "no_admin_token": ("403", "The page is closed: `admin.token` is not set."),
     "not_admin": ("403", "An API key does not open this page. Send the admin token."),
-    "not_isolated": ("403", "The tenant is isolated, and the path does not accept `cache_salt`."),
+    "not_isolated": (
+        "403",
+        "The tenant is isolated, and the path does not accept `cache_salt`, or the body names media.",
+    ),
     "engine_not_allowed": ("403", "`admin.allowed_engines` excludes the address of the added engine."),
     "model_not_found": ("404", "No engine serves the model, or the tenant may not use it."),
     "response_not_found": ("404", "The stored response is unknown, or another tenant made it."),

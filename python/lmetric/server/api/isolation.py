@@ -5,18 +5,25 @@ Engines reuse the KV cache of an equal prompt, so a tenant can guess another ten
 an isolated tenant get a salt of their own: a hash of the tenant's name under a secret, which all
 routers of a fleet share. The client's own `cache_salt` goes into the hash. It separates the
 tenant's own users and cannot lead to the salt of another tenant.
+
+No salt separates images, sound and video that clients name (`uuid`, `features`): vLLM takes the
+name for the content, in all its caches. So isolated tenants cannot name media.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 import structlog
 
 from lmetric.config import ServerConfig, read_secret
 from lmetric.engines.handover import CHAT
-from lmetric.server.api.errors import ApiError
+from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import ParsedRequest
+
+# A body without any of these names no media. The last one may spell the others.
+_MARKS = (b"uuid", b"features", b"\\u")
 
 log = structlog.get_logger("lmetric.isolation")
 
@@ -60,11 +67,18 @@ class Isolation:
     def apply(self, tenant: str, path: str, call: ParsedRequest) -> None:
         """Adds the salt to an isolated tenant's request, for the index and for the engine.
 
-        Raises ApiError (403) if engines would ignore the salt on this path.
+        Raises ApiError (403) if engines would ignore the salt on this path, or for media that the
+        client names.
         """
         by = call.path.isolated_by
         if by == "refused":
             raise not_isolated(tenant, path)
+        if any(mark in call.body for mark in _MARKS) and (place := _named_media(call)) is not None:
+            raise ApiError(
+                403,
+                f"tenant {tenant!r} is isolated, and {place} would name media for all tenants; leave it out",
+                code="not_isolated",
+            )
         call.salt = self.salt(tenant, call.salt)
         call.scope = self.scope(tenant)
         if by == "no_cache":
@@ -79,3 +93,37 @@ def not_isolated(tenant: str, path: str) -> ApiError:
         f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
         code="not_isolated",
     )
+
+
+def _named_media(call: ParsedRequest) -> str | None:
+    """Returns the place in a body where the client names media; None: it names none.
+
+    Raises ApiError (400) for a body that cannot be parsed.
+    """
+    try:
+        fields = call.request
+    except ValueError as error:
+        raise bad(f"the body cannot be parsed: {error}") from None
+    if call.path.prompt == "token_ids" and fields.get("features") is not None:
+        return "features"
+    places = (_uuid(value, name, is_part=name == "content_parts") for name, value in fields.items())
+    return next(filter(None, places), None)
+
+
+def _uuid(value: Any, place: str, *, is_part: bool) -> str | None:
+    """Returns the place of the first `uuid` of a content part inside a value; None: there is none.
+
+    Parts are in `content` of messages and documents, and in `output` of items. The caller bounds
+    the depth.
+    """
+    found: str | None = None
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            if isinstance(inner, list | dict):  # not one of many token IDs
+                found = found or _uuid(inner, f"{place}[{index}]", is_part=is_part)
+    elif isinstance(value, dict):
+        if is_part and value.get("uuid") is not None:
+            return f"{place}.uuid"
+        for name in ("content", "output"):
+            found = found or _uuid(value.get(name), f"{place}.{name}", is_part=True)
+    return found
