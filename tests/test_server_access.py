@@ -166,6 +166,23 @@ async def test_a_web_page_cannot_administer_the_router_of_its_reader() -> None:
         assert status == 403
 
 
+@pytest.mark.parametrize("field", ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "X-Real-IP", "Via"])
+async def test_open_pages_refuse_requests_of_proxies(field: str) -> None:
+    """Security: a proxy on the router's machine opened /debug and /admin to all of its clients."""
+    urls = ["http://127.0.0.1:1"]  # nobody listens
+    async with world(1, admin=True, replicas={"urls": urls}) as it:
+        for proxied in ({field: "192.0.2.1"}, {field: ""}):
+            for path in DEBUG:
+                assert [(await it.get(path, headers))[0] for headers in ({}, proxied)] == [200, 403], path
+            status, _, got = await it.post({"on": True}, "/admin/guard", proxied)
+            assert status == 403
+            assert "proxies" in got["error"]["message"]
+            assert (await it.post({}, REPLICAS, proxied))[0] == 403
+            assert b'"e0"' not in (await it.get("/ready", proxied))[1]
+        assert b'"e0"' in (await it.get("/ready"))[1]
+        assert (await it.post({}, REPLICAS))[0] == 400
+
+
 async def test_metrics_may_need_the_token(keys: dict[str, str]) -> None:
     """Reliability H1: /metrics names tenants and counts their requests. No setting protected it."""
     async with tenants(keys, admin={"protect_metrics": True}) as it:

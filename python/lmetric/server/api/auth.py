@@ -10,6 +10,9 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity, bearer
 from lmetric.server.api.keys import digest
 
+# Fields that proxies add to the requests of their clients.
+_OF_PROXIES = ("x-forwarded-for", "x-forwarded-host", "forwarded", "x-real-ip", "via")
+
 
 class BearerToken:
     """A secret token that requests carry as `Authorization: Bearer TOKEN`.
@@ -31,9 +34,9 @@ def is_local(headers: Mapping[str, str]) -> bool:
 
     A web page can make a browser send requests to loopback. Its POSTs carry its origin. Its GETs
     carry the name of the page's host, whose address may have become a loopback address meanwhile
-    (DNS rebinding).
+    (DNS rebinding). A proxy on this machine forwards requests of others.
     """
-    if "origin" in headers:
+    if "origin" in headers or any(name in headers for name in _OF_PROXIES):
         return False
     host = headers.get("host", "localhost")  # browsers always send it
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -72,8 +75,8 @@ class PageAccess:
         if self._open:
             raise ApiError(
                 403,
-                f"{path} refuses requests from web pages, and those for another host than localhost, unless "
-                "admin.token is set",
+                f"{path} refuses requests from web pages and proxies, and those for another host than "
+                "localhost, unless admin.token is set",
             )
         if self._token is None:
             raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")

@@ -162,11 +162,12 @@ class Replicas:
     def authorize(self, headers: Mapping[str, str]) -> None:
         """Raises ApiError (401) unless the header carries the token of the replicas.
 
-        Without a configured token, programs on this machine need none; web pages get a 403.
+        Without a configured token, programs on this machine need none; web pages and proxies get a
+        403.
         """
         if self._expected is None:
             if not is_local(headers):
-                raise ApiError(403, f"{PATH} refuses requests from web pages; set replicas.token")
+                raise ApiError(403, f"{PATH} refuses requests from web pages and proxies; set replicas.token")
         elif not self._expected.matches(headers.get("authorization")):
             raise ApiError(
                 401,
