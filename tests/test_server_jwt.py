@@ -259,6 +259,41 @@ async def test_a_client_with_forged_tokens_gets_429_and_others_do_not() -> None:
         assert (counts["valid"], counts["limited"]) == (2, 5)
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/tiny"),
+        ("GET", "/debug/engines"),
+        ("GET", "/debug/decisions/1-0123456789abcdef"),
+        ("GET", "/debug/live"),
+        ("GET", "/metrics"),
+        ("POST", "/admin/guard"),
+        ("POST", "/finish_session?session_id=a"),
+    ],
+)
+async def test_forged_tokens_are_limited_on_the_routers_own_pages(method: str, path: str) -> None:
+    """Each signature that is checked takes time of the event loop."""
+    config = {"admin": {"token": "root-token", "protect_metrics": True}}
+    proxies = {"trusted_proxies": ["127.0.0.1"]}
+    async with Issuer().serving() as issuer, world(auth=auth(issuer), forwarded=proxies, **config) as w:
+        attacker = Key("k0")
+
+        async def status(token: str, address: str = "192.0.2.1") -> int:
+            headers = bearer(token) | {"x-forwarded-for": address}
+            async with w.client.request(method, w.url + path, headers=headers) as answer:
+                return answer.status
+
+        seen = [await status(issuer.token(key=attacker, sub=str(i))) for i in range(12)]
+        assert seen == [401] * 10 + [429] * 2
+        assert await status(issuer.token(key=attacker), "192.0.2.2") == 401, "another client"
+        # The page at / shows less without a valid token, and counts as all others.
+        headers = bearer(issuer.token(key=attacker, sub="more")) | {"x-forwarded-for": "192.0.2.1"}
+        assert (await w.get("/", headers))[0] == 200
+        counts = w.server.front.admission.identity.tokens.counts  # type: ignore[union-attr]
+        assert (counts["refused"], counts["limited"]) == (11, 3)
+
+
 async def test_reloads_add_and_remove_issuers(tmp_path: Path) -> None:
     first, second, third = Issuer(), Issuer("https://second"), Issuer("https://third")
     async with first.serving(), second.serving():

@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Mapping
 from ipaddress import ip_address
+from typing import Any, Protocol
 
 from lmetric.config import ServerConfig, read_secret
 from lmetric.server.api.caller import NOBODY, Caller
@@ -48,6 +49,18 @@ def is_local(headers: Mapping[str, str]) -> bool:
         return False
 
 
+class PageRequest(Protocol):
+    """A request for one of the router's own pages."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Its header fields, by names in any case."""
+
+    @property
+    def protocol(self) -> Any:
+        """Its connection, a `jwt.Client`. Its forged tokens are limited."""
+
+
 class PageAccess:
     """Checks access to the router's own pages, by the table in docs/how-to/access.md.
 
@@ -68,9 +81,9 @@ class PageAccess:
             return is_local(headers)
         return self._token is not None and self._token.matches(headers.get("authorization"))
 
-    def require_admin(self, headers: Mapping[str, str], path: str) -> None:
-        """Raises ApiError (401, 403) unless a request may use /admin and /debug."""
-        if self.is_admin(headers):
+    def require_admin(self, request: PageRequest, path: str) -> None:
+        """Raises ApiError (401, 403, 429) unless a request may use /admin and /debug."""
+        if self.is_admin(request.headers):
             return
         if self._open:
             raise ApiError(
@@ -81,7 +94,7 @@ class PageAccess:
         if self._token is None:
             raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")
         if self._identity.on:
-            self._identify(headers)  # 401 for a key that is unknown
+            self._identify(request)  # 401 for a key that is unknown
             raise ApiError(403, f"API keys have no access to {path}; send the admin token", code="not_admin")
         raise ApiError(
             401,
@@ -89,28 +102,28 @@ class PageAccess:
             headers={"www-authenticate": "Bearer"},
         )
 
-    def require_metrics(self, headers: Mapping[str, str], path: str) -> None:
-        """Raises ApiError (401, 403) unless a request may read /metrics."""
+    def require_metrics(self, request: PageRequest, path: str) -> None:
+        """Raises ApiError (401, 403, 429) unless a request may read /metrics."""
         if self._protects_metrics:
-            self.require_admin(headers, path)
+            self.require_admin(request, path)
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, request: PageRequest) -> Caller:
         """Returns who sent a request for one of the router's own pages.
 
-        Raises ApiError (401, 503).
+        Raises ApiError (401, 429, 503).
         """
         if self._identity.on:
-            return self._identify(headers)
-        named = headers.get("x-tenant", "")
+            return self._identify(request)
+        named = request.headers.get("x-tenant", "")
         return Caller(named) if named in self._tenants else NOBODY  # without keys, the header is trusted
 
-    def tenant(self, headers: Mapping[str, str]) -> str:
+    def tenant(self, request: PageRequest) -> str:
         """Returns the tenant of a request for one of the router's own pages.
 
-        Raises ApiError (401, 503).
+        Raises ApiError (401, 429, 503).
         """
-        return self.caller(headers).tenant
+        return self.caller(request).tenant
 
-    def _identify(self, headers: Mapping[str, str]) -> Caller:
-        given = (headers.get(name) for name in ("authorization", "x-api-key", "api-key"))
-        return self._identity.identify(*given)
+    def _identify(self, request: PageRequest) -> Caller:
+        given = (request.headers.get(name) for name in ("authorization", "x-api-key", "api-key"))
+        return self._identity.identify(*given, client=request.protocol)

@@ -68,9 +68,7 @@ class Identity:
             if source.problem is not None:
                 yield source.place, source.problem, source.problem_since
 
-    def identify(
-        self, authorization: str | None, *api_keys: str | None, client: Client | None = None
-    ) -> Caller:
+    def identify(self, authorization: str | None, *api_keys: str | None, client: Client | None) -> Caller:
         """Returns who sent a request with these headers.
 
         ``api_keys``: `x-api-key`, `api-key`. One known key is enough: some clients send a second

@@ -60,7 +60,7 @@ async def home(front: Frontend, request: web.BaseRequest, linked: Iterable[OwnPa
     """Answers /: what this is, its API paths and pages, and the state of the fleet."""
     admin = front.access.is_admin(request.headers)
     try:
-        models = [*front.fleet.catalog.listed(front.access.caller(request.headers))]
+        models = [*front.fleet.catalog.listed(front.access.caller(request))]
     except ApiError:  # no valid API key
         models = None
     open_to = {

@@ -92,8 +92,8 @@ def _tenant(front: Frontend, request: web.BaseRequest, path: str) -> str | None:
     403).
     """
     if front.admission.identity.on and not front.access.is_admin(request.headers):
-        return front.access.tenant(request.headers)
-    front.access.require_admin(request.headers, path)
+        return front.access.tenant(request)
+    front.access.require_admin(request, path)
     return None
 
 

@@ -61,21 +61,21 @@ def _at(path: str) -> tuple[OwnPage | None, str]:
 
 def _admit(call: Call, page: OwnPage) -> None:
     """Checks the credential and the method. Raises ApiError."""
-    front, headers = call.front, call.request.headers
+    front, request = call.front, call.request
     if page.access == "admin":
-        front.access.require_admin(headers, call.path)
+        front.access.require_admin(request, call.path)
     elif page.access == "tenant":
-        front.access.tenant(headers)
+        front.access.tenant(request)
     check_method(call, page)
     if page.access == "metrics":
-        front.access.require_metrics(headers, call.path)
+        front.access.require_metrics(request, call.path)
     elif page.access == "replica" and front.replicas is not None:
-        front.replicas.authorize(headers)
+        front.replicas.authorize(request.headers)
 
 
 async def _admin(call: Call) -> web.StreamResponse:
     """Answers a page of administrators. Raises ApiError."""
-    call.front.access.require_admin(call.request.headers, call.path)
+    call.front.access.require_admin(call.request, call.path)
     if not call.front.config.admin.enabled:
         raise ApiError(403, "administration is off; set admin.enabled: true")
     response: web.StreamResponse = await load_administration().answer(call)

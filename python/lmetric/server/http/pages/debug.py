@@ -181,7 +181,7 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
     """
     front, label = call.front, call.name
     admin = front.access.is_admin(call.request.headers)
-    tenant = "" if admin else front.access.tenant(call.request.headers)
+    tenant = "" if admin else front.access.tenant(call.request)
     if (refused := front.running.refusals.record(label, None if admin else tenant)) is not None:
         return refused if full else {name: value for name, value in refused.items() if value is not None}
     parts = _LABEL.fullmatch(label)

@@ -103,7 +103,7 @@ async def _file(call: Call) -> web.Response:
 )
 async def _models(call: Call) -> web.Response:
     front = call.front
-    return json(front.fleet.catalog.page(front.access.caller(call.request.headers)))
+    return json(front.fleet.catalog.page(front.access.caller(call.request)))
 
 
 @PAGES.page("/v1/models/{model}", "models", "tenant").on(
@@ -115,7 +115,7 @@ async def _models(call: Call) -> web.Response:
 )
 async def _model(call: Call) -> web.Response:
     fleet, name = call.front.fleet, unquote(call.name)
-    catalog, caller = fleet.catalog, call.front.access.caller(call.request.headers)
+    catalog, caller = fleet.catalog, call.front.access.caller(call.request)
     if not catalog.allows(caller, name):
         raise catalog.unknown(name, caller)
     if not catalog.serves(name, caller) and (found := fleet.seek(name)) is not None:

@@ -25,7 +25,7 @@ async def _finish(call: Call) -> web.Response:
     """Ends a session. ``programs``: how many had not ended, so 0 for unknown and ended sessions."""
     front = call.front
     session = parameter(call, "session_id")
-    key = session_key(front.access.tenant(call.request.headers), session)
+    key = session_key(front.access.tenant(call.request), session)
     programs = 0
     for model in front.fleet.models:
         programs += model.router.finish_session(key) or 0
