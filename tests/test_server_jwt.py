@@ -16,14 +16,15 @@ import pytest
 import yaml
 from rich.console import Console
 
-from epp_world import TRUSTED, answered, exchange, picking, request_head
+from epp_world import TRUSTED, PickerWorld, answered, exchange, picking, request_body, request_head
 from issuer_world import ISSUER, Issuer, Key, bearer
 from lmetric.config import ConfigError
 from lmetric.server.api import key_source
 from lmetric.server.observe import requests as metrics_of_requests
 from lmetric.server.observe.usage import OTHER_TENANTS
 from lmetric.top_screen import why
-from server_world import FakeEngine, World, world
+from server_world import READ_BYTES, FakeEngine, World, chunk, world
+from test_server_client import client
 from test_server_process import engine, router
 from test_server_reload import logged
 from waiting import until
@@ -222,12 +223,94 @@ async def test_a_request_with_a_new_key_waits_for_the_keys(size: int) -> None:
         assert [len(each.json["prompt"]) for each in w.engines[0].requests] == [1, 1, size]
 
 
-def _allow_read(w: World) -> None:
+def _allow_read(w: World | PickerWorld) -> None:
     """Ends the pause after the last read of the keys."""
     tokens = w.server.front.admission.identity.tokens
     assert tokens is not None
     for source in tokens.sources.values():
         source._began -= key_source.PAUSE_SECONDS
+
+
+def _unfinished(token: str, body: bytes, *, chunked: bool) -> bytes:
+    """A request whose last byte is missing."""
+    length = "transfer-encoding: chunked" if chunked else f"content-length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n{length}\r\n\r\n"
+    framed = chunk(body) + b"0\r\n\r\n" if chunked else body
+    return head.encode() + framed[:-1]
+
+
+@pytest.mark.usefixtures("short_pause")
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+async def test_a_body_is_read_once_its_key_is_known(chunked: bool) -> None:
+    """Security: anyone could have bodies received, with a key ID that does not exist."""
+    body = orjson.dumps({**PROMPT, "prompt": "x" * 3_000_000})
+    async with (
+        Issuer().serving() as issuer,
+        world(auth=auth(issuer)) as w,
+        client(w) as bad,
+        client(w) as good,
+    ):
+        clients = w.server.front.clients
+        assert (await post(w, issuer.token()))[0] == 200
+        _allow_read(w)
+        issuer.rotate()
+        issuer.gate = asyncio.Event()
+        for sender, key in ((bad, Key("unknown")), (good, issuer.key)):
+            await sender.send(_unfinished(issuer.token(key=key), body, chunked=chunked))
+        await until(lambda: issuer.reads == 2)
+        await asyncio.sleep(0.2)
+        assert 0 < clients.body_bytes <= 2 * (READ_BYTES + (128 << 10)), "one read, and a reader's buffer"
+        issuer.gate.set()
+        status, _, answer = await bad.answer()
+        assert status == 401
+        assert b"key ID 'unknown'" in answer
+        await until(lambda: clients.body_bytes > len(body) - 1000, seen=lambda: clients.body_bytes)
+        last = b"\n" if chunked else body[-1:]
+        await good.send(last)
+        assert (await good.answer())[0] == 200
+        assert w.engines[0].requests[-1].body == body
+        # The connection goes on.
+        small = orjson.dumps(PROMPT)
+        await good.send(_unfinished(issuer.token(), small, chunked=chunked), last)
+        assert (await good.answer())[0] == 200
+        await until(lambda: not clients.body_bytes)
+
+
+@pytest.mark.usefixtures("short_pause")
+async def test_a_client_that_leaves_while_its_key_is_read_leaves_nothing() -> None:
+    async with Issuer().serving() as issuer, world(auth=auth(issuer)) as w:
+        assert (await post(w, issuer.token()))[0] == 200
+        _allow_read(w)
+        issuer.rotate()
+        issuer.gate = asyncio.Event()
+        for key in (Key("unknown"), issuer.key):
+            async with client(w) as c:
+                await c.send(_unfinished(issuer.token(key=key), b"x" * 1000, chunked=False))
+                await until(lambda: w.server.front.clients.body_bytes > 0)
+        await until(lambda: issuer.reads == 2)
+        issuer.gate.set()
+        await until(lambda: not w.server.front.clients.body_bytes)
+        assert len(w.engines[0].requests) == 1
+
+
+@pytest.mark.usefixtures("short_pause")
+async def test_a_picker_reads_no_body_before_its_key_is_known() -> None:
+    async with Issuer().serving() as issuer, picking(auth=auth(issuer)) as w:
+        async with exchange(w.target) as stream:
+            await stream.ask(head=request_head(authorization=f"Bearer {issuer.token()}"))
+            await answered(stream)
+        _allow_read(w)
+        issuer.gate = asyncio.Event()
+        async with exchange(w.target) as stream:
+            token = issuer.token(key=Key("unknown"))
+            head = request_head(authorization=f"Bearer {token}")
+            await stream.send(head, request_body(b"x" * 1000, False))
+            await until(lambda: issuer.reads == 2)
+            await asyncio.sleep(0.1)
+            assert not w.server.front.clients.body_bytes
+            issuer.gate.set()
+            status, _, error = await stream.refused()
+            assert (status, error["code"]) == (401, "invalid_token")
 
 
 @pytest.mark.usefixtures("short_pause")
@@ -347,9 +430,7 @@ async def test_a_picker_checks_tokens_and_ignores_header_fields_with_tenants() -
             status, _, error = await stream.refused()
             assert (status, error["code"]) == (401, "invalid_token")
         # A new key: the pick comes after the read.
-        tokens = w.server.front.admission.identity.tokens
-        assert tokens is not None
-        tokens.sources[ISSUER]._began -= key_source.PAUSE_SECONDS
+        _allow_read(w)
         issuer.rotate()
         issuer.gate = asyncio.Event()
         async with exchange(w.target) as stream, exchange(w.target) as gone:

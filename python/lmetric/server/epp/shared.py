@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -73,10 +72,7 @@ class Shared:
         return None
 
     def route(self, request: ClientRequest, body: bytes, fields: RequestFields) -> None:
-        """Routes or refuses a whole request. It may wait for the keys of its token's issuer."""
-        if request.unknown_key is not None:
-            self.front.entrance.when_known(request, partial(self.route, request, body, fields))
-            return
+        """Routes or refuses a whole request."""
         request.sheddable = fields.priority < 0
         stored = stored_response(fields.path)
         if fields.path in self.front.arrivals.paths:

@@ -78,6 +78,8 @@ class GatewayStream:
                 except DecodeError:  # gRPC would log it with the bytes
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a ProcessingRequest")
                 self._receive(message)
+                if (request := self.request) is not None and request.unknown_key is not None:
+                    await self._await_key(request, message.request_headers)
                 if self._decided is not None:
                     await self._decided
                     self._decided = None
@@ -183,9 +185,20 @@ class GatewayStream:
         request.keep_alive = True
         request.gateway = self.connection
         request.subset = subset_of(message.metadata_context)
-        if not front.admission.admits(request) and request.unknown_key is None:
-            return
-        if (error := self._why_not(fields, headers)) is not None:
+        if front.admission.admits(request):
+            self._admitted(request, headers)
+
+    async def _await_key(self, request: ClientRequest, headers: HttpHeaders) -> None:
+        """Waits until the keys of the request's issuer are read. No message is read until then."""
+        assert request.unknown_key is not None  # as the caller made sure
+        await asyncio.wait([request.unknown_key.read])
+        if self._front.admission.admits_late(request):
+            self._admitted(request, headers)
+
+    def _admitted(self, request: ClientRequest, headers: HttpHeaders) -> None:
+        """Goes on with a request whose credential is valid."""
+        front = self._front
+        if (error := self._why_not(self._fields, headers)) is not None:
             front.refuse_request(request, error)
         elif not headers.end_of_stream:
             self._has_body = True

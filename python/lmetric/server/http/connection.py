@@ -15,7 +15,6 @@ attributes used here.
 
 import asyncio
 import time as clock
-from enum import IntEnum
 from typing import Any
 
 from aiohttp import web
@@ -28,7 +27,8 @@ from lmetric.server.api.request import LARGE_BODY, BodyParts
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.account import TOO_MANY_CONNECTIONS, ConnectionAccount
 from lmetric.server.http.body_feed import BodyFeed, NoRoomError
-from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client
+from lmetric.server.http.client_load import WRITE_MARK_BYTES
+from lmetric.server.http.connection_state import ASKED, AWAITING, COLLECTING, DISCARDING, FREE, SKIPPING
 from lmetric.server.http.entrance import HEAD_SECONDS, Entrance
 from lmetric.server.http.held_bytes import HOLD_BYTES, HOLD_LIMIT, HeldBytes
 from lmetric.server.http.pacing import PacedHandler
@@ -46,19 +46,6 @@ LINGER_SECONDS = 1.0
 # Turns off aiohttp's own idle timers, which do not see the fast path.
 NEVER_SECONDS = 365.0 * 86_400
 ENDLESS = 1 << 62  # bytes to discard until the connection closes
-
-
-class State(IntEnum):
-    """The destination of the next bytes."""
-
-    FREE = 0  # a new request
-    COLLECTING = 1  # an incomplete request
-    ASKED = 2  # the queue behind a request in flight
-    SKIPPING = 3  # the rest of the body of a request that aiohttp has answered
-    DISCARDING = 4  # none: the connection closes after its answer
-
-
-FREE, COLLECTING, ASKED, SKIPPING, DISCARDING = State
 
 
 class ClientConnection(PacedHandler):
@@ -151,15 +138,14 @@ class ClientConnection(PacedHandler):
         state = self._state
         if state == FREE:
             self._begin(data)
-        elif state == COLLECTING:
+        elif state in (COLLECTING, AWAITING):
             held = self._held
             if not held.add(data):
                 self._no_room(self._need - held.size - len(data))
-            elif held.size >= self._need or (self._client_request is None and held.ends_head(data)):
-                if self._client_request is not None and self._need > LARGE_BODY:
-                    self._serve_large(self._client_request)
-                else:
-                    self._begin(held.take())
+            elif state == COLLECTING and (
+                held.size >= self._need or (self._client_request is None and held.ends_head(data))
+            ):
+                self._collected()
         elif state == DISCARDING:
             self._left -= len(data)
             if self._left <= 0:
@@ -213,6 +199,13 @@ class ClientConnection(PacedHandler):
                 self._entrance.serve(client_request, data[start:end])
         else:
             self._give(data, head)
+
+    def _collected(self) -> None:
+        """Reads the request whose bytes were collected."""
+        if self._client_request is not None and self._need > LARGE_BODY:
+            self._serve_large(self._client_request)
+        else:
+            self._begin(self._held.take())
 
     def _serve_large(self, client_request: ClientRequest) -> None:
         """Serves the request whose pieces are held. A thread joins them."""
@@ -304,16 +297,6 @@ class ClientConnection(PacedHandler):
             super().log_exception(*args, **kw)
 
     @property
-    def payer(self) -> Client | None:
-        """The client that pays for the request in flight; None: it has disconnected."""
-        return self.account.payer
-
-    @property
-    def body_size(self) -> int:
-        """The counted bytes of the request's body."""
-        return self.account.body_size
-
-    @property
     def sender(self) -> str:
         """The address of the client of the request in flight; empty: of a unix socket."""
         sender = self.account.sender
@@ -328,10 +311,24 @@ class ClientConnection(PacedHandler):
             self._since = clock.monotonic()
         if not self._held.begin(self.payer, data):
             self._no_room(need - len(data))
+        elif client_request is not None and client_request.unknown_key is not None:
+            self._state = AWAITING
+            self._pause_transport_reading()
+            self._entrance.when_known(client_request, self._key_found)
+
+    def _key_found(self) -> None:
+        """Collects the rest of the request whose key is known now."""
+        assert self._client_request is not None  # else it has ended
+        self._client_request.keep_alive = self._client_request.head.keep_alive
+        self._state = COLLECTING
+        self._since = clock.monotonic()
+        self._resume_transport_reading()
+        if self._held.size >= self._need:
+            self._collected()
 
     def _is_full(self) -> bool:
-        """Returns whether reading stops until the request in flight has ended."""
-        return self._state == ASKED and self._held.size > HOLD_BYTES
+        """Returns whether reading stops: for a key, or until the request in flight has ended."""
+        return self._state == AWAITING or (self._state == ASKED and self._held.size > HOLD_BYTES)
 
     def _hold_back(self, data: bytes) -> None:
         """Keeps bytes that follow a request in flight."""
@@ -348,8 +345,10 @@ class ClientConnection(PacedHandler):
 
         The connection closes after its answer and ``size`` more bytes, or LINGER_SECONDS later.
         """
-        self._state = DISCARDING
+        was, self._state = self._state, DISCARDING
         self._left = size
+        if was == AWAITING:
+            self._resume_transport_reading()
 
     def _no_room(self, to_come: int) -> None:
         client_request, self._client_request = self._client_request, None
@@ -357,12 +356,12 @@ class ClientConnection(PacedHandler):
         self._discard(to_come)
         self._entrance.no_room(self, client_request)
 
-    def release_body(self) -> None:
-        """Releases the counted bytes of the request's body."""
-        self.account.keep_body(0)
-
     def answered(self, goes_on: bool) -> None:
         """Ends the request in flight. ``goes_on``: the connection may carry another request."""
+        if self._state == AWAITING:  # its key is not valid
+            self._client_request = None
+            self._discard(self._need - self._held.size)
+            self._held.take_parts()
         self._rest()
         if goes_on:
             self._go_on()
@@ -417,7 +416,7 @@ class ClientConnection(PacedHandler):
                 self._discard(ENDLESS)
                 self._entrance.late(self, client_request, received)
                 return True
-        elif not self.answering and now - self.idle_since > (
+        elif not (self.answering or self._state == AWAITING) and now - self.idle_since > (
             LINGER_SECONDS if self._state == DISCARDING else timeouts.keep_alive
         ):
             self.force_close()

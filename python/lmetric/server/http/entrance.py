@@ -98,33 +98,36 @@ class Entrance:
     def admit(self, client: ClientPort, head: RequestHead) -> ClientRequest | None:
         """Admits a request before its body is complete.
 
-        Returns None if it was refused; then ``client.answered`` was called.
+        Returns None if it was refused; then ``client.answered`` was called. If its key is unknown
+        yet, the client must call ``when_known`` before it reads further.
         """
         transport = client.transport
         if transport is None:
             return None
         client_request = ClientRequest(client, transport, head)  # it closes: the body still comes
-        if not self._admission.admits(client_request) and client_request.unknown_key is None:
+        if self._admission.admits(client_request):
+            client_request.keep_alive = head.keep_alive
+        elif client_request.unknown_key is None:
             return None
-        client_request.keep_alive = head.keep_alive
         return client_request
 
     def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
         client_request.started = time.monotonic()
-        if client_request.unknown_key is not None:
-            self.when_known(client_request, partial(self._arrivals.serve, client_request, body))
-        elif self._admission.has_room(client_request):
+        if self._admission.has_room(client_request):
             self._arrivals.serve(client_request, body)
 
     def when_known(self, client_request: ClientRequest, serve: Callable[[], None]) -> None:
-        """Serves a request after its issuer's keys have been read, if its token is valid then."""
+        """Calls ``serve`` after the issuer's keys have been read, if the token is valid then.
+
+        Otherwise it refuses the request, unless that has ended.
+        """
         unknown = client_request.unknown_key
         assert unknown is not None  # as the caller made sure
 
         def then(_: object) -> None:
-            has_left = client_request.transport.is_closing()
-            if not has_left and self._admission.admits_late(client_request):
+            has_ended = client_request.transport.is_closing() or client_request.ended_at
+            if not has_ended and self._admission.admits_late(client_request):
                 serve()
 
         unknown.read.add_done_callback(then)

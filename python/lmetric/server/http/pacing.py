@@ -6,6 +6,7 @@ import aiohttp
 from aiohttp.web_protocol import RequestHandler
 
 from lmetric.server.http.account import ConnectionAccount
+from lmetric.server.http.client_load import Client
 from lmetric.server.upstream.reading import read_on_later
 
 if not hasattr(RequestHandler, "_pause_transport_reading"):
@@ -15,7 +16,10 @@ if not hasattr(RequestHandler, "_pause_transport_reading"):
 
 
 class PacedHandler(RequestHandler):
-    """An aiohttp connection whose large reads take turns with those of other connections."""
+    """An aiohttp connection whose bytes count for its client.
+
+    Its large reads take turns with those of other connections.
+    """
 
     __slots__ = ("_late", "_resting", "account")
 
@@ -25,6 +29,20 @@ class PacedHandler(RequestHandler):
         super().__init__(*args, **options)
         self._late: list[bytes] = []  # reads that a later turn processes
         self._resting = False  # reading is paused until the next turn of the loop
+
+    @property
+    def payer(self) -> Client | None:
+        """The client that pays for the request in flight; None: it has disconnected."""
+        return self.account.payer
+
+    @property
+    def body_size(self) -> int:
+        """The counted bytes of the request's body."""
+        return self.account.body_size
+
+    def release_body(self) -> None:
+        """Releases the counted bytes of the request's body."""
+        self.account.keep_body(0)
 
     def _received(self, data: bytes) -> None:
         """Processes a read."""
