@@ -14,8 +14,11 @@ import test_ways_parsed
 from execution_world import prompt_of
 from lmetric._core import TokenEncoder
 from lmetric.server.execution.parts import Parts
+from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
+from lmetric.server.observe.tracing.requests import SampledRequest
 from lmetric_lab.emulated.text import TOKENIZER_PATH
+from otlp_world import receiver
 from server_world import Behaviour, FakeEngine, Request, World, plain, world
 from split_world import CHAT
 from test_server_split_faults import NIXL_PAGE
@@ -83,6 +86,33 @@ async def test_a_chat_with_tools_continues(fails_after: int) -> None:
         usage = events[-1]["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of(CHAT, False)), len(ALL))
         assert model.failovers == {"continued": 1}
+
+
+async def test_the_calls_of_a_parser_do_not_stay_in_memory() -> None:
+    """Each call carries the whole prompt and the whole answer so far."""
+    answers = ParsingEngines(tools(), Parsing())
+    parses = engine(answers)
+    kept: list[tuple[int, int]] = []
+
+    async def counted(of: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == DERENDER:
+            (running,) = w.server.front.relays
+            assert isinstance(running, Runner)
+            assert isinstance(running.trace, SampledRequest)
+            kept.append((len(running._attempts), len(running.trace._attempts)))
+        return await parses(of, request, writer)
+
+    behaviours = [engine(answers, 4), counted]
+    engines = [FakeEngine(behave=each, metrics=NIXL_PAGE, parses=True) for each in behaviours]
+    settings: dict[str, Any] = {"tokenizer": str(TOKENIZER_PATH.parent), "model": "tiny"}
+    async with receiver() as spans, world(engines, tracing={"endpoint": spans.url}, **settings) as w:
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(each.identified for each in model.engines.values()))
+        same((await parts(w))[0], expected())
+        assert len(kept) > 5
+        attempts, traces = zip(*kept, strict=True)
+        assert max(attempts) == 2, "the generation and one call"
+        assert max(traces) <= 3, "and the call before"
 
 
 @pytest.mark.parametrize("fails_after", [3, 12, 26])

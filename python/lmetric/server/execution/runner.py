@@ -13,7 +13,7 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
-from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.execution import ENDS, Execution
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
     Act,
@@ -51,7 +51,7 @@ class Runner(InFlightRequest):
         self._client_request = execution.client_request
         self._on_end = on_end
         self._finished = False
-        self._attempts: dict[Step, EngineAttempt] = {}
+        self._attempts: dict[Step, EngineAttempt] = {}  # without those that have ended
         if execution.mover is not None:
             execution.handle = self
 
@@ -86,6 +86,8 @@ class Runner(InFlightRequest):
         if self._client_request.trace is not None and request_log.current.request is not self._client_request:
             request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
             return
+        if event in ENDS:  # a chat that is parsed has a call for each event, with its whole prompt
+            self._attempts.pop(attempt.step, None)
         try:  # the code of `_on`, inline because each request runs it
             for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)

@@ -60,13 +60,18 @@ class AttemptSpan:
         self._reports_usage = reports_usage
         self.line = parent_line(context.trace_id, span.span_id, True)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the span has not ended."""
+        return self._span.end is None
+
     def head(self, head: bytes, own: bytes) -> bytes:
         """Returns the head for the engine without the client's context."""
         return with_context(head, own, self._context)
 
     def answered(self, attempt: Attempt) -> None:
         """Ends the span, unless it has ended."""
-        if self._span.end is not None:
+        if not self.is_open:
             return
         reader = getattr(attempt, "reader", None)
         if reader is None:  # it was never sent
@@ -77,7 +82,7 @@ class AttemptSpan:
 
     def failed(self, attempt: Attempt, reason: str) -> None:
         """Ends the span with a failure, unless it has ended."""
-        if self._span.end is not None:
+        if not self.is_open:
             return
         reader = getattr(attempt, "reader", None)
         if reason == "cancelled" and reader is not None and reader.status >= 400:
@@ -107,7 +112,7 @@ class SampledRequest:
     def __init__(self, spans: RequestTrace, execution: Execution | None) -> None:
         self._spans = spans
         self._execution = execution
-        self._attempts: list[tuple[Attempt, AttemptSpan]] = []
+        self._attempts: list[tuple[Attempt, AttemptSpan]] = []  # the running ones, and the last one
 
     def sent(self, attempt: Attempt, now: float) -> AttemptSpan:
         """Starts the span of an attempt, and the span of its segment."""
@@ -133,6 +138,8 @@ class SampledRequest:
                 "lmetric.for_client": step.for_client,
             }
         trace = AttemptSpan(spans.context, span, execution is not None)
+        # A chat that is parsed has a call for each event, with its whole prompt.
+        self._attempts = [(earlier, its) for earlier, its in self._attempts if its.is_open]
         self._attempts.append((attempt, trace))
         return trace
 
