@@ -69,6 +69,42 @@ async def test_a_request_that_fails_twice_says_so_and_is_not_tried_a_third_time(
         assert sum(len(engine.requests) for engine in it.engines) == 2
 
 
+@pytest.mark.parametrize("after_seconds", [0.0, 1.2])
+async def test_a_request_that_kills_engines_gets_two_of_them(after_seconds: float) -> None:
+    """Their kept connections close, as idle ones do, and the dead processes refuse new ones."""
+
+    async def die(engine: FakeEngine, _: Request, __: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(after_seconds)
+        await engine.stop()
+        return False
+
+    engines = [FakeEngine(behave=poisoned(die)) for _ in range(3)]
+    async with world(engines, health={"interval": 60}) as it:
+        for _ in range(3):
+            assert (await it.post())[0] == 200
+        assert [engine.used_connections for engine in engines] == [1, 1, 1]
+        status, _, got = await it.post(POISON)
+        assert (status, got["error"]["code"]) == (502, "failed_twice")
+        assert sorted(len(engine.requests) for engine in engines) == [1, 2, 2]
+        # Without a new connection, only the close is known.
+        assert states(it).count("DOWN") == (0 if after_seconds else 2)
+        text = (await it.get("/metrics"))[1].decode()
+        assert 'lmetric_failures_total{kind="reset",model="tiny"} 2.0' in text
+        assert (await it.post())[0] == 200
+
+
+async def test_an_engine_that_closes_a_kept_connection_late_does_not_get_the_request_again() -> None:
+    async def break_late(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(1.2)
+        writer.transport.abort()
+        return False
+
+    async with world([FakeEngine(behave=poisoned(break_late))], health={"interval": 60}) as it:
+        assert (await it.post())[0] == 200
+        assert (await it.post(POISON))[0] == 502
+        assert len(it.engines[0].requests) == 2
+
+
 async def test_the_client_gets_the_engines_own_answer_to_poison() -> None:
     behave = poisoned(says(plain(500, ERROR), then="keep"))
     async with world([FakeEngine(behave=behave) for _ in range(2)]) as it:

@@ -97,6 +97,26 @@ async def test_an_unknown_model_and_one_without_engines_fall_back() -> None:
         }
 
 
+async def test_a_request_that_kills_engines_does_not_get_those_of_another_model() -> None:
+    async def die(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if b"POISON" not in request.body:
+            return await strict(engine, request, writer)
+        await engine.stop()
+        return False
+
+    engines = fakes(SMALL, SMALL, SMALL, LARGE)
+    for engine in engines[:3]:
+        engine.behave = die
+    async with world(engines, fallbacks=FALLBACKS, health={"interval": 60}) as w:
+        for _ in range(3):  # now each engine has a kept connection
+            assert (await w.post({"model": "small", "prompt": "x"}))[0] == 200
+        status, _, got = await w.post({"model": "small", "prompt": "POISON"})
+        assert (status, got["error"]["code"]) == (502, "failed_twice")
+        assert sorted(len(engine.requests) for engine in engines[:3]) == [1, 2, 2]
+        assert not engines[3].requests
+        assert await fallbacks(w) == {}
+
+
 async def test_the_next_model_follows_if_one_cannot_serve_either() -> None:
     async with world(fakes(SMALL, LARGE, OTHER), fallbacks=FALLBACKS) as w:
         await w.engines[0].stop()

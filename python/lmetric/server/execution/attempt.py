@@ -33,6 +33,10 @@ ANSWER_BYTES = 16 << 20
 # Time from a stream's first comment until its client gets it, if no token has come. Most streams
 # with comments have a token by then, and keep the engine's own head.
 COMMENT_SECONDS = 0.5
+# An engine may close an idle connection just when a request is on its way. The close then comes
+# about a round trip after the sending; the rest is for slow networks and a busy event loop. If it
+# comes later, the engine has worked on the request, and may have died of it.
+RESEND_SECONDS = 1.0
 # Longest wait for the body of an error answer. An engine that has refused gets no more time.
 REFUSAL_SECONDS = 5.0
 
@@ -56,6 +60,7 @@ class EngineAttempt(Attempt):
     reader: Connection
     _connecting: asyncio.Task[Connection] | None = None
     _fresh = False  # its connection was opened for this step
+    _closed = ""  # why the step is sent again, if it is
     _progress = 0  # of the answer at the last check
     _since = inf  # start of the present time limit, seconds on the monotonic clock
     _refused_at = 0.0  # first check that saw the head of an error answer
@@ -120,7 +125,7 @@ class EngineAttempt(Attempt):
         try:
             error, now = task.exception(), time.monotonic()
             if isinstance(error, UpstreamError):
-                self.fail(error.kind, str(error))
+                self._not_connected(error)
                 return
             connection = task.result()
             if connection.transport.is_closing():
@@ -316,17 +321,31 @@ class EngineAttempt(Attempt):
 
     # Failures.
 
+    def _not_connected(self, error: UpstreamError) -> None:
+        """Fails the attempt without a connection.
+
+        If the step was sent before, its engine may have died of it, and counts as an engine that
+        had accepted it.
+        """
+        kind, reason = error.kind, str(error)
+        if self._closed and error.before_sending and kind != "resources":
+            self.step.engine.failed(kind, reason)
+            kind, reason = "reset", f"{self._closed}; {reason}"
+        self.fail(kind, reason)
+
     def _broke(self, reason: str) -> None:
         """Fails the attempt, or resends the step, after a broken connection or a malformed answer.
 
         An engine may close an idle connection just when it is used again. That is no failure: the
         step is sent again on a new connection.
         """
-        if self._fresh or self.reader.pieces:
+        late = time.monotonic() - self._since > RESEND_SECONDS
+        if self._fresh or late or self.reader.pieces:
             self.fail("reset", reason)
         elif self.step.kv is not None:
             self._stale(late=False)
         else:
+            self._closed = reason
             self._drop()
             self._connect()
 
