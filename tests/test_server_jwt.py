@@ -25,6 +25,7 @@ from lmetric.server.observe.usage import OTHER_TENANTS
 from lmetric.top_screen import why
 from server_world import READ_BYTES, FakeEngine, World, chunk, world
 from test_server_client import client
+from test_server_passthrough import Responses
 from test_server_process import engine, router
 from test_server_reload import logged
 from waiting import until
@@ -221,6 +222,28 @@ async def test_a_request_with_a_new_key_waits_for_the_keys(size: int) -> None:
         assert (await page)[0] == 200
         assert (await other)[0] == 401
         assert [len(each.json["prompt"]) for each in w.engines[0].requests] == [1, 1, size]
+
+
+@pytest.mark.usefixtures("short_pause")
+async def test_a_client_that_leaves_before_its_key_is_known_asks_for_no_response() -> None:
+    async with Issuer().serving() as issuer, world([Responses()], auth=auth(issuer)) as w:
+        body = {"model": "tiny", "input": "x"}
+        status, _, made = await w.post(body, "/v1/responses", bearer(issuer.token()))
+        assert status == 200
+        count = len(w.engines[0].requests)
+        _allow_read(w)
+        issuer.rotate()
+        issuer.gate = asyncio.Event()
+        path = f"/v1/responses/{made['id']}"
+        gone = asyncio.create_task(w.get(path, bearer(issuer.token())))
+        await until(lambda: issuer.reads == 2)
+        gone.cancel()
+        await until(lambda: not w.server.front.clients.connections)
+        issuer.gate.set()
+        requests = w.server.front.metrics.requests.requests
+        await until(lambda: sum(requests.values()) == 2)
+        assert [status for _, _, status in requests] == [200, 499]
+        assert len(w.engines[0].requests) == count
 
 
 def _allow_read(w: World | PickerWorld) -> None:

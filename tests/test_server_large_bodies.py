@@ -17,13 +17,14 @@ import pytest
 from lmetric.config import ServerConfig
 from lmetric.engines import handover
 from lmetric.server.api import request as api_request
-from lmetric.server.api.request import LARGE_BODY
+from lmetric.server.api.request import LARGE_BODY, BodyParts
 from lmetric.server.http import home
 from lmetric.server.http.pages import engines as engine_pages
 from lmetric.server.tls.contexts import TlsContext
 from server_world import FakeEngine, Request, chunk, plain, usage, world
 from test_server_client import client, post
 from test_server_pd import PARAMS, fakes, second
+from waiting import PATIENCE_SECONDS
 
 SIZE = (32 << 20) - 8192
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -230,6 +231,37 @@ async def test_requests_behind_a_large_one_and_clients_that_leave() -> None:
         front = w.server.front
         await w.until(lambda: not front.clients.body_bytes and not front.connections)
         front._threads._threads.shutdown()  # else its work would count in the next test
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["chunks", "gzip"])
+async def test_a_client_that_leaves_while_its_body_is_joined_has_left(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request went to an engine, and nobody stopped it there."""
+    begun, release, joined = threading.Event(), threading.Event(), BodyParts.joined
+
+    def wait(parts: BodyParts) -> bytes:
+        if len(parts) > LARGE_BODY:
+            begun.set()
+            assert release.wait(PATIENCE_SECONDS)
+        return joined(parts)
+
+    monkeypatch.setattr(BodyParts, "joined", wait)
+    data = body(b"[" + b"1," * LARGE_BODY + b"1]")
+    fields = "content-encoding: gzip\r\n" if packed else ""
+    async with world([FakeEngine(behave=whole)]) as w:
+        front, counts = w.server.front, w.server.metrics.requests.requests
+        try:
+            async with client(w) as c:
+                await c.send(in_chunks(gzip.compress(data) if packed else data, COMPLETIONS, fields))
+                await w.until(begun.is_set)
+            await w.until(lambda: not front.clients.connections)
+        finally:
+            release.set()
+        await w.until(lambda: counts)
+        assert list(counts) == [("", "", 499)]
+        assert not w.engines[0].requests
+        assert not front.clients.body_bytes
 
 
 async def test_small_bodies_need_no_thread(work: list[tuple[str, bool]]) -> None:

@@ -254,7 +254,11 @@ class Frontend(web.Server):
                 self.running.ended(client_request, None, error)
             else:
                 client_request.started = time.monotonic()
-                if stored is None:
+                if client_request.transport.is_closing():
+                    # Its client left while it had no relay, so nothing else would end it.
+                    client_request.keep_alive = False
+                    self.running.ended(client_request, None, None)
+                elif stored is None:
                     self.arrivals.serve(client_request, body)
                 else:
                     self.stored.serve(client_request, stored, request.method)
