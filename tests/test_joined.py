@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmetric._core import TokenEncoder
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps
-from lmetric.server.execution.parts import Parts
+from lmetric.server.execution.parts import Call, Parts, PartsDiffer
 from lmetric.server.execution.plan import MergeError
 from lmetric.server.execution.transcript import Transcript
 from lmetric_lab.emulated.text import TOKENIZER_PATH
+from server_world import STREAM_HEAD, chunk, event
+from test_response_reader import begun
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
 PROMPT = [74, 393, 81]
@@ -245,3 +250,65 @@ def test_the_tokens_of_the_reasoning_are_counted_by_its_text(reasoning: str) -> 
     known = reasoning not in ("", "other")
     details = {"reasoning_tokens": len(ids[1])} if known else None
     assert end["usage"].get("completion_tokens_details") == details
+
+
+FRAGMENTS = st.lists(
+    st.fixed_dictionaries(
+        {"index": st.integers(0, 3)},
+        optional={
+            "id": st.none() | st.text(max_size=2),
+            "function": st.none()
+            | st.fixed_dictionaries(
+                {},
+                optional={
+                    "name": st.none() | st.text(max_size=3),
+                    "arguments": st.none() | st.text(max_size=5),
+                },
+            ),
+        },
+    ),
+    max_size=12,
+)
+
+
+@given(fragments=FRAGMENTS, sizes=st.lists(st.integers(1, 4), min_size=12, max_size=12))
+def test_tool_calls_added_at_once_are_those_added_one_by_one(
+    fragments: list[dict[str, Any]], sizes: list[int]
+) -> None:
+    deltas, left = [], fragments
+    for size in sizes:
+        deltas, left = [*deltas, left[:size]], left[size:]
+    one, all_at_once = Parts("thought", "text"), Parts("thought", "text")
+    seen: list[Call] = []  # by a rule without order, or lists
+    for each in fragments:
+        if each["index"] > len(seen):
+            with pytest.raises(PartsDiffer):
+                all_at_once.add_calls(deltas)
+            with pytest.raises(PartsDiffer):
+                one.add({"tool_calls": fragments})
+            return
+        seen += [Call()] * (each["index"] == len(seen))
+        known, function = seen[each["index"]], each.get("function") or {}
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        added = Call(known.id or each.get("id") or "", known.name + name, known.arguments + arguments)
+        seen[each["index"]] = added
+    for calls in deltas:
+        one.add({"tool_calls": calls})
+    all_at_once.add_calls(deltas)
+    assert one == all_at_once == Parts("thought", "text", seen)
+
+
+def test_the_time_to_read_a_tool_call_grows_with_its_length() -> None:
+    """40,000 fragments took 4 s of the event loop, which copied all of the call for each one."""
+    pieces = ["0123456789" * 5] * 40_000
+    reader, _ = begun(lambda data: None, observe=True)
+    reader.data_received(STREAM_HEAD)
+    for at in range(0, len(pieces), 1000):
+        calls = ({"index": 0, "function": {"arguments": each}} for each in pieces[at : at + 1000])
+        choices = ({"index": 0, "delta": {"tool_calls": [call]}, "token_ids": [5]} for call in calls)
+        reader.data_received(chunk(b"".join(event({"choices": [choice]}) for choice in choices)))
+    it = joined(CHAT, stream=True)
+    began = time.process_time()
+    it.observe(reader)
+    assert time.process_time() - began < 1
+    assert it.parts == Parts(calls=[Call(arguments="".join(pieces))])

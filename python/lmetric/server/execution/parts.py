@@ -7,8 +7,10 @@ the beginning of the other, field by field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 JSON = Mapping[str, Any]
@@ -42,7 +44,17 @@ class Parts:
         """Adds a chunk's delta. Raises PartsDiffer if its calls have no order."""
         self.reasoning += delta.get("reasoning") or delta.get("reasoning_content") or ""
         self.content += delta.get("content") or ""
-        for each in delta.get("tool_calls") or ():
+        if calls := delta.get("tool_calls"):
+            self.add_calls([calls])
+
+    def add_calls(self, deltas: Iterable[Iterable[JSON]]) -> None:
+        """Adds the `tool_calls` of chunks. Raises PartsDiffer if the calls have no order.
+
+        A call may have many thousand fragments, so each text is joined once.
+        """
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        arguments: defaultdict[int, list[str]] = defaultdict(list)
+        for each in chain.from_iterable(deltas):
             index = each.get("index")
             if type(index) is not int or not 0 <= index <= len(self.calls):
                 raise PartsDiffer("its tool calls have no order")
@@ -50,8 +62,11 @@ class Parts:
                 self.calls.append(Call())
             call, function = self.calls[index], each.get("function") or {}
             call.id = call.id or each.get("id") or ""
-            call.name += function.get("name") or ""
-            call.arguments += function.get("arguments") or ""
+            names[index].append(function.get("name") or "")
+            arguments[index].append(function.get("arguments") or "")
+        for index, texts in names.items():
+            self.calls[index].name += "".join(texts)
+            self.calls[index].arguments += "".join(arguments[index])
 
     def news(self, whole: Parts) -> dict[str, Any]:
         """Returns the delta from these parts to the parts of another run; empty: it has no more.

@@ -221,8 +221,7 @@ class Transcript:
         if (parsed := reader.observed_parsed()) is not None:
             self.parts = Parts(parsed[0], text)
             try:
-                for calls in parsed[1]:
-                    self.parts.add({"tool_calls": orjson.loads(calls)})
+                self.parts.add_calls(map(orjson.loads, parsed[1]))
             except (PartsDiffer, TypeError, AttributeError, orjson.JSONDecodeError) as error:
                 raise MergeError(f"the engine's tool calls cannot be read: {error}") from None
 
