@@ -202,3 +202,40 @@ def test_events_of_a_stream_that_ends_with_its_connection() -> None:
     reader.data_received(token("b"))
     assert sink.told[-1][0] == OUT
     assert reader.events() == [token("b")[6:-2]]
+
+
+def in_pieces(data: bytes) -> list[bytes]:
+    return [data[at : at + 60_000] for at in range(0, len(data), 60_000)]
+
+
+def test_an_event_for_python_is_whole_however_long_it_is() -> None:
+    """vLLM's first event repeats the prompt's token ids. Its first part was READY."""
+    first = noted("a", [1], choice={"prompt_token_ids": [12345] * 100_000})
+    reader, sink = begun(None, http11=False, require_finish=True)
+    sink.received = lambda flags, data: sink.told.append((flags, data))  # type: ignore[method-assign]
+    assert reader.commit_events() == []
+    reader.data_received(STREAM_HEAD)
+    pieces = in_pieces(chunk(first) + chunk(token("b")))
+    for piece in pieces:
+        reader.data_received(piece)
+    assert [flags for flags, _ in sink.told] == [0] * len(pieces) + [READY]
+    assert reader.tokens == 2
+    assert reader.commit_events() == [first[6:-2], token("b")[6:-2]]
+    second = noted("c", [2], choice={"prompt_token_ids": [54321] * 100_000})
+    for piece in in_pieces(chunk(second)):
+        reader.data_received(piece)
+    assert reader.events() == [second[6:-2]]
+    assert not sink.errors
+
+
+def test_an_event_for_python_that_is_too_long_is_a_fault() -> None:
+    reader, sink = begun(None, http11=False, require_finish=True)
+    reader.commit_events()
+    reader.data_received(STREAM_HEAD)
+    for piece in in_pieces(chunk(noted("a", [1], more=" " * (8 << 20)))):
+        if not sink.errors:
+            reader.data_received(piece)
+    (error,) = sink.errors
+    assert isinstance(error, WireError)
+    assert "an event of more than 8388608 bytes" in str(error)
+    assert {flags for flags, _ in sink.told} == {0}

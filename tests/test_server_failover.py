@@ -385,12 +385,16 @@ async def test_engines_that_parse_reasoning_are_named() -> None:
 # -------------------------------------------------------------------------
 
 
-def parts(request: Request, last: str = "length") -> list[bytes]:
-    """Returns the story as events of one token each, then usage and end."""
+def parts(request: Request, last: str = "length", ahead: int = 0) -> list[bytes]:
+    """Returns the story as events of one token each, then usage and end.
+
+    `ahead`: the number of tokens before the start of the story.
+    """
     body = request.json
-    done = len(body["prompt"]) - len(START)
+    prompt = body["prompt"][ahead:]
+    done = len(prompt) - len(START)
     ids = STORY[done : done + body["max_tokens"]]
-    texts = [text_of(body["prompt"], ids[: n + 1]) for n in range(len(ids))]
+    texts = [text_of(prompt, ids[: n + 1]) for n in range(len(ids))]
     events = []
     for n, token in enumerate(ids):
         text = texts[n][len(texts[n - 1]) :] if n else texts[0]
@@ -404,7 +408,13 @@ def parts(request: Request, last: str = "length") -> list[bytes]:
 
 
 def cut(
-    at: int, then: bytes = b"", *, last: str = "length", wait: float = 0.02, together: int = 0
+    at: int,
+    then: bytes = b"",
+    *,
+    last: str = "length",
+    wait: float = 0.02,
+    together: int = 0,
+    ahead: int = 0,
 ) -> Behaviour:
     """Sends the whole stream, or its first `at` events if it is the first request, and resets.
 
@@ -416,8 +426,8 @@ def cut(
         if request.path == "/tokenize":
             writer.write(plain(404, {}))
             return True
-        events = parts(request, last)
-        first = len(request.json["prompt"]) == len(START)
+        events = parts(request, last, ahead)
+        first = len(request.json["prompt"]) == ahead + len(START)
         writer.write(STREAM_HEAD)
         for each in events[: at - together if first else None]:
             writer.write(chunk(each))
@@ -479,6 +489,24 @@ async def test_no_token_is_lost_or_doubled_wherever_the_answer_breaks(at: int, t
     async with fakes(behave, behave) as w:
         is_whole(await story(w))
         assert model(w).failovers == {"continued": 1}
+
+
+async def test_a_stream_with_a_long_prompt_continues_more_than_once() -> None:
+    """The first event of each engine repeats 100,000 token ids. A part of it failed the engine."""
+    ahead = [START[0]] * 100_000
+    whole = cut(7, ahead=len(ahead))
+
+    async def dies(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/tokenize":
+            return await whole(engine, request, writer)
+        events = parts(request, ahead=len(ahead))[:5]
+        assert len(events[0]) > 400_000
+        writer.write(STREAM_HEAD + b"".join(map(chunk, events)))
+        return False  # the connection closes after these bytes
+
+    async with fakes(dies, dies, whole) as w:
+        is_whole(await story(w, prompt=[*ahead, *START]))
+        assert model(w).failovers == {"continued": 2}
 
 
 GARBAGE = b"\xa7\x00garbage\r\n"

@@ -991,7 +991,8 @@ class ResponseReader:
     ) -> bytes: ...  # texts of comments dropped before the commit, each as a line
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
-    # events().
+    # events(). Right after begin() it does not commit yet, but then no event is cut, and an event
+    # of more than 8 MiB is an error. Otherwise, events above 256 KiB are cut.
     def events(self) -> list[bytes]: ...
     # Instead of take(), after commit_events(): the data of each event except [DONE], and each
     # comment line, which begins with a colon.

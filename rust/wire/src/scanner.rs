@@ -23,7 +23,8 @@ pub const HEAD_LIMIT: usize = 64 * 1024;
 /// Capacity that a connection's empty buffers keep, in bytes.
 const BUFFER_LIMIT: usize = 16 * 1024;
 /// Longest plain answer that is withheld until it is whole, and longest event that is withheld
-/// until its end, in bytes.
+/// until its end, in bytes. Observed streams and answers without a client have [`OBSERVED_LIMIT`]
+/// for events.
 pub const HOLD_LIMIT: usize = 256 * 1024;
 
 /// Bytes of a stream without a part of the answer, from which on the stream is refused.
@@ -371,7 +372,7 @@ impl Scanner {
             }
             step.out = !self.released.is_empty();
             step.unseen = self.newly_unseen();
-            return self.unless_quiet(step);
+            return self.within_limits(step);
         }
         let mut rest = input;
         // The head's bytes move aside so that payload can be read while the scanner changes.
@@ -418,15 +419,19 @@ impl Scanner {
                     !self.released.is_empty() || (step.end && !self.closed && self.out == Out::Chunked);
             }
         }
-        self.unless_quiet(step)
+        self.within_limits(step)
     }
 
     /// Refuses a stream that has sent too much without a part of the answer: comments, empty lines
-    /// and events, or chunks of single bytes cost time of all requests.
-    fn unless_quiet(&mut self, step: Step) -> Result<Step, WireError> {
+    /// and events, or chunks of single bytes cost time of all requests. Without a client, it also
+    /// refuses an event that is too long: its reader needs whole events.
+    fn within_limits(&mut self, step: Step) -> Result<Step, WireError> {
         self.said.quiet = self.said.quiet.saturating_sub(self.events.take_long());
         if self.said.quiet > QUIET_LIMIT {
             return Err(WireError::malformed(format!("{QUIET_LIMIT} bytes of a stream without a token")));
+        }
+        if self.alone && self.events.longest() > OBSERVED_LIMIT {
+            return Err(WireError::malformed(format!("an event of more than {OBSERVED_LIMIT} bytes")));
         }
         Ok(step)
     }
@@ -511,8 +516,13 @@ impl Scanner {
 
     /// Commits to this answer for the router's own use, without a client. From now on no step
     /// reports bytes that may pass, and [`Scanner::take_payload`] returns the whole payload.
+    ///
+    /// Before the head, this only declares that the answer has no client, and it stays withheld
+    /// until the next call. No event of such an answer is cut: events are withheld until their end,
+    /// and one with more than [`OBSERVED_LIMIT`] bytes of data is an error.
     pub fn commit_alone(&mut self) {
-        (self.committed, self.alone) = (true, true);
+        self.alone = true;
+        self.committed |= self.head.is_some();
     }
 
     /// Returns the payload so far, without framing.
@@ -701,7 +711,7 @@ impl Scanner {
             }
             None => self.pending.extend_from_slice(piece),
         }
-        if self.pending.len() > self.hold_limit() {
+        if self.pending.len() > self.hold_limit() && !self.alone {
             if let Some(observer) = &mut self.observer {
                 observer.part(&self.pending);
             }
@@ -755,7 +765,7 @@ impl Scanner {
 
     /// Longest event that is withheld until its end, in bytes.
     fn hold_limit(&self) -> usize {
-        if self.observer.is_some() { OBSERVED_LIMIT } else { HOLD_LIMIT }
+        if self.alone || self.observer.is_some() { OBSERVED_LIMIT } else { HOLD_LIMIT }
     }
 
     fn newly_unseen(&mut self) -> bool {

@@ -47,6 +47,8 @@ pub(crate) struct Events {
     has_data: bool,
     /// Bytes of the event's data so far.
     length: usize,
+    /// Bytes of the longest event's data so far.
+    longest: usize,
     /// Bytes of long data, see [`Events::take_long`].
     long: usize,
     /// Number of bytes of the event's data that equal `[DONE]`; `None`: they differ.
@@ -65,6 +67,7 @@ impl Default for Events {
             bare: true,
             has_data: false,
             length: 0,
+            longest: 0,
             long: 0,
             done: Some(0),
             probe,
@@ -168,6 +171,11 @@ impl Events {
         self.line == Line::Comment || (self.after_cr && self.after_filler)
     }
 
+    /// The length of the longest event's data so far, in bytes. The event may be incomplete.
+    pub(crate) fn longest(&self) -> usize {
+        self.longest
+    }
+
     /// Takes the number of bytes since the last call that events have beyond [`LONG_DATA`] bytes of
     /// data each.
     pub(crate) fn take_long(&mut self) -> usize {
@@ -176,6 +184,7 @@ impl Events {
 
     fn data(&mut self, bytes: &[u8]) {
         self.length += bytes.len();
+        self.longest = self.longest.max(self.length);
         if self.length > LONG_DATA {
             self.long += bytes.len().min(self.length - LONG_DATA);
         }

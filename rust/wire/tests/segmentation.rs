@@ -128,6 +128,7 @@ fn play_begun(scanner: Scanner, response: &[u8], cuts: &[usize], eof: bool, obse
 fn merged(response: &[u8], cuts: &[usize], eof: bool) -> Vec<String> {
     let mut scanner = Scanner::default();
     scanner.begin(false, true, false);
+    scanner.commit_alone();
     let mut events = Vec::new();
     let mut committed = false;
     for piece in pieces(response, cuts).into_iter().map(Some).chain(eof.then_some(None)) {
@@ -599,6 +600,59 @@ fn an_event_that_is_too_long_is_not_followed_wherever_it_is_cut() {
     for cut in [0, response.len() - 2, response.len() - 1] {
         let run = play(response.as_bytes(), &[cut], true, true, Some(true));
         assert_eq!(run.outcome.observed.unwrap().ids, [1]);
+    }
+}
+
+/// The first event of a stream that continues repeats the prompt as token IDs.
+#[test]
+fn an_event_for_merging_is_never_cut() {
+    let ids = vec!["12345"; 100_000].join(",");
+    let first = format!(r#"{{"choices":[{{"text":"a","prompt_token_ids":[{ids}],"token_ids":[1]}}]}}"#);
+    let second = r#"{"choices":[{"text":"b","token_ids":[2],"finish_reason":"stop"}]}"#;
+    let payload = format!(": ping\n\ndata: {first}\n\ndata: {second}\n\ndata: [DONE]\n\n");
+    for framing in [1, 2] {
+        let head = "content-type: text/event-stream\r\n";
+        let response = frame(head, payload.as_bytes(), framing, 50_000);
+        for size in [4_000, 60_000, response.len()] {
+            let cuts: Vec<usize> = (0..response.len()).step_by(size).collect();
+            let events = merged(&response, &cuts, framing == 1);
+            assert!(events == [first.as_str(), second], "{} events in pieces of {size}", events.len());
+        }
+    }
+}
+
+#[test]
+fn an_event_for_merging_that_is_too_long_is_an_error() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let start = r#"data: {"choices":[{"text":"a","token_ids":[1"#;
+    let end = "]}]}\n\n";
+    let data = start.len() + end.len() - "data: \n\n".len();
+    for (excess, begun) in [(0, false), (1, false), (0, true), (1, true)] {
+        let long = [start, &" ".repeat(OBSERVED_LIMIT - data + excess), end].concat();
+        let before = if begun { "data: {\"choices\":[{\"text\":\"b\"}]}\n\n" } else { "" };
+        let response = [head, before, &long].concat();
+        for size in [60_000, 1 << 20, response.len()] {
+            let mut scanner = Scanner::default();
+            scanner.begin(false, true, false);
+            scanner.commit_alone();
+            let (mut payload, mut failed) = (Vec::new(), None);
+            for piece in response.as_bytes().chunks(size) {
+                match scanner.feed(piece) {
+                    Ok(step) if step.ready => scanner.commit_alone(),
+                    Ok(_) => {}
+                    Err(error) => {
+                        failed = Some(error);
+                        break;
+                    }
+                }
+                payload.extend_from_slice(scanner.take_payload());
+            }
+            let expected = format!("an event of more than {OBSERVED_LIMIT} bytes");
+            assert_eq!(failed, (excess > 0).then_some(WireError::Malformed(expected)), "pieces of {size}");
+            let whole = if excess > 0 { before.to_owned() } else { [before, &long].concat() };
+            let lost = excess > 0 && size == response.len(); // of the piece that failed
+            assert!(lost || payload == whole.as_bytes(), "{} bytes in pieces of {size}", payload.len());
+        }
     }
 }
 

@@ -146,6 +146,8 @@ class EngineAttempt(Attempt):
             connection.begin(self, self._ticket, client_request.http11, finish, step.observed, step.hides_ids)
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
+            if step.reader == "events":
+                connection.commit_events()  # before its head: long events are not cut
         if self._rules.answers_asked_name and (names := client_request.renamed) is not None:
             connection.rename(*names)
         self._since = now
