@@ -140,11 +140,14 @@ def full_name(rival: str, rows: Mapping[str, Row]) -> str:
 
 
 class Played:
-    """Runs on real engines: the rows of a file that `bench/engine_schedulers` or a study wrote."""
+    """Runs on real engines: the rows of files that `bench/engine_schedulers` or a study wrote. Equal
+    seeds of several files are several runs."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open() as file:
-            self._rows = list(csv.DictReader(file))
+    def __init__(self, *paths: Path) -> None:
+        self._rows = []
+        for number, path in enumerate(paths):
+            with path.open() as file:
+                self._rows += [row | {"seed": f"{row['seed']}/{number}"} for row in csv.DictReader(file)]
 
     def values(self, name: str, measure: str, side: str = "live") -> dict[str, float]:
         """Returns a measure of an order or a system, by seed."""
@@ -187,9 +190,9 @@ class Raw:
         loaded: dict[str, Any] = json.loads(path.read_text())
         return loaded
 
-    def played(self, name: str) -> Played:
-        """Returns the runs on real engines in a file of `bench`."""
-        return Played(ROOT / "bench" / name)
+    def played(self, *names: str) -> Played:
+        """Returns the runs on real engines in files of `bench/engine_schedulers/real`."""
+        return Played(*(ROOT / "bench" / "engine_schedulers" / "real" / f"{name}.csv" for name in names))
 
 
 def module(study: str) -> ModuleType:

@@ -64,7 +64,15 @@ def figures(raw: Raw) -> dict[str, Any]:
     link = wait("50", "chunk by chunk")
     beyond, chunks = wait("3", "at the end") - link, wait("3", "chunk by chunk") - link
     ours = {stage: capacity.of(stage).ratio(OURS, COMPOSED, "rate") - 1 for stage in capacity}
+    live = raw.played("orders", "cold_starts")
+    pairs = raw.played("pairs")
     return {
+        "live_slo": live.changes("slo", "fcfs", "gap_p99"),
+        "live_slo_tokens": live.changes("slo", "fcfs", "output_tokens_per_second"),
+        "live_budget": live.changes("budget", "fcfs", "gap_p99"),
+        "live_budget_tokens": live.changes("budget", "fcfs", "output_tokens_per_second"),
+        "live_cut": pairs.changes("libra", "whole", "e2e_mean"),
+        "live_cut_slo": pairs.changes("libra_slo", "whole_slo", "e2e_mean"),
         "cut_1024": cuts.mean("cut at 1,024", "requests"),
         "cut_1358": cuts.mean("cut at 1,358", "requests"),
         "cut_best": max(cuts.mean(each, "requests") for each in CUTS),

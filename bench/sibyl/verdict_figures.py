@@ -53,7 +53,11 @@ def figures(raw: Raw) -> dict[str, Any]:
     h20, a100 = raw.scenarios("6"), raw.scenarios("12")
     independent, printed = raw.scenarios("independent"), raw.scenarios("printed").of("load 0.8")
     unequal = long_prompts | seen.of("heavy-tails")
+    live = raw.played("sibyl")
     return {
+        "live_rr": live.changes("sibyl", "round_robin", "tpot_p99"),
+        "live_least": live.changes("sibyl", "least_requests", "tpot_p99"),
+        "live_early": live.changes("sibyl_early", "sibyl", "tpot_p99"),
         "mean_zeta": change(paper.of("step time", "zeta"), "mean"),
         "mean_eq15": change(paper.of("Eq. 15, held"), "mean"),
         "long_over_reqlevel": Span(ratio - 1 for ratio in unequal.ratios("SIBYL", REQLEVEL, "p99")),

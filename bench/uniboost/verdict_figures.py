@@ -67,7 +67,12 @@ def figures(raw: Raw) -> dict[str, Any]:
     memory = rule.without("places", "azure")
     waits = "UniBoost, decodes wait"
     flood = raw.scenarios("tenants").of("rho 1.1")
+    live = raw.played("orders", "cold_starts")
     return {
+        "live_mean": live.changes("uniboost", "fcfs", "e2e_mean"),
+        "live_p99": live.changes("uniboost", "fcfs", "e2e_p99"),
+        "live_mean_priority": live.changes("uniboost", "priority", "e2e_mean"),
+        "live_p99_priority": live.changes("uniboost", "priority", "e2e_p99"),
         "azure_p99": azure_gammas.ratio(UNIBOOST, FCFS, "e2e p99") - 1,
         "azure_mean": azure_gammas.ratio(UNIBOOST, FCFS, "e2e mean") - 1,
         "azure_fixed": azure_gammas.ratio(prompts, FCFS, "e2e p99") - 1,
