@@ -140,8 +140,8 @@ def full_name(rival: str, rows: Mapping[str, Row]) -> str:
 
 
 class Played:
-    """Runs on real engines: the rows of files that `bench/engine_schedulers` or a study wrote. Equal
-    seeds of several files are several runs."""
+    """Runs on real engines: the rows of files that benchmarks wrote. Equal seeds of several files
+    are several runs."""
 
     def __init__(self, *paths: Path) -> None:
         self._rows = []
@@ -168,6 +168,10 @@ class Played:
         """Returns the change of a measure against another order's, by the seeds that both have."""
         ours, theirs = (self.values(each, measure, side) for each in (name, base))
         return Span(ours[seed] / theirs[seed] - 1 for seed in ours.keys() & theirs.keys())
+
+    def change(self, name: str, base: str, measure: str) -> float:
+        """Returns the median of `changes` in live runs."""
+        return float(np.median(self.changes(name, base, measure).values))
 
 
 @dataclass

@@ -69,8 +69,9 @@ def figures(raw: Raw) -> dict[str, Any]:
     return {
         "live_slo": live.changes("slo", "fcfs", "gap_p99"),
         "live_slo_tokens": live.changes("slo", "fcfs", "output_tokens_per_second"),
+        "live_slo_tokens_median": live.change("slo", "fcfs", "output_tokens_per_second"),
+        "live_over_budget": live.changes("slo", "budget", "gap_p99"),
         "live_budget": live.changes("budget", "fcfs", "gap_p99"),
-        "live_budget_tokens": live.changes("budget", "fcfs", "output_tokens_per_second"),
         "live_cut": pairs.changes("libra", "whole", "e2e_mean"),
         "live_cut_slo": pairs.changes("libra_slo", "whole_slo", "e2e_mean"),
         "cut_1024": cuts.mean("cut at 1,024", "requests"),

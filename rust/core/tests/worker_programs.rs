@@ -368,12 +368,12 @@ fn what_other_routers_need_counts_in_all_workers() {
     let published = two.router.share(2.0);
     let needed = published.iter().filter(|(_, load)| load.share.program_tokens > 0.0);
     assert_eq!(needed.map(|(name, _)| name.to_string()).collect::<Vec<_>>(), [home]);
-    // The next worker that leads has what changed before.
+    // The next worker that leads has what changed before. A message replaces all load of its router.
     two.hear("x", 64, 3.0);
     std::mem::forget(one.router);
     board(&memory, SUPERVISOR).clear(0).unwrap();
     two.release(4.0);
-    assert_eq!(two.peers_and_capacity().map(|(peers, _)| peers), [64.0, 320.0]);
+    assert_eq!(two.peers_and_capacity().map(|(peers, _)| peers), [64.0, 0.0]);
 }
 
 #[test]

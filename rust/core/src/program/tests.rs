@@ -183,7 +183,7 @@ fn a_program_waits_until_another_is_gone_and_older_ones_go_first() {
 #[test]
 fn a_mode_that_holds_nothing_releases_what_was_held() {
     for mode in [ProgramMode::Observe, ProgramMode::Auto] {
-        let mut programs = programs(ProgramMode::Admit, &[16_000.0, 1000.0]);
+        let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
         run(&mut programs, &chain(&[(1, 100)]), 0.0);
         run(&mut programs, &chain(&[(2, 100)]), 0.0);
         let (held, verdict) = programs.arrive(&arrival(&chain(&[(3, 200)])), 1.0);
