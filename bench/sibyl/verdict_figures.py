@@ -58,6 +58,14 @@ def figures(raw: Raw) -> dict[str, Any]:
         "live_rr": live.changes("sibyl", "round_robin", "tpot_p99"),
         "live_least": live.changes("sibyl", "least_requests", "tpot_p99"),
         "live_early": live.changes("sibyl_early", "sibyl", "tpot_p99"),
+        "simulated_all": Span(
+            live.mean("sibyl", "tpot_p99", "simulated") / live.mean(other, "tpot_p99", "simulated") - 1
+            for other in ("round_robin", "least_requests", "sibyl_early")
+        ),
+        "live_slower": Span(
+            live.mean(name, "tpot_mean") / live.mean(name, "tpot_mean", "simulated")
+            for name in ("round_robin", "least_requests", "sibyl", "sibyl_early")
+        ),
         "mean_zeta": change(paper.of("step time", "zeta"), "mean"),
         "mean_eq15": change(paper.of("Eq. 15, held"), "mean"),
         "long_over_reqlevel": Span(ratio - 1 for ratio in unequal.ratios("SIBYL", REQLEVEL, "p99")),
