@@ -135,7 +135,7 @@ def settings_rows() -> dict[str, list[str]]:
     for line in (PAGES / "configuration.md").read_text().splitlines():
         if line.startswith("#"):
             section = line.strip("# ")
-        elif line.startswith("| `"):
+        elif line.startswith("| `") and ". Keys as in `" not in line:  # else a section, shown elsewhere
             found.setdefault(section, []).append(line)
     return found
 

@@ -363,7 +363,7 @@ fn what_other_routers_need_counts_in_all_workers() {
         assert!(worker.router.has_programs_of_workers());
         assert_eq!(worker.peers_and_capacity().map(|(peers, _)| peers), [0.0, 320.0]);
     }
-    // What the workers' programs need is published under the right name.
+    // The needs of the workers' programs are published under the right name.
     let home = one.home(1).unwrap();
     let published = two.router.share(2.0);
     let needed = published.iter().filter(|(_, load)| load.share.program_tokens > 0.0);

@@ -86,7 +86,7 @@ struct Shared {
     copied: bool,
     /// Time of the last copy; `None`: this worker began without one.
     copied_at: Option<Seconds>,
-    /// What other routers need on each own slot, the slots that changed since the last event about
+    /// Needs of other routers on each own slot, the slots that changed since the last event about
     /// them, and the time of this event.
     peers: Vec<PeerPrograms>,
     changed_peers: BTreeSet<usize>,
@@ -488,7 +488,7 @@ impl Shared {
         gone.for_each(|key| _ = self.write(INSTANCE_GONE, now, &[&[*key]]));
     }
 
-    /// Publishes what other routers need on the instances where that has changed.
+    /// Publishes the needs of other routers on the instances with new ones.
     fn write_peers(&mut self, now: Seconds) {
         if self.changed_peers.is_empty() || now - self.peers_at < PEERS_SECONDS {
             return;

@@ -356,9 +356,8 @@ impl Ledger {
 
     /// Returns the number of own and peer requests in the fleet, and of external ones.
     pub fn requests(&self) -> (f64, f64) {
-        self.accounts.iter().fold((0.0, 0.0), |(known, others), account| {
-            (known + account.known(), others + account.external.waiting + account.external.running)
-        })
+        let sum = |of: fn(&Account) -> f64| self.accounts.iter().map(of).sum();
+        (sum(Account::known), sum(Account::others))
     }
 
     /// Returns the time of the instance's last load report.
