@@ -186,6 +186,18 @@ async def test_images_of_messages_and_responses_are_encoded() -> None:
         assert encoder.parts == [image(FACE), image(HILL)]
 
 
+@pytest.mark.parametrize("size", [10, 100_000], ids=["at once", "in a thread"])
+async def test_the_engine_judges_malformed_requests_with_media(size: int) -> None:
+    """Security: a tool without a name made an error 500 with a traceback in the log."""
+    shown = [{"type": "input_image", "image_url": HILL}, {"type": "input_text", "text": "x" * size}]
+    tools = [{"type": "namespace", "tools": [{"type": "function"}]}]
+    async with encoding(1) as (w, (encoder,)):
+        body = {"model": "tiny", "input": [{"role": "user", "content": shown}], "tools": tools}
+        await ok(w, body, "/v1/responses")
+        assert not encoder.parts
+        assert w.engines[0].requests[-1].json["tools"] == tools
+
+
 async def test_large_images_are_read_and_sent_in_full() -> None:
     large = FACE + "A" * (3 << 20)
     async with encoding(1) as (w, (encoder,)):

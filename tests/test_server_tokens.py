@@ -12,7 +12,7 @@ import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
-from lmetric.server.http import threads
+from lmetric.server.api.request import LARGE_BODY, ParsedRequest
 from lmetric.tokens.errors import TokenizerError
 from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 from lmetric_lab.emulated.options import EngineOptions
@@ -214,15 +214,70 @@ async def test_requests_that_wait_count_and_end_with_the_server(folder: Path, he
         held.set()
 
 
-async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+@pytest.mark.parametrize("text", ["short", LONG], ids=["at once", "in a thread"])
+async def test_a_failing_tokenizer_fails_no_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
-    begin = threads.WorkThreads.begin
     async with world(1, tokenizer=str(folder)) as w:
-        monkeypatch.setattr(threads.WorkThreads, "begin", lambda threads, _: begin(threads, fail))
-        status, _, _ = await w.post(chat(LONG), CHAT)
+        monkeypatch.setattr(PromptTokenizer, "encode", fail)
+        status, _, _ = await w.post(chat(text), CHAT)
         assert status == 200
+        assert w.server.fleet.models[0].tokenizers.text_prompts == {"tokenizer": 1}
+
+
+async def test_no_request_goes_on_without_its_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Security: with API keys, the router removes the priority that a client sets."""
+
+    def fail(_: ParsedRequest) -> None:
+        raise RuntimeError("broken")
+
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-alice: alice\n")
+    monkeypatch.setattr(ParsedRequest, "apply_changes", fail)
+    async with world(1, tokenizer=str(folder), auth={"keys_file": keys}) as w:
+        for size in (10, 2 * LARGE_BODY):  # at once, and in a thread
+            body = chat("x" * size, priority=-5)
+            assert (await w.post(body, CHAT, {"authorization": "Bearer sk-alice"}))[0] == 500
+        assert not asked(w)
+
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": 5}
+CHANGED = {"type": "tool_removal", "tool": {"name": ["a"]}}
+MALFORMED = [
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}
+                    ],
+                }
+            ]
+        },
+    ),
+    (MESSAGES, {"messages": [{"role": "user", "content": [RESULT]}]}),
+    (MESSAGES, {"tools": [{"name": ["a"]}], "messages": [{"role": "system", "content": [CHANGED]}]}),
+    (RESPONSES, {"input": "x", "tools": [{"type": "namespace", "tools": [{"type": "function"}]}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), MALFORMED, ids=range(len(MALFORMED)))
+@pytest.mark.parametrize("size", [10, 100_000], ids=["at once", "in a thread"])
+async def test_the_engine_judges_malformed_requests(
+    folder: Path, path: str, fields: dict[str, Any], size: int
+) -> None:
+    """Security: some made an error 500 with a traceback in the log."""
+    body = {"model": "tiny", "metadata": {"a": "x" * size}, **fields}
+    async with world(1, tokenizer=str(folder)) as w:
+        assert (await w.post(body, path))[0] == 200
         assert w.server.fleet.models[0].tokenizers.text_prompts == {"tokenizer": 1}
 
 

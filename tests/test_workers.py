@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -629,3 +630,18 @@ async def test_without_a_token_administrators_on_this_machine_reach_all_workers(
         for _ in range(6):
             states = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
             assert states[name]
+
+
+@pytest.mark.parametrize("mark", [b"\xff", b"a", "é".encode()])
+async def test_a_client_cannot_break_a_page_with_the_mark_of_the_supervisor(mark: bytes) -> None:
+    """Security: a byte that is no text made an error 500 with a traceback in the log."""
+    async with serving(base=OPEN) as (process, _, _):
+        place = urlsplit(process.url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(
+            b"GET /debug/decisions/1-0123456789abcdef HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            b"x-lmetric-worker: " + mark + b"\r\n\r\n"
+        )
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 404 "), answer

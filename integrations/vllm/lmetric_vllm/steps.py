@@ -61,7 +61,7 @@ def fetched_tokens(scheduler: Scheduler, request: Request, cached: int) -> int:
     # vLLM, too, offers the connector whole blocks only.
     whole = cached - cached % scheduler.block_size
     fetched, _ = scheduler.connector.get_num_new_matched_tokens(request, whole)
-    return max(0, whole + (fetched or 0) - cached)
+    return max(0, int(whole + (fetched or 0) - cached))
 
 
 class StepClock:

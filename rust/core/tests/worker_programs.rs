@@ -368,7 +368,7 @@ fn what_other_routers_need_counts_in_all_workers() {
     let published = two.router.share(2.0);
     let needed = published.iter().filter(|(_, load)| load.share.program_tokens > 0.0);
     assert_eq!(needed.map(|(name, _)| name.to_string()).collect::<Vec<_>>(), [home]);
-    // The next worker that leads has what changed before. A message replaces all load of its router.
+    // The next worker that leads has what changed before. A message replaces all of its router.
     two.hear("x", 64, 3.0);
     std::mem::forget(one.router);
     board(&memory, SUPERVISOR).clear(0).unwrap();

@@ -1,8 +1,8 @@
 //! The parts of the OpenAI API that a router reads.
 //!
 //! Refuses a body that is no JSON object or has an absurd shape, and a model name that is no
-//! string. Refuses fields for messages between engines: from a client, they could stop an engine, or
-//! choose an adapter that the client must not use.
+//! string. Refuses fields for messages between engines: from a client, they could stop an engine,
+//! or choose an adapter that the client must not use.
 //! All other fields are the engine's to check. The router estimates the load of values that it
 //! cannot read.
 

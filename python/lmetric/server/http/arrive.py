@@ -39,6 +39,7 @@ from lmetric.server.http.tokenizing import (
     read_media,
     read_prompt,
     take_prompt,
+    unpredictable,
 )
 from lmetric.tokens.errors import NotPredictable
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from lmetric.tokens.prompt import Tokens
 
 log = structlog.get_logger("lmetric.access")
-log_tokens = structlog.get_logger("lmetric.tokens")
 
 
 class Arrivals:
@@ -254,12 +254,13 @@ class Arrivals:
         try:
             text = prompt_text(tokenizer, call)
             tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
-        except NotPredictable as error:
-            count_text_prompt(model, error)
+            prompt = None if tokens is None else tokenizer.expand(text, tokens)
+        except Exception as error:
+            count_text_prompt(model, unpredictable(error))
             return None
-        if tokens is None:
+        if prompt is None:
             return partial(encode_all, tokenizer, text)
-        take_prompt(model, call, tokenizer.expand(text, tokens))
+        take_prompt(model, call, prompt)
         return None
 
     def _place(self, intent: Intent, now: float) -> None:
@@ -278,15 +279,13 @@ class Arrivals:
         call, model = intent.call, intent.model
 
         def then(work: asyncio.Future[Tokens | ImagePrompt | None], now: float) -> None:
-            error = work.exception()
-            if error is None:
-                if (prompt := work.result()) is not None:
-                    take_prompt(model, call, prompt)
-            elif isinstance(error, NotPredictable):
+            try:
+                prompt = work.result()
+            except NotPredictable as error:
                 count_text_prompt(model, error)
             else:
-                log_tokens.error("cannot tokenize a prompt", exc_info=error)
-                count_text_prompt(model, NotPredictable("tokenizer", str(error)))
+                if prompt is not None:
+                    take_prompt(model, call, prompt)
             self._place(intent, now)
 
         work = self._threads.begin(partial(_prepare, call, read))
@@ -301,7 +300,10 @@ def _prepare(
     """Changes a body, and returns its prompt's tokens. Raises NotPredictable."""
     if call.changes:
         call.apply_changes()
-    return None if read is None else read()
+    try:
+        return None if read is None else read()
+    except Exception as error:
+        raise unpredictable(error) from None
 
 
 def _read_media(

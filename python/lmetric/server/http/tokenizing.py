@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,20 @@ RENDERED_BYTES = 64 << 10
 ENCODED_APIS = ("chat", "messages", "responses")
 
 log = structlog.get_logger("lmetric.tokens")
+
+
+def unpredictable(error: Exception) -> NotPredictable:
+    """Returns the reason why reading a prompt failed.
+
+    A malformed request may fail the reader or a template in any way. The engine judges it.
+    """
+    return error if isinstance(error, NotPredictable) else NotPredictable("tokenizer", _shown(error))
+
+
+def _shown(error: Exception) -> str:
+    """Returns the kind and the place of an error. Its message may have a part of a prompt."""
+    (frame,) = traceback.extract_tb(error.__traceback__, limit=-1)
+    return f"{type(error).__name__} in {frame.name}, {frame.filename}:{frame.lineno}"
 
 
 def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
@@ -61,8 +76,8 @@ def read_media(call: ParsedRequest) -> None:
 
     try:
         call.media = media_of(call.path.prompt, call.request)
-    except ValueError as error:  # the reader in Rust allows more
-        log.debug("the media of a request are unknown", reason=str(error))
+    except Exception as error:  # of a malformed request, which the engine judges
+        log.debug("the media of a request are unknown", reason=_shown(error))
 
 
 def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt) -> None:

@@ -305,7 +305,9 @@ class Worker:
 
     def is_repeated(self, mark: str | None) -> bool:
         """Returns whether a request comes from the supervisor, for this worker alone."""
-        return mark is not None and hmac.compare_digest(mark.encode(), self.secret.hex().encode())
+        if mark is None:
+            return False
+        return hmac.compare_digest(mark.encode("utf-8", "surrogateescape"), self.secret.hex().encode())
 
     async def stop(self) -> None:
         """Stops the exchange."""
