@@ -169,6 +169,8 @@ def files() -> dict[str, str]:
     pool = [f"`{name}`" for name, field in PoolSettings.model_fields.items() if not is_tuning(field)]
     made = "".join(sections(ServerConfig, "", {ServerConfig: ""}))
     made = made.replace("{names}", f"{', '.join(pool[:-1])} and {pool[-1]}")
-    tuning = rows((".".join((TUNING, *path)), field, "") for path, field in tuning_fields(ServerConfig).items())
+    tuning = rows(
+        (".".join((TUNING, *path)), field, "") for path, field in tuning_fields(ServerConfig).items()
+    )
     page = HEAD + "\n" + made + OPTIONS + "".join(option_tables()) + TUNING_HEAD + tuning + TAIL
     return {"docs/reference/configuration.md": page}

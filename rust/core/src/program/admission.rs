@@ -8,8 +8,9 @@
 //! Two rules bound a hold while others keep the caches full. A program held for [`FAIR_SECONDS`]
 //! takes the place of programs between two turns whose tenant keeps at least as many tokens for its
 //! weight as its own tenant then has. A program held for the longest hold is refused; if it has run
-//! before, it keeps its birth, so it is among the first when it returns. It does not take the place of a program of its
-//! own tenant: that program would return soon, compute its context again, and wait in turn.
+//! before, it keeps its birth, so it is among the first when it returns. It does not take the place
+//! of a program of its own tenant: that program would return soon, compute its context again, and
+//! wait in turn.
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
 use super::queue::Line;
