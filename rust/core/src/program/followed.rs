@@ -17,7 +17,6 @@ use super::gaps::Finish;
 use super::ledger::InstanceLedger;
 use super::programs::Programs;
 use super::settings::ProgramConfig;
-use super::share::RouterShare;
 use super::types::{Arrival, PeerPrograms, PeerRoot, ProgramNote, Root, TurnId, Verdict, Work};
 use crate::board::Board;
 use crate::board::log::{ALL, LEFT, MOST_WORDS, Read, Record};
@@ -68,8 +67,6 @@ const HELD_TICK_SECONDS: Seconds = 0.05;
 #[derive(Clone, Debug)]
 pub struct Followed {
     programs: Programs,
-    /// The part of the fleet that these programs have, if other routers use it, too.
-    share: RouterShare,
     shared: Option<Box<Shared>>,
 }
 
@@ -148,7 +145,7 @@ impl Followed {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(config: ProgramConfig) -> Result<Followed, CoreError> {
-        Ok(Followed { programs: Programs::new(config)?, share: RouterShare::default(), shared: None })
+        Ok(Followed { programs: Programs::new(config)?, shared: None })
     }
 
     /// Returns the programs.
@@ -282,14 +279,8 @@ impl Followed {
         }
     }
 
-    /// Records the present number of known requests in the fleet, and of others.
-    pub fn note_share(&mut self, known: f64, others: f64, now: Seconds) {
-        self.share.note(known, others, now);
-    }
-
-    /// Records the prefill of a placed request. The others of the fleet are taken to be like it.
+    /// Records the prefill of a placed request.
     pub fn computes(&mut self, turn: TurnId, work: Work, now: Seconds) {
-        let work = Work { seconds: work.seconds / self.share.get(), ..work };
         if self.shared.is_none() {
             return self.programs.computes(turn, work, now);
         }
@@ -417,10 +408,8 @@ impl Followed {
         }
     }
 
-    /// Sets the capacity of an instance, of which these programs have their share, and whether it
-    /// takes new requests.
+    /// Sets the capacity of an instance and whether it takes new requests.
     pub fn set_instance(&mut self, id: InstanceId, capacity: Option<f64>, available: bool, now: Seconds) {
-        let capacity = capacity.map(|tokens| tokens * self.share.get());
         let Some(shared) = &self.shared else {
             return self.programs.set_instance(id, capacity, available);
         };

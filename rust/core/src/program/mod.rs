@@ -31,7 +31,6 @@ mod queue;
 mod rules;
 mod sets;
 pub mod settings;
-mod share;
 #[cfg(test)]
 pub(crate) mod tests;
 #[cfg(test)]

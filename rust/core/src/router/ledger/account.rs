@@ -58,11 +58,6 @@ impl Account {
         self.own.at_engine() + self.peers.share.at_engine()
     }
 
-    /// Returns the number of external requests.
-    pub fn others(&self) -> f64 {
-        self.external.waiting + self.external.running
-    }
-
     /// Returns the decode batch of own and peer requests.
     pub fn batch(&self) -> Batch {
         Batch {

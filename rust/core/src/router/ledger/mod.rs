@@ -354,12 +354,6 @@ impl Ledger {
         self.accounts[slot].steps.fit()
     }
 
-    /// Returns the number of own and peer requests in the fleet, and of external ones.
-    pub fn requests(&self) -> (f64, f64) {
-        let sum = |of: fn(&Account) -> f64| self.accounts.iter().map(of).sum();
-        (sum(Account::known), sum(Account::others))
-    }
-
     /// Returns the time of the instance's last load report.
     pub fn reported_at(&self, slot: usize) -> Option<Seconds> {
         self.accounts[slot].external.report.map(|report| report.at)

@@ -180,10 +180,7 @@ fn with_arrival<'r>(
 
 /// Lets requests run whose wait has ended (`Router::release_held`).
 pub fn release(admission: &mut Admission, state: &mut State, now: Seconds) -> Released {
-    let held = admission.waiting() as f64;
     if let Some(programs) = admission.followed_mut() {
-        let (known, others) = state.ledger.requests();
-        programs.note_share(known + held, others, now);
         update_capacities(programs, state, programs.programs().tokens_per_block(), now);
     }
     let mut room = match admission.load_config() {
