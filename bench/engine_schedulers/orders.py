@@ -89,6 +89,34 @@ ORDERS = {
 }
 
 
+def kv_bytes(layers: int, hidden: int) -> int:
+    """Bytes of a token's KV cache in the models of `tests/real/make_model.py`: two tensors of float32
+    for the only KV head, half of the hidden size."""
+    return layers * 2 * hidden // 2 * 4
+
+
+def unshared(
+    name: str,
+    seed: int,
+    gaps: NDArray[np.float64],
+    prompts: NDArray[np.int64],
+    answers: NDArray[np.int64],
+    block: int,
+) -> Trace:
+    """Requests, one per row of `gaps` (seconds between arrivals) and of both lengths (tokens), shape
+    (n,). No two prompts have a block in common."""
+    offsets = np.concatenate(([0], np.cumsum(-(-prompts // block)))).astype(np.int64)
+    return Trace(
+        name=name,
+        arrival_seconds=np.cumsum(gaps),
+        input_tokens=prompts,
+        output_tokens=answers,
+        hash_offsets=offsets,
+        hash_ids=np.arange(offsets[-1], dtype=np.uint64) + np.uint64(seed << 32),
+        block_tokens=block,
+    )
+
+
 @dataclass(frozen=True)
 class Mix:
     """Chats, and long prompts that interrupt them. Ranges are tokens, both ends included."""
@@ -101,7 +129,7 @@ class Mix:
     long_answer: tuple[int, int] = (8, 160)
 
     def trace(self, seed: int, rate: float, block: int) -> Trace:
-        """The requests, `rate` per second. No two prompts have a block in common."""
+        """The requests, `rate` per second."""
         rng = np.random.default_rng(seed)
         long = rng.random(self.requests) < self.long_share
 
@@ -110,16 +138,13 @@ class Mix:
             return np.where(long, drawn[1], drawn[0]).astype(np.int64)
 
         prompts = tokens(self.chat_prompt, self.long_prompt)
-        offsets = np.concatenate(([0], np.cumsum(-(-prompts // block)))).astype(np.int64)
-        return Trace(
-            name=f"mix-{seed}",
-            arrival_seconds=np.cumsum(rng.exponential(1 / rate, self.requests)),
-            input_tokens=prompts,
-            output_tokens=tokens(self.chat_answer, self.long_answer),
-            hash_offsets=offsets,
-            hash_ids=np.arange(offsets[-1], dtype=np.uint64) + np.uint64(seed << 32),
-            block_tokens=block,
-        )
+        gaps = rng.exponential(1 / rate, self.requests)
+        answers = tokens(self.chat_answer, self.long_answer)
+        return unshared(f"mix-{seed}", seed, gaps, prompts, answers, block)
+
+    def burst(self, block: int) -> Trace:
+        """Requests that arrive at once."""
+        return self.trace(seed=0, rate=1e6, block=block)
 
     def is_long(self, trace: Trace) -> NDArray[np.bool_]:
         """Whether a request has a long prompt, shape (n,)."""
@@ -255,11 +280,11 @@ def slo_of(profile: Profile, mix: Mix) -> float:
     return seconds
 
 
-def rate_of(profile: Profile, mix: Mix, engines: int, load: float) -> float:
-    """Requests per second that are `load` of what the engines serve if all arrive at once."""
-    trace = mix.trace(seed=0, rate=1e6, block=profile.block_tokens)
-    run = simulate(trace, policy="round_robin", instances=engines, profile=profile, admission="vllm")
-    return load * len(trace) / float(run.finished_seconds.max())
+def rate_of(profile: Profile, burst: Trace, engines: int, load: float) -> float:
+    """Requests per second that are `load` of what the engines serve, from a trace that arrives at
+    once."""
+    run = simulate(burst, policy="round_robin", instances=engines, profile=profile, admission="vllm")
+    return load * len(burst) / float(run.finished_seconds.max())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from orders import ORDERS, Mix, Row, Table, compared, played, rate_of, running, shuffled, simulated, slo_of
+from orders import (
+    ORDERS,
+    Mix,
+    Row,
+    Table,
+    compared,
+    kv_bytes,
+    played,
+    rate_of,
+    running,
+    shuffled,
+    simulated,
+    slo_of,
+)
 
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import as_yaml
@@ -25,8 +38,6 @@ from lmetric_lab.calibrate import Calibrator
 from vllm_process import VllmEngine, model
 
 LAYERS, HIDDEN = 4, 512
-# Two tensors of float32 for the only KV head, half of the hidden size (`tests/real/make_model.py`).
-KV_BYTES = LAYERS * 2 * HIDDEN // 2 * 4
 SLOTS = 8
 FLAGS: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_model_len": 8192}
 BLOCK = 32
@@ -44,7 +55,7 @@ async def calibrated(engines: Sequence[VllmEngine], tokens: int) -> Profile:
     made = await asyncio.gather(*map(one, engines))
     middle = statistics.median_low(each.prefill_seconds_per_token for each in made)
     chosen = next(each for each in made if each.prefill_seconds_per_token == middle)
-    return chosen.model_copy(update={"kv_bytes_per_token": KV_BYTES})
+    return chosen.model_copy(update={"kv_bytes_per_token": kv_bytes(LAYERS, HIDDEN)})
 
 
 def main() -> None:
@@ -72,7 +83,8 @@ def main() -> None:
             with running("fcfs", given.engines, make, sequences=SLOTS, slo_ms=0.0, profile=path) as engines:
                 path.write_text(as_yaml(asyncio.run(calibrated(engines, given.calibrate_tokens))))
         profile = load_profile(str(path))
-        slo, rate = slo_of(profile, mix), rate_of(profile, mix, given.engines, given.load)
+        slo = slo_of(profile, mix)
+        rate = rate_of(profile, mix.burst(profile.block_tokens), given.engines, given.load)
         print(f"token SLO {slo * 1e3:.0f} ms, {rate:.2f} requests/s", flush=True)
         for seed in given.seeds:
             trace = mix.trace(seed, rate, BLOCK)

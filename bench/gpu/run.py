@@ -306,7 +306,7 @@ def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Calla
     most = {"max_sequences": SLOTS, "max_batch_tokens": orders.BUDGET_TOKENS}
     profile = check_profile(load_profile(str(path)).model_dump() | most, str(path))
     mix = orders.Mix(long_prompt=(4_000, 16_000))
-    slo, rate = orders.slo_of(profile, mix), orders.rate_of(profile, mix, ORDERED, given.load)
+    slo, rate = orders.slo_of(profile, mix), orders.rate_of(profile, mix.burst(BLOCK), ORDERED, given.load)
     print(f"token SLO {slo * 1e3:.0f} ms, {rate:.2f} requests/s", flush=True)
     table = Table(given.out / "orders.csv", orders.Row)
 
@@ -324,7 +324,7 @@ def schedulers(given: argparse.Namespace, shape: Path, folder: Path, late: Calla
             ) as engines:
                 try:
                     asyncio.run(warm(engines))
-                    table.add(asyncio.run(orders.played(order, trace, mix, seed, engines)))
+                    table.add(asyncio.run(orders.played(order, trace, mix, seed, engines, path)))
                 finally:
                     for engine in engines:
                         shutil.copy(engine.log, given.out / f"{order}-{seed}-{engine.port}.log")

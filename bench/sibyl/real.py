@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / name) for name in ("bench/engine_schedulers", "bench/trust", "tests/real")]
 
 from live import Live, TokenPrompts  # noqa: E402
-from orders import Table  # noqa: E402
+from orders import Table, kv_bytes, rate_of, unshared  # noqa: E402
 
 from lmetric.profiles import Profile, load_profile  # noqa: E402
 from lmetric.profiles.roofline import as_yaml  # noqa: E402
@@ -93,20 +93,13 @@ class Chats:
     longest_answer: int = 800
 
     def trace(self, seed: int, rate: float) -> Trace:
-        """The requests, `rate` per second. No two prompts have a block in common."""
+        """The requests, `rate` per second."""
         rng = np.random.default_rng(seed)
         prompts = rng.integers(*self.prompt, self.requests, endpoint=True)
         answers = rng.lognormal(np.log(self.answer_median), self.answer_sigma, self.requests)
-        offsets = np.concatenate(([0], np.cumsum(-(-prompts // BLOCK)))).astype(np.int64)
-        return Trace(
-            name=f"chats-{seed}",
-            arrival_seconds=np.cumsum(rng.exponential(1 / rate, self.requests)),
-            input_tokens=prompts,
-            output_tokens=np.clip(answers, 2, self.longest_answer).astype(np.int64),
-            hash_offsets=offsets,
-            hash_ids=np.arange(offsets[-1], dtype=np.uint64) + np.uint64(seed << 32),
-            block_tokens=BLOCK,
-        )
+        answers = np.clip(answers, 2, self.longest_answer).astype(np.int64)
+        gaps = rng.exponential(1 / rate, self.requests)
+        return unshared(f"chats-{seed}", seed, gaps, prompts, answers, BLOCK)
 
 
 @dataclass
@@ -199,15 +192,7 @@ async def calibrated(url: str) -> Profile:
     """The profile of an engine."""
     async with Calibrator(url, budget_tokens=40_000, max_batch=SLOTS, max_prompt_tokens=2000) as calibrator:
         profile = (await calibrator.run()).profile
-    # Two tensors of float32 for the only KV head, half of the hidden size.
-    return profile.model_copy(update={"kv_bytes_per_token": LAYERS * 2 * HIDDEN // 2 * 4})
-
-
-def rate_of(profile: Profile, chats: Chats, load: float) -> float:
-    """Requests per second that are `load` of what the decode engines serve if all come at once."""
-    trace = chats.trace(seed=0, rate=1e6)
-    run = simulate(trace, policy="round_robin", instances=DECODES, profile=profile, admission="vllm")
-    return load * len(trace) / float(run.finished_seconds.max())
+    return profile.model_copy(update={"kv_bytes_per_token": kv_bytes(LAYERS, HIDDEN)})
 
 
 def compared(rows: Sequence[dict[str, str]]) -> str:
@@ -246,7 +231,7 @@ def main() -> None:
             if not path.exists():
                 path.write_text(as_yaml(asyncio.run(calibrated(engines[1].url))))
             profile = load_profile(str(path))
-            rate = rate_of(profile, chats, given.load)
+            rate = rate_of(profile, chats.trace(seed=0, rate=1e6), DECODES, given.load)
             print(f"{rate:.2f} requests/s", flush=True)
             for seed in given.seeds:
                 trace = chats.trace(seed, rate)
