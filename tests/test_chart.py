@@ -87,6 +87,8 @@ def test_the_pod_reads_what_the_configuration_names(variant: str) -> None:
     mounts = {each["mountPath"]: each["name"] for each in router(found)["volumeMounts"]}
     volumes = {each["name"]: each for each in pod(found)["volumes"]}
     assert set(mounts.values()) <= volumes.keys()
+    # Workers exchange over sockets, and the root file system is read-only.
+    assert "emptyDir" in volumes[mounts["/tmp"]]
     text = chart.router_yaml(found)
     secrets = set(re.findall(r"/etc/lmetric-secrets/(\S+)", text))
     items = volumes["secrets"]["secret"]["items"] if "secrets" in volumes else []
@@ -298,6 +300,12 @@ def test_wrong_values_are_refused(settings: list[str], message: str) -> None:
     done = chart.template("default", *settings)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_a_drain_of_zero_seconds_is_no_default() -> None:
+    none = ["config.timeouts.drain=0", "config.timeouts.drain_grace=0", "terminationGracePeriodSeconds=10"]
+    done = chart.template("default", *none)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_value_is_documented_and_checked() -> None:

@@ -68,6 +68,7 @@ def test_each_file_is_where_the_programs_look() -> None:
     for name in ("router-1", "router-2"):
         command = services()[name]["command"]
         assert command[command.index("--config") + 1] in mounts(name)
+        assert services()[name]["tmpfs"] == ["/tmp"], "workers exchange over sockets"
     prometheus = mounts("prometheus")
     (config,) = (text.split("=")[1] for text in services()["prometheus"]["command"] if "config.file" in text)
     rules = yaml.safe_load(prometheus[config].read_text())["rule_files"]

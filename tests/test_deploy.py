@@ -163,6 +163,8 @@ def test_the_init_container_exports_the_configured_tokenizer() -> None:
     assert folder.startswith(mounts["tokenizers"]["mountPath"] + "/")
     values = {entry["name"]: entry.get("value") for entry in init_container()["env"]}
     assert str(values["HF_HOME"]).startswith(mounts["tmp"]["mountPath"] + "/")
+    mounted = {mount["mountPath"]: mount["name"] for mount in container()["volumeMounts"]}
+    assert "emptyDir" in volumes[mounted["/tmp"]], "workers exchange over sockets"
     (read,) = (mount for mount in container()["volumeMounts"] if mount["name"] == "tokenizers")
     assert read == {**mounts["tokenizers"], "readOnly": True}
     (token,) = (

@@ -275,6 +275,27 @@ def test_files_rotate_and_the_oldest_are_deleted(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
+def test_a_busy_writer_deletes_no_file_of_a_quiet_one(tmp_path: Path) -> None:
+    """Several workers have one folder. The oldest file may have the newest records."""
+    quiet = writer_of(tmp_path, file_bytes=4096, total_bytes=16_384)
+    quiet._write_lines([orjson.dumps(request_line(1)) + b"\n"])
+    busy = writer_of(tmp_path, file_bytes=4096, total_bytes=16_384)
+    busy._number = 1000  # both have this process's ID in the names of their files
+    for number in range(200):
+        busy._write_lines([orjson.dumps(request_line(1000 + number)) + b"\n"])
+        if number % 10 == 0:
+            quiet._write_lines([orjson.dumps(request_line(2 + number)) + b"\n"])
+    decisions = {request["decision"] for request in read_records(tmp_path).requests}
+    assert {182, 192} <= decisions
+    # Somebody deletes the open file: the next records have one of their own.
+    for path in tmp_path.iterdir():
+        path.unlink()
+    quiet._write_lines([orjson.dumps(request_line(7)) + b"\n"])
+    assert [request["decision"] for request in read_records(tmp_path).requests] == [7]
+    quiet._close_file()
+    busy._close_file()
+
+
 def test_a_full_disk_keeps_no_file_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: RecordWriter, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", len(data))

@@ -18,6 +18,8 @@ import orjson
 import pytest
 
 from lmetric.config import ConfigError, load_config
+from lmetric.server.api.caller import OTHER_TENANTS
+from lmetric.server.fleet.admission import MOST_REFUSED
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.holding import HeldRequest
 from lmetric_lab.emulated import EngineOptions
@@ -146,6 +148,16 @@ async def test_requests_that_would_be_late_are_refused_with_a_time() -> None:
             text = await page.text()
         name = 'lmetric_refused_requests_total{model="emulated",reason="deadline",tenant=""}'
         assert f"{name} {float(len(refused))}" in text
+
+
+async def test_ever_new_tenants_make_no_further_counts() -> None:
+    """Issuers of tokens may name any number of tenants."""
+    async with small([FakeEngine()], admission={"ttft_seconds": 1.0}) as w:
+        held = model(w).held
+        for number in range(MOST_REFUSED + 5):
+            held.count_refused(f"t{number}", "queue")
+        assert len(held.refused) == MOST_REFUSED + 1
+        assert held.refused[OTHER_TENANTS, "queue"] == 5
 
 
 async def test_a_held_request_is_refused_when_its_deadline_can_no_longer_be_met() -> None:

@@ -208,6 +208,29 @@ async def test_without_budget_the_client_gets_the_failure_at_once() -> None:
         assert 'lmetric_retry_budget_total{model="tiny",outcome="refused"} 1.0' in text
 
 
+async def test_counts_of_failures_begin_at_zero() -> None:
+    """Prometheus sees no increase in the first value of a series: the first burst raised no alert."""
+    async with world(1) as it:
+        text = (await it.get("/metrics"))[1].decode()
+        for line in (
+            'lmetric_ejections_total{model="tiny",rule="consecutive"} 0.0',
+            'lmetric_ejections_prevented_total{limit="max_share",model="tiny"} 0.0',
+            'lmetric_retry_budget_total{model="tiny",outcome="refused"} 0.0',
+        ):
+            assert line in text
+
+
+async def test_an_engine_that_never_answered_has_metrics() -> None:
+    """Its model is unknown, so it was in no series, and no alert could name it."""
+    async with world([FakeEngine(), FakeEngine(health=503)]) as it:
+        assert [*it.server.fleet.unplaced] == ["e1"]
+        text = (await it.get("/metrics"))[1].decode()
+        assert 'lmetric_instance_healthy{instance="e0",model="tiny"} 1.0' in text
+        assert 'lmetric_instance_healthy{instance="e1",model=""} 0.0' in text
+        assert 'lmetric_instance_draining{instance="e1",model=""} 0.0' in text
+        assert 'lmetric_engine_state{instance="e1",model="",state="DOWN"} 1.0' in text
+
+
 async def test_the_requests_of_a_lost_engine_need_no_budget() -> None:
     few = {"budget_ratio": 0, "min_per_second": 0.2}  # two in 10 s
     engines = [FakeEngine(behave=hang), FakeEngine()]
@@ -265,8 +288,15 @@ async def test_an_engine_that_stops_generating_is_taken_out_and_comes_back() -> 
             assert (await it.post())[1]["x-lmetric-instance"] == "e1"
         await asyncio.sleep(0.5)
         assert not engine.healthy, "its /health is still 200"
+        # One check without an answer proves nothing: the next one asks for a token again.
+        engine.failed("timeout", "no answer within 1 s")
+        assert engine.stalled
+        await asyncio.sleep(0.5)
+        assert not engine.healthy
         frozen.frozen = False
         await it.until(lambda: engine.healthy)
+        engine.failed("timeout", "no answer within 1 s")
+        assert not engine.stalled
 
 
 async def test_a_silent_stream_of_an_engine_that_works_goes_on() -> None:

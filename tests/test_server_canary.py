@@ -164,6 +164,43 @@ def test_a_promotion_that_was_replaced_is_not_rolled_back(mine: dict[str, Any]) 
     assert model.policies.settings.policy == "vllm"
 
 
+def test_a_promotion_installs_what_ran_as_the_canary(mine: dict[str, Any]) -> None:
+    """Its file may have changed since: then other code than the tested one would get all requests."""
+    model = model_of(mine)
+    canary = model.trials.canary
+    to(canary, State.RUNNING)
+    file = Path(mine["policies"]["last"].partition(":")[0])
+    file.write_text(FILE.replace("-np.arange", "np.arange"))
+    tested = canary.built
+    canary.promote()
+    assert model.policies.first is tested
+
+
+@pytest.mark.parametrize("key", ["policy", "canary", "shadow"])
+async def test_a_changed_file_restarts_the_comparison(mine: dict[str, Any], tmp_path: Path, key: str) -> None:
+    file = tmp_path / "edited.py"
+    file.write_text("def score(bs):\n    return bs\n")
+    edited = f"{file}:score"
+    settings = {**mine, "canary": QUICK, "shadow": {"policy": "vllm"}}
+    settings[key] = edited if key == "policy" else settings[key] | {"policy": edited}
+    async with world(2, **settings) as w:
+        trials = w.server.fleet.models[0].trials
+        run, built = trials.canary.run, trials.shadow.built
+        trials.shadow.outcomes["agreed"] = 5
+        await w.server._monitor._watch_policies()
+        assert trials.canary.run is run, "nothing has changed"
+        file.write_text("def score(q_bs):\n    return q_bs\n")
+        await w.server._monitor._watch_policies()
+        assert trials.canary.running
+        assert trials.canary.run is not run
+        assert trials.shadow.built is not built
+        assert not trials.shadow.outcomes
+        run = trials.canary.run
+        file.write_text("broken")
+        await w.server._monitor._watch_policies()
+        assert trials.canary.run is run, "the old policies stay in use"
+
+
 def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[str, Any]) -> None:
     model = model_of(mine | {"canary": QUICK})
     canary, settings = model.trials.canary, model.settings

@@ -199,6 +199,18 @@ async def test_a_refusal_by_admission_leads_to_the_fallback() -> None:
             status, got, _ = await w.post(body, path=path, headers=headers)
             assert (status, got["x-lmetric-instance"]) == (200, "e1")
         assert await fallbacks(w) == {("small", "large", "queue_full"): 2}
+        # No client got a 429.
+        assert b"lmetric_refused_requests_total{" not in (await w.get("/metrics"))[1]
+        w.engines[1].behave = hang
+        further = [asyncio.create_task(w.post({"model": "large", "prompt": "x"}, headers=headers))]
+        await w.engines[1].asked(3)
+        status, _, refused = await w.post({"model": "small", "prompt": "x"}, headers=headers)
+        assert (status, refused["error"]["code"]) == (429, "queue_full")
+        line = b'lmetric_refused_requests_total{model="small",reason="queue",tenant="a"} 1.0'
+        assert line in (await w.get("/metrics"))[1]
+        for each in further:
+            each.cancel()
+        await asyncio.gather(*further, return_exceptions=True)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await w.settled()

@@ -20,8 +20,8 @@ from epp_world import TRUSTED, PickerWorld, answered, exchange, picking, request
 from issuer_world import ISSUER, Issuer, Key, bearer
 from lmetric.config import ConfigError
 from lmetric.server.api import key_source
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.observe import requests as metrics_of_requests
-from lmetric.server.observe.usage import OTHER_TENANTS
 from lmetric.top_screen import why
 from server_world import FakeEngine, World, chunk, world
 from test_server_client import client

@@ -29,6 +29,7 @@ from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
 from lmetric.server.observe.lateness import Late, Lateness
 from lmetric.server.observe.live import EndedRequest, LiveUpdate, point, quantile
+from lmetric.server.observe.live_view import LiveView
 from lmetric.server.observe.problems import FIXES, EngineState, of_engines, of_requests
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import PATIENCE_SECONDS, until
@@ -177,6 +178,21 @@ IN_TIME = Late(0.0, 0.0)
 def update(requests: list[EndedRequest], late: Late = IN_TIME) -> LiveUpdate:
     """The message of another worker."""
     return LiveUpdate(requests, 0, 0, [], {}, late)
+
+
+async def test_a_tenant_sees_the_requests_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker sends its requests up to 2 s after their end."""
+    monkeypatch.setattr(live, "POINT_SECONDS", 3600)
+    async with world(1) as it:
+        shown = it.server.front.live
+        assert shown is not None
+        shown.send = lambda _: None  # to another worker
+        late = ended(1, tenant="a", ended=time.monotonic() - 1.4)
+        shown.receive(1, update([late, ended(1)]))
+        shown.tick(shown._last + 1.0)
+        (a,) = LiveView(shown).update("a")["points"]
+        (b,) = LiveView(shown).update("b")["points"]
+        assert (a[1], b[1]) == (1.0, 0.0)
 
 
 async def test_many_refusals_are_a_problem_until_a_minute_without_them(

@@ -238,6 +238,21 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
         assert [model.policies.settings.policy for model in (first, second)] == ["lmetric", "round_robin"]
 
 
+async def test_a_model_whose_section_is_gone_stays_as_it_is(tmp_path: Path) -> None:
+    async with world(0, **TWO, timeouts=TIMEOUTS) as w:
+        r = Reloaded(w, {**TWO, "port": 0, "load": {"interval": None}}, tmp_path / "c.yaml")
+        first, second = w.server.fleet.models
+        await r.change(**of_models({"policy": "vllm", "admission": {"max_waiting": 50}}, {}))
+        (_, kept) = of_models({}, {"policy": "least_requests"})["models"]
+        assert (await r.change(models=[kept]))["restart_needed"] == ["models"]
+        assert first.policies.settings.policy == "vllm"
+        assert first.policies.settings.admission is not None
+        assert second.policies.settings.policy == "least_requests"
+        # The policy of a section that needs a restart must be valid, too.
+        with pytest.raises(LmetricError, match="nonsense"):
+            await r.change(models=[kept, kept | {"name": "further", "policy": "nonsense"}])
+
+
 async def test_unchanged_policies_are_not_installed_again(tmp_path: Path) -> None:
     """python.md 6.5: each reload replaced and logged every policy."""
     file = tmp_path / "mine.py"

@@ -20,9 +20,10 @@ from pyarrow import parquet
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
 from lmetric.server.api import openapi
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.http.pages.table import PAGES
-from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, OTHER_TENANTS, UsageTable
-from server_world import FakeEngine, World, answer, plain, world
+from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, UsageTable
+from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, plain, token, world
 from test_server_budgets import ask, budget, left, tenants
 from test_workers import serving, workers_of
 from waiting import until
@@ -210,3 +211,23 @@ async def test_workers_share_budgets_and_usage_and_a_killed_server_loses_less_th
         asked = [await client.post("/v1/completions", body, **{"x-tenant": "acme"}) for _ in range(3)]
         assert [status for status, _ in asked] == [200, 429, 429]
         assert (await client.get("/admin/usage"))[0]["requests"] >= 4
+
+
+async def test_requests_that_the_end_of_the_drain_cuts_are_used(tmp_path: Path) -> None:
+    """With several workers, their usage came after the last message to the supervisor."""
+
+    async def slow(_: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        await asyncio.sleep(60)
+        return False
+
+    flags = ("--set", f"state_folder={tmp_path}", "--set", "timeouts.drain=0.3")
+    async with serving(*flags, "--set", "timeouts.drain_grace=0", behave=slow) as (process, client, _):
+        streams = [await client.stream() for _ in range(4)]
+        await asyncio.gather(*(each.content.readany() for each in streams))
+        process.process.terminate()
+        await process.ended()
+    (file,) = tmp_path.glob("usage-*.json")
+    table = UsageTable()
+    table.restore(file.read_bytes())
+    assert sum(row.counts[0] for row in table.rows()) == 4

@@ -38,15 +38,15 @@ class Client:
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
         self.headers = ADMIN
-        self._session = session
+        self.session = session
 
     async def get(self, path: str) -> Any:
-        async with self._session.get(self.url + path, headers=self.headers) as answer:
+        async with self.session.get(self.url + path, headers=self.headers) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
     async def post(self, path: str, value: Any, **headers: str) -> tuple[int, Any]:
-        async with self._session.post(
+        async with self.session.post(
             self.url + path, json=value, headers={**self.headers, **headers}
         ) as answer:
             body = await answer.read()
@@ -55,17 +55,17 @@ class Client:
     async def ask(self, body: Any, **headers: str) -> tuple[str, int]:
         """Sends a request; returns its engine and the number of its decision."""
         url = self.url + "/v1/completions"
-        async with self._session.post(url, json=body, headers={**self.headers, **headers}) as answer:
+        async with self.session.post(url, json=body, headers={**self.headers, **headers}) as answer:
             assert answer.status == 200, await answer.text()
             await answer.read()
             number = int(answer.headers["x-lmetric-decision"].split("-")[0])
             return answer.headers["x-lmetric-instance"], number
 
     async def stream(self) -> aiohttp.ClientResponse:
-        return await self._session.post(self.url + "/v1/completions", json=STREAM)
+        return await self.session.post(self.url + "/v1/completions", json=STREAM)
 
     async def metric(self, line: str) -> float:
-        async with self._session.get(self.url + "/metrics") as answer:
+        async with self.session.get(self.url + "/metrics") as answer:
             lines = (await answer.text()).splitlines()
         return sum(float(each.rpartition(" ")[2]) for each in lines if each.startswith(line))
 
@@ -244,6 +244,33 @@ async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_d
         assert "limit" in report["error"]["message"]
         process.process.terminate()
         assert await process.ended() == 0
+
+
+async def test_a_worker_that_starts_during_a_reload_follows_it(tmp_path: Path) -> None:
+    """An API key that was removed, or a limit, must not stay as it was in one of the workers."""
+    file = tmp_path / "router.yaml"
+    file.write_text("policy: least_requests\n")
+    async with serving("--config", str(file), engines=2) as (process, client, _):
+        put = client.session.put(
+            f"{client.url}/admin/policy", json={"policy": "round_robin"}, headers=client.headers
+        )
+        async with put as answer:
+            assert answer.status == 200
+        old = workers_of(process)
+        process.process.send_signal(signal.SIGUSR2)
+        await until(lambda: bool(set(workers_of(process)) - set(old)))
+        budgets = "tenants: {acme: {budgets: [{counts: requests, limit: 3, per: hour}]}}\n"
+        file.write_text(f"policy: least_requests\n{budgets}")
+        status, report = await client.post("/admin/reload", None)
+        assert (status, report["tenants_changed"]) == (200, ["acme"]), report
+        await replaced(process, old)
+        await client.until_metric("lmetric_instance_in_flight", 0)
+        body, tenant = {"model": "tiny", "prompt": "a"}, {"x-tenant": "acme"}
+        asked = [(await client.post("/v1/completions", body, **tenant))[0] for _ in range(12)]
+        assert Counter(asked) == {200: 3, 429: 9}
+        # The reload brought the configured policy back, also in workers that start later.
+        for _ in range(6):
+            assert [each["policy"] for each in await client.get("/admin/policy")] == ["least_requests"]
 
 
 async def test_a_stored_response_is_found_by_every_worker_also_after_its_own_was_killed() -> None:
@@ -586,6 +613,17 @@ def test_a_page_of_all_workers_adds_counts_and_keeps_what_all_see() -> None:
         "# TYPE lmetric_canary_promotions_total counter",
         'lmetric_canary_promotions_total{x="1"} 5.0',
     ]
+
+
+def test_labels_may_hold_any_text() -> None:
+    """Tenants of tokens and names of models have any characters."""
+    page = '# TYPE a counter\na_total{t="x # {y",u="} \\" 1"} 3.0\n'
+    assert merge([page, page], openmetrics=False).splitlines()[1] == 'a_total{t="x # {y",u="} \\" 1"} 6.0'
+
+
+def test_each_worker_has_its_own_queue() -> None:
+    page = '# TYPE lmetric_level_waiting_requests gauge\nlmetric_level_waiting_requests{level="0"} 2.0\n'
+    assert merge([page, page], openmetrics=False).splitlines()[1].endswith(" 4.0")
 
 
 def test_an_openmetrics_page_keeps_its_end_and_its_exemplars() -> None:

@@ -266,14 +266,15 @@ def why(record: dict[str, Any]) -> RenderableType:
 
     ``record``: of ``/debug/decisions/ID``.
     """
-    reason = record["because"][0].upper() + record["because"][1:]
+    reason = record.get("because") or "the router does not show its engines"
+    reason = reason[0].upper() + reason[1:]
     parts: list[RenderableType] = [
         Text(f"Request {record.get('request_id') or record['id']}: {record['outcome']}", style="bold"),
         Text(reason),
     ]
     if (credential := record.get("credential")) is not None:
         parts.append(Text(f"Sent with {credential}", style="dim"))
-    if record["timeline"]:
+    if record.get("timeline"):
         parts.append(_timeline(record["timeline"]))
     if record.get("best"):
         parts.append(_alternatives(record))

@@ -324,7 +324,9 @@ class Server:
         )
         identity = Identity.load(new.auth, self.issued)
         tls = _listener_context(new)
-        policies = self.fleet.policies_of(config)
+        # Models without a section stay as they are; those of a further section must be valid.
+        named = {model.name: model for model in (*config.models, *new.models)}
+        policies = self.fleet.policies_of(new.model_copy(update={"models": list(named.values())}))
         if new.admin.enabled:
             load_administration()
         if new.admin.enabled or any(each.canary is not None for each in policies.values()):
@@ -451,8 +453,6 @@ class Server:
             self._bound.remove_file()
         await self.front.admission.identity.stop()
         await self.front.handshakes.stop()
-        if self.worker is not None:
-            await self.worker.stop()
         for relay in list(self.front.relays):
             relay.stop()
         if self.picker is not None:
@@ -461,6 +461,8 @@ class Server:
         if self.front.live is not None:
             await self.front.live.stop()
         await self.front.shutdown(STOP_SECONDS)
+        if self.worker is not None:  # the usage of the requests that have ended now counts, too
+            await self.worker.stop()
         if self._key_exchange is not None:
             await self._key_exchange.stop()
         if self._state is not None:

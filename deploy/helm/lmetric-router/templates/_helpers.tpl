@@ -120,7 +120,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* Values that fit the schema but not each other. */}}
 {{- define "lmetric.check" -}}
 {{- $timeouts := .Values.config.timeouts | default dict }}
-{{- $drain := addf ($timeouts.drain_grace | default 5) ($timeouts.drain | default 30) }}
+{{- $drain := addf (dig "drain_grace" 5 $timeouts) (dig "drain" 30 $timeouts) }}
 {{- if le (float64 .Values.terminationGracePeriodSeconds) $drain }}
 {{- fail (printf "terminationGracePeriodSeconds is %d, but draining takes %g s (timeouts.drain_grace + timeouts.drain of config): set it above" (int .Values.terminationGracePeriodSeconds) $drain) }}
 {{- end }}

@@ -34,6 +34,7 @@ class Caller(NamedTuple):
 
 
 NOBODY = Caller("")
+OTHER_TENANTS = "(other tenants)"  # in counts: issuers of tokens may name any number of tenants
 
 
 class UnknownKeyError(ApiError):

@@ -375,12 +375,16 @@ class Monitor:
                 log.warning(message, model=model.name, decisions=decisions, total=count, **details)
 
     async def _watch_policies(self) -> None:
-        """Replaces policies whose files have changed."""
+        """Replaces policies whose files have changed, also those on trial."""
         for model in self.fleet.models:
             if not model.policies.changed():
                 continue
             try:
-                model.install(Policies(model.policies.settings))
+                policies = Policies(model.policies.settings)
+                model.trials.check(policies)
+                model.install(policies)
+                # A comparison with what has changed begins anew.
+                model.trials.configure(policies, policy_changed=model.trials.canary.running)
             except LmetricError as error:
                 log.error(
                     "cannot use a changed policy file; the old policy stays in use",

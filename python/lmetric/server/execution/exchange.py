@@ -136,6 +136,7 @@ class ClientRequest:
     gateway: Callable[[Step], Connection] | None = None
     subset: Subset | None = None  # the only engines that its gateway allows; None: all
     sheddable = False  # it is refused if it would have to wait
+    refused_because: str | None = None  # the reason why its model refused it with 429
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     was_held = False  # it waited on purpose

@@ -18,11 +18,13 @@ import structlog
 from lmetric._core import Arrival, Request, Router
 from lmetric.config import AdmissionConfig, SloClass, TenantConfig
 from lmetric.options import ProgramAdmission, ProgramOption
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.fleet.levels import Levels
 
 ROUND_SECONDS = 0.05  # time between two rounds while requests wait
 KEEP_ALIVE_SECONDS = 10.0  # time between two comments to a held stream, without settings of programs
 SHOWN_TENANTS = 16  # tenants in a snapshot
+MOST_REFUSED = 10_000  # counts by tenant and reason, after which further tenants share one
 
 log = structlog.get_logger("lmetric.admission")
 
@@ -151,6 +153,8 @@ class HeldRequests:
 
     def count_refused(self, tenant: str, reason: str) -> None:
         """Counts a refused request."""
+        if len(self.refused) >= MOST_REFUSED and (tenant, reason) not in self.refused:
+            tenant = OTHER_TENANTS
         self.refused[tenant, reason] += 1
 
     def waiting(self) -> Counter[str]:

@@ -181,7 +181,8 @@ class Canary:
         assert run is not None  # it runs
         config, before = run.config, self._policies()
         changes = {"policy": config.policy, "knobs": config.knobs}
-        promoted = Policies(before.settings.model_copy(update=changes))
+        # What ran as the canary: its file may have changed since.
+        promoted = Policies(before.settings.model_copy(update=changes), first=self.built)
         self._install(promoted)
         self._router.set_canary(None)
         self._before, self._promoted = before, promoted

@@ -196,6 +196,7 @@ class Engine:
         self.successes = 0
         self.last_error: str | None = None
         self.last_failure = ""  # the kind of the last error
+        self._must_generate = False  # it stopped generating, and has not generated since
         self.quiet: int | None = None  # level for events that the log of the start summarizes
 
     @property
@@ -255,7 +256,7 @@ class Engine:
     @property
     def stalled(self) -> bool:
         """Whether it stopped generating; its requests move elsewhere."""
-        return self.last_failure == "stalled" and not self.healthy
+        return self._must_generate and not self.healthy
 
     @property
     def frozen(self) -> bool:
@@ -364,6 +365,10 @@ class Engine:
         self.successes = 0
         self.failures += 1
         self.last_error, self.last_failure = reason, kind
+        if kind == "stalled":
+            self._must_generate = True
+        elif kind == "refused":  # the process is gone
+            self._must_generate = False
         if self.healthy and (kind in AT_ONCE or self.failures >= self.health.down_after):
             self._turn(False, reason)
         if kind == "refused" and not self.lost_blocks:
@@ -474,6 +479,7 @@ class Engine:
         now = time.monotonic()
         self.successes = 0
         if healthy:
+            self._must_generate = False
             self.service.up(now)
         else:
             self.service.enter("LOST", "DOWN", now)

@@ -38,8 +38,10 @@ class Outliers:
 
     def __init__(self, settings: Ejection) -> None:
         self.settings = settings
-        self.ejected: Counter[str] = Counter()  # ejections by rule
-        self.prevented: Counter[str] = Counter()  # ejections not made, by limit
+        # Ejections by rule, and ejections not made by limit. Each counter starts at 0: Prometheus does
+        # not see the increase of a new series.
+        self.ejected = Counter(dict.fromkeys(("consecutive", "success_rate", "probe"), 0))
+        self.prevented = Counter(dict.fromkeys(("max_share", "panic_threshold"), 0))
         self.panics = 0
         self.panic: set[str] = set()  # roles in panic
         self.suspects = 0  # requests that failed in the same way on two engines

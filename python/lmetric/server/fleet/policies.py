@@ -88,12 +88,13 @@ def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
 class Policies:
     """Both policies of a model's settings. Raises LmetricError if they are invalid."""
 
-    def __init__(self, settings: PoolSettings) -> None:
-        self._files = _files(settings)  # stamps are taken before the files are read
+    def __init__(self, settings: PoolSettings, first: Built | None = None) -> None:
+        """Builds the policies. ``first``: the first one, if it is built already."""
+        self.files = _files(settings)  # stamps are taken before the files are read
         for value in settings.policies.values():
             build(settings, value, {})  # unused policies must be valid, too
         self.settings = settings
-        self.first = build(settings, settings.policy, settings.knobs)
+        self.first = first or build(settings, settings.policy, settings.knobs)
         self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
         self.shadow = _on_trial(settings, "shadow", settings.shadow)
         self.canary = _on_trial(settings, "canary", settings.canary)
@@ -128,21 +129,23 @@ class Policies:
     def equals(self, other: Policies) -> bool:
         """Returns whether both policies, their files and all that they read are equal."""
         own, theirs = self.settings, other.settings
-        return self._files == other._files and all(
+        return self.files == other.files and all(
             getattr(own, name) == getattr(theirs, name) for name in POLICIES
         )
 
     def differs(self, other: Policies) -> bool:
-        """Returns whether first segments have another policy than in other settings."""
+        """Returns whether first segments have another policy than in other settings, or a policy's
+        file has changed."""
         own, theirs = self.settings, other.settings
-        return _definition(own, own.policy) != _definition(theirs, theirs.policy) or own.knobs != theirs.knobs
+        same = _definition(own, own.policy) == _definition(theirs, theirs.policy) and own.knobs == theirs.knobs
+        return not same or self.files != other.files
 
     def changed(self) -> bool:
         """Returns whether a policy's file has changed since the last call."""
-        files = {file: _stamp(file) for file in self._files}
-        if files == self._files:
+        files = {file: _stamp(file) for file in self.files}
+        if files == self.files:
             return False
-        self._files = files
+        self.files = files
         return True
 
 
@@ -168,7 +171,8 @@ def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:
 
 def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
     """Returns the files with policies of these settings, with their stamps."""
-    values = (_definition(settings, value) for value in (settings.policy, settings.decode_policy))
+    trials = [each.policy for each in (settings.shadow, settings.canary) if each is not None]
+    values = (_definition(settings, each) for each in (settings.policy, settings.decode_policy, *trials))
     texts = [value for value in values if isinstance(value, str) and value.strip() not in _REGISTERED]
     if not texts:
         return {}

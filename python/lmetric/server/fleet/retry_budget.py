@@ -23,7 +23,8 @@ class RetryBudget:
         self.configure(settings)
         # One item per second of the window: the second, the requests before it, the retries in it.
         self._seconds: deque[list[int]] = deque()
-        self.outcomes: Counter[str] = Counter()  # retries: charged, free, refused
+        # Retries by outcome. Each counter starts at 0, so that alerts see its first increase.
+        self.outcomes = Counter(dict.fromkeys(("charged", "free", "refused"), 0))
 
     def configure(self, settings: Retries) -> None:
         """Replaces the settings."""

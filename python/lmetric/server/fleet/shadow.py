@@ -29,7 +29,7 @@ class Shadow:
         built = policies.shadow
         self._router.set_shadow(built and built.policy, knobs=built and built.knobs)
         self.built = built
-        value = None if config is None else (config.policy, config.knobs)
+        value = None if config is None else (config.policy, config.knobs, dict(policies.files))
         if value != self._value:
             self.outcomes.clear()
             self.cached_tokens, self.ttft_seconds, self.ttft_requests = [0, 0], [0.0, 0.0], 0

@@ -84,7 +84,7 @@ class HeldRequest(WaitingRequest):
 
     def _refuse(self, reason: str, seconds: float) -> None:
         """Ends the request with a 429: it can no longer be served in time."""
-        self._model.held.count_refused(self._client_request.tenant, reason)
+        self._client_request.refused_because = reason
         self._leave(f"refused while it was held ({reason})", refusal(self._model.name, reason, seconds))
 
     def check(self, now: float) -> None:

@@ -129,7 +129,7 @@ class Placement:
             intent.arrival = arrival
             if arrival.verdict == "refused":
                 reason = arrival.reason or ""
-                held.count_refused(client_request.tenant, reason)
+                client_request.refused_because = reason
                 raise refusal(model.name, reason, arrival.retry_after_seconds or 1.0)
             if arrival.verdict == "held":
                 client_request.was_held = True
@@ -145,7 +145,7 @@ class Placement:
         try:
             self._budgets.reserve(client_request, model.name, output_tokens, now=now)
         except ApiError:
-            model.held.count_refused(client_request.tenant, "budget")
+            client_request.refused_because = "budget"
             raise
 
     def _slo_class(self, client_request: ClientRequest, model: Model) -> SloClass | None:
@@ -173,7 +173,7 @@ class Placement:
         client_request, model = intent.client_request, intent.model
         if client_request.sheddable:
             arrival.drop()
-            model.held.count_refused(client_request.tenant, "queue")
+            client_request.refused_because = "queue"
             raise refusal(model.name, "queue", 1.0)
         start = partial(self._start, intent)
         self._running.add(client_request, HeldRequest(intent, arrival, self._running, then=start, now=now))

@@ -122,6 +122,7 @@ class RunningRequests:
                 guarded(self.tracing.context, client_request)
             request_log.in_request(client_request, self.ended, client_request, relay, error)
             return
+        refused_because, client_request.refused_because = client_request.refused_because, None
         has_fallback = client_request.fallback is not None
         if has_fallback and error is not None and self.fall_back(client_request, relay, error):
             return
@@ -151,6 +152,8 @@ class RunningRequests:
                     client_request.model.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         if error is not None:
             client_request.error, client_request.status = error, error.status
+            if refused_because is not None and client_request.model is not None:
+                client_request.model.held.count_refused(client_request.tenant, refused_because)
             goes_on = goes_on and client_request.http11 and self.phase is SERVING
             if client_request.transport.is_closing():
                 client_request.status = 499  # the client left before the router refused its request

@@ -20,8 +20,8 @@ class AccessLog(Observer):
         error = request.error
         done = relay or InFlightRequest()
         note = done.reason
-        if error is not None and not note:
-            note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
+        if error is not None and not error.code and not note:
+            note = error.message[:NOTE_LENGTH] or "the engine's own error"
         usage = done.usage
         first_token_at = usage.first_token_at if usage is not None else None
         fields = {
@@ -29,6 +29,7 @@ class AccessLog(Observer):
             "engine": done.instance,
             "ttft_seconds": None if first_token_at is None else round(first_token_at - request.started, 6),
             "duration_seconds": round(request.ended_at - request.started, 6),
+            "code": error.code if error is not None else None,
             "note": note or None,
             "model": (request.model.name if request.model is not None else None) or None,
             **request.earlier_names,

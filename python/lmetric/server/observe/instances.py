@@ -6,12 +6,13 @@ They are `Table`s: a fleet of 1,000 engines has over 20,000 of these samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import Metric
 
 from lmetric._core import indicator_table
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.service import MEANINGS
@@ -30,12 +31,15 @@ _GAUGES = {
 }
 
 
-def instance_metrics(stats: Sequence[tuple[Model, Mapping[str, Any]]]) -> Iterator[Metric | None]:
+def instance_metrics(
+    stats: Sequence[tuple[Model, Mapping[str, Any]]], unplaced: Iterable[Engine]
+) -> Iterator[Metric | None]:
     """Yields the metrics of the instances, and None where other tasks may run.
 
-    ``stats``: each model with its router's statistics.
+    ``stats``: each model with its router's statistics. ``unplaced``: engines whose model is not
+    known, as of those that do not answer since the start. Their label ``model`` is empty.
     """
-    families: dict[str, Table] = {}
+    families = {key: _gauge(key) for key in ("healthy", "draining")}
     placed = Table(
         "lmetric_instance_decisions", "Requests placed on an instance", "counter", labels=_OF_INSTANCE
     )
@@ -66,15 +70,21 @@ def instance_metrics(stats: Sequence[tuple[Model, Mapping[str, Any]]]) -> Iterat
                 else:
                     family = families.get(key)
                     if family is None:
-                        family = families[key] = Table(
-                            f"lmetric_instance_{key}", _GAUGES[key], "gauge", labels=_OF_INSTANCE
-                        )
+                        family = families[key] = _gauge(key)
                     if value is not None:
                         family.add(text, value)
+    for engine in unplaced:
+        text = labels_text({"model": "", "instance": engine.name})
+        families["healthy"].add(text, 0)
+        families["draining"].add(text, int(engine.draining))
     yield placed
     yield source
     yield role
     yield from families.values()
+
+
+def _gauge(key: str) -> Table:
+    return Table(f"lmetric_instance_{key}", _GAUGES[key], "gauge", labels=_OF_INSTANCE)
 
 
 def indicator_metrics(fleet: Fleet) -> Iterator[Metric]:
@@ -136,6 +146,9 @@ def engine_metrics(fleet: Fleet) -> Iterator[Metric | None]:
         "counter",
         labels=tiers,
     )
+    for engine in fleet.unplaced.values():
+        labels = {"model": "", "instance": engine.name, "state": engine.service.state}
+        state.add(labels_text(labels), 1)
     for model in fleet.models:
         for count, engine in enumerate(list(model.engines.values()), 1):
             if count % PIECE == 0:

@@ -227,6 +227,9 @@ class Live(Observer):
         self._relays = relays
         self._new: list[EndedRequest] = []
         self._more = 0
+        # The requests of the last point, of all workers, and its length.
+        self.fresh: list[EndedRequest] = []
+        self.fresh_seconds = POINT_SECONDS
         self.began = self._last = time.monotonic()
         # With several workers: sends this worker's update to the others, and the updates received.
         self.send: Callable[[LiveUpdate], None] | None = None
@@ -305,6 +308,7 @@ class Live(Observer):
             fresh = list(heapq.merge(fresh, *(each.ended for each in received), key=_ended_at))
             more += sum(each.more for each in received)
             in_flight += sum(each.in_flight for _, each in self._latest(now))
+        self.fresh, self.fresh_seconds = fresh, seconds
         self.points.append(point(fresh, seconds, in_flight, unix=time.time(), more=more))
         self.requests.extend(fresh)
         failed = Counter(

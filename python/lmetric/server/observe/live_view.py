@@ -167,9 +167,9 @@ class LiveView:
             "summary": _counts(live, tenant),
         }
         if tenant is not None:
-            fresh = live.within(1.0, now, tenant)
+            fresh = [each for each in live.fresh if each.tenant == tenant]
             shown["now"]["in_flight"] = None
-            shown["points"] = [_round(point(fresh, 1.0, 0, unix=time.time()))]
+            shown["points"] = [_round(point(fresh, live.fresh_seconds, 0, unix=time.time()))]
             return shown
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version

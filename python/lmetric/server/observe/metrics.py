@@ -224,7 +224,7 @@ class Metrics:
                 gauge.add_metric((model.name,), float(values[name]))
             yield gauge
         yield from build_metrics(stats)
-        yield from instance_metrics(stats)
+        yield from instance_metrics(stats, list(self.fleet.unplaced.values()))
         yield from indicator_metrics(self.fleet)
         yield from engine_metrics(self.fleet)
 

@@ -14,7 +14,7 @@ from lmetric.server.observe.live import REFUSED
 Level = Literal["bad", "warn", "note"]
 NAMES = 3  # most engines named in a problem
 PROBLEMS = 8  # most problems shown, the worst first
-_FIX_FAILING = "restart or drain the engines that fail; lmetric_failures_total names them"
+_FIX_FAILING = "restart or drain the engines that fail; the access log names them (engine)"
 _FIX_NO_CONNECTION = "start the engines, or correct their URLs"
 _FIX_FULL = "add engines: they refuse requests"
 # By code of an error: what an operator can do about it, if it is always the same.

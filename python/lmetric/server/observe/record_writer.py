@@ -167,11 +167,16 @@ class RecordWriter:
                 log.info("records are written again", folder=str(self._folder), lost=self.outcomes["disk"])
 
     def _append(self, data: bytes) -> None:
-        if self._file is not None and self._size + len(data) > self._config.file_bytes:
+        if self._file is not None and (self._size + len(data) > self._config.file_bytes or self._is_deleted):
             self._close_file()
         if self._file is None:
             self._open()
         self._write(data)
+
+    @property
+    def _is_deleted(self) -> bool:
+        """Whether somebody, or another worker that needed room, has deleted the open file."""
+        return self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None
@@ -197,18 +202,21 @@ class RecordWriter:
             raise
 
     def _delete_oldest(self) -> None:
-        """Deletes the oldest files until one more fits into the total size."""
-        files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}"))
-        sizes: dict[Path, int] = {}
-        for path in files:
+        """Deletes the files with the oldest last record until one more fits into the total size.
+
+        A file that another worker still writes is among the newest, even if it was opened long ago.
+        """
+        found: list[tuple[int, Path, int]] = []
+        for path in self._folder.glob(f"{PREFIX}*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another worker has deleted it
-                sizes[path] = path.stat().st_size
-        total = sum(sizes.values())
-        for path in sizes:
+                status = path.stat()
+                found.append((status.st_mtime_ns, path, status.st_size))
+        total = sum(size for _, _, size in found)
+        for _, path, size in sorted(found):
             if total + self._config.file_bytes <= self._config.total_bytes:
                 return
             path.unlink(missing_ok=True)
-            total -= sizes[path]
+            total -= size
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

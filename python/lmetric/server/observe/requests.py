@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.fallback import FallbackStep
 from lmetric.server.execution.observers import Observer
@@ -24,7 +25,6 @@ from lmetric.server.observe.histograms import (
     Latencies,
     observe_both,
 )
-from lmetric.server.observe.usage import OTHER_TENANTS
 
 # Bounds shown for each instance: fewer than for each class, because fleets have 1,000 instances.
 _INSTANCE_BOUNDS = {

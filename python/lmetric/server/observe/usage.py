@@ -11,6 +11,7 @@ import orjson
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric._core import BadValueError, ResponseReader
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 DAYS = 400  # older days are dropped
 # Rows of a day and of a table: an engine with ever new models must not fill memory or disk.
 DAY_ROWS, MOST_ROWS = 10_000, 100_000
-# The model and the tenant of further rows, which have no API key. Tokens name any number of both.
-OTHER_MODELS, OTHER_TENANTS = "(other models)", "(other tenants)"
+OTHER_MODELS = "(other models)"  # the model of further rows, which have no API key
 COUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 COLUMNS = ("day", "tenant", "key", "model", *COUNTS)
 

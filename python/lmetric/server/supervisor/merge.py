@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from lmetric.server.observe.programs import PROGRAM_COUNTERS
@@ -18,6 +19,7 @@ SUMMED = frozenset(
         "lmetric_epp_streams",
         "lmetric_index_bytes",
         "lmetric_instance_in_flight",
+        "lmetric_level_waiting_requests",
         "lmetric_records_waiting",
         "lmetric_token_cache_bytes",
         "lmetric_waiting_requests",
@@ -30,6 +32,8 @@ SUMMED = frozenset(
 SAME = frozenset({"lmetric_canary_promotions", "lmetric_canary_rollbacks", *PROGRAM_COUNTERS})
 COUNTS = ("counter", "histogram", "summary")  # kinds that only grow, and always add up
 _EOF = "# EOF"
+# Name and labels, value, exemplar. The text of a label may hold what begins an exemplar.
+_SAMPLE = re.compile(r'([^\s{]++(?:\{(?:[^"}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\})?) (\S++)(.*)')
 _TOTAL = "_total"
 
 
@@ -68,10 +72,10 @@ def read(text: str) -> dict[str, Family]:
     """
     families: dict[str, Family] = {}
     family = Family("")
-    for line in text.splitlines():
+    for line in text.split("\n"):
+        if not line or line == _EOF:
+            continue
         if line.startswith("# "):
-            if line == _EOF:
-                continue
             _, what, name, rest = line.split(" ", 3)
             name = name.removesuffix(_TOTAL)
             family = families.setdefault(name, Family(name))
@@ -80,9 +84,11 @@ def read(text: str) -> dict[str, Family]:
             else:
                 family.help = rest
             continue
-        sample, begins, exemplar = line.partition(" # {")
-        key, _, value = sample.rpartition(" ")
-        family.samples[key] = value, begins + exemplar
+        sample = _SAMPLE.fullmatch(line)
+        if sample is None:
+            raise ValueError(f"no sample of a metric: {line[:200]!r}")
+        key, value, exemplar = sample.groups()
+        family.samples[key] = value, exemplar
     return families
 
 

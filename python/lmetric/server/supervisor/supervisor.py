@@ -48,7 +48,9 @@ REPEAT_SECONDS = 30.0
 SHORT_LIFE_SECONDS = 10.0  # a worker that ends sooner is replaced after a pause
 MOST_PAUSE_SECONDS = 30.0
 CANARY = "/admin/canary/"
+POLICY = "/admin/policy"
 WEIGHTS = "/admin/weights"
+INDICATORS = "/indicators"  # ends the page of an engine
 MOST_CHANGES = 10_000  # changes of administrators that a new worker repeats
 
 
@@ -92,6 +94,7 @@ class Supervisor:
     ) -> None:
         self._secret = secrets.token_bytes(32)
         self.config = salted(config, self._secret)
+        self._reread_config = self.config  # the last one that was applied, without `further`
         self._further = further
         self._bound = bound
         self._reread = reread
@@ -115,7 +118,13 @@ class Supervisor:
             change=self._store_keys,
             tell=self._tell,
         )
-        self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for the sockets of the workers: {error.strerror or error}; make /tmp writable, or "
+                "set TMPDIR to a writable folder"
+            ) from None
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
         self._watchers: set[asyncio.Task[None]] = set()
@@ -154,19 +163,14 @@ class Supervisor:
     async def _start(self, place: int) -> dict[str, Any]:
         """Starts a worker. Returns its report once it listens. Raises LmetricError."""
         number = self._take_number()
-        ours, theirs = socket.socketpair()
         sockets = [[each.fileno() for each in own] for own in self._sockets]
-        with theirs:
-            passed = {theirs.fileno(), self._memory, *(each for own in sockets for each in own)}
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "lmetric.server.process",
-                str(theirs.fileno()),
-                pass_fds=tuple(passed),
-                start_new_session=True,  # Ctrl-C reaches only the supervisor
-            )
-        channel = await Channel.open(ours, self._asked)
+        try:
+            process, channel = await self._execute({self._memory, *(each for own in sockets for each in own)})
+        except OSError as error:
+            self._numbers.discard(number)
+            reason = error.strerror or str(error)
+            raise ConfigError(f"a worker process cannot be started: {reason}; free memory, or raise the "
+                "limits of processes and open files") from None
         worker = Process(number, place, process, channel=channel)
         self.processes.append(worker)
         start = Start(
@@ -187,6 +191,10 @@ class Supervisor:
         try:
             async with asyncio.timeout(START_SECONDS):
                 report: dict[str, Any] = await channel.call("start", start)
+            async with self._reloading:
+                if start.config is not self.config:  # a reload leaves out workers that start
+                    await channel.call("reload", self._reread_config)
+                worker.started = True
         except ChannelClosedError:
             raise ConfigError("a worker process ended while it started; its log has the reason") from None
         except TimeoutError:
@@ -195,8 +203,25 @@ class Supervisor:
         except BaseException:
             worker.signal(signal.SIGTERM)
             raise
-        worker.started = True
         return report
+
+    async def _execute(self, passed: set[int]) -> tuple[asyncio.subprocess.Process, Channel]:
+        """Starts a process with these descriptors, and a channel to it. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "lmetric.server.process",
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(), *passed),
+                    start_new_session=True,  # Ctrl-C reaches only the supervisor
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return process, await Channel.open(ours, self._asked)
 
     async def _catch_up(self, worker: Process) -> None:
         """Makes the changes of administrators so far in a worker that does not listen yet."""
@@ -225,7 +250,10 @@ class Supervisor:
         code = await worker.process.wait()
         await worker.channel.close()
         self._board.clear(worker.number)
-        self._ended_page = merge([], [self._ended_page, worker.page], openmetrics=True)
+        try:
+            self._ended_page = merge([], [self._ended_page, worker.page], openmetrics=True)
+        except ValueError:  # its replacement does not depend on metrics
+            log.exception("the metrics of a worker that ended are lost", worker=worker.place)
         self.processes.remove(worker)
         self._numbers.discard(worker.number)
         with contextlib.suppress(OSError):
@@ -310,7 +338,8 @@ class Supervisor:
                     worker.page = await worker.channel.call("metrics", openmetrics)
 
         await asyncio.gather(*map(ask, asked))
-        pages = [worker.page for worker in asked]
+        # The last page of a worker that has ended meanwhile is in `_ended_page`.
+        pages = [worker.page for worker in asked if worker in self.processes]
         return await asyncio.to_thread(merge, pages, [self._ended_page], openmetrics=openmetrics)
 
     async def repeat(self, change: AdminChange) -> list[str]:
@@ -321,15 +350,26 @@ class Supervisor:
         if change.target.startswith(CANARY):  # a new worker copies the canaries of another one
             async with self._canaries:
                 return await self._repeat_in_others(change, mark)
+        # The next step of a trainer, or the next value, replaces it: thousands must not displace others.
         what = change.body
-        if change.target == WEIGHTS:  # the next step replaces it: thousands must not displace others
+        if change.target == WEIGHTS:
             what = orjson.dumps(orjson.loads(change.body).get("engines"))
+        elif change.target.endswith(INDICATORS):
+            what = orjson.dumps(sorted(orjson.loads(change.body)))
+        elif change.method == "DELETE":
+            removed = change.target.partition("?")[0] + INDICATORS
+            self._forget(lambda target: target == removed)
         key = change.method, change.target, what
         self._changes.pop(key, None)
         self._changes[key] = change
         if len(self._changes) > MOST_CHANGES:
             del self._changes[next(iter(self._changes))]
         return await self._repeat_in_others(change, mark)
+
+    def _forget(self, is_over: Callable[[str], bool]) -> None:
+        """Leaves out the changes of pages that a new worker must not repeat."""
+        for key in [key for key in self._changes if is_over(key[1])]:
+            del self._changes[key]
 
     async def _repeat_in_others(self, change: AdminChange, mark: str | None) -> list[str]:
         others = [each for each in self.processes if each.ready and str(each.number) != mark]
@@ -412,20 +452,23 @@ class Supervisor:
     async def reload(self) -> dict[str, Any]:
         """Reads the configuration again, and applies it in all workers. Raises LmetricError.
 
-        If the first worker refuses the configuration, nothing changes.
+        If the first worker refuses the configuration, nothing changes. Workers that start follow
+        when they have started.
         """
         if self._reread is None:
             raise ConfigError("there is no configuration file to read again")
         async with self._reloading:
             config = salted(await asyncio.to_thread(self._reread), self._secret)
             report: dict[str, Any] | None = None
-            for worker in [each for each in self.processes if each.ready]:
+            for worker in [each for each in self.processes if each.started]:
                 try:
                     answer = await worker.channel.call("reload", config)
                 except ChannelClosedError:
                     continue  # the next worker starts with the new configuration
                 report = answer if report is None else report
             self.config = config.model_copy(update={"engines": [*config.engines, *self._further]})
+            self._reread_config = config
+            self._forget(lambda target: target == POLICY)  # the configured policies are back
             return report or {}
 
     async def restart(self) -> None:
