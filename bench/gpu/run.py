@@ -345,7 +345,9 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS)
     parser.add_argument("--calibrate-tokens", type=int, default=400_000)
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags of the engines, as JSON")
-    parser.add_argument("--orders", nargs="*", default=list(orders.ORDERS), choices=orders.ORDERS)
+    # Transfers of KV between the engines of a card need more of its environment than the others.
+    alone = [name for name, each in orders.ORDERS.items() if "kv_transfer_config" not in each.flags]
+    parser.add_argument("--orders", nargs="*", default=alone, choices=orders.ORDERS)
     parser.add_argument("--load", type=float, default=1.1, help="of the orders' engines, of their most")
     parser.add_argument("--at-most", type=float, default=float("inf"), help="begin no run after S seconds")
     given = parser.parse_args()
