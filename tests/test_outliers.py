@@ -99,7 +99,7 @@ def test_consecutive_failures_eject_and_a_success_begins_anew() -> None:
     assert it.serving == ["e0", "e1"]
     it.fail(broken, 1, 3.0)
     assert (it.serving, broken.service.state, broken.service.until) == (["e1"], "EJECTED", 33.0)
-    assert it.outliers.ejected == {"consecutive": 1}
+    assert +it.outliers.ejected == {"consecutive": 1}
 
 
 def test_ejections_grow_and_shrink_with_time_in_service() -> None:
@@ -207,7 +207,7 @@ def test_success_rates_are_compared_with_all_others() -> None:
             good.service.served()
             bad.service.served()
         it.fail(bad, 1, float(now))
-    assert (bad.service.state, it.outliers.ejected) == ("EJECTED", {"success_rate": 1})
+    assert (bad.service.state, +it.outliers.ejected) == ("EJECTED", {"success_rate": 1})
     assert "success rate" in str(bad.service.reason)
 
 
@@ -276,7 +276,7 @@ def test_retries_are_a_share_of_the_requests_and_a_minimum() -> None:
     budget.follow(0, 100.0)
     allowed = sum(budget.allows(1000, False, 101.0) for _ in range(1000))
     assert allowed == 200 + 5
-    assert budget.outcomes == {"charged": 205, "refused": 795}
+    assert +budget.outcomes == {"charged": 205, "refused": 795}
     assert budget.allows(1000, True, 101.0), "an engine known to be lost is not charged"
     assert not budget.allows(1000, False, 101.0 + WINDOW_SECONDS - 2)
     assert sum(budget.allows(1000, False, 120.0) for _ in range(10)) == 5

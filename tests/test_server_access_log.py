@@ -88,7 +88,7 @@ async def test_lines_of_requests_that_were_refused_failed_or_left(
         assert (unknown["status"], unknown["code"]) == (404, "model_not_found")
         assert refused["status"] == 400
         assert not {"decision", "engine", "ttft_seconds", "output_tokens"} & refused.keys()
-        assert (failed["status"], failed["engine"], failed["code"]) == (502, "e0", "failed_twice")
+        assert (failed["status"], failed["engine"], failed["code"]) == (502, "e0", "reset")
         assert failed["decision"] is not None
         assert (left["status"], left["engine"], left["note"]) == (200, "e0", "the client left")
         assert left["client"].startswith("127.0.0.1:")

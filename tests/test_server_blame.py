@@ -57,7 +57,7 @@ async def test_poison_takes_no_engine_from_innocent_clients(by: str) -> None:
             assert states(it) == ["HEALTHY", "HEALTHY"]
         outliers = it.server.fleet.models[0].outliers
         assert outliers.suspects == 45
-        assert not outliers.ejected
+        assert not +outliers.ejected
         sent = sum(b"POISON" in request.body for engine in it.engines for request in engine.requests)
         assert sent <= 2 * 45 + (by == "reset") * 45, "twice each, and again if a kept connection broke"
 
@@ -153,7 +153,7 @@ async def test_a_failed_connection_is_no_matter_of_opinion() -> None:
         for _ in range(4):
             assert (await it.post())[0] == 200
         assert states(it) == ["DOWN", "HEALTHY"]
-        assert not it.server.fleet.models[0].outliers.ejected
+        assert not +it.server.fleet.models[0].outliers.ejected
 
 
 # -- saturation ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ async def test_without_budget_the_client_gets_the_failure_at_once() -> None:
 
 
 async def test_counts_of_failures_begin_at_zero() -> None:
-    """Prometheus sees no increase in the first value of a series: the first burst raised no alert."""
+    """Prometheus sees no increase in a series' first value: the first burst raised no alert."""
     async with world(1) as it:
         text = (await it.get("/metrics"))[1].decode()
         for line in (
@@ -242,7 +242,7 @@ async def test_the_requests_of_a_lost_engine_need_no_budget() -> None:
         model.router.update_instance("e1", draining=False)
         await engines[0].stop()
         assert [(await each)[0] for each in running] == [200] * 12
-        assert model.retry_budget.outcomes == {"charged": 2, "free": 10}
+        assert +model.retry_budget.outcomes == {"charged": 2, "free": 10}
 
 
 # -- the watchdog ----------------------------------------------------------------------------------

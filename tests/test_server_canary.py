@@ -165,7 +165,7 @@ def test_a_promotion_that_was_replaced_is_not_rolled_back(mine: dict[str, Any]) 
 
 
 def test_a_promotion_installs_what_ran_as_the_canary(mine: dict[str, Any]) -> None:
-    """Its file may have changed since: then other code than the tested one would get all requests."""
+    """Its file may have changed since: then all requests would get code that was not tested."""
     model = model_of(mine)
     canary = model.trials.canary
     to(canary, State.RUNNING)

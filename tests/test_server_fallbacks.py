@@ -206,7 +206,7 @@ async def test_a_refusal_by_admission_leads_to_the_fallback() -> None:
         await w.engines[1].asked(3)
         status, _, refused = await w.post({"model": "small", "prompt": "x"}, headers=headers)
         assert (status, refused["error"]["code"]) == (429, "queue_full")
-        line = b'lmetric_refused_requests_total{model="small",reason="queue",tenant="a"} 1.0'
+        line = b'lmetric_refused_requests_total{model="large",reason="queue",tenant="a"} 1.0'
         assert line in (await w.get("/metrics"))[1]
         for each in further:
             each.cancel()

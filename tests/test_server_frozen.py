@@ -76,9 +76,9 @@ async def test_requests_without_a_token_move() -> None:
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         assert down(w)
         [model] = w.server.fleet.models
-        assert model.retry_budget.outcomes == {"free": 8}
+        assert +model.retry_budget.outcomes == {"free": 8}
         assert model.router.stats()["retries"] == 8
-        assert not model.outliers.ejected
+        assert not +model.outliers.ejected
 
 
 async def test_the_problem_of_a_frozen_engine_names_what_to_do() -> None:

@@ -104,7 +104,7 @@ async def test_the_second_engine_answers_for_a_frozen_one() -> None:
         await w.until(lambda: loads(w) == [0, 0])
         assert model(w).hedging.outcomes == {"won": 1}
         assert [engine.service.state for engine in model(w).engines.values()] == ["HEALTHY"] * 2
-        assert not model(w).outliers.ejected
+        assert not +model(w).outliers.ejected
         router = model(w).router
         stats = router.stats()
         assert stats["failed"]["cancelled"] == 1  # the loser, which no engine is blamed for
@@ -218,7 +218,7 @@ async def test_the_hedge_continues_if_the_first_engine_fails() -> None:
         status, headers, _ = await w.post(BODY)
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         assert model(w).hedging.outcomes == {"won": 1}
-        assert not model(w).retry_budget.outcomes
+        assert not +model(w).retry_budget.outcomes
         assert [len(engine.requests) for engine in w.engines] == [1, 1]
 
 

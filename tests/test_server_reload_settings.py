@@ -250,7 +250,7 @@ async def test_a_model_whose_section_is_gone_stays_as_it_is(tmp_path: Path) -> N
         assert second.policies.settings.policy == "least_requests"
         # The policy of a section that needs a restart must be valid, too.
         with pytest.raises(LmetricError, match="nonsense"):
-            await r.change(models=[kept, kept | {"name": "further", "policy": "nonsense"}])
+            await r.change(models=[kept, {"name": "further", "policy": "nonsense"}])
 
 
 async def test_unchanged_policies_are_not_installed_again(tmp_path: Path) -> None:

@@ -90,8 +90,10 @@ ORDERS = {
 
 
 def kv_bytes(layers: int, hidden: int) -> int:
-    """Bytes of a token's KV cache in the models of `tests/real/make_model.py`: two tensors of float32
-    for the only KV head, half of the hidden size."""
+    """Bytes of a token's KV cache in the models of `tests/real/make_model.py`.
+
+    Two tensors of float32 for the only KV head, half of the hidden size.
+    """
     return layers * 2 * hidden // 2 * 4
 
 
@@ -103,8 +105,10 @@ def unshared(
     answers: NDArray[np.int64],
     block: int,
 ) -> Trace:
-    """Requests, one per row of `gaps` (seconds between arrivals) and of both lengths (tokens), shape
-    (n,). No two prompts have a block in common."""
+    """Requests with these seconds between arrivals and lengths in tokens, each of shape (n,).
+
+    No two prompts have a block in common.
+    """
     offsets = np.concatenate(([0], np.cumsum(-(-prompts // block)))).astype(np.int64)
     return Trace(
         name=name,

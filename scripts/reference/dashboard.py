@@ -186,13 +186,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         panel(
             "Engines by state",
             "short",
-            {"{{state}}": f"count by (state) (group by (model, exported_instance, state) (lmetric_engine_state{{{ENGINE}}}))"},
+            {
+                "{{state}}": f"count by (state) (group by (model, exported_instance, state) (lmetric_engine_state{{{ENGINE}}}))"
+            },
             stacked=True,
         ),
         panel(
             "Engines by KV index mode",
             "short",
-            {"{{mode}}": f"count by (mode) (group by (model, exported_instance, mode) (lmetric_engine_mode{{{ENGINE}}}))"},
+            {
+                "{{mode}}": f"count by (mode) (group by (model, exported_instance, mode) (lmetric_engine_mode{{{ENGINE}}}))"
+            },
             stacked=True,
         ),
     ],

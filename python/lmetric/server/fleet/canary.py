@@ -181,7 +181,7 @@ class Canary:
         assert run is not None  # it runs
         config, before = run.config, self._policies()
         changes = {"policy": config.policy, "knobs": config.knobs}
-        # What ran as the canary: its file may have changed since.
+        # The policy that ran as the canary: its file may have changed since.
         promoted = Policies(before.settings.model_copy(update=changes), first=self.built)
         self._install(promoted)
         self._router.set_canary(None)

@@ -38,8 +38,8 @@ class Outliers:
 
     def __init__(self, settings: Ejection) -> None:
         self.settings = settings
-        # Ejections by rule, and ejections not made by limit. Each counter starts at 0: Prometheus does
-        # not see the increase of a new series.
+        # Ejections by rule, and ejections not made by limit. Each counter starts at 0: Prometheus
+        # does not see the increase of a new series.
         self.ejected = Counter(dict.fromkeys(("consecutive", "success_rate", "probe"), 0))
         self.prevented = Counter(dict.fromkeys(("max_share", "panic_threshold"), 0))
         self.panics = 0

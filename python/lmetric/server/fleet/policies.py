@@ -137,7 +137,9 @@ class Policies:
         """Returns whether first segments have another policy than in other settings, or a policy's
         file has changed."""
         own, theirs = self.settings, other.settings
-        same = _definition(own, own.policy) == _definition(theirs, theirs.policy) and own.knobs == theirs.knobs
+        same = (
+            _definition(own, own.policy) == _definition(theirs, theirs.policy) and own.knobs == theirs.knobs
+        )
         return not same or self.files != other.files
 
     def changed(self) -> bool:

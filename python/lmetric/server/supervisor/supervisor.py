@@ -94,7 +94,7 @@ class Supervisor:
     ) -> None:
         self._secret = secrets.token_bytes(32)
         self.config = salted(config, self._secret)
-        self._reread_config = self.config  # the last one that was applied, without `further`
+        self._reread_config = self.config  # as the last reload got it: without `further`
         self._further = further
         self._bound = bound
         self._reread = reread
@@ -122,8 +122,8 @@ class Supervisor:
             self._folder = tempfile.TemporaryDirectory(prefix="lmetric-")
         except OSError as error:
             raise ConfigError(
-                f"no folder for the sockets of the workers: {error.strerror or error}; make /tmp writable, or "
-                "set TMPDIR to a writable folder"
+                f"no folder for the sockets of the workers: {error.strerror or error}; make /tmp writable, "
+                "or set TMPDIR to a writable folder"
             ) from None
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
@@ -169,8 +169,10 @@ class Supervisor:
         except OSError as error:
             self._numbers.discard(number)
             reason = error.strerror or str(error)
-            raise ConfigError(f"a worker process cannot be started: {reason}; free memory, or raise the "
-                "limits of processes and open files") from None
+            raise ConfigError(
+                f"a worker process cannot be started: {reason}; free memory, or raise the "
+                "limits of processes and open files"
+            ) from None
         worker = Process(number, place, process, channel=channel)
         self.processes.append(worker)
         start = Start(
@@ -350,7 +352,8 @@ class Supervisor:
         if change.target.startswith(CANARY):  # a new worker copies the canaries of another one
             async with self._canaries:
                 return await self._repeat_in_others(change, mark)
-        # The next step of a trainer, or the next value, replaces it: thousands must not displace others.
+        # The next step of a trainer, or the next value, replaces it: thousands must not displace
+        # others.
         what = change.body
         if change.target == WEIGHTS:
             what = orjson.dumps(orjson.loads(change.body).get("engines"))
