@@ -92,7 +92,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "vllm_router_retries.sh": (
         "vllm-router",
         {
-            "retries": {"attempts": 4},
+            "retries": {"attempts": 3},
             "health": {"ejection": {"consecutive_failures": 5, "base_seconds": 30}},
         },
         ["--retry-jitter-factor 0.1", "--cb-window-duration-secs 60"],
@@ -374,6 +374,37 @@ def test_litellms_names_and_weights_become_aliases(tmp_path: Path) -> None:
     assert "alias small: engines serve a model of this name, so it stays small" in printed
     assert "model_list[3].weight 2: no weights: load decides" in printed
     assert "model_list[0].weight" not in printed
+
+
+@pytest.mark.parametrize(("old", "attempts"), [(5, 5), (1, 1), (0, 1)])
+def test_the_old_number_of_retries_counts_the_first_attempt(old: int, attempts: int, tmp_path: Path) -> None:
+    (script := tmp_path / "run.sh").write_text(f"smg --worker-urls http://a:1 --retry-max-retries {old}")
+    assert import_config(script).settings["retries"] == {"attempts": attempts}
+
+
+REDIRECT = """
+upstream vllm { server 10.0.0.1:8000; }
+server { listen 80; return 301 https://$host$request_uri; }
+server {
+    listen 443 ssl; ssl_certificate a.pem; ssl_certificate_key a.key; proxy_connect_timeout 7s;
+    location /static { proxy_read_timeout 2s; root /srv; }
+    location / { proxy_connect_timeout 3s; proxy_pass http://vllm; }
+}
+"""
+
+
+def test_nginx_settings_come_from_the_blocks_around_the_proxy_pass(tmp_path: Path) -> None:
+    (file := tmp_path / "nginx.conf").write_text(REDIRECT)
+    draft = import_config(file)
+    assert draft.settings["port"] == 443
+    assert draft.settings["tls"] == {"certificate_file": "a.pem", "key_file": "a.key"}
+    assert draft.settings["timeouts"] == {"connect": 3.0}
+    remarks = dict(iter(draft.remarks))
+    for line in ("listen 80", "proxy_read_timeout 2s"):
+        assert remarks[line] == "its block passes no requests to this upstream"
+    assert (
+        remarks["proxy_connect_timeout 7s"] == "another line has this setting, too, and counts in its place"
+    )
 
 
 def test_losses_come_first_and_an_nginx_file_needs_an_upstream(tmp_path: Path) -> None:

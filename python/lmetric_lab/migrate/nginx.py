@@ -15,7 +15,8 @@ from lmetric_lab.migrate.draft import OLD_RULE, Draft
 _Block = list[dict[str, Any]]
 
 _NOT_NEEDED = "not needed: one process answers for every host name"
-_REPEATED = "another block has this setting, too; the first one counts"
+_REPEATED = "another line has this setting, too, and counts in its place"
+_ELSEWHERE = "its block passes no requests to this upstream"
 _PROXY = "the router sets its own headers and buffers"
 _BLOCKS = {"events", "http", "server", "location", "upstream", "proxy_pass"}
 _OWN = {
@@ -32,25 +33,25 @@ _DATA = {"map", "geo", "split_clients", "types", "charset_map", "match"}
 def translate(draft: Draft, file: Path, text: str) -> None:
     """Fills the draft from the upstream that the configuration uses first."""
     top = _parse(file)
-    blocks = [each for each in _walk(top) if each["directive"] == "upstream"]
-    upstreams = {each["args"][0]: each["block"] for each in blocks}
+    upstreams = {each["args"][0]: each["block"] for each, _ in _walk(top) if each["directive"] == "upstream"}
     if not upstreams:
         raise ConfigError(
             f"{file}: an nginx configuration without upstream; expected `upstream NAME {{ server HOST; }}`. "
             "If an included file has it, import that file. For one engine, use `serve --engine URL`"
         )
-    scheme = "http"
-    used: list[str] = []
-    for each in _walk(top):
+    scheme, name = "http", next(iter(upstreams))
+    around: tuple[_Block, ...] | None = None
+    for each, blocks in _walk(top):
         if each["directive"] == "proxy_pass":
             parts = re.match(r"(https?)://([^/:]+)", each["args"][0])
-            if parts and parts[2] in upstreams and parts[2] not in used:
-                scheme, used = (parts[1] if not used else scheme), [*used, parts[2]]
-    name = used[0] if used else next(iter(upstreams))
+            if parts and parts[2] in upstreams:
+                scheme, name, around = parts[1], parts[2], blocks
+                break
     _upstream(draft, upstreams[name], scheme)
     for other in upstreams.keys() - {name}:
         draft.remark(f"upstream {other}", "one fleet per import; write it as an entry of `models`")
-    _directives(draft, list(_walk(top, into_upstreams=False)))
+    of_upstreams = {id(each) for block in upstreams.values() for each in block}
+    _directives(draft, [each for each, _ in _walk(top) if id(each) not in of_upstreams], around)
 
 
 def _parse(file: Path) -> _Block:
@@ -66,13 +67,15 @@ def _parse(file: Path) -> _Block:
     return block
 
 
-def _walk(block: _Block, *, into_upstreams: bool = True) -> Iterator[dict[str, Any]]:
+def _walk(
+    block: _Block, around: tuple[_Block, ...] = ()
+) -> Iterator[tuple[dict[str, Any], tuple[_Block, ...]]]:
+    """Yields the directives, each with the blocks that it is in, the inner block first."""
+    around = (block, *around)
     for each in block:
-        yield each
-        if each["directive"] in _DATA:
-            continue
-        if into_upstreams or each["directive"] != "upstream":
-            yield from _walk(each.get("block") or [], into_upstreams=into_upstreams)
+        yield each, around
+        if each["directive"] not in _DATA:
+            yield from _walk(each.get("block") or [], around)
 
 
 def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
@@ -138,11 +141,17 @@ def _server(draft: Draft, args: list[str], scheme: str, limits: dict[str, list[A
     draft.add_engine(f"{scheme}://{address}{port}", "server")
 
 
-def _directives(draft: Draft, directives: _Block) -> None:
-    """The settings of server and location blocks, the first of each name."""
+def _directives(draft: Draft, directives: _Block, around: tuple[_Block, ...] | None) -> None:
+    """The settings of the blocks around the `proxy_pass`, as nginx inherits them.
+
+    Settings of other blocks are remarks. ``around``: the inner block first; None: no `proxy_pass`
+    names the upstream, so all blocks count, the first setting of each name.
+    """
+    counting = directives if around is None else [each for block in around for each in block]
+    there = {id(each) for each in counting}
     seen: dict[str, list[str]] = {}
     others: dict[str, None] = {}
-    for each in directives:
+    for each in [*counting, *(each for each in directives if id(each) not in there)]:
         what, args = each["directive"], each["args"]
         if what == "location" and args != ["/"]:
             draft.remark(" ".join([what, *args]), "the router serves the paths of engines, and only those")
@@ -150,15 +159,18 @@ def _directives(draft: Draft, directives: _Block) -> None:
             continue
         if what in _OWN:
             draft.remark(" ".join([what, *args]), _OWN[what])
-        elif what in _SETTINGS and args[0] != "0" and what not in seen:
-            _SETTINGS[what](draft, what, args)
-        elif what in _SETTINGS and args != seen.get(what):
-            draft.remark(" ".join([what, *args]), "0 is no limit here" if args[0] == "0" else _REPEATED)
+        elif what in _SETTINGS:
+            if args[0] != "0" and what not in seen and id(each) in there:
+                _SETTINGS[what](draft, what, args)
+            elif args != seen.get(what):
+                why = _REPEATED if id(each) in there else _ELSEWHERE
+                draft.remark(" ".join([what, *args]), "0 is no limit here" if args[0] == "0" else why)
         elif what.startswith("proxy_"):
             draft.remark(what, _PROXY)
-        elif what not in _SETTINGS:
+        else:
             others[what] = None
-        seen.setdefault(what, args)
+        if id(each) in there:
+            seen.setdefault(what, args)
     if others:
         draft.remark(", ".join(others), "no equivalent known; check whether you need it")
 

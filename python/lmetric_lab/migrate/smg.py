@@ -37,7 +37,7 @@ def _number(draft: Draft, flag: str, value: str) -> Any:
 
 
 def _attempts(draft: Draft, flag: str, value: str) -> Any:
-    return int(draft.number(flag, value)) + 1
+    return max(1, int(draft.number(flag, value)))
 
 
 def _level(draft: Draft, flag: str, value: str) -> Any:
@@ -54,7 +54,7 @@ _KEYS = {
     "--request-timeout-secs": _Key("timeouts.request", _number),
     "--max-payload-size": _Key("limits.max_body_bytes", _number),
     "--retry-max-retries": _Key(
-        "retries.attempts", _attempts, "retries.attempts counts the first attempt, too."
+        "retries.attempts", _attempts, "As in the old command, the number counts the first attempt, too."
     ),
     "--cb-failure-threshold": _Key("health.ejection.consecutive_failures", _number),
     "--cb-timeout-duration-secs": _Key("health.ejection.base_seconds", _number),
