@@ -131,6 +131,33 @@ async def test_chat_reads_deltas_and_the_first_chunk_without_text_is_no_token() 
     assert record.first_token - (record.sent or 0) >= 0.1
 
 
+async def test_reasoning_and_tool_calls_are_tokens() -> None:
+    deltas: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        choices = [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        choices += [{"delta": delta, "finish_reason": None} for delta in deltas]
+        choices += [{"delta": {}, "finish_reason": "length"}]
+        first, *lines = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+        return await stream(request, first, 0.1, lines[0], 0.1, *lines[1:], usage(40, 2, None), DONE)
+
+    async with served(handler) as url:
+        for name, value in (
+            ("reasoning", "hm"),
+            ("reasoning_content", "hm"),
+            ("tool_calls", [{"index": 0, "function": {"arguments": "{"}}]),
+        ):
+            deltas[:] = [{name: value}, {name: value}]
+            record = await one(url, chat=True)
+            assert record.completed, record
+            assert record.output_tokens == 2
+            assert record.sent is not None
+            assert record.first_token is not None
+            assert record.last_token is not None
+            assert record.first_token - record.sent >= 0.1
+            assert record.last_token - record.first_token >= 0.09
+
+
 CUT = [
     ("stream_error", "full", ['data: {"error": {"message": "full", "code": 503}}\n\n', DONE]),
     ("truncated", "without a finish reason", [token(), DONE]),

@@ -20,6 +20,7 @@ from lmetric.engines.errors import error_text
 from lmetric.engines.http import EngineClient, Unanswered
 
 _ENDS = {"stop", "length", "tool_calls"}  # other finish reasons mean an incomplete answer
+_TEXTS = ("content", "reasoning", "reasoning_content", "tool_calls")  # of a delta with tokens
 _CONNECT_SECONDS = 10.0
 
 
@@ -180,7 +181,7 @@ class Client:
         if not record.ended:
             record.fail("truncated", "the stream ended without a finish reason")
         elif record.first_token is None:
-            record.fail("empty", "the answer has no text")
+            record.fail("empty", "the answer has no text and no tool call")
 
     def _event(self, data: bytes, record: Record, now: float) -> bool:
         """Handle one event. Returns False to ignore all further events."""
@@ -190,7 +191,8 @@ class Client:
                 record.fail("stream_error", error_text(data))
                 return False
             for choice in event["choices"]:
-                text = choice["delta"].get("content") if self._chat else choice["text"]
+                delta = choice["delta"] if self._chat else None
+                text = choice["text"] if delta is None else any(delta.get(name) for name in _TEXTS)
                 if text or choice.get("token_ids"):
                     if record.first_token is None:
                         record.first_token = now
