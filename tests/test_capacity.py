@@ -129,6 +129,7 @@ def test_a_coarse_recording_has_the_same_shared_prefixes(folder: Path) -> None:
     assert made.cache_blocks == PROFILE.cache_blocks // 8
     assert (np.diff(made.trace.hash_offsets) == fine.trace.input_tokens // 128).all()
     assert (made.trace.blocks(5) == fine.trace.blocks(5)[7::8]).all()
+    assert coarse(replace(fine, cache_blocks=5)).cache_blocks == 1
 
 
 def test_joins_and_leaves_come_from_the_states_of_the_fleet() -> None:
@@ -328,6 +329,19 @@ def test_a_good_fit_is_trusted_for_a_while(
     assert fits == [1]
     with pytest.raises(WhatIfError, match="does not fit the records: mean TTFT"):
         replace(made, _good_at=NOW - 2_000.0).advise(slower, NOW)
+
+
+def test_a_given_cache_has_blocks_of_the_engines(folder: Path) -> None:
+    recording = recording_of(read_records(folder).of(None))
+    assert recording.block_tokens == 16
+    made = Twin(
+        Question(GOAL), Limits(9.0, 9.0, 9.0), max_batch_tokens=PROFILE.max_batch_tokens,
+        cache_blocks=5_000, check_seeds=1,
+    )  # fmt: skip
+    made.advise_recording(recording, NOW - AT, alternatives=False, interval=False)
+    assert made.fit is not None
+    profile = made.fit.profile
+    assert (profile.block_tokens, profile.cache_blocks * profile.block_tokens) == (128, 80_000)
 
 
 def test_a_limit_of_engines_is_reported(fitted: tuple[Twin, Records, Advice]) -> None:

@@ -213,7 +213,10 @@ def coarse(recording: Recording) -> Recording:
         return recording
     blocks = recording.cache_blocks
     return replace(
-        recording, trace=trace, block_tokens=size, cache_blocks=None if blocks is None else blocks // factor
+        recording,
+        trace=trace,
+        block_tokens=size,
+        cache_blocks=None if blocks is None else max(1, blocks // factor),
     )
 
 

@@ -86,6 +86,8 @@ class Twin:
         interval: bool = True,
     ) -> Advice:
         """The advice from a recording. ``now_seconds``: on its clock. Raises WhatIfError."""
+        if self.cache_blocks is not None:  # in the engines' blocks, which `coarse` makes larger
+            recording = replace(recording, cache_blocks=self.cache_blocks)
         made = coarse(part(recording, now_seconds - self.window_seconds, now_seconds))
         shift = float(recording.trace.arrival_seconds[0])
         if (first := now_seconds - self.window_seconds) > shift:
@@ -135,7 +137,6 @@ class Twin:
                 recording,
                 max_batch_tokens=self.max_batch_tokens,
                 max_sequences=self.max_sequences,
-                cache_blocks=self.cache_blocks,
                 kv_bytes_per_token=self.kv_bytes_per_token,
             )
             new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits, until_seconds=ended)
