@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
 from lmetric_lab.whatif.check import _score_error
+from lmetric_lab.whatif.fit import EngineFit, Engines
 from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 from test_server_process import router
 
@@ -85,6 +87,45 @@ def test_the_fit_counts_the_load_of_later_requests(tmp_path: Path) -> None:
     assert fit.tpot_error < 0.05
     assert fit.profile.fixed_seconds == pytest.approx(PROFILE.fixed_seconds, rel=0.15)
     assert check_fit(found, fit).good
+
+
+def test_the_fit_keeps_the_columns_of_requests_that_the_router_held(
+    tmp_path: Path, trace: Trace, run: Run
+) -> None:
+    def held(index: int, line: dict[str, Any]) -> None:
+        if index == 0:
+            line["held_seconds"] = 5.0
+            line |= {name: line[name] + 5.0 for name in ("ttft_seconds", "e2e_seconds")}
+
+    write_records(tmp_path, trace, run, held)
+    found = recorded(tmp_path)
+    engines = Engines(found)._engines
+    assert any((np.diff(engine.places) < 0).any() for engine in engines)
+    for engine in engines:
+        own = engine.work.trace
+        assert (own.input_tokens == found.trace.input_tokens[engine.places]).all()
+        arrivals = (found.trace.arrival_seconds + found.held_seconds)[engine.places]
+        assert own.arrival_seconds == pytest.approx(arrivals)
+        for index, place in enumerate(engine.places.tolist()):
+            assert (own.blocks(index) == found.trace.blocks(place)).all()
+    # A wait beyond the end counts until the end, so that no turn comes before the turn it follows.
+    for engine in Engines(replace(found, held_seconds=np.full(len(found), 60.0)))._engines:
+        ends = (found.trace.arrival_seconds + found.e2e_seconds)[engine.places]
+        assert engine.work.trace.arrival_seconds == pytest.approx(ends)
+
+
+def test_a_check_needs_streams_of_several_tokens(tmp_path: Path, trace: Trace, run: Run) -> None:
+    def short(index: int, line: dict[str, Any]) -> None:
+        if index >= 240:
+            line["output_tokens"] = 1
+            del line["tpot_seconds"]
+
+    write_records(tmp_path, trace, run, short)
+    fit = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0)
+    with pytest.raises(
+        WhatIfError, match="160 of the 160 requests that check the fit have a TTFT and 0 a TPOT"
+    ):
+        check_fit(recorded(tmp_path), fit)
 
 
 def call(*words: str) -> Any:

@@ -20,8 +20,8 @@ from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice, play
 from lmetric_lab.sim.summary import Slo
 from lmetric_lab.sim.workload import Workload, prepare
 from lmetric_lab.slo import Metric
-from lmetric_lab.whatif.fit import FIT_SHARE, EngineFit, engine_scenario
-from lmetric_lab.whatif.recording import Recording
+from lmetric_lab.whatif.fit import FIT_SHARE, MIN_TIMES, EngineFit, engine_scenario
+from lmetric_lab.whatif.recording import Recording, WhatIfError
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 BLOCKS = 10  # of the compared requests, for the standard error of the score
@@ -138,19 +138,26 @@ def check_fit(
     ``until_seconds``: requests that arrived later are load and are not compared. Of a running
     fleet, many of them have not ended, so the others are faster in the simulation.
 
-    Raises LmetricError if the policy cannot be built here, such as a file that does not exist.
+    Raises:
+        WhatIfError: too few of the compared requests are streams.
+        LmetricError: the policy cannot be built here, such as a file that does not exist.
     """
     limits = limits or Limits()
     from_index = round(FIT_SHARE * len(recording))
     late = (np.arange(len(recording)) >= from_index) & (recording.trace.arrival_seconds <= until_seconds)
+    streams = late & ~np.isnan(recording.ttft_seconds)
+    several = late & ~np.isnan(recording.tpot_seconds)
+    if min(streams.sum(), several.sum()) < MIN_TIMES:
+        raise WhatIfError(
+            f"{streams.sum()} of the {late.sum()} requests that check the fit have a TTFT and "
+            f"{several.sum()} a TPOT; at least {MIN_TIMES} of each are needed: record more streamed requests"
+        )
     setups, workloads = plan(recording, fit, [recording.policy], seeds, trace=None)
     runs: list[tuple[Run, Floats]] = []
     with saved(fit) as path:
         for setup in setups:
             run = play(replace(setup, profile=str(path)), workloads[setup.seed])
             runs.append((run, run.ttft_seconds + fit.request_seconds))
-    streams = late & ~np.isnan(recording.ttft_seconds)
-    several = late & ~np.isnan(recording.tpot_seconds)
     told = late & ~np.isnan(recording.cached_tokens)
     waits = recording.ttft_seconds - recording.held_seconds
     figures = [

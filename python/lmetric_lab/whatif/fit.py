@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -186,7 +186,8 @@ class Engines:
         self._recording = recording
         self._engines: list[_Engine] = []
         trace = recording.trace
-        arrivals = trace.arrival_seconds + recording.held_seconds
+        # Records of other writers may have a wait that ends after the answer.
+        arrivals = trace.arrival_seconds + np.minimum(recording.held_seconds, recording.e2e_seconds)
         ends = trace.arrival_seconds + recording.e2e_seconds
         for engine in range(len(recording.engines)):
             own = np.flatnonzero(recording.instance == engine)
@@ -195,9 +196,8 @@ class Engines:
                 continue
             others = own[(own >= used) & (arrivals[own] < np.nanmax(ends[judged]))]
             places = np.concatenate((judged, others))
-            order = np.argsort(arrivals[places], kind="stable")
-            places = places[order]
-            part = replace(trace.take(places), arrival_seconds=arrivals[places])
+            places = places[np.argsort(arrivals[places], kind="stable")]
+            part = trace.take(places, arrivals)
             self._engines.append(_Engine(prepare(part, _blocks_of(recording)), places, places < used))
 
     def runs(self, profile: Profile, cached: bool) -> list[tuple[Run, _Engine]]:

@@ -16,7 +16,6 @@ from lmetric.record_schema import Records, hashes_of
 from lmetric_lab.sim.churn import FleetChange
 from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.traces import Trace
-from lmetric_lab.sim.traces.trace import gather
 from lmetric_lab.sim.traces.turns import previous_by_prefix
 from lmetric_lab.slo import Metric
 
@@ -85,22 +84,8 @@ class Recording:
         for index, before in enumerate(previous.tolist()):
             if before >= 0:
                 arrival[index] = arrival[before]
-        order = np.argsort(arrival, kind="stable")
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        waits = previous[order]
-        offsets, ids = gather(trace.hash_offsets, trace.hash_ids, order)
-        return replace(
-            trace,
-            arrival_seconds=arrival[order],
-            input_tokens=trace.input_tokens[order],
-            output_tokens=trace.output_tokens[order],
-            hash_offsets=offsets,
-            hash_ids=ids,
-            previous=np.where(waits >= 0, place[np.maximum(waits, 0)], -1),
-            think_seconds=np.maximum(think, 0.0)[order],
-            sessions=None if trace.sessions is None else trace.sessions[order],
-        )
+        thinking = replace(trace, think_seconds=np.maximum(think, 0.0))
+        return thinking.take(np.arange(len(trace)), arrival)
 
 
 def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Recording:

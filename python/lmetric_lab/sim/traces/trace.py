@@ -142,14 +142,18 @@ class Trace:
         """
         return self.take(np.flatnonzero(keep))
 
-    def take(self, indices: NDArray[np.int64]) -> Trace:
+    def take(self, indices: NDArray[np.int64], arrival_seconds: NDArray[np.float64] | None = None) -> Trace:
         """The requests at `indices` (none twice), ordered by arrival and then as `indices` has
-        them."""
-        indices = indices[np.argsort(self.arrival_seconds[indices], kind="stable")]
+        them.
+
+        ``arrival_seconds``: new arrivals of all requests, shape (n,); None: unchanged.
+        """
+        arrivals = self.arrival_seconds if arrival_seconds is None else arrival_seconds
+        indices = indices[np.argsort(arrivals[indices], kind="stable")]
         offsets, ids = gather(self.hash_offsets, self.hash_ids, indices)
         return replace(
             self,
-            arrival_seconds=self.arrival_seconds[indices],
+            arrival_seconds=arrivals[indices],
             input_tokens=self.input_tokens[indices],
             output_tokens=self.output_tokens[indices],
             hash_offsets=offsets,
