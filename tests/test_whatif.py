@@ -256,6 +256,37 @@ def test_turns_of_sessions_follow_the_previous_answer(tmp_path: Path, trace: Tra
     assert closed.think_seconds[place] == pytest.approx(found.trace.arrival_seconds[index] - ends[before])
 
 
+def test_a_session_has_all_requests_with_its_key(tmp_path: Path, trace: Trace, run: Run) -> None:
+    def parallel(index: int, line: dict[str, Any]) -> None:
+        line["e2e_seconds"] = 1_000.0  # so that all requests overlap
+        if index % 4 < 2:
+            line["session"] = f"s{index // 4}"
+
+    write_records(tmp_path, trace, run, parallel)
+    found = recorded(tmp_path).trace
+    assert found.sessions is not None
+    assert found.previous is not None
+    assert (found.previous == -1).all()
+    assert found.sessions.tolist() == [
+        number for session in range(len(trace) // 4) for number in (session, session, -1, -1)
+    ]
+
+
+def test_files_with_several_hash_keys_have_a_note(tmp_path: Path, trace: Trace, run: Run) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, key in zip(folders, ("k", "k", "other"), strict=True):
+        folder.mkdir()
+        write_records(folder, trace, run, key_id=key)
+
+    def notes(*paths: Path) -> list[str]:
+        return [note for note in recording_of(read_records(paths).of(None)).notes if "hash keys" in note]
+
+    assert notes(*folders[:2]) == []
+    (note,) = notes(*folders)
+    assert note.startswith("the files have 2 hash keys")
+    assert "records.hash_key_file" in note
+
+
 def failing(index: int, line: dict[str, Any]) -> None:
     if index % 5 == 0:
         line["status"] = 502

@@ -119,6 +119,11 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
         )
     requests.sort(key=lambda each: float(each["at"]))
     notes = [f"{lost} requests without a complete answer are left out"] if lost else []
+    if (keys := len({header["key_id"] for header in records.headers})) > 1:
+        notes.append(
+            f"the files have {keys} hash keys, so equal prompts and sessions under different keys are not "
+            "recognized, and hit rates are too low; set records.hash_key_file and record again"
+        )
     fleet = _fleet(records)
     names = list(dict.fromkeys([each["name"] for each in fleet["engines"] if each["usable"]]))
     names += [name for name in dict.fromkeys(each["instance"] for each in requests) if name not in names]
@@ -274,12 +279,22 @@ def _trace(requests: Sequence[Mapping[str, Any]], engine_block: int, notes: list
     ends = arrival + _column(requests, "e2e_seconds")
     early = (previous >= 0) & (ends[np.maximum(previous, 0)] > arrival)
     previous = np.where(early, -1, previous)
-    sessions = np.empty(len(requests), np.int64)
+    return replace(trace, previous=previous, sessions=_sessions(keys, previous)), named
+
+
+def _sessions(keys: Sequence[str | None], previous: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The session of each request, -1: none. Without any key, each chain of `previous` is one."""
+    numbers: dict[str, int] = {}
+    if any(key is not None for key in keys):
+        return np.array(
+            [-1 if key is None else numbers.setdefault(key, len(numbers)) for key in keys], np.int64
+        )
+    sessions = np.empty(len(keys), np.int64)
     begun = 0
     for index, before in enumerate(previous.tolist()):
         sessions[index] = begun if before < 0 else sessions[before]
         begun += before < 0
-    return replace(trace, previous=previous, sessions=sessions), named
+    return sessions
 
 
 def _previous_by_session(keys: Sequence[str | None]) -> NDArray[np.int64]:
