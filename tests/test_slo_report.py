@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
 from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.summary import Slo
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.slo import Goal
-from lmetric_lab.whatif.slo_report import slo_report
-from record_world import make_trace, simulated, write_records
+from lmetric_lab.whatif import EngineFit, FitCheck, compare, recording_of
+from lmetric_lab.whatif.slo_report import simulate_options, slo_report
+from record_world import PROFILE, make_trace, simulated, write_records
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,40 @@ def test_rows_and_causes(tmp_path: Path, trace: Trace, run: Run) -> None:
     assert f"The records miss the SLO: {shares['ttft_p95=1s']:.1%} within ttft_p95=1s, " in report.advice()
     # Each objective has its own percentile, and lines of all kinds may miss it.
     assert slo_report(records, Goal.of("ttft_p50=1s,tpot_p50=50ms")).reached
+
+
+def test_a_stream_that_broke_failed_unless_its_client_left(tmp_path: Path, trace: Trace, run: Run) -> None:
+    def broken(index: int, line: dict[str, Any]) -> None:
+        if index < 20:
+            line |= {"outcome": "reset", "reason": "the connection broke"}
+        elif index < 60:
+            line |= {"outcome": "cancelled", "reason": "the client left"}
+
+    write_records(tmp_path, trace, run, broken)
+    report = slo_report(read_records(tmp_path).of(None), Goal.of("ttft_p50=1000s"))
+    assert report.whole.failed == 20
+    assert report.whole.causes == {"failed": 20}
+    assert report.objectives == {"ttft_p50=1000s": 1 - 20 / 400}
+
+
+def test_the_first_tenth_by_arrival_fills_the_caches(tmp_path: Path, trace: Trace, run: Run) -> None:
+    """In the closed loop, all turns of a session have the place of its first one. `compare` has the
+    same requests in its figures."""
+
+    def turns(index: int, line: dict[str, Any]) -> None:
+        line["session"] = f"s{index % 40}"
+
+    write_records(tmp_path, trace, run, turns)
+    records = read_records(tmp_path).of(None)
+    recording = recording_of(records)
+    goal = Goal.of("ttft_p1=250ms")
+    fit = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0)
+    check = FitCheck("round_robin", 100, (), 0.0, {})
+    report = slo_report(records, goal)
+    (option,) = simulate_options(report, goal, recording, fit, check, [recording.policy], seeds=1).options
+    (result,) = compare(recording, fit, [recording.policy], seeds=1, slo=Slo(0.25))
+    assert 0.1 < option.met[0] < 0.9
+    assert option.met[0] == pytest.approx(result.figures.goodput.share)
 
 
 def test_a_bound_of_the_whole_duration(tmp_path: Path, trace: Trace, run: Run) -> None:

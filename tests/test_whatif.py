@@ -292,6 +292,11 @@ def failing(index: int, line: dict[str, Any]) -> None:
         line["status"] = 502
 
 
+def broken(index: int, line: dict[str, Any]) -> None:
+    if index % 5 == 0:
+        line |= {"outcome": "reset", "reason": "the connection broke"}
+
+
 def plain(index: int, line: dict[str, Any]) -> None:
     line["stream"] = False
     del line["ttft_seconds"], line["tpot_seconds"]
@@ -302,6 +307,7 @@ def plain(index: int, line: dict[str, Any]) -> None:
     [
         (None, {"sample": 0.5}, "a sample of 0.5 of the requests"),
         (failing, {}, "80 of 400 requests have no complete answer, more than 10%"),
+        (broken, {}, "80 of 400 requests have no complete answer, more than 10%"),
     ],
 )
 def test_records_that_cannot_answer(

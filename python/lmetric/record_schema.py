@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
 from lmetric.extras import install
+from lmetric.reasons import BY_CLIENT
 
 if TYPE_CHECKING:
     import pandas
@@ -241,6 +242,13 @@ class Records:
             [request for request in self.requests if request["model"] == name],
             self.notes,
         )
+
+
+def failed(request: Mapping[str, Any]) -> bool:
+    """Whether a request failed: it has no answer, or an error that its client did not cause ended
+    the answer."""
+    reason = request.get("reason", "")
+    return request["status"] != 200 or (reason != "" and not reason.startswith(BY_CLIENT))
 
 
 def hashes_of(request: Mapping[str, Any]) -> NDArray[np.uint64]:

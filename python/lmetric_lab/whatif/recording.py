@@ -163,6 +163,7 @@ def _complete(request: Mapping[str, Any]) -> bool:
         and request.get("output_tokens")
         and request["prompt_tokens"]
         and request.get("instance")
+        and not request.get("reason")
     )
 
 

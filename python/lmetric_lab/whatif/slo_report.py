@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from lmetric.record_schema import Records
+from lmetric.record_schema import Records, failed
 from lmetric_lab.sim.setups import PolicyChoice, Setup, play
+from lmetric_lab.sim.summary import measured
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.sim.workload import Workload
 from lmetric_lab.slo import Goal, Metric
@@ -137,8 +138,8 @@ def _recorded(lines: Sequence[Line]) -> dict[Metric, Floats]:
 
 def _times(lines: Sequence[Line], recorded: Mapping[Metric, Floats]) -> dict[Metric, Floats]:
     """Times of requests; infinite if they failed."""
-    failed = np.array([line["status"] != 200 for line in lines], np.bool_)
-    return {name: np.where(failed, np.inf, each) for name, each in recorded.items()}
+    lost = np.array([failed(line) for line in lines], np.bool_)
+    return {name: np.where(lost, np.inf, each) for name, each in recorded.items()}
 
 
 def simulate_options(
@@ -189,8 +190,9 @@ def _options(
     jobs: int | None,
 ) -> list[Option]:
     def outcome(setup: Setup, workload: Trace | Workload) -> tuple[float, float]:
-        played = times_of(play(setup, workload), fit.request_seconds)
-        times = {name: each[round(WARM_UP * len(each)) :] for name, each in played.items()}
+        run = play(setup, workload)
+        kept = measured(run.arrival_seconds, (WARM_UP, 1.0))
+        times = {name: each[kept] for name, each in times_of(run, fit.request_seconds).items()}
         return float(goal.kept(times).mean()), goal.margin(times)
 
     results = each_run(recording, fit, policies, outcome, seeds=seeds, fleet=fleet, jobs=jobs)
@@ -257,7 +259,7 @@ def _row(name: str, lines: Sequence[Line], goal: Goal) -> Row:
     return Row(
         name,
         len(lines),
-        sum(line["status"] != 200 for line in lines),
+        sum(map(failed, lines)),
         1 - float((~kept).sum()) / n,
         float(over["ttft"].sum()) / n,
         float(over["tpot"].sum()) / n,
@@ -272,7 +274,7 @@ def _row(name: str, lines: Sequence[Line], goal: Goal) -> Row:
 
 def _cause(line: Line, late: bool, longest_wait: float) -> str:
     """The main cause of a miss: a key of `MISSES`."""
-    if line["status"] != 200:
+    if failed(line):
         return "failed"
     if not late:
         return "decode"

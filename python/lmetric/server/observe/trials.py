@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from lmetric.reasons import BY_CLIENT
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.canary import State
@@ -14,7 +15,6 @@ from lmetric.server.fleet.model import Model
 
 CHOICES = ("router", "shadow")
 OUTCOMES = ("agreed", "differed", "failed")
-BY_CLIENT = "the client "  # reasons that no policy causes
 
 
 class TrialResults(Observer):
