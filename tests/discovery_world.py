@@ -17,6 +17,8 @@ import dns.rrset
 import orjson
 from aiohttp import web
 
+from lmetric.config import DiscoverySource
+from lmetric.server import Server
 from lmetric.server.discovery import Found, Source, SourceError
 from waiting import until
 
@@ -64,6 +66,20 @@ async def following(source: Source) -> AsyncIterator[Told]:
         assert not task.done(), "following ended with an error nobody foresaw"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def keys(server: Server) -> dict[str, str | None]:
+    """The API keys of a router's engines, by name."""
+    found = {engine.name: engine.config.api_key for engine in server.fleet.engines()}
+    return {name: None if key is None else key.get_secret_value() for name, key in found.items()}
+
+
+async def reload_key(server: Server, section: dict[str, Any], key: str | None) -> list[str]:
+    """Reloads a router with another API key of its section. Returns the engines that changed."""
+    changed = DiscoverySource.model_validate({**section, "api_key": key})
+    report = await server.reload(server.config.model_copy(update={"discovery": [changed]}))
+    engines: list[str] = report["engine_keys_changed"]
+    return engines
 
 
 class DnsServer(asyncio.DatagramProtocol):

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
-from discovery_world import ApiServer, following, pod
+from discovery_world import ApiServer, following, keys, pod, reload_key
 from epp_world import PROMPT, TRUSTED, exchange, picking, request_body, request_head
 from lmetric.config import DiscoverySource
 from lmetric.server.discovery import follow, inference_pool, kubernetes
 from lmetric.server.discovery.inference_pool import PoolEngines
+from server_world import world
 from waiting import until
 
 V1 = "/apis/inference.networking.k8s.io/v1/namespaces/fleet/inferencepools/chat"
@@ -138,6 +139,20 @@ async def test_objectives_without_permission_are_logged_once(tmp_path: Path) -> 
                 await until(lambda: found == {}, seen=lambda: found)
                 assert not told.problems
         assert [line["group"] for line in logs] == ["inference.networking.x-k8s.io"]
+
+
+async def test_a_reloaded_key_stays_when_a_pod_changes(tmp_path: Path) -> None:
+    async with ApiServer() as api:
+        api.custom[V1] = pool(1, 2)
+        api.put(pod("a", "http://127.0.0.1:1"), pod("b", "http://127.0.0.2:1"))
+        given = section(api, tmp_path)
+        names = {f"{name}.fleet-{port}" for name in "ab" for port in (1, 2)}
+        async with world(0, discovery=[{**given, "api_key": "old"}]) as it:
+            await until(lambda: keys(it.server) == dict.fromkeys(names, "old"))
+            assert set(await reload_key(it.server, given, "new")) == names
+            api.put(pod("b", "http://127.0.0.2:1", ready=False))
+            await until(lambda: sum(engine.ready for engine in it.server.fleet.engines()) == 2)
+            assert keys(it.server) == dict.fromkeys(names, "new")
 
 
 async def test_a_picker_serves_an_inference_pool(tmp_path: Path) -> None:

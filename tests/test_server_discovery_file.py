@@ -12,7 +12,7 @@ import structlog
 import yaml
 from pydantic import SecretStr
 
-from discovery_world import following
+from discovery_world import following, keys, reload_key
 from lmetric.config import DiscoverySource
 from lmetric.server.discovery.file import WatchedFile
 from server_world import FakeEngine, Request, World, answer, world
@@ -114,8 +114,32 @@ async def test_keys_are_the_sources_unless_the_file_has_them(tmp_path: Path) -> 
     async with following(source(file, api_key="all", model="m")) as told:
         await told.until(lambda: told.lists)
         a, b = told.lists[0]
-        assert (a.config.api_key, a.model, a.config.role) == (SecretStr("all"), "m", None)
+        assert (a.config.api_key, a.model, a.config.role) == (None, "m", None)
         assert (b.config.api_key, b.model, b.config.role) == (SecretStr("own"), "n", "prefill")
+
+
+async def test_a_reload_changes_the_keys_that_the_file_does_not_have(tmp_path: Path) -> None:
+    def content(*names: str) -> str:
+        engines = [{"url": f"unix:///nowhere/{name}", "name": name} for name in names]
+        return yaml.safe_dump([*engines, {"url": "unix:///nowhere/own", "name": "own", "api_key": "old"}])
+
+    file = tmp_path / "e.yaml"
+    file.write_text(content("a"))
+    given = {"file": file, "model": "m"}
+    async with world(0, discovery=[{**given, "api_key": "old"}]) as it:
+        assert keys(it.server) == {"a": "old", "own": "old"}
+        assert await reload_key(it.server, given, "new") == ["a"]
+        assert keys(it.server) == {"a": "new", "own": "old"}
+        replace(file, content("a", "b"))
+        await it.until(lambda: keys(it.server) == {"a": "new", "b": "new", "own": "old"})
+        # A report that waits while another one is applied, and the key changes.
+        (source,) = it.server.front.discovery._sources
+        found = source._engines
+        source.found(found[1:])
+        await asyncio.sleep(0)
+        source.found(found[:1])
+        await reload_key(it.server, given, "newer")
+        await it.until(lambda: keys(it.server) == {"a": "newer"})
 
 
 async def test_the_fleet_follows_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import structlog
 import yaml
 
-from discovery_world import ApiServer, following, pod
+from discovery_world import ApiServer, following, keys, pod, reload_key
 from lmetric.config import ConfigError, DiscoverySource
 from lmetric.server.discovery import follow, kubernetes
 from lmetric.server.discovery.kubernetes import Pods
@@ -227,6 +227,24 @@ async def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch:
         api.put(pod("a"))
         async with following(source(api, tmp_path, kubeconfig=None)) as told:
             await told.until(lambda: told.names == ["a.fleet"])
+
+
+async def test_a_reloaded_key_stays_when_a_pod_changes(tmp_path: Path) -> None:
+    async with ApiServer() as api:
+        api.put(pod("a", "http://127.0.0.1:1"), pod("b", "http://127.0.0.1:2"))
+        given = section(api, tmp_path)
+        async with world(0, discovery=[{**given, "api_key": "old"}]) as it:
+            assert keys(it.server) == {"a.fleet": "old", "b.fleet": "old"}
+            for key in ("new", None, "newer"):
+                assert sorted(await reload_key(it.server, given, key)) == ["a.fleet", "b.fleet"]
+                assert keys(it.server) == {"a.fleet": key, "b.fleet": key}
+                (b,) = (engine for engine in it.server.fleet.engines() if engine.name == "b.fleet")
+                ready = not b.ready
+                api.put(pod("b", "http://127.0.0.1:2", ready=ready))
+                await it.until(lambda b=b, ready=ready: b.ready is ready)
+                assert keys(it.server) == {"a.fleet": key, "b.fleet": key}
+            api.put(pod("c", "http://127.0.0.1:3"))
+            await it.until(lambda: keys(it.server).get("c.fleet") == "newer")
 
 
 async def test_the_fleet_follows_the_pods_without_an_error_for_clients(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class DnsNames:
 
     def __init__(self, config: DnsSource, defaults: DiscoverySource) -> None:
         self._config = config
-        self.defaults = defaults
+        self._defaults = defaults
         self._good_until = 0.0
 
     async def follow(self, sink: Sink) -> None:
@@ -89,9 +89,8 @@ class DnsNames:
     def _engine(self, address: str, port: int | None, name: str | None = None) -> Found:
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         place = f"{host}:{port}"
-        url = f"{self.defaults.scheme}://{place}"
-        config = EngineConfig(url=url, name=name or place, api_key=self.defaults.api_key)
-        return Found(config, self.defaults.model)
+        config = EngineConfig(url=f"{self._defaults.scheme}://{place}", name=name or place)
+        return Found(config, self._defaults.model)
 
 
 def _resolver(nameservers: Sequence[str]) -> dns.asyncresolver.Resolver:

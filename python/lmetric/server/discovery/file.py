@@ -33,7 +33,7 @@ class WatchedFile:
 
     def __init__(self, file: Path, defaults: DiscoverySource) -> None:
         self._file = file
-        self.defaults = defaults
+        self._defaults = defaults
         self._read: bytes | None = None
 
     async def follow(self, sink: Sink) -> None:
@@ -99,9 +99,8 @@ class WatchedFile:
             if listed.label in found:
                 raise ConfigError(f"{self._file}{place}: a second engine named {listed.label!r}")
             values = {name: getattr(listed, name) for name in EngineConfig.model_fields}
-            values |= {"name": listed.label, "api_key": listed.api_key or self.defaults.api_key}
-            config = EngineConfig.model_construct(**values)
-            found[listed.label] = Found(config, listed.model or self.defaults.model)
+            config = EngineConfig.model_construct(**values | {"name": listed.label})
+            found[listed.label] = Found(config, listed.model or self._defaults.model)
         return list(found.values())
 
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -49,26 +50,17 @@ def make_source(config: DiscoverySource, objectives: dict[str, int] | None = Non
     return WatchedFile(config.file, config)
 
 
-def _key_change(old: SecretStr | None, new: SecretStr | None) -> Callable[[Sequence[Found]], Sequence[Found]]:
-    """Returns the function that replaces the API key of a section in its engines."""
-
-    def change(engines: Sequence[Found]) -> Sequence[Found]:
-        return [
-            replace(each, config=each.config.model_copy(update={"api_key": new}))
-            if each.config.api_key == old
-            else each
-            for each in engines
-        ]
-
-    return change
-
-
 class _Followed:
-    """A source with its state. It is the sink that receives the source's reports."""
+    """A source with its state. It is the sink that receives the source's reports.
 
-    def __init__(self, name: str, source: Source, members: Members) -> None:
-        self.name = name
+    ``section``: of the configuration. Engines without an API key get the section's key when their
+    report is applied, because sources keep reports, and a reload changes the key.
+    """
+
+    def __init__(self, section: DiscoverySource, source: Source, members: Members) -> None:
+        self.name = section.label
         self.source = source
+        self.key = section.api_key
         self.updates = 0
         self.failures = 0
         self.updated_at: float | None = None
@@ -78,6 +70,7 @@ class _Followed:
         self._members = members
         self._problem: str | None = None  # of the last read
         self._waiting: Sequence[Found] | None = None  # the last report, if it is not applied yet
+        self._engines: Sequence[Found] = ()  # the report that was applied last, without the key
         self._applying: asyncio.Task[None] | None = None
 
     def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
@@ -96,12 +89,31 @@ class _Followed:
         try:
             while self._waiting is not None:
                 engines, self._waiting = self._waiting, None
-                await self._members.update(self.name, engines)
+                await self._members.change(self.name, partial(self._with_key, engines))
                 self._say()
         except Exception:
             log.exception("cannot apply the engines of a source", source=self.name)
         finally:
             self._applying = None
+
+    def _with_key(self, engines: Sequence[Found] | None, _: Sequence[Found]) -> Sequence[Found]:
+        """Returns the engines of a report, with the present key. None: of the last report."""
+        key = self.key
+        if engines is not None:
+            self._engines = engines
+        if key is None:
+            return self._engines
+        return [
+            each
+            if each.config.api_key is not None
+            else replace(each, config=each.config.model_copy(update={"api_key": key}))
+            for each in self._engines
+        ]
+
+    async def set_key(self, key: SecretStr | None) -> list[str]:
+        """Sets the API key of the section. Returns the engines whose key changed."""
+        self.key = key
+        return await self._members.change(self.name, partial(self._with_key, None))
 
     async def stop(self) -> None:
         """Ends the application of reports."""
@@ -162,8 +174,8 @@ class Discovery:
         self.members = Members(config, fleet, self._came)
         self._check = check
         self._sources = [
-            _Followed(source.label, make_source(source, fleet.objectives), self.members)
-            for source in config.discovery
+            _Followed(section, make_source(section, fleet.objectives), self.members)
+            for section in config.discovery
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._checks: set[asyncio.Task[None]] = set()
@@ -207,11 +219,9 @@ class Discovery:
         )
         sections = {section.label: section for section in sections_of.discovery}
         for source in self._sources:
-            old, new = source.source.defaults, sections.get(source.name)
-            if new is None or new.api_key == old.api_key:
-                continue
-            source.source.defaults = old.model_copy(update={"api_key": new.api_key})
-            keys += await self.members.change(source.name, _key_change(old.api_key, new.api_key))
+            section = sections.get(source.name)
+            if section is not None and section.api_key != source.key:
+                keys += await source.set_key(section.api_key)
         return keys
 
     def _came(self, engines: list[Engine]) -> None:

@@ -45,7 +45,7 @@ class PoolEngines:
         self, config: KubernetesSource, defaults: DiscoverySource, objectives: dict[str, int]
     ) -> None:
         self._config = config
-        self.defaults = defaults
+        self._defaults = defaults
         self._objectives = objectives
         self._own: set[str] = set()  # names in `objectives`
         self._denied: set[str] = set()  # groups of InferenceObjectives without permission
@@ -125,7 +125,7 @@ class PoolEngines:
                     update = {"selector": selector, "port": port, "namespace": namespace}
                     config = self._config.model_copy(update=update)
                     suffix = f"-{port}" if len(ports) > 1 else ""
-                    group.create_task(Pods(config, self.defaults, suffix).follow(part))
+                    group.create_task(Pods(config, self._defaults, suffix).follow(part))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

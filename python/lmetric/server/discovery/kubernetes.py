@@ -55,7 +55,7 @@ class Pods:
     def __init__(self, config: KubernetesSource, defaults: DiscoverySource, suffix: str = "") -> None:
         self._config = config
         self._suffix = suffix
-        self.defaults = defaults
+        self._defaults = defaults
         self._asked_at = float("-inf")
 
     async def follow(self, sink: Sink) -> None:
@@ -165,9 +165,8 @@ class Pods:
         try:
             config = EngineConfig.model_validate(
                 {
-                    "url": f"{self.defaults.scheme}://{host}:{port}",
+                    "url": f"{self._defaults.scheme}://{host}:{port}",
                     "name": f"{metadata['name']}.{metadata['namespace']}{self._suffix}",
-                    "api_key": self.defaults.api_key,
                     "role": said.get(self._config.role_key) or None,
                 }
             )
@@ -177,7 +176,7 @@ class Pods:
             condition["type"] == "Ready" and condition["status"] == "True"
             for condition in status.get("conditions") or ()
         )
-        return Found(config, said.get(self._config.model_key) or self.defaults.model, ready)
+        return Found(config, said.get(self._config.model_key) or self._defaults.model, ready)
 
     def _port(self, spec: dict[str, Any]) -> int | None:
         port = self._config.port

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmetric._core import LmetricError
-from lmetric.config import DiscoverySource, EngineConfig
+from lmetric.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,7 @@ class Found:
     """An engine that a source reports.
 
     ``model``: its model; None: the router asks the engine. ``ready``: whether it may get requests.
+    An engine without an API key of its own gets the key of its section (`follow.py`).
     """
 
     config: EngineConfig
@@ -48,12 +49,7 @@ class Sink(Protocol):
 
 
 class Source(Protocol):
-    """A place that lists engines.
-
-    ``defaults``: its section of the configuration, with the API key of engines that set none.
-    """
-
-    defaults: DiscoverySource
+    """A place that lists engines."""
 
     async def follow(self, sink: Sink) -> None:
         """Reports the engines to ``sink`` at once and after each change, until canceled.
