@@ -197,6 +197,7 @@ class ApiServer:
         self.port = 0
         self.custom: dict[str, Any] = {}  # other objects and lists, by path
         self.forbidden: set[str] = set()  # other paths
+        self.failing: set[str] = set()  # other paths
         self._tls = tls
         self._pods: dict[str, dict[str, Any]] = {}
         self._versions = itertools.count(1000)
@@ -275,6 +276,8 @@ class ApiServer:
             return _status(401, "Unauthorized")
         if request.path in self.forbidden:
             return _status(403, f"cannot list {request.path}")
+        if request.path in self.failing:
+            return _status(500, "etcdserver: request timed out")
         if request.path not in self.custom:
             return _status(404, "the server could not find the requested resource")
         return web.json_response(self.custom[request.path])

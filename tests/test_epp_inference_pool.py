@@ -155,6 +155,48 @@ async def test_a_reloaded_key_stays_when_a_pod_changes(tmp_path: Path) -> None:
             assert keys(it.server) == dict.fromkeys(names, "new")
 
 
+@pytest.mark.parametrize("invalid", [False, True])
+async def test_an_error_of_the_objectives_stops_neither_pods_nor_priorities(
+    invalid: bool, tmp_path: Path
+) -> None:
+    found: dict[str, int] = {}
+    async with ApiServer() as api:
+        api.custom[V1] = pool(8000)
+        api.put(pod("a"))
+        good = api.custom[OBJECTIVES] = {"items": [objective("fast", 10)]}
+        async with following(source(api, tmp_path, found)) as told:
+            await told.until(lambda: told.names == ["a.fleet"] and found == {"fast": 10})
+            if invalid:
+                api.custom[OBJECTIVES] = {"items": [{**objective("fast", 9), "metadata": {}}]}
+            else:
+                api.failing = {OBJECTIVES}
+            await told.until(lambda: told.problems)
+            reports = len(told.lists)
+            api.put(pod("b", "http://10.0.0.2:1"))
+            await told.until(lambda: told.names == ["a.fleet", "b.fleet"])
+            expected = " are not valid: KeyError('name')" if invalid else ": status 500: etcdserver: request"
+            assert all(
+                each.startswith(f"the InferenceObjectives of fleet{expected}") for each in told.problems
+            )
+            assert (len(told.lists), len(told.problems)) == (reports + 1, 2), "one report for each change"
+            assert found == {"fast": 10}
+            api.custom[OBJECTIVES], api.failing = good, set()
+            await told.until(lambda: len(told.lists) == reports + 2)
+            assert (len(told.problems), api.lists) == (2, 1), "the pods were followed all the time"
+
+
+async def test_pods_are_followed_if_the_objectives_never_were_read(tmp_path: Path) -> None:
+    async with ApiServer() as api:
+        api.custom[V1] = pool(8000)
+        api.failing = {NEW_OBJECTIVES}
+        api.put(pod("a"))
+        async with following(source(api, tmp_path)) as told:
+            await told.until(lambda: told.names == ["a.fleet"])
+            api.put(pod("b", "http://10.0.0.2:1"))
+            await told.until(lambda: told.names == ["a.fleet", "b.fleet"])
+            assert api.lists == 1
+
+
 async def test_a_picker_serves_an_inference_pool(tmp_path: Path) -> None:
     async with ApiServer() as api, picking(1) as engines:
         api.custom[V1] = pool(engines.engines[0].port)

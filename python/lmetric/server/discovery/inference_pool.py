@@ -55,17 +55,21 @@ class PoolEngines:
         settings = client.Configuration()
         namespace = await load_credentials(self._config, settings)
         pods: asyncio.Task[None] | None = None
+        reports: _Reports | None = None
         followed: tuple[str, tuple[int, ...]] | None = None
         try:
             async with client.ApiClient(settings) as api:
                 while True:
                     wanted = _pods_of(await self._pool(api, namespace), str(self._config.inference_pool))
-                    await self._read_objectives(api, namespace)
+                    problem = await self._read_objectives(api, namespace)
                     if wanted != followed:
                         followed = wanted
                         await _end(pods)
-                        pods = asyncio.create_task(self._follow_pods(sink, namespace, *wanted))
+                        reports = _Reports(sink, len(wanted[1]))
+                        pods = asyncio.create_task(self._follow_pods(reports, namespace, *wanted))
                     assert pods is not None
+                    assert reports is not None
+                    reports.set_problem(problem)
                     await asyncio.wait([pods], timeout=POLL_SECONDS)
                     if pods.done():
                         await pods  # raises its error
@@ -87,16 +91,25 @@ class PoolEngines:
             )
         return answer
 
-    async def _read_objectives(self, api: Any, namespace: str) -> None:
-        """Replaces the priorities. A cluster without the kind has none.
+    async def _read_objectives(self, api: Any, namespace: str) -> str | None:
+        """Replaces the priorities. Returns the reason why they cannot be read, and stay; else None.
 
-        Without permission to read them, there are none either, and the log has one warning.
+        A cluster without the kind has none. Without permission to read them, there are none either,
+        and the log has one warning.
         """
         found: dict[str, int] = {}
+        name = f"the InferenceObjectives of {namespace}"
         for group, version, plural in OBJECTIVES:
-            status, answer = await _get(api, f"/apis/{group}/{version}/namespaces/{namespace}/{plural}")
+            try:
+                status, answer = await _get(api, f"/apis/{group}/{version}/namespaces/{namespace}/{plural}")
+                if status == 200:
+                    found |= self._priorities(answer)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                return f"{name}: {request_error(error)}"
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                return f"{name} are not valid: {error!r}"
             if status not in (200, 403, 404):
-                raise SourceError(f"the InferenceObjectives of {namespace}: status {status}")
+                return f"{name}: status {status}: {_message(answer)}"
             if status == 403 and group not in self._denied:
                 self._denied.add(group)
                 log.warning(
@@ -105,23 +118,28 @@ class PoolEngines:
                     group=group,
                     namespace=namespace,
                 )
-            for each in answer.get("items") or () if status == 200 else ():
-                spec = each.get("spec") or {}
-                if (spec.get("poolRef") or {}).get("name") == self._config.inference_pool:
-                    found[each["metadata"]["name"]] = int(spec.get("priority") or 0)
-        for name in self._own - found.keys():
-            self._objectives.pop(name, None)
+        for gone in self._own - found.keys():
+            self._objectives.pop(gone, None)
         self._own = set(found)
         self._objectives.update(found)
+        return None
 
-    async def _follow_pods(self, sink: Sink, namespace: str, selector: str, ports: tuple[int, ...]) -> None:
+    def _priorities(self, answer: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the priorities of the pool's InferenceObjectives, by name."""
+        found: dict[str, int] = {}
+        for each in answer.get("items") or ():
+            spec = each.get("spec") or {}
+            if (spec.get("poolRef") or {}).get("name") == self._config.inference_pool:
+                found[each["metadata"]["name"]] = int(spec.get("priority") or 0)
+        return found
+
+    async def _follow_pods(
+        self, reports: _Reports, namespace: str, selector: str, ports: tuple[int, ...]
+    ) -> None:
         """Follows the pods once for each port, and reports all of them together."""
-        parts = [_Part(sink) for _ in ports]
-        for part in parts:
-            part.all = parts
         try:
             async with asyncio.TaskGroup() as group:
-                for part, port in zip(parts, ports, strict=True):
+                for part, port in zip(reports.parts, ports, strict=True):
                     update = {"selector": selector, "port": port, "namespace": namespace}
                     config = self._config.model_copy(update=update)
                     suffix = f"-{port}" if len(ports) > 1 else ""
@@ -130,26 +148,47 @@ class PoolEngines:
             raise errors.exceptions[0] from None
 
 
+class _Reports:
+    """The reports of all ports, as one report for the source's sink."""
+
+    def __init__(self, sink: Sink, ports: int) -> None:
+        self.sink = sink
+        self.parts = [_Part(self) for _ in range(ports)]
+        self._problem: str | None = None  # of the InferenceObjectives
+
+    def set_problem(self, problem: str | None) -> None:
+        """Sets the reason why the InferenceObjectives cannot be read. None: they can."""
+        if problem != self._problem:
+            self._problem = problem
+            self.send()
+
+    def send(self) -> None:
+        """Reports the engines of all ports, once each port has a report."""
+        found: list[Found] = []
+        for part in self.parts:
+            if part.engines is None:
+                return
+            found += part.engines
+        problems = [*(part.fault for part in self.parts), self._problem]
+        self.sink.found(found, next(filter(None, problems), None))
+
+
 class _Part:
     """The sink of one port."""
 
-    all: list[_Part]
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._engines: Sequence[Found] | None = None
-        self._problem: str | None = None
+    def __init__(self, reports: _Reports) -> None:
+        self._reports = reports
+        self.engines: Sequence[Found] | None = None
+        self.fault: str | None = None  # of entries left out
 
     def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
-        """Reports the engines of all ports, once each port has some."""
-        self._engines, self._problem = engines, problem
-        if all(part._engines is not None for part in self.all):
-            found = [engine for part in self.all for engine in part._engines or ()]
-            self._sink.found(found, next((part._problem for part in self.all if part._problem), None))
+        """Reports the engines of the port."""
+        self.engines, self.fault = engines, problem
+        self._reports.send()
 
     def problem(self, reason: str) -> None:
         """Reports that the pods cannot be read now."""
-        self._sink.problem(reason)
+        self._reports.sink.problem(reason)
 
 
 def _pods_of(pool: Mapping[str, Any], name: str) -> tuple[str, tuple[int, ...]]:
