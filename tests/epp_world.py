@@ -78,6 +78,10 @@ class PickerWorld:
     def in_flight(self) -> int:
         return sum(model.router.in_flight() for model in self.server.fleet.models)
 
+    def running(self) -> dict[str, int]:
+        """The requests at each engine, as administrators see them."""
+        return {engine.name: engine.running for engine in self.server.fleet.engines()}
+
     def stats(self) -> Mapping[str, Any]:
         return self.server.fleet.models[0].router.stats()
 

@@ -42,10 +42,11 @@ async def test_a_pick_is_in_header_and_metadata_and_its_answer_is_counted() -> N
         assert place.split(",") == [world.places[0], world.places[1]], "the engine, and one fallback"
         assert fields["x-request-id"]
         assert orjson.loads(body) == PROMPT
-        assert world.in_flight() == 1
+        assert (world.in_flight(), world.running()) == (1, {"e0": 1, "e1": 0})
         added = await answered(stream)
         assert added["x-lmetric-instance"] == "e0"
         await world.settled()
+        assert world.running() == {"e0": 0, "e1": 0}
         stats = world.stats()
         assert (stats["finished"], stats["cached_tokens"]) == (1, 4)
         assert not world.engines[0].requests, "the gateway sends the request, not the picker"
@@ -262,9 +263,11 @@ async def test_the_engine_that_served_gets_the_counts() -> None:
         model = world.server.fleet.models[0]
         busy = dict(zip(model.router.instances(), model.router.indicators()["bs"], strict=True))
         assert (busy[name], sum(busy.values())) == (1, 1)
+        assert world.running() == {"e0": 0, "e1": 0, name: 1}
         await stream.send(answer_body(WHOLE, True))
         assert await stream.body("response_body") == WHOLE
         await world.settled()
+        assert world.running() == {"e0": 0, "e1": 0}
         stats = world.stats()
         assert (stats["finished"], stats["retries"]) == (1, 1)
         assert world.server.picker is not None
@@ -288,9 +291,11 @@ async def test_prefill_and_decode_engines_are_named_as_the_sidecar_reads_them() 
         place, fields, body = await stream.ask(head=request_head(x_prefiller_host_port="6.6.6.6:6"))
         assert (place, fields["x-prefiller-host-port"]) == (world.places[1], world.places[0])
         assert orjson.loads(body) == PROMPT
+        assert world.running() == {"e0": 1, "e1": 1}
         assert (await answered(stream))["x-lmetric-prefill"] == "e0"
         await world.settled()
         assert (world.stats()["finished"], world.in_flight()) == (1, 0)
+        assert world.running() == {"e0": 0, "e1": 0}
 
 
 # Fields with addresses or ranks that llm-d's sidecar follows, in both spellings.
@@ -340,8 +345,10 @@ async def test_counts_return_to_zero_wherever_a_stream_ends(at: str, capfd: Any)
                 await stream.next()
             clients = world.server.front.clients
             await until(lambda: bool(clients._clients))
+            assert world.running() == {"e0": int(at not in ("head", "body"))}
             stream.call.cancel()
         await world.settled()
+        assert world.running() == {"e0": 0}
         await until(lambda: not clients._clients)
         assert world.stats()["finished"] == 0
     assert "Traceback" not in capfd.readouterr().err

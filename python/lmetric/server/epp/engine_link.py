@@ -20,15 +20,17 @@ class EngineLink(Connection):
     """An engine's connection that the gateway has. The gateway's messages are its bytes.
 
     ``on_request``: called once, with the request. ``on_drop``: called if the router ends the
-    request early.
+    request early. The engine counts the link until it is detached: at each kind of end.
     """
 
-    __slots__ = ("_on_drop", "engine")
+    __slots__ = ("_counts", "_on_drop", "engine")
 
     def __init__(
         self, engine: Engine, on_request: OnRequest | None, on_drop: Callable[[], None] | None
     ) -> None:
         super().__init__(engine.upstream)
+        engine.upstream.links += 1
+        self._counts = True
         self.engine = engine
         self._on_drop = on_drop
         self.transport = _Request(on_request)
@@ -39,6 +41,14 @@ class EngineLink(Connection):
 
     def unasked(self) -> None:
         """Ignores bytes after the end of the answer: the client gets them from the gateway."""
+
+    def detach(self) -> Sink | None:
+        """Ends the use of the link. Returns its sink."""
+        if self._counts:
+            self._counts = False
+            self.engine.upstream.links -= 1
+        sink: Sink | None = super().detach()
+        return sink
 
     def release(self) -> None:
         """Called at the end of the answer."""

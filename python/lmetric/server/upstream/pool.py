@@ -30,7 +30,7 @@ class Upstream(Kept):
     """All connections to one engine: a bounded number for requests, and a few for its pages.
 
     ``allowed``: the addresses that the engine may have; None: any. ``contexts``: TLS contexts that
-    engines share. ``tls``: settings of an https URL.
+    engines share. ``tls``: settings of an https URL. ``links``: requests that a gateway sends.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Upstream(Kept):
         self._host = parts.netloc or "localhost"
         self._rank = config.data_parallel_rank
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
+        self.links = 0
         self.configure(server, allowed)
         self.set_key(config.api_key)
         self.set_tls(tls)
@@ -105,8 +106,8 @@ class Upstream(Kept):
 
     @property
     def in_use(self) -> int:
-        """The number of connections that serve a request or are being opened for one."""
-        return len(self._open) - len(self._idle)
+        """The number of connections that serve a request or are being opened for one, and links."""
+        return len(self._open) - len(self._idle) + self.links
 
     def head(self, target: bytes, stream: bool, method: bytes = b"POST") -> bytes:
         """Returns the first lines of a request: request line, host and the engine's key.
