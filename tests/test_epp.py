@@ -436,6 +436,23 @@ async def test_an_engine_that_does_not_answer_ends_the_stream() -> None:
         await world.settled()
 
 
+async def test_an_abort_during_a_write_sends_nothing_twice() -> None:
+    """The gateway does not read: the last write waits when the time limit ends the request."""
+    limits = {"first_byte": 0.2, "answer": 0.2, "request": 0.2}
+    async with picking(timeouts=limits) as world, exchange(world.target) as stream:
+        await stream.ask()
+        await stream.send(answer_body(b"x" * (3 << 20), False))
+        await world.settled()
+        assert world.running() == {"e0": 0}
+        got = []
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the end, if it is not OK
+                while (message := await stream.call.read()) is not grpc.aio.EOF:
+                    got.append(message)
+            assert await stream.call.code() is grpc.StatusCode.ABORTED
+        assert len(got) <= 1
+
+
 async def test_errors_of_engines_pass_and_count() -> None:
     async with picking() as world, exchange(world.target) as stream:
         await stream.ask()

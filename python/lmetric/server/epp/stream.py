@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import Any
 
 import grpc
@@ -47,7 +48,7 @@ class GatewayStream:
         self._sender = shared.front.clients.begin(self.peer.address)
         self._sender.is_gateway = True
         self._task = asyncio.current_task()
-        self._out: list[ProcessingResponse] = []
+        self._out: deque[ProcessingResponse] = deque()
         self._decided: asyncio.Future[None] | None = None
         self._broken: str | None = None  # why the router ends the stream
         self._modes = [BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.FULL_DUPLEX_STREAMED]
@@ -84,23 +85,24 @@ class GatewayStream:
                     await self._decided
                     self._decided = None
                 try:
-                    for answer in out:
-                        await context.write(answer)
+                    while out:
+                        await context.write(out.popleft())
                 finally:
                     if message.HasField("response_body"):
                         # After the write, so that the client does not wait for the router's counts.
                         # The gateway may end the stream during the write of the last part.
                         self._answer_part(message.response_body.body, message.response_body.end_of_stream)
-                out.clear()
         except asyncio.CancelledError:
             if self._task is not None:
                 self._task.uncancel()
             if self._broken is None:
                 return  # the gateway has ended the stream; gRPC logs exceptions
-            if not out:
+            # Other answers are of no use any more: the gateway gets the refusal, or an error.
+            refusals = [answer for answer in out if answer.HasField("immediate_response")]
+            if refusals:
+                await context.write(refusals[0])
+            else:
                 await context.abort(grpc.StatusCode.ABORTED, self._broken)
-            for answer in out:
-                await context.write(answer)
         finally:
             self._left()
 
