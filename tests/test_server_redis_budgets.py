@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
+from lmetric._core import Budgets
 from lmetric.config import ConfigError, load_config
 from lmetric.server.background import redis_budgets
-from lmetric.server.background.redis_budgets import COUNTS, MARKS
+from lmetric.server.background.redis_budgets import COUNTS, MARKS, RedisBudgets, RedisState
 from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, World, answer, world
 from test_server_budgets import ask, budget, left, tenants
@@ -198,6 +200,24 @@ async def test_a_router_whose_clock_differs_from_redis_shares_nothing(
     async with routers(store, 1) as (w,):
         await until(lambda: problems(w))
         assert "the Redis server's" in problems(w)[0]
+
+
+@pytest.mark.parametrize(("seconds", "way"), [(600, "ahead of"), (-600, "behind")])
+async def test_the_clock_of_rolling_windows_is_compared_too(store: Store, seconds: int, way: str) -> None:
+    """It is not the system clock, which may have been set since the start of the router."""
+
+    async def tell(_: RedisState, counts: list[bytes]) -> None:
+        assert not counts
+
+    budgets = Budgets(time.time() - time.monotonic() + seconds)
+    budgets.share("a")
+    exchange = RedisBudgets(store.url, "a", budgets, 0.02, tell=tell)
+    exchange.start()
+    try:
+        await until(lambda: exchange.state.reached is not None)
+        assert exchange.state.error == f"this router's clock is 600 s {way} the Redis server's"
+    finally:
+        await exchange.stop()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A hash has the counts of each router, as in its state file. A second hash has their marks: a
 checksum and the minute of the Redis server's clock. A router reads the counts whose mark has
-changed, and compares its own clock with the Redis server's. No request waits for Redis: without
+changed, and compares its own clocks with the Redis server's. No request waits for Redis: without
 it, a router goes on with the counts that it knows.
 """
 
@@ -97,6 +97,9 @@ class RedisBudgets:
         self._failures = RedisError, OSError, TimeoutError
         self._router = router
         self._budgets = budgets
+        # Its messages have the clock of the Redis server, and no counts.
+        self._clock = Budgets(0.0)
+        self._clock.share(router)
         self._interval = interval
         self._read: dict[bytes, bytes] = {}  # by router: the last mark
         self._written: tuple[bytes, int] | None = None  # counts and minute
@@ -165,13 +168,21 @@ class RedisBudgets:
             pipeline.hgetall(MARKS)
             (seconds, micros), marks = await pipeline.execute()
         clock = seconds + micros / 1e6
-        ahead = time.time() - clock
+        ahead = self._ahead(clock)
         if abs(ahead) > Budgets.MOST_SKEW_SECONDS:
             way = "ahead of" if ahead > 0 else "behind"
             raise TimeoutError(f"this router's clock is {abs(ahead):.0f} s {way} the Redis server's")
         minute = int(clock // 60)
         await self._read_changed(marks, minute)
         await self._publish(minute)
+
+    def _ahead(self, clock: float) -> float:
+        """Returns how many seconds this router's clocks are ahead: the larger difference.
+
+        Rolling windows count by the monotonic clock, which does not follow the system clock.
+        """
+        message = self._clock.encode(None, (clock, clock))
+        return -self._budgets.merge(message, (time.monotonic(), time.time()))[1]
 
     async def _read_changed(self, marks: dict[bytes, bytes], minute: int) -> None:
         others = {name: mark for name, mark in marks.items() if name != self._router.encode()}
