@@ -204,6 +204,16 @@ async def test_isolated_tenants_use_the_word_uuid_elsewhere(keys: Path) -> None:
             assert got == body
 
 
+async def test_a_long_name_is_written_only_for_a_refusal(keys: Path) -> None:
+    """The time was that of the name for each value inside: minutes."""
+    name = "x" * (8 << 20)
+    body = {"model": "tiny", "prompt": "uuid", name: [{}] * 100_000}
+    async with tenants(keys, 1, "alice") as it:
+        start = time.monotonic()
+        assert name in await sent(it, ALICE, body)
+        assert time.monotonic() - start < 10
+
+
 async def salt_of(keys: Path, tenant: str = "alice", **auth: str) -> str:
     """Returns the salt that a new router gives a tenant."""
     async with tenants(keys, 1, tenant, auth=auth) as it:

@@ -142,10 +142,10 @@ impl<'a> ApiRequest<'a> {
     /// A [`Refusal`] that names the wrong field.
     pub fn read(reader: PromptReader, body: &'a [u8]) -> Result<Self, Refusal> {
         let mut fields = object(body)?;
-        if reader.nests() {
-            internal_inside(&fields, "")?;
-        } else {
+        if !reader.nests() {
             internal(&fields, "")?;
+        } else if let Some(parts) = internal_inside(&fields) {
+            return not_from_clients(parts.into_iter().rev().collect());
         }
         let model = match fields.take("model") {
             Json::Text(model) => Some(model),
@@ -249,9 +249,9 @@ impl<'a> ApiRequest<'a> {
         let Some(Json::List(list)) = list else {
             return self.text(prompt_text::chat(fields, list, size));
         };
-        for (index, messages) in list.iter().enumerate() {
-            let text = prompt_text::chat(fields, Some(messages), if index == 0 { size } else { 0 });
-            if index == 0 { self.text(text) } else { self.more_bytes += text.len() }
+        if let Some((first, others)) = list.split_first() {
+            self.text(prompt_text::chat(fields, Some(first), size));
+            self.more_bytes = prompt_text::chat_bytes(fields, others);
         }
     }
 
@@ -358,23 +358,32 @@ fn not_from_clients<T>(place: String) -> Result<T, Refusal> {
     refusal(format!("{place} is internal to the engines and not accepted from clients"), place)
 }
 
-/// Refuses internal fields with a value at any depth. The caller bounds the depth ([`excess`]).
-fn internal_inside(fields: &Members<'_>, inside: &str) -> Result<(), Refusal> {
-    fields.iter().try_for_each(|(name, value)| match value {
-        Json::Null => Ok(()),
-        _ if INTERNAL_FIELDS.contains(&name) => not_from_clients(format!("{inside}{name}")),
-        Json::Object(inner) => internal_inside(inner, &format!("{inside}{name}.")),
-        Json::List(list) => internal_in_list(list, &format!("{inside}{name}")),
-        _ => Ok(()),
+/// Returns the place of the first internal field with a value at any depth, in parts from the inside
+/// out. The caller bounds the depth ([`excess`]). A client chooses the length of names, so no part is
+/// written before a field is found.
+fn internal_inside(fields: &Members<'_>) -> Option<Vec<String>> {
+    fields.iter().find_map(|(name, value)| match value {
+        Json::Null => None,
+        _ if INTERNAL_FIELDS.contains(&name) => Some(vec![name.to_owned()]),
+        Json::Object(inner) => within(internal_inside(inner), || format!("{name}.")),
+        Json::List(list) => within(internal_in_list(list), || name.to_owned()),
+        _ => None,
     })
 }
 
-fn internal_in_list(list: &[Json<'_>], place: &str) -> Result<(), Refusal> {
-    list.iter().enumerate().try_for_each(|(index, value)| match value {
-        Json::Object(inner) => internal_inside(inner, &format!("{place}[{index}].")),
-        Json::List(inner) => internal_in_list(inner, &format!("{place}[{index}]")),
-        _ => Ok(()),
+fn internal_in_list(list: &[Json<'_>]) -> Option<Vec<String>> {
+    list.iter().enumerate().find_map(|(index, value)| match value {
+        Json::Object(inner) => within(internal_inside(inner), || format!("[{index}].")),
+        Json::List(inner) => within(internal_in_list(inner), || format!("[{index}]")),
+        _ => None,
     })
+}
+
+/// Adds the part of a place in front of the parts found.
+fn within(found: Option<Vec<String>>, part: impl FnOnce() -> String) -> Option<Vec<String>> {
+    let mut parts = found?;
+    parts.push(part());
+    Some(parts)
 }
 
 /// Reads a boolean as pydantic does. The engine refuses other values.
@@ -406,6 +415,7 @@ fn max_tokens(fields: &mut Members<'_>) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Instant;
 
     fn refused(reader: PromptReader, body: &str) -> (String, String) {
         let refusal = ApiRequest::read(reader, body.as_bytes()).expect_err(body);
@@ -467,6 +477,44 @@ mod tests {
         let further = "\x1euser\nb\x1etool\nc".len();
         assert_eq!((batch.prompt, batch.more_bytes), (Prompt::Text("\x1euser\na".into()), further));
         assert_eq!((batch.stream, batch.max_tokens), (false, Some(3)));
+    }
+
+    #[test]
+    fn all_conversations_of_a_batch_count_with_their_tools() {
+        let chats = r#"[{"role": "user", "content": "a"}], [{"role": "system", "content": "s"},
+            {"role": "user", "content": "b"}], "c", [], {"role": "user", "content": "d"}"#;
+        let common = r#""tools": [{"name": "f"}], "documents": ["d"], "reasoning_effort": "low""#;
+        let bodies = ["messages", "input"].map(|name| format!(r#"{{{common}, "{name}": [{chats}]}}"#));
+        let Ok(Json::Object(fields)) = Json::read(bodies[0].as_bytes()) else { unreachable!() };
+        let Some(Json::List(list)) = fields.get("messages") else { unreachable!() };
+        let texts: Vec<_> = list.iter().map(|each| prompt_text::chat(&fields, Some(each), 0)).collect();
+        let further: usize = texts[1..].iter().map(String::len).sum();
+        for (reader, body) in [
+            (PromptReader::ChatBatch, &bodies[0]),
+            (PromptReader::Input, &bodies[0]),
+            (PromptReader::Input, &bodies[1]),
+        ] {
+            let several = read(reader, body);
+            assert_eq!((several.prompt, several.more_bytes), (Prompt::Text((&*texts[0]).into()), further));
+        }
+    }
+
+    /// The time was that of the tools for each conversation.
+    #[test]
+    fn the_tools_of_a_batch_are_measured_once() {
+        let tool = "x".repeat(1 << 20);
+        for (reader, name, chat, count, text) in [
+            (PromptReader::ChatBatch, "messages", "[]", 49_990, ""),
+            (PromptReader::Input, "input", r#"[{"role":"u"}]"#, 24_990, "\x1eu\n"),
+        ] {
+            let chats = vec![chat; count].join(",");
+            let body = format!(r#"{{"tools": ["{tool}"], "{name}": [{chats}]}}"#);
+            let start = Instant::now();
+            let several = read(reader, &body);
+            assert!(start.elapsed().as_secs() < 2, "{:?}", start.elapsed());
+            let each = "\x1f[\"\"]".len() + tool.len() + text.len();
+            assert_eq!(several.more_bytes, (count - 1) * each);
+        }
     }
 
     #[test]
@@ -657,6 +705,21 @@ mod tests {
                 assert!(message.starts_with(place) && message.contains("not accepted from clients"));
             }
         }
+    }
+
+    /// The time was that of a long name for each value inside.
+    #[test]
+    fn a_long_name_is_written_only_for_a_refusal() {
+        let name = "x".repeat(4 << 20);
+        let inner = vec!["{}"; 60_000].join(",");
+        let start = Instant::now();
+        for inner in [&inner, &inner.replace("{}", "[]")] {
+            let body = format!(r#"{{"{name}": [{inner}]}}"#);
+            assert_eq!(read(PromptReader::Nothing, &body).prompt, Prompt::None);
+        }
+        let body = format!(r#"{{"{name}": [{inner}, {{"nvext": 1}}]}}"#);
+        assert_eq!(refused(PromptReader::Nothing, &body).0, format!("{name}[60000].nvext"));
+        assert!(start.elapsed().as_secs() < 2, "{:?}", start.elapsed());
     }
 
     /// SGLang serves the adapter of `lora_path`, whatever `model` says.

@@ -34,6 +34,8 @@ const MEDIA: [&str; 16] = [
 ];
 /// Fields that mark the end of a prefix to cache. Clients move them from message to message.
 const CACHE_MARKS: [&str; 2] = ["cache_control", "prompt_cache_breakpoint"];
+/// Settings of the templates of chats.
+const CHAT_SETTINGS: [&str; 3] = ["reasoning_effort", "chat_template_kwargs", "response_format"];
 /// Fields that no template writes.
 const NOT_WRITTEN: [&str; 6] = ["type", "id", "status", "encrypted_content", CACHE_MARKS[0], CACHE_MARKS[1]];
 
@@ -47,11 +49,7 @@ pub(crate) fn compact(value: &Json<'_>) -> String {
 /// Returns the text of a conversation. `size`: expected bytes.
 pub(crate) fn chat(fields: &Members<'_>, messages: Option<&Json<'_>>, size: usize) -> String {
     let mut text = String::with_capacity(size);
-    let messages = match messages {
-        Some(Json::List(messages)) => messages.as_slice(),
-        Some(other) => std::slice::from_ref(other),
-        None => &[],
-    };
+    let messages = messages.map_or(&[][..], listed);
     let first = match messages.first() {
         Some(Json::Object(first)) => first.get("role").and_then(Json::as_str),
         _ => None,
@@ -60,8 +58,30 @@ pub(crate) fn chat(fields: &Members<'_>, messages: Option<&Json<'_>>, size: usiz
     system.iter().for_each(|each| message(&mut text, each));
     preamble(&mut text, fields);
     others.iter().for_each(|each| message(&mut text, each));
-    settings(&mut text, fields, &["reasoning_effort", "chat_template_kwargs", "response_format"]);
+    settings(&mut text, fields, &CHAT_SETTINGS);
     text
+}
+
+/// Returns the bytes of the texts of several conversations ([`chat`]), together.
+pub(crate) fn chat_bytes(fields: &Members<'_>, conversations: &[Json<'_>]) -> usize {
+    if conversations.is_empty() {
+        return 0;
+    }
+    // A conversation of a few bytes may come with tools of many: these are written once.
+    let mut text = String::new();
+    preamble(&mut text, fields);
+    settings(&mut text, fields, &CHAT_SETTINGS);
+    let common = text.len();
+    conversations.iter().fold(0_usize, |bytes, messages| {
+        text.clear();
+        listed(messages).iter().for_each(|each| message(&mut text, each));
+        bytes.saturating_add(common).saturating_add(text.len())
+    })
+}
+
+/// Returns the values of a list, or the only value.
+fn listed<'a, 'b>(value: &'b Json<'a>) -> &'b [Json<'a>] {
+    if let Json::List(values) = value { values } else { std::slice::from_ref(value) }
 }
 
 /// Returns the text of a request of Anthropic's Messages API. `size`: expected bytes.
@@ -115,9 +135,6 @@ pub(crate) struct Pairs<'a, 'b> {
 impl<'a, 'b> Pairs<'a, 'b> {
     /// Returns the pairs of a request; `None`: it has other fields.
     pub(crate) fn of(fields: &'b Members<'a>) -> Option<Self> {
-        fn listed<'a, 'b>(value: &'b Json<'a>) -> &'b [Json<'a>] {
-            if let Json::List(values) = value { values } else { std::slice::from_ref(value) }
-        }
         let of = |names: &[&str]| names.iter().find_map(|name| fields.get(name)).map(listed);
         Some(Self {
             before: ["instruction", "chat_template_kwargs"].map(|name| fields.get(name)),
@@ -139,6 +156,7 @@ impl<'a, 'b> Pairs<'a, 'b> {
 
     /// Returns the bytes of all other pairs. A single query is compared with all documents.
     pub(crate) fn other_bytes(&self) -> usize {
+        let Some(others) = self.queries.len().max(self.documents.len()).checked_sub(1) else { return 0 };
         let mut text = String::new();
         let mut bytes = |value: &Json<'_>, write: fn(&mut String, &Json<'_>)| {
             text.clear();
@@ -147,15 +165,15 @@ impl<'a, 'b> Pairs<'a, 'b> {
         };
         let write = |text: &mut String, value: &Json<'_>| part_of(text, Some(value));
         let before: usize = self.before.iter().flatten().map(|value| bytes(value, write)).sum();
-        let pairs = self.queries.len().max(self.documents.len());
         let sides = [self.queries, self.documents].map(|side| {
             let sizes: Vec<_> = side.iter().map(|value| bytes(value, compared)).collect();
             // The last value stands for all values that are missing, the first one is matched.
             let last = sizes.last().copied().unwrap_or_default();
             let given: usize = sizes.iter().skip(1).sum();
-            given.saturating_add(last.saturating_mul(pairs - sizes.len().max(1)))
+            let missing = others - sizes.len().saturating_sub(1);
+            given.saturating_add(last.saturating_mul(missing))
         });
-        sides[0].saturating_add(sides[1]).saturating_add(before.saturating_mul(pairs - 1))
+        sides[0].saturating_add(sides[1]).saturating_add(before.saturating_mul(others))
     }
 }
 
@@ -466,6 +484,8 @@ mod tests {
         let score = r#"{"text_1": ["a", "b"], "text_2": ["c", "d"], "instruction": "i"}"#;
         assert_eq!(pairs(score), Some(("\x1fi\x1ea\x1ec".into(), "\x1fibd".len())));
         assert_eq!(pairs(r#"{"query": "q", "documents": []}"#), Some(("\x1eq".into(), 0)));
+        let none = r#"{"query": [], "documents": [], "instruction": "i"}"#;
+        assert_eq!(pairs(none), Some(("\x1fi".into(), 0)));
         assert_eq!(pairs(r#"{"query": "q"}"#), None);
     }
 }

@@ -106,24 +106,27 @@ def _named_media(call: ParsedRequest) -> str | None:
         raise bad(f"the body cannot be parsed: {error}") from None
     if call.path.prompt == "token_ids" and fields.get("features") is not None:
         return "features"
-    places = (_uuid(value, name, is_part=name == "content_parts") for name, value in fields.items())
-    return next(filter(None, places), None)
+    for name, value in fields.items():
+        if (place := _uuid(value, is_part=name == "content_parts")) is not None:
+            return f"{name}{place}"
+    return None
 
 
-def _uuid(value: Any, place: str, *, is_part: bool) -> str | None:
-    """Returns the place of the first `uuid` of a content part inside a value; None: there is none.
+def _uuid(value: Any, *, is_part: bool) -> str | None:
+    """Returns the place of the first `uuid` of a content part in a value; None: there is none.
 
     Parts are in `content` of messages and documents, and in `output` of items. The caller bounds
-    the depth.
+    the depth. A client chooses the length of names, so no place is written before one is found.
     """
-    found: str | None = None
     if isinstance(value, list):
         for index, inner in enumerate(value):
-            if isinstance(inner, list | dict):  # not one of many token IDs
-                found = found or _uuid(inner, f"{place}[{index}]", is_part=is_part)
+            is_token_id = not isinstance(inner, list | dict)  # one of many
+            if not is_token_id and (place := _uuid(inner, is_part=is_part)) is not None:
+                return f"[{index}]{place}"
     elif isinstance(value, dict):
         if is_part and value.get("uuid") is not None:
-            return f"{place}.uuid"
+            return ".uuid"
         for name in ("content", "output"):
-            found = found or _uuid(value.get(name), f"{place}.{name}", is_part=True)
-    return found
+            if (place := _uuid(value.get(name), is_part=True)) is not None:
+                return f".{name}{place}"
+    return None
