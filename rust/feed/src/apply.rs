@@ -185,7 +185,14 @@ impl Applier {
     /// Sets the source after another instance took the same name.
     pub fn set_source(&mut self, source: Source) {
         self.source = source;
-        (self.group, self.others) = (None, Others::default());
+        self.forget_groups();
+    }
+
+    /// Forgets the KV cache groups. Batches of another process may come, whose engine may have
+    /// other groups or none.
+    pub fn forget_groups(&mut self) {
+        (self.group, self.others, self.tally.groups) = (None, Others::default(), 0);
+        self.feed.forget_groups(self.source);
     }
 
     /// Sets the timestamp before which batches are of old weights: their blocks do not count.

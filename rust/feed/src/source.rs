@@ -83,6 +83,8 @@ impl Sink for Hands {
 
     fn clear(&mut self) {
         self.applier.clear();
+        // The stream also clears where it cannot see whether the engine restarted.
+        self.applier.forget_groups();
     }
 
     fn note_restart(&mut self) {

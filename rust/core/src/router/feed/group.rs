@@ -125,6 +125,15 @@ impl KvFeed {
         }
     }
 
+    /// Forgets the groups of the source's instance, so that only full attention counts until the
+    /// next event of a group. For an engine that may have restarted: the groups of another rank
+    /// come again with its next event.
+    pub fn forget_groups(&self, source: Source) {
+        if let Ok(mut caches) = self.take(source) {
+            caches.groups_mut().forget(source.instance);
+        }
+    }
+
     /// Returns the feed's lock, and the positions of the blocks if the event has all their tokens.
     /// Events of sparse groups leave out blocks, so their tokens cannot be assigned.
     fn positions(

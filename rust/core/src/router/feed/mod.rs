@@ -315,7 +315,7 @@ impl KvFeed {
         }
     }
 
-    /// Drops all index entries of an instance, over all ranks.
+    /// Drops all index entries of an instance and its KV cache groups, over all ranks.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -325,6 +325,7 @@ impl KvFeed {
         state.begin_anew(id, &self.epoch);
         self.router.lock_behind().forget_loaded(id);
         self.clear_index(id, None);
+        self.caches.write_behind().groups_mut().forget(id);
         Ok(())
     }
 
