@@ -54,7 +54,20 @@ pub(crate) fn end_to_end(name: &[u8]) -> bool {
     END_TO_END.iter().any(|other| other.eq_ignore_ascii_case(name))
 }
 
+/// Most fields of a head, and most fields that `connection` names.
 const MAX_HEADERS: usize = 128;
+
+/// The elements of a list in a field, except empty ones.
+pub(crate) fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
+    value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|token| !token.is_empty())
+}
+
+/// Whether a media type is one JSON document. A stream of documents (`application/x-ndjson`) is not.
+fn is_json(kind: &[u8]) -> bool {
+    let suffix = kind.len().checked_sub(b"+json".len()).map(|at| &kind[at..]);
+    [b"application/json".as_slice(), b"text/json"].iter().any(|json| json.eq_ignore_ascii_case(kind))
+        || suffix.is_some_and(|suffix| suffix.eq_ignore_ascii_case(b"+json"))
+}
 
 /// A parsed response head.
 #[derive(Debug)]
@@ -110,11 +123,15 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
         let value = field.value.trim_ascii();
         match field.name.len() {
             10 if field.name.eq_ignore_ascii_case("connection") => {
-                for token in value.split(|b| *b == b',').map(<[u8]>::trim_ascii) {
+                for token in tokens(value) {
                     if token.eq_ignore_ascii_case(b"close") {
                         head.keep_alive = false;
                     } else if token.eq_ignore_ascii_case(b"keep-alive") {
                         head.keep_alive = true;
+                    } else if named.len() == MAX_HEADERS {
+                        return Err(WireError::malformed(format!(
+                            "connection names more than {MAX_HEADERS} fields"
+                        )));
                     } else if !end_to_end(token) {
                         named.push(token);
                     }
@@ -139,7 +156,7 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
             12 if field.name.eq_ignore_ascii_case("content-type") => {
                 let kind = value.split(|b| *b == b';').next().unwrap_or(value).trim_ascii();
                 head.event_stream = kind.eq_ignore_ascii_case(b"text/event-stream");
-                head.json = kind.to_ascii_lowercase().ends_with(b"json");
+                head.json = is_json(kind);
             }
             16 if field.name.eq_ignore_ascii_case("content-encoding")
                 && !value.is_empty()
@@ -213,6 +230,33 @@ mod tests {
             lines,
             "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nServer: uvicorn\r\n"
         );
+    }
+
+    #[test]
+    fn only_one_document_is_json() {
+        let json = |kind: &str| head(&format!("Content-Type: {kind}\r\n")).unwrap().json;
+        for kind in ["application/json", "Text/JSON; charset=utf-8", "application/problem+JSON"] {
+            assert!(json(kind), "{kind}");
+        }
+        for kind in ["application/x-ndjson", "application/jsonl", "application/json-seq", "json", "+jso", ""]
+        {
+            assert!(!json(kind), "{kind}");
+        }
+    }
+
+    /// Each field is compared with each name.
+    #[test]
+    fn connection_names_as_many_fields_as_a_head_may_have() {
+        let named = |count: usize| {
+            let names = (0..count).map(|at| format!(", ,x-{at}")).collect::<String>();
+            head(&format!("Connection: close{names}\r\nX-127: a\r\nX-Own: a\r\n"))
+        };
+        let lines = named(MAX_HEADERS).unwrap().lines;
+        assert_eq!(lines, b"HTTP/1.1 200 OK\r\nX-Own: a\r\n");
+        let error = named(MAX_HEADERS + 1).unwrap_err().to_string();
+        assert_eq!(error, "malformed: connection names more than 128 fields");
+        let each = format!("Connection: {}\r\n", "a,".repeat(MAX_HEADERS / 2));
+        assert!(head(&each.repeat(3)).is_err());
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! Clients' request heads, and the parts of them that go to an engine.
 use crate::WireError;
-use crate::head::end_to_end;
+use crate::head::{end_to_end, tokens};
 use memchr::{memchr, memchr_iter};
 use std::mem::MaybeUninit;
 
 /// Longest request id that is passed on, in bytes.
 pub const REQUEST_ID_LIMIT: usize = 256;
-/// Most fields of a head. vLLM reads as many.
+/// Most fields of a head, and most fields that `connection` names. vLLM reads as many fields.
 pub const REQUEST_FIELDS_LIMIT: usize = 256;
 /// Longest name of a field that an error repeats.
 const NAME_SHOWN: usize = 64;
@@ -243,9 +243,9 @@ impl Request {
     /// Reads the head at the start of `input`: `None` if incomplete.
     ///
     /// # Errors
-    /// [`WireError::Malformed`] if the head is invalid, [`WireError::HeadTooLarge`] if it is longer
-    /// than `limit` bytes or has more than [`REQUEST_FIELDS_LIMIT`] fields. No error repeats a
-    /// value.
+    /// [`WireError::Malformed`] if the head is invalid, or if `connection` names more than
+    /// [`REQUEST_FIELDS_LIMIT`] fields, [`WireError::HeadTooLarge`] if it is longer than `limit`
+    /// bytes or has more than [`REQUEST_FIELDS_LIMIT`] fields. No error repeats a value.
     pub fn read(input: &[u8], own_keys: bool, limit: usize) -> Result<Option<Self>, WireError> {
         let mut fields = [MaybeUninit::uninit(); REQUEST_FIELDS_LIMIT];
         let mut request = httparse::Request::new(&mut []);
@@ -267,7 +267,7 @@ impl Request {
         let target = request.path.unwrap_or("").as_bytes();
         let (mut kind, mut length, mut keep_alive) = (Kind::Framed, None, true);
         let (mut hosts, mut seen, mut twice) = (0, 0, 0);
-        let mut codings = 0;
+        let (mut codings, mut named) = (0, 0);
         if method == "CONNECT" {
             kind = Kind::Other;
         } else if method == "POST"
@@ -301,7 +301,10 @@ impl Request {
                     kind = if chunked && kind != Kind::Other { Kind::Chunked } else { Kind::Other };
                 }
                 10 if name.eq_ignore_ascii_case("connection") => {
-                    keep_alive &= !tokens(value).any(|token| token.eq_ignore_ascii_case(b"close"));
+                    for token in tokens(value) {
+                        keep_alive &= !token.eq_ignore_ascii_case(b"close");
+                        named += 1;
+                    }
                 }
                 14 if name.eq_ignore_ascii_case("content-length") => {
                     match crate::head::length_value(value).ok().filter(|_| length.is_none()) {
@@ -311,6 +314,12 @@ impl Request {
                 }
                 _ => {}
             }
+        }
+        // Each field is compared with each of these names.
+        if named > REQUEST_FIELDS_LIMIT {
+            return Err(WireError::malformed(format!(
+                "connection names more than {REQUEST_FIELDS_LIMIT} fields"
+            )));
         }
         if kind == Kind::Plain && (length.is_none() || hosts != 1 || twice != 0) {
             kind = Kind::Framed;
@@ -416,10 +425,6 @@ fn single(name: &str) -> u8 {
         _ => return 0,
     };
     if name.eq_ignore_ascii_case(other) { bit } else { 0 }
-}
-
-fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
-    value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii)
 }
 
 fn plain(token: &[u8]) -> bool {
@@ -570,6 +575,23 @@ mod tests {
             (request.target.as_slice(), path(&request.target)),
             (b"/a?b".as_slice(), b"/a".as_slice())
         );
+    }
+
+    /// Each field is compared with each name.
+    #[test]
+    fn connection_names_as_many_fields_as_a_head_may_have() {
+        let named = |count: usize, more: &str| {
+            let names = (0..count).map(|at| format!(",, x-{at}")).collect::<String>();
+            let head = format!("GET / HTTP/1.1\r\nConnection: {names}\r\n{more}X-255: a\r\nX-Own: 1\r\n\r\n");
+            Request::read(head.as_bytes(), false, LIMIT).map(|read| read.unwrap().fields.lines)
+        };
+        assert_eq!(named(REQUEST_FIELDS_LIMIT, "").unwrap(), b"X-Own: 1\r\n");
+        let said = "malformed: connection names more than 256 fields";
+        for (count, more) in [(REQUEST_FIELDS_LIMIT + 1, ""), (REQUEST_FIELDS_LIMIT, "Connection: close\r\n")]
+        {
+            assert_eq!(named(count, more).unwrap_err().to_string(), said);
+        }
+        assert!(named(0, &format!("Connection: {}\r\n", ",".repeat(LIMIT / 2))).is_ok());
     }
 
     #[test]
