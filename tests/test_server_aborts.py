@@ -141,6 +141,22 @@ async def test_an_error_is_no_abort() -> None:
         assert w.engines[0].page_reads.count("/is_paused") == 1, "only the check reads it"
 
 
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        b'{"choices":[{"finish_reason":"abort"}],}',
+        b'{"choices":[5,{"finish_reason":"abort"}]}',
+        b'{"choices":[{"token_ids":5,"finish_reason":"abort"}]}',
+    ],
+    ids=["json", "choice", "token_ids"],
+)
+async def test_another_engine_continues_a_stream_with_a_malformed_abort(malformed: bytes) -> None:
+    behave = cut(7, chunk(event(malformed)))
+    async with engines(behave, behave) as w:
+        is_whole(await story(w))
+        assert model(w).failovers == {"continued": 1}
+
+
 async def test_a_continued_stream_can_be_aborted() -> None:
     """The first engine dies, the second one is paused."""
     second = 20
@@ -321,6 +337,23 @@ async def test_a_whole_answer_with_an_error_is_no_ordered_abort() -> None:
     async with engines(behave, behave) as w:
         assert said_in((await w.post(ASKED))[2]) == text_of(START, STORY)
         assert w.engines[0].page_reads.count("/is_paused") == 1, "only the check reads it"
+
+
+async def test_another_engine_answers_for_a_malformed_abort() -> None:
+    left = 1
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal left
+        if request.path == "/tokenize" or not left:
+            return await tells(engine, request, writer)
+        left -= 1
+        writer.write(plain(200, FRAME | {"choices": [5, {"finish_reason": "abort"}]}))
+        return True
+
+    async with engines(behave, behave) as w:
+        status, _, got = await w.post(ASKED)
+        assert (status, said_in(got)) == (200, text_of(START, STORY))
+        assert sent(w) == [1, 1]
 
 
 async def test_no_engine_is_left_after_an_abort() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import orjson
-
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
 from lmetric.server.execution.failures import (
@@ -31,6 +29,7 @@ from lmetric.server.execution.plan import (
     ended_by_order,
 )
 from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.transcript import object_of
 from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
@@ -118,13 +117,24 @@ def _check_abort(p: Progress, step: Step, choices: list[Any]) -> Way[None]:
         raise step.lost("reset", "its answer was aborted")
 
 
-def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], list[Any]]:
+def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns a whole answer and its choices. Raises EngineLost if it has none."""
     try:
-        answer = orjson.loads(body)
-        return answer, answer["choices"]
-    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
-        raise step.lost("reset", f"its answer has no choices: {error}") from None
+        return _with_choices(body)
+    except MergeError as error:
+        raise step.lost("reset", str(error)) from None
+
+
+def _with_choices(body: bytes | bytearray) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns a whole answer, or an event of a stream, and its choices.
+
+    Raises MergeError if it has none.
+    """
+    answer = object_of(body)
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise MergeError("its answer has no choices")
+    return answer, choices
 
 
 def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
@@ -132,8 +142,12 @@ def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
     withheld = attempt.reader.withheld
     if lost.step is not attempt.step or not (attempt.reader.aborted and withheld):
         return None
-    event: dict[str, Any] = orjson.loads(withheld)
-    return event if event["choices"][0].get("finish_reason") == "abort" else None
+    try:
+        event, choices = _with_choices(withheld)
+    except MergeError:
+        return None  # malformed: another engine continues
+    lists = all(isinstance(choice.get("token_ids") or [], list) for choice in choices)
+    return event if lists and choices and choices[0].get("finish_reason") == "abort" else None
 
 
 def _end_aborted(p: Progress, attempt: Attempt, event: dict[str, Any]) -> None:
