@@ -2,6 +2,7 @@
 //! client must not see.
 //!
 //! Reads only whole events, each once and in place, and copies only their text and token IDs.
+use crate::json::MAX_TOKENS;
 use crate::sse;
 use crate::template::Template;
 use serde_core::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
@@ -16,10 +17,13 @@ const MAX_TEMPLATES: u8 = 8;
 /// Longest event of an observed stream that is withheld until its end, in bytes: its first event
 /// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
+/// Longest text, reasoning and tool calls that are recorded of a stream, in bytes, together.
+const MAX_RECORDED_BYTES: usize = 64 * 1024 * 1024;
 const NOT_ONE_CHOICE: &str = "the segment's answer does not have exactly one choice";
 const NO_IDS: &str = "the engine does not tell token ids (return_token_ids)";
 const BAD_IDS: &str = "the engine reports invalid token ids";
 const TOO_LONG: &str = "an event is too long to be followed";
+const TOO_MUCH: &str = "the answer is too long to be followed";
 const SEVERAL_LINES: &str = "an event is in several lines";
 const DECLARED: &str = "its length is declared";
 const CODED: &str = "it has a content-encoding";
@@ -43,6 +47,8 @@ pub struct Observer {
     reasoning: String,
     /// The lists of tool calls, as JSON.
     calls: Vec<String>,
+    /// Bytes of `calls` in memory.
+    calls_bytes: usize,
     frame: Option<String>,
     over: bool,
     /// An event without choices followed the `finish_reason`: the usage.
@@ -229,6 +235,10 @@ impl Observer {
             }
             at += parts.end;
         }
+        if self.is_full() {
+            self.lose(TOO_MUCH);
+            self.forget();
+        }
         Some(found)
     }
 
@@ -246,6 +256,18 @@ impl Observer {
             at = hidden.end;
         }
         out.extend_from_slice(&blocks[at..]);
+    }
+
+    /// Whether the stream is too long to be recorded.
+    fn is_full(&self) -> bool {
+        self.ids.len() as u64 > MAX_TOKENS
+            || self.text.len() + self.reasoning.len() + self.calls_bytes > MAX_RECORDED_BYTES
+    }
+
+    /// Frees the recorded answer.
+    fn forget(&mut self) {
+        (self.ids, self.pieces, self.calls) = Default::default();
+        (self.text, self.reasoning, self.calls_bytes) = Default::default();
     }
 
     fn lose(&mut self, reason: impl Into<String>) {
@@ -364,8 +386,15 @@ impl Observer {
         }
         self.text.push_str(text);
         self.reasoning.push_str(reasoning);
-        self.calls.extend(calls.map(|calls| calls.get().to_owned()));
+        if let Some(calls) = calls {
+            self.calls_bytes += size_of::<String>() + calls.get().len();
+            self.calls.push(calls.get().to_owned());
+        }
         self.over |= choice.finish.is_some();
+        if self.is_full() {
+            self.forget();
+            return Err(TOO_MUCH.into());
+        }
         Ok(())
     }
 }
@@ -690,6 +719,37 @@ mod tests {
         }
         let bad = read(false, &[FIRST, r#"{"choices":[{"text":"b","token_ids":[9,-1]}]}"#, FIRST]).0;
         assert_eq!((bad.ids(), bad.text()), ([1465, 3].as_slice(), " 6\"é"));
+    }
+
+    #[test]
+    fn a_long_answer_is_recorded_up_to_a_limit_and_then_forgotten() {
+        let event =
+            |delta: &str| format!("data: {{\"choices\":[{{\"delta\":{{{delta}}},\"token_ids\":[1]}}]}}\n\n");
+        let (text, reasoning, calls) = (r#""content":"a""#, r#""reasoning":"a""#, r#""tool_calls":[{}]"#);
+        for (delta, quickly) in [(text, true), (text, false), (reasoning, false), (calls, false)] {
+            for many_ids in [true, false] {
+                let event = event(delta);
+                let mut observer = Observer::new(true);
+                observer.read(event.as_bytes());
+                if many_ids {
+                    observer.ids.resize(MAX_TOKENS as usize, 1);
+                } else {
+                    let others = observer.reasoning.len() + observer.calls_bytes;
+                    observer.text = "x".repeat(MAX_RECORDED_BYTES - others);
+                }
+                assert!(!observer.is_full() && observer.lost().is_none());
+                if quickly {
+                    assert!(observer.read_quickly(event.as_bytes()).is_some() && observer.rewrites());
+                } else {
+                    assert!(observer.read(event.as_bytes()));
+                }
+                assert_eq!(observer.lost(), Some(TOO_MUCH), "{delta} {many_ids}");
+                assert!(observer.read(event.as_bytes()), "IDs stay hidden");
+                let Observer { ids, pieces, text, reasoning, calls, .. } = &observer;
+                let strings = text.capacity() + reasoning.capacity();
+                assert_eq!(ids.capacity() + pieces.capacity() + calls.capacity() + strings, 0);
+            }
+        }
     }
 
     #[test]
