@@ -83,7 +83,7 @@ impl Sink for Hands {
 
     fn clear(&mut self) {
         self.applier.clear();
-        // The stream also clears where it cannot see whether the engine restarted.
+        // The stream also clears if it cannot see whether the engine restarted.
         self.applier.forget_groups();
     }
 
