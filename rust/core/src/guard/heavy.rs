@@ -6,6 +6,9 @@
 //! determines which class is replaced next, but never counts as observed work. Shares are
 //! therefore lower bounds: a class is never estimated hotter than it is.
 //!
+//! Inherited requests expire by their own time, not by the time of the takeover. Otherwise, the
+//! inherited count would grow with every takeover, until the tail replaces heavy classes.
+//!
 //! A class is heavy by the *work* of its requests: the blocks of their prompts. Engines read a
 //! prompt's context at each step of its answer, so requests of 16,000 tokens weigh more than
 //! requests of 100.
@@ -43,8 +46,9 @@ pub struct Class {
     /// Work of these requests: the blocks of their prompts.
     pub work: u64,
     ring: [Counts; SUBWINDOWS],
+    /// Work of the counter's earlier classes in the window.
     inherited: u64,
-    inherited_until: i64,
+    inherited_ring: [u64; SUBWINDOWS],
 }
 
 /// Counts of one sub-window.
@@ -155,10 +159,10 @@ impl HeavyClasses {
                     let old = std::mem::take(&mut class.ring[at]);
                     class.requests -= old.requests;
                     class.work -= old.work;
+                    class.inherited -= std::mem::take(&mut class.inherited_ring[at]);
                 }
             }
-            for (class, rank) in self.classes.iter_mut().zip(&mut self.ranks) {
-                class.inherited = if class.inherited_until <= step { 0 } else { class.inherited };
+            for (class, rank) in self.classes.iter().zip(&mut self.ranks) {
                 *rank = class.rank();
             }
         }
@@ -193,8 +197,8 @@ impl HeavyClasses {
     fn enter(&mut self, hash: u64, depth: u32, parent: Option<u64>, work: u64) {
         let mut ring = [Counts::default(); SUBWINDOWS];
         ring[Self::at(self.step)].add(work);
-        let inherited_until = self.step + SUBWINDOWS as i64;
-        let mut class = Class { hash, depth, parent, requests: 1, work, ring, inherited: 0, inherited_until };
+        let (inherited, inherited_ring) = (0, [0; SUBWINDOWS]);
+        let mut class = Class { hash, depth, parent, requests: 1, work, ring, inherited, inherited_ring };
         let i = if self.classes.len() < self.capacity {
             self.ranks.push(class.rank());
             self.classes.push(class);
@@ -204,6 +208,7 @@ impl HeavyClasses {
             let i = lowest.expect("at least one counter").0;
             let out = &self.classes[i];
             class.inherited = out.work + out.inherited;
+            class.inherited_ring = std::array::from_fn(|at| out.ring[at].work + out.inherited_ring[at]);
             let entry = self.by_hash.find_entry(out.hash, |&j| usize::from(j) == i);
             entry.expect("every class is in the table").remove();
             self.ranks[i] = class.rank();
@@ -312,6 +317,24 @@ mod tests {
         assert_eq!(heavy.classes().len(), 64);
         let tail = heavy.classes().iter().filter(|c| !hot.contains(&c.hash));
         assert!(tail.clone().count() > 0 && tail.clone().all(|c| c.requests == 1), "lower bounds");
+    }
+
+    #[test]
+    fn a_heavy_class_stays_while_the_tail_changes_for_many_windows() {
+        let mut heavy = HeavyClasses::new(64, 15.0);
+        let mut least = u32::MAX;
+        for i in 0..60_000 {
+            heavy.advance(i as f64 / 100.0);
+            heavy.count(&[if i % 5 == 0 { 7 } else { 1000 + i }], 1);
+            if i > 6000 {
+                least = least.min(heavy.get(7).map_or(0, |class| class.requests));
+            }
+        }
+        // A window has 1,500 requests, less at most one sub-window.
+        assert!(least >= 250, "{least}");
+        // The smallest counter has at most its part of the window's work.
+        let smallest = heavy.classes().iter().map(|class| class.work + class.inherited).min();
+        assert!(smallest.unwrap() <= heavy.work() / 64, "{smallest:?} of {}", heavy.work());
     }
 
     #[test]
