@@ -552,9 +552,7 @@ impl Admission {
         let Stage::Room(place) = arrival.stage else { return };
         let key = arrival.key();
         load.queue.remove(key, place, arrival.work);
-        if now > arrival.arrived || load.queue.len() > 0 {
-            load.service.took(arrival.work);
-        }
+        load.service.took(arrival.work);
         let limited = load.config.tenants.get(&tenant).is_some_and(|own| own.max_concurrent.is_some());
         load.limits.begin(tenant, weight.max(1e-3), limited);
         load.begin_level(key, weight);

@@ -30,9 +30,11 @@ impl Service {
         self.since = waits.then_some(now);
     }
 
-    /// Notes work that is taken up while requests wait.
+    /// Notes work that is taken up. It counts only while requests wait: the rate needs its time.
     pub fn took(&mut self, work: f64) {
-        self.work += work;
+        if self.since.is_some() {
+            self.work += work;
+        }
     }
 
     /// Learns from the length of an answer.

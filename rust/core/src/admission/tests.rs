@@ -152,6 +152,20 @@ fn a_tenant_at_its_limit_is_no_overload() {
 }
 
 #[test]
+fn requests_that_run_beside_a_tenant_at_its_limit_teach_no_rate() {
+    let limits = TenantLimits { max_concurrent: Some(1), ..Default::default() };
+    let mut admission = admission(limited(1, limits));
+    for _ in 0..2 {
+        arrive(&mut admission, asked(1), 0.0, 0.0);
+    }
+    for number in 1..=1000 {
+        assert_eq!(arrive(&mut admission, asked(2), 0.0, f64::from(number)).1, Verdict::Free);
+    }
+    assert_eq!(admission.waiting(), 1);
+    assert_eq!(admission.snapshot(&room(0.0), 1000.0).unwrap().work_per_second, RATE);
+}
+
+#[test]
 fn a_request_that_is_placed_while_it_waits_leaves_the_queue() {
     let mut admission = admission(config());
     let (first, second) = (held(&mut admission, 1, 0.0), held(&mut admission, 1, 0.0));
