@@ -103,10 +103,10 @@ impl Arrival {
 
     /// Returns whether its first token can no longer come in time. `room`: wait on an instance with
     /// room. A prompt that takes longer than the time to its deadline runs if its turn comes in the
-    /// first half of this time.
+    /// first half of this time. The hold of its program is no part of the time.
     fn is_late(&self, room: Seconds, now: Seconds) -> bool {
         let needed =
-            |deadline: Seconds| (self.asked.prefill_seconds + room).min((deadline - self.arrived) / 2.0);
+            |deadline: Seconds| (self.asked.prefill_seconds + room).min((deadline - self.since) / 2.0);
         self.deadline.is_some_and(|deadline| now + needed(deadline) > deadline)
     }
 }

@@ -208,6 +208,26 @@ fn a_prompt_longer_than_its_deadline_still_runs_on_an_idle_fleet() {
     assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
 }
 
+/// A prompt of 12 s with a deadline of 9 s, which its program held for 10 s.
+#[test]
+fn the_hold_of_a_program_makes_no_request_late() {
+    let held = Arrival {
+        turn: None,
+        asked: Asked { prefill_seconds: 12.0, ..asked(1) },
+        work: 0.0,
+        arrived: 0.0,
+        deadline: Some(19.0),
+        since: 10.0,
+        home: None,
+        slot: None,
+        aged_levels: 0,
+        stage: Stage::Cache,
+    };
+    assert!(!held.is_late(0.45, 10.0));
+    assert!(!held.is_late(0.45, 14.5));
+    assert!(held.is_late(0.45, 14.6));
+}
+
 #[test]
 fn a_waiting_request_whose_deadline_passes_is_refused() {
     let mut admission = admission(LoadConfig { ttft_seconds: Some(9.0), ..config() });
