@@ -123,12 +123,12 @@ impl Load {
     }
 
     /// Returns whether a line may take the room that is kept for others of its level and above.
-    pub(super) fn may_take_kept(&self, key: Key, weight: f64) -> bool {
+    pub(super) fn may_take_kept(&self, key: Key, weight: f64, now: Seconds) -> bool {
         match self.config.aging_seconds {
-            None => self.limits.may_take_kept(key.tenant, weight),
+            None => self.limits.may_take_kept(key.tenant, weight, now),
             Some(_) => {
                 let mut from = self.limits_from.range(key.level..);
-                from.next().is_none_or(|(_, limits)| limits.may_take_kept(key.tenant, weight))
+                from.next().is_none_or(|(_, limits)| limits.may_take_kept(key.tenant, weight, now))
             }
         }
     }
@@ -147,8 +147,8 @@ impl Load {
     }
 
     /// Counts the end of such a request.
-    pub(super) fn end_level(&mut self, key: Key) {
-        self.limits_from.range_mut(..=key.level).for_each(|(_, limits)| limits.end(key.tenant));
+    pub(super) fn end_level(&mut self, key: Key, now: Seconds) {
+        self.limits_from.range_mut(..=key.level).for_each(|(_, limits)| limits.end(key.tenant, now));
     }
 
     /// Returns the levels with waiting requests, the highest first.

@@ -1,10 +1,14 @@
 //! Limits of a tenant: requests on engines.
 use crate::board::Board;
+use crate::ids::Seconds;
 use hashbrown::HashMap;
 use std::sync::Arc;
 
 /// Tenants from which on those without requests on engines are dropped.
 const MAX_TENANTS: usize = 65_536;
+/// Seconds for which room is kept for a tenant after its last request: longer than nearly all gaps
+/// between the requests of a client in use.
+const KEPT_SECONDS: Seconds = 300.0;
 
 /// Use of a tenant's limits.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +30,10 @@ pub(super) struct Limits {
     /// Requests on engines, and the weights of their tenants.
     running: u32,
     weights: f64,
+    /// Number of tenants with requests on engines.
+    running_tenants: usize,
+    /// The two tenants whose requests ended last, with the times of these ends; the last one first.
+    last_ends: [Option<(u64, Seconds)>; 2],
     /// Use by the other workers of this server, if there are any.
     shared: Option<Shared>,
 }
@@ -53,6 +61,7 @@ impl Limits {
         usage.weight = weight;
         usage.limited |= limited;
         let Usage { running, limited, .. } = *usage;
+        self.running_tenants += usize::from(running == 1);
         self.weights += weight - old;
         if limited {
             self.publish(tenant, running);
@@ -61,14 +70,19 @@ impl Limits {
     }
 
     /// Counts the end of such a request.
-    pub fn end(&mut self, tenant: u64) {
+    pub fn end(&mut self, tenant: u64, now: Seconds) {
         let Some(usage) = self.tenants.get_mut(&tenant).filter(|usage| usage.running > 0) else { return };
         usage.running -= 1;
         self.running -= 1;
         let Usage { running, weight, limited, .. } = *usage;
         if running == 0 {
             self.weights = if self.running == 0 { 0.0 } else { self.weights - weight };
+            self.running_tenants -= 1;
         }
+        if self.last_ends[0].is_some_and(|(last, _)| last != tenant) {
+            self.last_ends[1] = self.last_ends[0];
+        }
+        self.last_ends[0] = Some((tenant, now));
         if limited {
             self.publish(tenant, running);
         }
@@ -100,12 +114,15 @@ impl Limits {
     }
 
     /// Returns whether a tenant may take the room that is kept for others. It may if there are no
-    /// others, or if it has fewer requests on engines than its share of all by weight.
-    pub fn may_take_kept(&self, tenant: u64, weight: f64) -> bool {
-        if self.tenants.len() <= 1 {
+    /// others, or if it has fewer requests on engines than its share of all by weight. A tenant
+    /// without requests counts for [`KEPT_SECONDS`]: the room is kept for its next request.
+    pub fn may_take_kept(&self, tenant: u64, weight: f64, now: Seconds) -> bool {
+        let own = self.running(tenant);
+        let others_run = self.running_tenants > usize::from(own > 0);
+        let mut others_ended = self.last_ends.iter().flatten().filter(|(last, _)| *last != tenant);
+        if !others_run && others_ended.all(|(_, ended)| now - ended > KEPT_SECONDS) {
             return true;
         }
-        let own = self.running(tenant);
         let others = if own > 0 { self.weights } else { self.weights + weight };
         f64::from(own) * others < f64::from(self.running) * weight
     }
@@ -131,9 +148,32 @@ mod tests {
         limits.begin(0, 1.0, false);
         for tenant in 1..4 * MAX_TENANTS as u64 {
             limits.begin(tenant, 1.0, false);
-            limits.end(tenant);
+            limits.end(tenant, 0.0);
             assert!(limits.tenants.len() <= MAX_TENANTS);
         }
         assert_eq!(limits.running(0), 1);
+    }
+
+    #[test]
+    fn room_is_kept_for_tenants_that_had_requests_in_the_last_minutes() {
+        let mut limits = Limits::default();
+        limits.begin(1, 1.0, false);
+        assert!(limits.may_take_kept(1, 1.0, 0.0), "it is alone");
+        limits.begin(2, 1.0, false);
+        limits.begin(3, 1.0, false);
+        assert!(!limits.may_take_kept(1, 1.0, 1e6), "others run");
+        limits.end(2, 0.0);
+        limits.end(3, 100.0);
+        assert!(!limits.may_take_kept(1, 1.0, 100.0 + KEPT_SECONDS), "the last end counts");
+        assert!(limits.may_take_kept(1, 1.0, 101.0 + KEPT_SECONDS));
+        // Its own ends push out no end of the others.
+        for _ in 0..3 {
+            limits.begin(2, 1.0, false);
+            limits.end(2, 500.0);
+            limits.begin(1, 1.0, false);
+            limits.end(1, 500.0);
+        }
+        assert!(!limits.may_take_kept(1, 1.0, 501.0));
+        assert!(limits.may_take_kept(1, 1.0, 501.0 + KEPT_SECONDS));
     }
 }

@@ -489,7 +489,7 @@ impl Admission {
             if self.programs.is_none() && !self.has_room(Fullness::Kept, room) {
                 break;
             }
-            let Some((id, slot)) = self.next_of(key, room) else { continue };
+            let Some((id, slot)) = self.next_of(key, room, now) else { continue };
             self.arrivals[id].aged_levels = ranks.rise(key.level);
             self.let_run(id, slot, room, now);
             let Some(load) = &self.load else { return };
@@ -524,10 +524,11 @@ impl Admission {
     }
 
     /// Returns the next request of a line with the instance that has room for it.
-    fn next_of(&self, key: Key, room: &Room) -> Option<Next> {
+    fn next_of(&self, key: Key, room: &Room, now: Seconds) -> Option<Next> {
         let load = self.load.as_ref()?;
         let line = load.queue.line(key)?;
-        let fullness = if load.may_take_kept(key, line.weight()) { Fullness::Kept } else { Fullness::Free };
+        let may_take_kept = load.may_take_kept(key, line.weight(), now);
+        let fullness = if may_take_kept { Fullness::Kept } else { Fullness::Free };
         let (best, most) = (room.best(fullness), load.config.room());
         let served = room.is_served();
         line.iter().take(CANDIDATES).find_map(|id| {
@@ -646,8 +647,8 @@ impl Admission {
         if let (Some(load), Stage::Ready(Some(share)) | Stage::Running(Some(share))) =
             (&mut self.load, arrival.stage)
         {
-            load.limits.end(arrival.asked.tenant);
-            load.end_level(arrival.key());
+            load.limits.end(arrival.asked.tenant, now);
+            load.end_level(arrival.key(), now);
             load.shares.charge(share, made);
             load.shares.end(share);
             if made > 0 {
