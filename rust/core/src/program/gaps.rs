@@ -1,8 +1,8 @@
 //! Gaps between the turns of agent programs: how likely a program returns, learned online by class.
 //!
 //! A gap lasts from the end of a program's answer to its next request. A class keeps a histogram of
-//! the gaps on a logarithmic scale and the share of gaps without a return. Counts are halved once
-//! an hour, so old traffic is forgotten.
+//! the gaps on a logarithmic scale and the share of gaps without a return. Counts above the prior's
+//! weight are halved once an hour, so old traffic is forgotten.
 use crate::ids::Seconds;
 use serde::{Deserialize, Serialize};
 
@@ -173,13 +173,14 @@ impl Gaps {
         self.classes[class.index()].ended += 1.0;
     }
 
-    /// Halves the counts once an hour.
+    /// Halves the counts once an hour. A class with few gaps keeps them: without traffic, there is
+    /// nothing better to learn from.
     pub fn decay(&mut self, now: Seconds) {
         if now - self.decayed < HALF_LIFE {
             return;
         }
         self.decayed = now;
-        for class in &mut self.classes {
+        for class in self.classes.iter_mut().filter(|class| class.returned + class.ended > PRIOR_GAPS) {
             class.bins.iter_mut().for_each(|count| *count *= 0.5);
             class.returned *= 0.5;
             class.ended *= 0.5;
@@ -257,6 +258,20 @@ mod tests {
         let (after, halved) = gaps.share_ended(class);
         assert!((before - after).abs() < 1e-12);
         assert!((halved - counts / 2.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_class_without_traffic_keeps_what_it_has_learned() {
+        let class = GapClass::default();
+        let (mut prior, mut learned) = (Gaps::default(), Gaps::default());
+        (0..992).for_each(|_| learned.ended(class));
+        let before = learned.share_ended(class).0;
+        for hour in 1..=60 {
+            prior.decay(f64::from(hour) * HALF_LIFE);
+            learned.decay(f64::from(hour) * HALF_LIFE);
+        }
+        assert!((prior.share_ended(class).0 - 0.1).abs() < 1e-9, "{:?}", prior.share_ended(class));
+        assert!((learned.share_ended(class).0 - before).abs() < 1e-9, "{:?}", learned.share_ended(class));
     }
 
     #[test]
