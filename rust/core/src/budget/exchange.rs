@@ -7,7 +7,8 @@
 //! router learns the counts of routers that are gone.
 use super::message::{Kind, Part, Words, read, write};
 use super::ring::{Shape, WORDS, add_word};
-use super::{Budgets, Now, Row};
+use super::rows::Row;
+use super::{Budgets, Now};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::{HashMap, HashSet};
@@ -17,12 +18,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub const MOST_SKEW: Seconds = 60.0;
 /// Most origins whose counts are kept. Without room, the origin with the longest silence goes.
 pub const MOST_ORIGINS: usize = 256;
+/// Windows with counts of other origins from which on those that count no longer are dropped.
+const MANY_WINDOWS: usize = 1024;
 /// Origins without counts are forgotten after this time without a message, seconds.
 const SILENT: Seconds = 10.0;
 
 /// A window's counts at the other origins.
 #[derive(Debug, Default)]
-struct Others {
+pub(super) struct Others {
     /// Grows with each change.
     changes: u64,
     by_origin: Vec<(u64, Words)>,
@@ -38,7 +41,7 @@ pub struct Sum {
 
 /// Words of an own row as published: their values, and the version in which each last changed.
 #[derive(Debug)]
-struct Published {
+pub(super) struct Published {
     words: [u64; WORDS],
     versions: [u64; WORDS],
 }
@@ -60,9 +63,11 @@ pub struct Exchange {
     version: u64,
     /// Version in which a count last changed.
     changed: u64,
-    published: HashMap<u64, Published>,
+    pub(super) published: HashMap<u64, Published>,
     origins: HashMap<u64, Origin>,
-    others: HashMap<u64, Others>,
+    pub(super) others: HashMap<u64, Others>,
+    /// Number of windows in `others` at which those that count no longer are dropped.
+    prune_at: usize,
     changes: u64,
 }
 
@@ -76,6 +81,7 @@ impl Exchange {
             published: HashMap::new(),
             origins: HashMap::new(),
             others: HashMap::new(),
+            prune_at: MANY_WINDOWS,
             changes: 0,
         }
     }
@@ -213,19 +219,16 @@ impl Budgets {
     /// Enters the present counts as a new version, and returns its number; 0 without other routers.
     /// The counts of all workers are this router's.
     pub fn enter(&mut self) -> u64 {
-        if let (Some(board), true) = (self.board.clone(), self.exchange.is_some()) {
-            for (key, _) in board.budgets() {
-                self.entry(key);
-            }
-        }
         let Some(exchange) = &mut self.exchange else { return 0 };
+        self.rows.follow_board();
         exchange.version += 1;
-        for (key, entry) in &self.rows {
+        exchange.published.retain(|key, _| self.rows.contains(*key));
+        for (key, row) in self.rows.iter() {
             let published = exchange
                 .published
-                .entry(*key)
+                .entry(key)
                 .or_insert_with(|| Published { words: [0; WORDS], versions: [0; WORDS] });
-            let words = entry.row.words().iter().map(|word| word.load(Ordering::Acquire));
+            let words = row.words().iter().map(|word| word.load(Ordering::Acquire));
             for (place, word) in words.enumerate().take(WORDS) {
                 if published.words[place] != word {
                     (published.words[place], published.versions[place]) = (word, exchange.version);
@@ -273,6 +276,11 @@ impl Budgets {
             let applied = exchange.apply(part, now);
             is_complete &= applied || place > 0;
         }
+        if exchange.others.len() >= exchange.prune_at {
+            exchange.prune(now);
+            // So that windows that still count are not all checked at each message.
+            exchange.prune_at = MANY_WINDOWS.max(2 * exchange.others.len());
+        }
         Ok((is_complete, ahead))
     }
 
@@ -286,11 +294,11 @@ impl Budgets {
             parts.push(exchange.own(None, now));
         } else {
             let mut rows = Vec::new();
-            for (key, words) in self.board.iter().flat_map(|board| board.budgets()) {
-                push(&mut rows, key, words);
+            for (key, words) in self.rows.board.iter().flat_map(|board| board.budgets()) {
+                push(&mut rows, key, words, now);
             }
-            for (key, entry) in self.rows.iter().filter(|(_, entry)| matches!(entry.row, Row::Own(_))) {
-                push(&mut rows, *key, entry.row.words());
+            for (key, row) in self.rows.iter().filter(|(_, row)| matches!(row, Row::Own(_))) {
+                push(&mut rows, key, row.words(), now);
             }
             parts.push(Part { origin: 0, version: 0, base: None, rows });
         }
@@ -313,7 +321,7 @@ impl Budgets {
                 continue;
             }
             for (key, words) in part.rows {
-                let entry = self.entry(key);
+                let entry = self.rows.entry(key, now);
                 for (place, word) in words {
                     add_word(&entry.row.words()[usize::from(place)], word);
                 }
@@ -323,9 +331,11 @@ impl Budgets {
     }
 }
 
-fn push(rows: &mut Vec<(u64, Words)>, key: u64, words: &[AtomicU64]) {
+/// Adds the words of a row that still count.
+fn push(rows: &mut Vec<(u64, Words)>, key: u64, words: &[AtomicU64], now: Now) {
+    let kind = Kind::of(key);
     let words = words.iter().map(|word| word.load(Ordering::Acquire));
-    let used: Words = (0..).zip(words).filter(|(_, word)| *word != 0).collect();
+    let used: Words = (0..).zip(words).filter(|(_, word)| kind.counts(*word, now)).collect();
     if !used.is_empty() {
         rows.push((key, used));
     }

@@ -14,19 +14,22 @@ mod calendar;
 mod exchange;
 mod message;
 mod ring;
+mod rows;
+#[cfg(test)]
+mod tests;
 
 use crate::board::Board;
 use crate::ids::Seconds;
 use hashbrown::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 pub use calendar::{Period, Zone};
+use exchange::Exchange;
 pub use exchange::MOST_SKEW;
-use exchange::{Exchange, Sum};
 use message::Kind;
 use ring::{CALENDAR, ROLLING, Shape, part_seconds};
 pub use ring::{MOST, PARTS, WORDS};
+use rows::{Row, Rows};
 
 /// Most tokens of one request that an engine can have reported in earnest.
 const MOST_TOKENS: u64 = 1 << 30;
@@ -174,22 +177,6 @@ impl Window {
     }
 }
 
-/// Words of a window's counts.
-#[derive(Clone, Debug)]
-enum Row {
-    Shared(Arc<Board>, usize),
-    Own(Arc<[AtomicU64; WORDS]>),
-}
-
-impl Row {
-    fn words(&self) -> &[AtomicU64] {
-        match self {
-            Row::Shared(board, row) => board.budget(*row),
-            Row::Own(words) => &words[..],
-        }
-    }
-}
-
 /// A window after a reservation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct State<'w> {
@@ -277,20 +264,11 @@ impl Drop for Reservation {
     }
 }
 
-/// This router's counts of a window.
-#[derive(Debug)]
-struct Entry {
-    row: Row,
-    /// The use at other routers.
-    others: Sum,
-}
-
 /// The windows of all accounts, and their counts.
 #[derive(Debug, Default)]
 pub struct Budgets {
-    board: Option<Arc<Board>>,
     accounts: HashMap<u64, Vec<Arc<Window>>>,
-    rows: HashMap<u64, Entry>,
+    rows: Rows,
     /// The counts of other routers, if there are any.
     exchange: Option<Exchange>,
 }
@@ -298,7 +276,7 @@ pub struct Budgets {
 impl Budgets {
     /// Creates budgets without windows. `board`: memory with the counts of all workers.
     pub fn new(board: Option<Arc<Board>>) -> Budgets {
-        Budgets { board, ..Budgets::default() }
+        Budgets { rows: Rows::new(board), ..Budgets::default() }
     }
 
     /// Replaces the windows of all accounts. Counts stay, by the keys of their windows. Open
@@ -307,10 +285,6 @@ impl Budgets {
         let shared =
             |(account, windows): (u64, Vec<Window>)| (account, windows.into_iter().map(Arc::new).collect());
         self.accounts = accounts.into_iter().map(shared).collect();
-    }
-
-    fn entry(&mut self, key: u64) -> &mut Entry {
-        self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key))
     }
 
     /// Reserves what a request may use at most. Returns `None` for an account without windows.
@@ -329,7 +303,7 @@ impl Budgets {
         let mut refusal: Option<Refusal> = None;
         for window in windows.iter().filter(|window| window.has(scope)) {
             let key = window.key_in(scope);
-            let entry = self.rows.entry(key).or_insert_with(|| entry(self.board.as_ref(), key));
+            let entry = self.rows.entry(key, now);
             let row = entry.row.clone();
             let (shape, part, amount) = (window.shape(), window.part(now), window.amount(&asked));
             let mut used = shape.used(shape.of(row.words()), part);
@@ -364,11 +338,4 @@ impl Budgets {
         }
         Ok(Some(Reservation { asked, charges }))
     }
-}
-
-/// Returns the counts of a window. Without room on the board, they are this worker's own.
-fn entry(board: Option<&Arc<Board>>, key: u64) -> Entry {
-    let shared = board.and_then(|board| Some(Row::Shared(board.clone(), board.budget_row(key)?)));
-    let row = shared.unwrap_or_else(|| Row::Own(Arc::new(std::array::from_fn(|_| AtomicU64::new(0)))));
-    Entry { row, others: Sum::default() }
 }
