@@ -40,7 +40,13 @@ from lmetric.tokens.prompt import PromptTokenizer
 
 _log = logging.getLogger("lmetric")
 _EXPLAINED = 10_000  # decisions that `explain` finds by the call's id
-_BODY_FIELDS = ("max_tokens", "max_completion_tokens", "tools", "user", "chat_template_kwargs")
+# Fields of a body that change its prompt, or that the core uses. Clients of LiteLLM as a library
+# put fields that OpenAI's API does not have into `extra_body`.
+_BODY_FIELDS = (
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "user", "cache_salt", "suffix"),
+    *("tools", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens"),
+)
 
 
 class _Call(Placement):
@@ -161,7 +167,8 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         call_id = str(kwargs.setdefault("litellm_call_id", str(uuid.uuid4())))
         if (old := self._calls.get(call_id)) is not None:  # LiteLLM tries again
             self._close(call_id, old, "reset")
-        body = {"model": model} | {name: kwargs[name] for name in _BODY_FIELDS if kwargs.get(name)}
+        given = {**kwargs, **(kwargs.get("extra_body") or {})}
+        body = {"model": model} | {name: given[name] for name in _BODY_FIELDS if given.get(name) is not None}
         metadata = kwargs.get("metadata") or kwargs.get("litellm_metadata") or {}
         session = metadata.get("session_id") or kwargs.get("litellm_session_id")
         more = {"session": str(session)} if session else {}

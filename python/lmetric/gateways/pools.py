@@ -74,12 +74,12 @@ class Pool:
             path: "chat", "completion" or "input" (embeddings).
             more: further fields.
         """
-        if (tokens := self._tokens(path, body)) is not None:
-            return {"token_ids": tokens, "max_tokens": _whole(body.get("max_tokens")), **more}
         _, _, _, session, _, salt, most, text, ids, more_bytes, more_tokens, _ = read_request(
             path, orjson.dumps(body, default=str)
         )
         extra = more_tokens + more_bytes // 4
+        if (tokens := self._tokens(path, body)) is not None:
+            ids = tokens
         if ids is not None:
             prompt: dict[str, Any] = {"token_ids": ids, "cache_salt": salt, "extra_tokens": extra}
         elif text:
@@ -96,7 +96,7 @@ class Pool:
             if path == "chat":
                 return self._tokenizer.chat(body)
             if path == "completion" and isinstance(prompt := body.get("prompt"), str):
-                return self._tokenizer.completion(prompt)
+                return self._tokenizer.encode(self._tokenizer.completion_text(body, prompt))
         return None
 
     def use(self, deployments: Sequence[Deployment]) -> None:
@@ -183,7 +183,3 @@ class Pool:
         answer = await client.get("/metrics", 2.0)
         if answer.status == 200 and (load := adapter.load(answer.body)):
             self.router.report_load(name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
