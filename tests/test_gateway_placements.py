@@ -9,6 +9,8 @@ import pytest
 import lmetric as lm
 from lmetric.gateways.placements import Placement, Placements
 
+K = ("k", 1)
+
 
 @pytest.fixture
 def placements() -> Placements:
@@ -29,13 +31,13 @@ def fields(**more: Any) -> dict[str, Any]:
 
 
 def test_a_request_counts_until_its_end(placements: Placements) -> None:
-    first, second = placements.place("k", fields())
+    first, second = placements.place(K, fields())
     assert batch(placements) == {first: 1, second: 0}
-    placements.send("k", first)
-    placements.first_token("k")
-    placements.first_token("k")
-    placements.done("k")
-    placements.done("k")
+    placements.send(K, first)
+    placements.first_token(K)
+    placements.first_token(K)
+    placements.done("k", first)
+    placements.done("k", first)
     assert batch(placements) == {"a": 0, "b": 0}
     assert placements.router.in_flight() == len(placements) == 0
     # The prompt counts as cached where it ran.
@@ -44,18 +46,19 @@ def test_a_request_counts_until_its_end(placements: Placements) -> None:
 
 
 def test_the_gateway_may_choose_another_instance(placements: Placements) -> None:
-    first, second = placements.place("k", fields())
-    assert placements.send("k", second) == (0, 150)
+    first, second = placements.place(K, fields())
+    assert placements.send(K, second) == (0, 150)
     assert batch(placements) == {first: 0, second: 1}
-    assert placements.instance("k") == second
-    placements.done("k")
+    placements.done("k", first)
+    assert batch(placements) == {first: 0, second: 1}
+    placements.done("k", second)
     assert placements.router.in_flight() == 0
 
 
 def test_another_instance_gets_the_whole_request(placements: Placements) -> None:
-    first, second = placements.place("k", fields(prompt_tokens=90, extra_tokens=7, request_id="r"))
-    assert placements.send("k", second) == (0, 97)
-    placements.done("k")
+    first, second = placements.place(K, fields(prompt_tokens=90, extra_tokens=7, request_id="r"))
+    assert placements.send(K, second) == (0, 97)
+    placements.done("k", second)
     records: Any = [placements.router.explain(number) for number in (1, 2)]
     assert [(each["instance"], each["outcome"]) for each in records] == [
         (first, "cancelled"), (second, "finished"),
@@ -82,40 +85,62 @@ def test_output_tokens_count_once() -> None:
 
 
 def test_a_second_try_replaces_the_first(placements: Placements) -> None:
-    placements.place("k", fields())
-    placements.place("k", fields())
+    placements.place(K, fields())
+    placements.place(K, fields())
     assert sum(batch(placements).values()) == len(placements) == 1
-    placements.drop("k")
-    placements.drop("k")
+    placements.drop(K)
+    placements.drop(K)
     assert placements.router.in_flight() == 0
 
 
 def test_requests_end_with_their_instance(placements: Placements) -> None:
-    first, _ = placements.place("k", fields())
-    placements.send("k", first)
-    placements.place("other", fields(instances=["b" if first == "a" else "a"]))
+    first, _ = placements.place(K, fields())
+    placements.send(K, first)
+    placements.place(("other", 1), fields(instances=["b" if first == "a" else "a"]))
     placements.drop_instance(first)
     placements.router.remove_instance(first)
-    assert len(placements) == placements.router.in_flight() == 1
-    placements.done("k")
-    placements.first_token("k")
-    placements.send("k", first)
+    assert len(placements) == placements.router.in_flight() == len(placements._keys) == 1
+    placements.done("k", first)
+    placements.first_token(K)
+    placements.send(K, first)
     assert len(placements) == 1
 
 
+def test_each_call_of_a_request_ends_on_its_own_instance(placements: Placements) -> None:
+    for call, name in enumerate(("a", "b", "a")):
+        placements.place(("k", call), fields(instances=[name]))
+        placements.send(("k", call), name)
+    placements.done("k", "b")
+    assert batch(placements) == {"a": 2, "b": 0}
+    placements.done("k", "b")
+    placements.done("k", "a")
+    assert batch(placements) == {"a": 1, "b": 0}
+    placements.done("k", "a")
+    assert placements.router.in_flight() == len(placements) == len(placements._keys) == 0
+
+
 def test_an_end_before_the_request_was_sent(placements: Placements) -> None:
-    placements.place("k", fields())
-    placements.done("k")
+    first, _ = placements.place(K, fields())
+    placements.done("k", first)
     assert placements.router.in_flight() == len(placements) == 0
 
 
 def test_the_chosen_instance_left_in_the_meantime(placements: Placements) -> None:
-    _, second = placements.place("k", fields())
+    _, second = placements.place(K, fields())
     placements.router.update_instance(second, draining=True)
-    placements.send("k", second)
-    assert placements.router.in_flight() == len(placements) == 0
+    placements.send(K, second)
+    assert placements.router.in_flight() == len(placements) == len(placements._keys) == 0
 
 
 def test_no_instance() -> None:
     with pytest.raises(lm.NoInstanceError):
-        Placements(lm.Router("lmetric")).place("k", fields())
+        Placements(lm.Router("lmetric")).place(K, fields())
+
+
+def test_a_second_try_without_an_instance_ends_the_first(placements: Placements) -> None:
+    placements.place(K, fields())
+    for name in ("a", "b"):
+        placements.router.update_instance(name, healthy=False)
+    with pytest.raises(lm.NoInstanceError):
+        placements.place(K, fields())
+    assert placements.router.in_flight() == len(placements) == len(placements._keys) == 0

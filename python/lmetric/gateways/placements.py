@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lmetric._core import Decision, NoInstanceError, Request, Router
 from lmetric.options import Failure
+
+Key = tuple[str, int]
+"""A gateway's request, and one of its calls."""
 
 
 class Placement:
@@ -88,19 +91,20 @@ class Placement:
 
 
 class Placements:
-    """The open placements of a router, by a key that the gateway chooses.
+    """The open placements of a router, by keys that the gateway chooses.
 
-    Calls for an unknown key do nothing.
+    Methods do nothing for an unknown key or request.
     """
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self._open: dict[Hashable, Placement] = {}
+        self._open: dict[Key, Placement] = {}
+        self._keys: dict[str, set[Key]] = {}  # of open placements, by request
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def place(self, key: Hashable, fields: Mapping[str, Any]) -> list[str]:
+    def place(self, key: Key, fields: Mapping[str, Any]) -> list[str]:
         """Places a request, and returns the instances, best first.
 
         Ends an earlier placement of the key: the gateway tries again. ``fields``: of
@@ -110,14 +114,10 @@ class Placements:
         """
         self.drop(key)
         placement = self._open[key] = Placement(self.router, fields)
+        self._keys.setdefault(key[0], set()).add(key)
         return placement.decision.ranking()
 
-    def instance(self, key: Hashable) -> str | None:
-        """Returns the instance that counts the request; None: the key is unknown."""
-        placement = self._open.get(key)
-        return None if placement is None else placement.decision.instance
-
-    def send(self, key: Hashable, instance: str) -> tuple[int, int]:
+    def send(self, key: Key, instance: str) -> tuple[int, int]:
         """Counts the request as sent to an instance, which need not be the best one.
 
         Returns its prompt tokens: those that the core expects in the cache, and all.
@@ -128,29 +128,37 @@ class Placements:
         try:
             placement.send(instance)
         except NoInstanceError:  # it left in the meantime
-            del self._open[key]
+            self._take(key)
             return 0, 0
         return placement.decision.predicted_cached_tokens, placement.decision.prompt_tokens
 
-    def first_token(self, key: Hashable) -> None:
+    def first_token(self, key: Key) -> None:
         """Reports the first part of the answer."""
         placement = self._open.get(key)
         if placement is not None:
             placement.first_token()
 
-    def done(self, key: Hashable) -> None:
-        """Ends the request: the answer is complete, or the gateway does not know how it ended."""
-        placement = self._open.pop(key, None)
-        if placement is not None:
-            placement.done()
+    def done(self, request: str, instance: str) -> None:
+        """Ends a call of a request on an instance: the answer is complete, or the gateway does not
+        know how it ended."""
+        for key in self._keys.get(request, ()):
+            if self._open[key].decision.instance == instance:
+                self._take(key).done()
+                return
 
-    def drop(self, key: Hashable, failure: Failure = "cancelled") -> None:
+    def drop(self, key: Key, failure: Failure = "cancelled") -> None:
         """Ends the request without an answer."""
-        placement = self._open.pop(key, None)
-        if placement is not None:
-            placement.fail(failure)
+        if key in self._open:
+            self._take(key).fail(failure)
 
     def drop_instance(self, instance: str) -> None:
         """Ends all requests of an instance that died."""
         for key in [key for key, each in self._open.items() if each.decision.instance == instance]:
             self.drop(key, "reset")
+
+    def _take(self, key: Key) -> Placement:
+        keys = self._keys[key[0]]
+        keys.remove(key)
+        if not keys:
+            del self._keys[key[0]]
+        return self._open.pop(key)

@@ -16,11 +16,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from lmetric._core import NoInstanceError, Router
 from lmetric.defaults import DEFAULT_POLICY
-from lmetric.gateways.placements import Placements
+from lmetric.gateways.placements import Key, Placements
 
 __all__ = ["LmetricRequestRouter"]
-
-_Key = tuple[str, int]
 
 
 class _Metrics:
@@ -75,7 +73,6 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         self._placements = Placements(self._router)
         self._cache_blocks = cache_blocks
         self._names: dict[str, RunningReplica] = {}
-        self._keys: dict[str, set[_Key]] = {}  # open placements by internal request id
         self._metrics = _Metrics(self._deployment_id.app_name, self._deployment_id.name)
         self._loop: asyncio.AbstractEventLoop | None = None
         for replica in self.curr_replicas.values():
@@ -136,7 +133,6 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
             ranking = self._placements.place(key, _fields_of(pending_request))
         except NoInstanceError:
             return [candidate_replicas]
-        self._keys.setdefault(key[0], set()).add(key)
         self._metrics.requests.set(len(self._placements))
         pending_request.future.add_done_callback(self._dropper(key))
         known = [name for name in ranking if name in by_name]
@@ -144,13 +140,12 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         order = sorted(known, key=lambda name: name not in free) + sorted(others)
         return [[by_name[name]] for name in order]
 
-    def _dropper(self, key: _Key) -> Callable[[Any], None]:
+    def _dropper(self, key: Key) -> Callable[[Any], None]:
         """Returns a callback that ends the placement if Ray gives up before it sends it."""
 
         def drop(future: Any) -> None:
             if future.cancelled() or future.exception() is not None:
                 self._placements.drop(key)
-                self._forget(key)
 
         return drop
 
@@ -170,19 +165,8 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
             self._loop.call_soon_threadsafe(self._ended, replica_id.unique_id, internal_request_id)
 
     def _ended(self, name: str, internal_request_id: str) -> None:
-        for key in self._keys.get(internal_request_id, ()):
-            if self._placements.instance(key) == name:
-                self._placements.done(key)
-                self._forget(key)
-                break
+        self._placements.done(internal_request_id, name)
         self._metrics.requests.set(len(self._placements))
-
-    def _forget(self, key: _Key) -> None:
-        keys = self._keys.get(key[0])
-        if keys is not None:
-            keys.discard(key)
-            if not keys:
-                del self._keys[key[0]]
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         """Records a replica's number of requests, which includes requests of other routers."""
@@ -191,7 +175,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
             self._router.report_load(replica_id.unique_id, running=num_ongoing_requests)
 
 
-def _key(pending: PendingRequest) -> _Key:
+def _key(pending: PendingRequest) -> Key:
     """Identifies a call of a handle: calls for one request share its internal id."""
     return pending.metadata.internal_request_id, id(pending)
 
