@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from lmetric import Request, Router
+from lmetric.gateways import pools
 from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
 from lmetric.tokens.prompt import PromptTokenizer
 from lmetric_lab.emulated import options as emulated
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
+from waiting import until
 
 TOKENIZER = Path(emulated.__file__).parent
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello there. " * 50}], "max_tokens": 5}
@@ -64,13 +70,24 @@ def test_prompts_of_all_kinds() -> None:
     assert list(ids["token_ids"]) == [1, 2, 3]
     assert ids["cache_salt"] == "pepper"
     assert "token_ids" not in pool.fields("input", {"input": "An embedding"})
+    salted = {"cache_salt": "pepper", "user": "u", "max_completion_tokens": 7}
+    salted_chat = pool.fields("chat", CHAT | salted)
+    assert len(salted_chat["token_ids"]) == len(chat["token_ids"])
+    found = (salted_chat["cache_salt"], salted_chat["session"], salted_chat["max_tokens"])
+    assert found == ("pepper", "u", 7)
+    filled = pool.fields("completion", {"prompt": "Hello there", "suffix": "Bye. " * 80})
+    assert filled["extra_tokens"] == 100
+    cut = pool.fields("completion", {"prompt": "Hello there", "truncate_prompt_tokens": 1})
+    assert "token_ids" not in cut  # only the engine knows which tokens it keeps
     without = Pool(Router("lmetric"), None).fields("chat", CHAT)
     assert b"Hello there" in bytes(without["text"])
-    for each in (chat, ids, without):
+    for each in (chat, ids, salted_chat, filled, without):
         Request(**each)
 
 
-async def test_engines_report_their_features_and_load(tmp_path: Path) -> None:
+async def test_engines_report_their_features_and_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = f"ipc://{tmp_path}/events"
     options = EngineOptions(
         port=0,
@@ -90,5 +107,84 @@ async def test_engines_report_their_features_and_load(tmp_path: Path) -> None:
         assert list(pool.modes.values()) == ["exact"]
         assert pool.router.block_size == 32
         route(pool)
+        assert pool._feed is not None
+        assert pool._feed.instances() == list(pool.modes)
+        monkeypatch.setattr(pools, "UNUSED_SECONDS", 0.1)
+        pool.use([Deployment("gone", "http://127.0.0.1:9")])
+        await until(lambda: not pool.modes)
+        assert pool._feed.instances() == []
+        await pool.close()
+        assert pool.router.in_flight() == 0
+
+
+@contextlib.asynccontextmanager
+async def no_engine(*, closes: bool) -> AsyncIterator[tuple[str, list[None]]]:
+    """The URL of a server that closes each connection, or never answers, and its connections."""
+    connections: list[None] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(None)
+        await reader.read(1 if closes else -1)
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield "http://{}:{}".format(*server.sockets[0].getsockname()), connections
+
+
+async def test_an_engine_that_never_answers_delays_no_other_engine() -> None:
+    seconds: list[None] = []
+    async with no_engine(closes=False) as (url, connections), EngineServer(EngineOptions(port=0)) as engine:
+        pool = Pool(Router("lmetric"), None, each_second=lambda: seconds.append(None))
+        pool.use([Deployment("silent", url), Deployment("live", engine.url)])
+        pool.keep()
+        await until(lambda: pool.modes and len(seconds) >= 3, 15)  # the limit of an answer is 30 s
+        assert len(pool.modes) == len(connections) == 1
+        await pool.close()
+
+
+async def test_unused_deployments_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "AGAIN_SECONDS", 0.02)
+    async with no_engine(closes=True) as (url, connections):
+        pool = Pool(Router("lmetric"), None)
+        pool.use([Deployment("closes", url)])
+        pool.keep()
+        await until(lambda: len(connections) > 2)
+        pool.use([])
+        before = len(connections)
+        await asyncio.sleep(0.5)
+        assert len(connections) <= before + 1  # one may be on its way
+        pool.use([Deployment("closes", url)])
+        await until(lambda: len(connections) > before + 1)
+        await pool.close()
+
+
+async def test_deployments_that_stay_unused_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "AGAIN_SECONDS", 0.02)
+    async with EngineServer(EngineOptions(port=0)) as engine, EngineServer(EngineOptions(port=0)) as other:
+        pool = Pool(Router("round_robin"), None)
+        both = [Deployment("one", engine.url), Deployment("two", other.url)]
+        pool.use(both)
+        pool.keep()
+        await until(lambda: len(pool.modes) == 2)
+        left = Placement(pool.router, {**pool.fields("chat", CHAT), "instances": [both[1].name]})
+        left.send()
+        pool.use(both[:1])
+        await asyncio.sleep(0.2)
+        assert len(pool.router.instances()) == 2  # it may come back
+        pool.use(both)
+        assert {route(pool) for _ in range(4)} == {"one", "two"}
+        monkeypatch.setattr(pools, "UNUSED_SECONDS", 0.1)
+        await asyncio.sleep(0.3)
+        assert len(pool.router.instances()) == 2
+        pool.use(both[:1])
+        await until(lambda: len(pool.router.instances()) == 1)
+        assert list(pool.modes) == [both[0].name]
+        left.done(output_tokens=1)
+        assert {route(pool) for _ in range(4)} == {"one"}
+        pool.use(both)
+        assert {route(pool) for _ in range(4)} == {"one", "two"}
+        await until(lambda: len(pool.modes) == 2)
         await pool.close()
         assert pool.router.in_flight() == 0

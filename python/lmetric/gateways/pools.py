@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,9 @@ from lmetric.tokens.prompt import PromptTokenizer
 _log = logging.getLogger("lmetric")
 TICK_SECONDS = 1.0
 AGAIN_SECONDS = 10.0
+# A deployment that is unused for longer has left. Gateways pause failing deployments for seconds or
+# minutes; until then, the core keeps what their caches hold.
+UNUSED_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,24 @@ class Pool:
         router: the router. The pool owns its instances.
         tokenizer: turns prompts into tokens as the engines do; None: prompts are matched as text,
             and KV events are not used.
+        each_second: called about once a second while the task of `keep` runs.
     """
 
-    def __init__(self, router: Router, tokenizer: PromptTokenizer | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: PromptTokenizer | None,
+        *,
+        each_second: Callable[[], None] = lambda: None,
+    ) -> None:
         self.router = router
         self.modes: dict[str, str] = {}
         self._tokenizer = tokenizer
         self._names: dict[str, str] = {}
         self._ids: dict[str, str] = {}
         self._usable: frozenset[str] = frozenset()
+        self._unused: dict[str, float] = {}  # since when, on the monotonic clock
+        self._each_second = each_second
         self._feed: EventFeed | None = None
         self._deployments: dict[str, Deployment] = {}
         self._adapters: dict[str, Adapter] = {}
@@ -109,8 +122,10 @@ class Pool:
                 self._add(each)
             elif each.id not in self._usable:
                 self.router.update_instance(self._names[each.id], healthy=True)
+                self._unused.pop(each.id, None)
         for gone in self._usable - usable:
             self.router.update_instance(self._names[gone], healthy=False)
+            self._unused[gone] = time.monotonic()
         self._usable = usable
 
     def id_of(self, instance: str) -> str:
@@ -139,25 +154,42 @@ class Pool:
         self._names[deployment.id], self._ids[name] = name, deployment.id
         self._deployments[name] = deployment
 
+    def _remove(self, deployment_id: str) -> None:
+        name = self._names.pop(deployment_id)
+        del self._ids[name], self._deployments[name], self._unused[deployment_id]
+        self._adapters.pop(name, None)
+        self.modes.pop(name, None)
+        if self._feed is not None:
+            self._feed.unsubscribe(name)
+        self.router.remove_instance(name)
+
     async def _run(self) -> None:
-        again: dict[str, float] = {}
-        clock = asyncio.get_running_loop().time
-        async with aiohttp.ClientSession() as http:
+        tasks: dict[str, asyncio.Task[None]] = {}
+        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
             while True:
-                for name, deployment in list(self._deployments.items()):
-                    if deployment.url is None:
-                        continue
-                    client = EngineClient(http, deployment.url, deployment.api_key)
-                    try:
-                        if name in self._adapters:
-                            await self._read_load(name, client)
-                        elif again.get(name, 0.0) <= clock():
-                            again[name] = clock() + AGAIN_SECONDS
-                            await self._identify(name, client)
-                    except (Unanswered, ValueError, LmetricError) as error:
-                        _log.debug("%s: %s", name, error)
+                now = time.monotonic()
+                for each in [each for each, since in self._unused.items() if now - since > UNUSED_SECONDS]:
+                    self._remove(each)
+                tasks = {name: task for name, task in tasks.items() if not task.done()}
+                for name, deployment in self._deployments.items():
+                    if deployment.url is not None and deployment.id in self._usable and name not in tasks:
+                        client = EngineClient(http, deployment.url, deployment.api_key)
+                        tasks[name] = group.create_task(self._follow(name, deployment.id, client))
                 self.router.tick()
+                self._each_second()
                 await asyncio.sleep(TICK_SECONDS)
+
+    async def _follow(self, name: str, deployment_id: str, client: EngineClient) -> None:
+        """Reads an engine's features, then its load once a second, until the engine is unused."""
+        while deployment_id in self._usable:
+            try:
+                if name in self._adapters:
+                    await self._read_load(name, client)
+                else:
+                    await self._identify(name, client)
+            except (Unanswered, ValueError, LmetricError) as error:
+                _log.debug("%s: %s", name, error)
+            await asyncio.sleep(TICK_SECONDS if name in self._adapters else AGAIN_SECONDS)
 
     async def _identify(self, name: str, client: EngineClient) -> None:
         adapter, found = await identify(client.page)
