@@ -28,13 +28,23 @@ def environment() -> dict[str, str]:
     else:
         subprocess.run([EXAMPLE / "run", "--install-only"], env=environment, check=True)
     path = os.pathsep.join([str(ROOT / "python"), str(EXAMPLE)])
-    return {**environment, "PYTHONPATH": path}
+    # Without the variable, LiteLLM downloads a list of prices.
+    return {**environment, "PYTHONPATH": path, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @pytest.fixture(scope="module")
 def found(environment: dict[str, str]) -> dict[str, Any]:
+    return result_of("litellm_checks.py", environment)
+
+
+@pytest.fixture(scope="module")
+def library(environment: dict[str, str]) -> dict[str, Any]:
+    return result_of("litellm_library.py", environment)
+
+
+def result_of(name: str, environment: dict[str, str]) -> dict[str, Any]:
     python = Path(environment["LITELLM_VENV"]) / "bin" / "python"
-    program = Path(__file__).parent / "litellm_checks.py"
+    program = Path(__file__).parent / name
     done = subprocess.run([python, program], env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -72,6 +82,21 @@ def test_a_failed_engine_does_not_fail_requests(found: dict[str, Any]) -> None:
     assert [each["status"] for each in found["one_engine"]] == [200] * 4
     assert len({each["engine"] for each in found["one_engine"]}) == 1
     assert found["no_engine"] >= 400
+
+
+def test_streams_outside_the_proxy_return_their_counts(library: dict[str, Any]) -> None:
+    assert library["while_streaming"] == library["abandoned"] == 1
+    ended = [library[name] for name in ("after_answers", "after_cancel", "within_limit", "after_limit")]
+    assert ended == [True, True, False, True]
+    assert library["own_limit"] == 9_000
+    assert library["callbacks"] == 0
+
+
+def test_fields_of_a_body_reach_the_core(library: dict[str, Any]) -> None:
+    assert library["pepper"] > 100
+    assert library["salt"] == 0
+    assert library["no_turn"] < library["plain"]
+    assert (library["limited"], library["session"]) == (7, "u")
 
 
 def test_every_decision_has_a_record(found: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ import os
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ from lmetric.tokens.prompt import PromptTokenizer
 
 _log = logging.getLogger("lmetric")
 _EXPLAINED = 10_000  # decisions that `explain` finds by the call's id
+# A call without a report for so long has ended. Outside the proxy, LiteLLM reports no parts of a
+# stream, and nothing if the caller abandons it. A call's `timeout` does not limit its streams: it
+# limits the time between two parts.
+SILENT_SECONDS = 3600.0
 # Fields of a body that change its prompt, or that the core uses. Clients of LiteLLM as a library
 # put fields that OpenAI's API does not have into `extra_body`.
 _BODY_FIELDS = (
@@ -50,13 +54,22 @@ _BODY_FIELDS = (
 
 
 class _Call(Placement):
-    """A request between its decision and its end, and the pool that it runs on."""
+    """A request between its decision and its end, and the deployment that it runs on.
 
-    __slots__ = ("pool", "streams")
+    Attributes:
+        latest: time of LiteLLM's latest report, on the monotonic clock.
+        seconds: time without a report after which the request has ended.
+        unwatch: stops watching the task that made the request.
+    """
 
-    def __init__(self, pool: Pool, fields: Mapping[str, Any], *, streams: bool) -> None:
+    __slots__ = ("deployment", "latest", "pool", "seconds", "unwatch")
+
+    def __init__(self, pool: Pool, fields: Mapping[str, Any], timeout: Any) -> None:
         super().__init__(pool.router, fields)
-        self.pool, self.streams = pool, streams
+        self.pool, self.deployment = pool, pool.id_of(self.decision.instance)
+        self.latest = time.monotonic()
+        self.seconds = max(SILENT_SECONDS, timeout if isinstance(timeout, int | float) else 0.0)
+        self.unwatch: Callable[[], object] = lambda: None
 
 
 class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
@@ -181,20 +194,20 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         else:
             path, body["input"] = "input", text or ""
         fields = pool.fields(path, body, request_id=call_id[:256], allow_split=False, **more)
-        call = self._calls[call_id] = _Call(pool, fields, streams=bool(kwargs.get("stream")))
+        call = self._calls[call_id] = _Call(pool, fields, kwargs.get("timeout"))
         call.send()
         self._past[call_id] = (pool, call.decision.id)
         while len(self._past) > _EXPLAINED:
             self._past.popitem(last=False)
-        task = asyncio.current_task()
-        if task is not None and not call.streams:
-            task.add_done_callback(lambda done: self._task_ended(call_id, call, done))
+        if (task := asyncio.current_task()) is not None:
+            self._watch(task, call_id, call)
         pool.keep()
-        return pool.id_of(call.decision.instance)
+        return call.deployment
 
     def _pool(self, model: str) -> Pool:
         if model not in self._pools:
-            self._pools[model] = Pool(Router(**self._options, domain=[model]), self._tokenizer)
+            router = Router(**self._options, domain=[model])
+            self._pools[model] = Pool(router, self._tokenizer, each_second=self._end_silent)
         return self._pools[model]
 
     # -- the end of a request
@@ -234,6 +247,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         usage = None
         try:
             async for chunk in response:
+                call.latest = time.monotonic()
                 if _has_token(chunk):
                     call.add_token()
                 usage = getattr(chunk, "usage", None) or usage
@@ -261,9 +275,21 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if (call := self._calls.get(call_id)) is not None:
             self._close(call_id, call, _failure(kwargs.get("exception")))
 
-    def _task_ended(self, call_id: str, call: _Call, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            self._close(call_id, call, "cancelled")
+    def _watch(self, task: asyncio.Task[Any], call_id: str, call: _Call) -> None:
+        """Closes the request if the task that made it is canceled."""
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            if task.cancelled():
+                self._close(call_id, call, "cancelled")
+
+        task.add_done_callback(ended)
+        call.unwatch = lambda: task.remove_done_callback(ended)
+
+    def _end_silent(self) -> None:
+        now = time.monotonic()
+        for call_id, call in list(self._calls.items()):
+            if now - call.latest > call.seconds:
+                self._close(call_id, call, "cancelled")
 
     def _finish(self, call_id: str, call: _Call, usage: Any) -> None:
         if not call.open:
@@ -280,7 +306,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if call.open:
             call.fail(failure)
             if failure != "cancelled":
-                self._failed.setdefault(call_id, set()).add(call.pool.id_of(call.decision.instance))
+                self._failed.setdefault(call_id, set()).add(call.deployment)
                 while len(self._failed) > _EXPLAINED:
                     self._failed.popitem(last=False)
         self._closed(call_id, call)
@@ -289,6 +315,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if self._calls.get(call_id) is not call:
             return
         del self._calls[call_id]
+        call.unwatch()
         if self._records is not None and (record := call.pool.router.explain(call.decision.id)) is not None:
             with self._records.open("ab") as file:
                 file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY, default=str) + b"\n")
