@@ -2,6 +2,7 @@
 `test_real_litellm.py`, and prints one JSON object."""
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -31,7 +32,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
 
 
 def read_fields(strategy: gateway.LmetricStrategy, **fields: Any) -> Any:
-    """What the core gets of a request with these fields."""
+    """The fields of a request for the core, from these fields of its body."""
     pool = strategy._pool("fields")
     pool.use([Deployment("one")])
     strategy._choose(pool, "fields", MESSAGES, None, {"litellm_call_id": "fields", **fields})
@@ -72,6 +73,13 @@ async def main() -> None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         found["after_cancel"] = await until(lambda: strategy.in_flight() == 0, 2.0)
+
+        async def drop() -> None:
+            await anext(await ask(stream=True, max_tokens=4_000))
+
+        await drop()
+        gc.collect()
+        found["after_drop"] = await until(lambda: strategy.in_flight() == 0, 2.0)
 
         gateway.SILENT_SECONDS = 3.0
         stream = await ask(stream=True, max_tokens=4_000)

@@ -21,6 +21,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -41,8 +42,7 @@ from lmetric.tokens.prompt import PromptTokenizer
 _log = logging.getLogger("lmetric")
 _EXPLAINED = 10_000  # decisions that `explain` finds by the call's id
 # A call without a report for so long has ended. Outside the proxy, LiteLLM reports no parts of a
-# stream, and nothing if the caller abandons it. A call's `timeout` does not limit its streams: it
-# limits the time between two parts.
+# stream. A call's `timeout` does not limit its streams: it limits the time between two parts.
 SILENT_SECONDS = 3600.0
 # Fields of a body that change its prompt, or that the core uses. Clients of LiteLLM as a library
 # put fields that OpenAI's API does not have into `extra_body`.
@@ -212,6 +212,15 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
 
     # -- the end of a request
 
+    async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> None:
+        """Closes the request when LiteLLM frees the call's log, as of an abandoned stream."""
+        call_id = str(kwargs.get("litellm_call_id"))
+        call, log = self._calls.get(call_id), kwargs.get("litellm_logging_obj")
+        if call is not None and log is not None:
+            loop = asyncio.get_running_loop()
+            # Any thread may free it, also in the middle of a call of the core.
+            weakref.finalize(log, _soon, loop, self._close, call_id, call, "cancelled").atexit = False
+
     async def async_post_call_success_deployment_hook(
         self, request_data: dict[str, Any], response: Any, call_type: Any
     ) -> None:
@@ -345,6 +354,11 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         """Ends tasks and subscriptions."""
         for pool in self._pools.values():
             await pool.close()
+
+
+def _soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)
 
 
 def _deployment(entry: Mapping[str, Any]) -> Deployment:
