@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import subprocess
 import time
@@ -20,7 +22,7 @@ from test_real_lora import ADAPTERS, RANK, write_adapter
 from test_real_pd import fetched, outcomes
 from test_real_router import until_exact
 from test_real_split import SHAPES, asked, cutting, request
-from vllm_process import BIDIRECTIONAL, MODEL, VllmEngine, environment, model
+from vllm_process import BIDIRECTIONAL, ENVIRONMENT, MODEL, VllmEngine, environment, model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -190,6 +192,28 @@ async def gaps(engine: VllmEngine, *, prompts: int) -> list[float]:
 
         await asyncio.gather(chat(), *(prompt() for _ in range(prompts)))
     return found
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    """Plans of the schedulers in `scheduler_steps.py`, by case."""
+    command = [environment() / "bin" / "python", ROOT / "tests" / "real" / "scheduler_steps.py"]
+    environ = os.environ | ENVIRONMENT | ENVIRON
+    done = subprocess.run(
+        [*command, model(environment())], env=environ, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_an_engine_whose_prompts_are_not_cut_anywhere_is_refused(planned: dict[str, Any]) -> None:
+    prompts, images, blocks, plain = planned["refused"]
+    assert "lmetric_vllm.SloScheduler cuts prompts at any token" in prompts
+    assert "whole prompts (--no-enable-chunked-prefill)" in prompts
+    assert "whole images (--disable-chunked-mm-input" in images
+    assert "whole blocks (--mamba-cache-mode align" in blocks
+    assert plain is None
 
 
 @pytest.fixture(scope="module")

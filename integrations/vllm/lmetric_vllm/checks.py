@@ -9,6 +9,7 @@ import vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 VERSIONS = ("0.32",)  # of vLLM, tested
 CONNECTORS = ("NixlConnector",)  # of KV, tested with the schedulers
@@ -34,6 +35,32 @@ def check_engine(name: str, config: VllmConfig) -> None:
         ),
     ]
     _check(name, config, "--scheduler-cls", untested)
+
+
+def check_cuts(name: str, scheduler: Scheduler) -> None:
+    """Refuses an engine that cannot cut a prompt at any token, as the scheduler `name` does.
+
+    Raises:
+        NotSupportedError: the feature, and what to do.
+    """
+    scheduling = scheduler.scheduler_config
+    images = "vLLM sets it for models whose image tokens attend to each other"
+    for used, feature in (
+        # Prompts longer than a step's tokens would wait until nothing decodes.
+        (not scheduling.enable_chunked_prefill, "whole prompts (--no-enable-chunked-prefill)"),
+        # vLLM begins an image at the start of a step, and computes what fits: wrong answers.
+        (scheduling.disable_chunked_mm_input, f"whole images (--disable-chunked-mm-input; {images})"),
+        # vLLM rounds a step's tokens of a prompt down to blocks: to none, in each step.
+        (
+            scheduler.need_mamba_block_aligned_split,
+            "whole blocks (--mamba-cache-mode align, the default of hybrid models with prefix caching)",
+        ),
+    ):
+        if used:
+            raise NotSupportedError(
+                f"lmetric_vllm.{name} cuts prompts at any token, and this engine computes {feature}; "
+                f"start it without --scheduler-cls for lmetric_vllm.{name}, or without that"
+            )
 
 
 def check_collection(name: str, config: VllmConfig) -> None:

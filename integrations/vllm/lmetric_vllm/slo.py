@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from lmetric import StepTable
 from lmetric.engines.xargs import own_token_slo
 from lmetric.profiles import load_profile
+from lmetric_vllm.checks import check_cuts
 from lmetric_vllm.measured import MeasuredScheduler
 from lmetric_vllm.settings import SloSettings, read_settings
 from lmetric_vllm.steps import Step
@@ -35,6 +36,7 @@ class SloScheduler(MeasuredScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_cuts(type(self).__name__, self)
         self.settings = read_settings(SloSettings, self.vllm_config.additional_config)
         profile = self.settings.profile
         self.table = StepTable(load_profile(profile).constants() if profile is not None else None)
