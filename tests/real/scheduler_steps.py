@@ -1,32 +1,57 @@
-"""Runs in an environment with vLLM: makes schedulers of lmetric-vllm, and no model runs.
+"""Runs in an environment with vLLM: the schedulers of lmetric-vllm plan steps, and no model runs.
 
-python scheduler_steps.py MODEL_FOLDER: prints one JSON line.
+python scheduler_steps.py MODEL_FOLDER: prints one JSON line. Steps get made-up tokens back, and the
+KV of another engine arrives when a case says so. The rest is vLLM's own, with NIXL's connector.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections import Counter
 from typing import Any
 
 import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmetric_vllm import SloScheduler
+from lmetric.engines.xargs import HANDICAP
+from lmetric_vllm import SloScheduler, UniBoostScheduler
 from lmetric_vllm.checks import NotSupportedError
 
 BLOCK, BLOCKS = 32, 256
 SETTINGS: dict[Any, dict[str, Any]] = {
     SloScheduler: {"token_slo_ms": 50},
+    UniBoostScheduler: {"bin_tokens": 32, "hysteresis_seconds": 0.01},
+}
+FIRM = 60  # steps until a request may go back: from 100 tokens of its prompt to more than 128
+LEADS = {HANDICAP: -1000.0}
+REMOTE = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "prefill",
+    "remote_request_id": "prefill-remote",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "tp_size": 1,
 }
 
 
 class Engine:
-    """A scheduler."""
+    """A scheduler and its requests, with made-up answers."""
 
-    def __init__(self, kind: Any, *, hybrid: bool = False, **flags: Any) -> None:
+    def __init__(self, kind: Any, *, hybrid: bool = False, asynchronous: bool = False, **flags: Any) -> None:
         fixed = {
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
@@ -34,6 +59,8 @@ class Engine:
             "additional_config": {"lmetric": SETTINGS[kind]},
         }
         config = EngineArgs(model=sys.argv[1], **(fixed | flags)).create_engine_config()
+        # As on GPUs. On CPUs, vLLM turns it off.
+        config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = BLOCKS
         attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["attention"], attention)]
@@ -50,6 +77,123 @@ class Engine:
             block_size=BLOCK,
             log_stats=True,
         )
+        self.depth = 1 if asynchronous else 0  # steps in flight
+        self.in_flight: list[tuple[Any, ModelRunnerOutput]] = []
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.tokens: Counter[str] = Counter()  # generated, by request
+        self.arrived: set[str] = set()  # requests whose KV arrives with the next step
+
+    def add(
+        self, name: str, *, extra: dict[str, Any] | None = None, adapter: int = 0, is_bound: bool = False
+    ) -> Request:
+        """Adds a request with a prompt of 100 tokens. `is_bound`: to a grammar."""
+        prompt = [(sum(map(ord, name)) * 7919 + at) % 997 for at in range(100)]
+        parameters = SamplingParams(max_tokens=200, ignore_eos=True, extra_args=extra)
+        if is_bound:
+            parameters.structured_outputs = StructuredOutputsParams(regex="red|green")
+            parameters.structured_outputs._backend = "xgrammar"
+        parameters.update_from_generation_config({}, 0)
+        lora = LoRARequest(f"adapter {adapter}", adapter, "/nowhere") if adapter else None
+        request = Request(name, prompt, parameters, None, lora_request=lora, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, count: int = 1) -> dict[str, Any]:
+        """Plans steps. Returns the requests of the last one, and how often requests went back."""
+        for _ in range(count):
+            output = self.scheduler.schedule()
+            names, requests = list(output.num_scheduled_tokens), self.scheduler.requests
+            answer = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[[] if requests[name].is_prefill_chunk else [7] for name in names],
+            )
+            if self.arrived:
+                answer.kv_connector_output = KVConnectorOutput(finished_recving=self.arrived)
+                self.arrived = set()
+            back = sum(request.num_preemptions for request in requests.values())
+            self.in_flight.append((output, answer))
+            if len(self.in_flight) > self.depth:
+                for outputs in self.scheduler.update_from_output(*self.in_flight.pop(0)).values():
+                    for each in outputs.outputs:
+                        self.tokens[each.request_id] += len(each.new_token_ids)
+        return {"planned": sorted(names), "back": back}
+
+
+def decoding(*, asynchronous: bool) -> Engine:
+    """An engine with one slot that gets KV from other engines."""
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer", kv_buffer_device="cpu")
+    return Engine(UniBoostScheduler, max_num_seqs=1, asynchronous=asynchronous, kv_transfer_config=transfer)
+
+
+def order() -> dict[str, Any]:
+    """The KV of two requests arrives at once: of the first one, and of a request that leads."""
+    engine = decoding(asynchronous=False)
+    engine.add("first", extra={"kv_transfer_params": dict(REMOTE)})
+    engine.step()
+    engine.add("leads", extra=LEADS | {"kv_transfer_params": dict(REMOTE)})
+    found = {"fetching": engine.step()}
+    engine.arrived = {"first", "leads"}
+    engine.step()
+    return found | {"arrived": engine.step()}
+
+
+def remote(*, asynchronous: bool) -> dict[str, Any]:
+    """One slot, and a request that leads and whose KV comes from another engine."""
+    engine = decoding(asynchronous=asynchronous)
+    engine.add("first")
+    engine.step(FIRM)
+    engine.add("remote", extra=LEADS | {"kv_transfer_params": dict(REMOTE)})
+    found = {"full": engine.step(3)}
+    engine.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    engine.add("second")
+    found["fetching"] = engine.step(FIRM)
+    engine.arrived = {"remote"}
+    found["arrived"] = engine.step(3)
+    for _ in range(1000):
+        if not engine.scheduler.requests:
+            break
+        engine.step()
+    return found | {"tokens": {name: engine.tokens[name] for name in ("remote", "second")}}
+
+
+def adapters() -> dict[str, Any]:
+    """A request leads whose adapter cannot be loaded, then also a request of the loaded adapter."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=2, enable_lora=True, max_loras=1, max_lora_rank=8)
+    for name in ("first", "second"):
+        engine.add(name, adapter=1)
+    engine.step(FIRM)
+    engine.add("other", adapter=2, extra={HANDICAP: -2000.0})
+    found = {"other": engine.step(3)}
+    engine.add("loaded", adapter=1, extra=LEADS)
+    return found | {"loaded": engine.step()}
+
+
+def grammar() -> dict[str, Any]:
+    """A request that leads waits for its grammar, and the grammar is ready."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=1)
+    engine.add("first")
+    engine.step(FIRM)
+    request = engine.add("leads", extra=LEADS, is_bound=True)
+    found = {"compiling": engine.step(3)}
+    engine.scheduler.structured_output_manager.grammar_init(request)
+    structured = request.structured_output_request
+    for _ in range(3000):
+        if structured is not None and structured.grammar is not None:
+            break
+        time.sleep(0.01)
+    return found | {"ready": engine.step()}
+
+
+def two() -> dict[str, Any]:
+    """Two requests lead two running requests."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=2)
+    for name in ("first", "second"):
+        engine.add(name)
+    engine.step(FIRM)
+    for name in ("third", "fourth"):
+        engine.add(name, extra=LEADS)
+    return engine.step()
 
 
 def refused(**flags: Any) -> str | None:
@@ -62,7 +206,14 @@ def refused(**flags: Any) -> str | None:
 
 
 def main() -> None:
+    init_none_hash(sha256)
     found = {
+        "remote": remote(asynchronous=False),
+        "remote, asynchronous": remote(asynchronous=True),
+        "order": order(),
+        "adapters": adapters(),
+        "grammar": grammar(),
+        "two": two(),
         "refused": [
             refused(enable_chunked_prefill=False),
             refused(disable_chunked_mm_input=True),

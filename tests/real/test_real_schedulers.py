@@ -207,6 +207,42 @@ def planned() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("case", ["remote", "remote, asynchronous"])
+def test_a_request_replaces_another_when_its_kv_has_arrived(planned: dict[str, Any], case: str) -> None:
+    """Not when vLLM would only fetch its KV, for which it needs no slot."""
+    assert planned[case] == {
+        "full": {"planned": ["first"], "back": 0},
+        "fetching": {"planned": ["second"], "back": 0},
+        "arrived": {"planned": ["remote"], "back": 1},
+        "tokens": {"remote": 200, "second": 200},
+    }
+
+
+def test_requests_whose_kv_has_arrived_are_admitted_by_rank(planned: dict[str, Any]) -> None:
+    assert planned["order"] == {
+        "fetching": {"planned": [], "back": 0},
+        "arrived": {"planned": ["leads"], "back": 0},
+    }
+
+
+def test_no_request_goes_back_for_an_adapter_that_cannot_be_loaded(planned: dict[str, Any]) -> None:
+    found = planned["adapters"]
+    assert found["other"] == {"planned": ["first", "second"], "back": 0}
+    assert found["loaded"]["back"] == 1
+    assert "loaded" in found["loaded"]["planned"]
+
+
+def test_a_request_replaces_another_when_its_grammar_is_ready(planned: dict[str, Any]) -> None:
+    assert planned["grammar"] == {
+        "compiling": {"planned": ["first"], "back": 0},
+        "ready": {"planned": ["leads"], "back": 1},
+    }
+
+
+def test_two_requests_replace_two_in_a_step(planned: dict[str, Any]) -> None:
+    assert planned["two"] == {"planned": ["fourth", "third"], "back": 2}
+
+
 def test_an_engine_whose_prompts_are_not_cut_anywhere_is_refused(planned: dict[str, Any]) -> None:
     prompts, images, blocks, plain = planned["refused"]
     assert "lmetric_vllm.SloScheduler cuts prompts at any token" in prompts

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -42,14 +43,27 @@ class Known:
     firm: int = 0  # work before which it is not taken back
 
 
-class BoostQueue(RequestQueue):
-    """Waiting requests by rank, and by arrival in the queue among equals."""
+@dataclass(slots=True)
+class Room:
+    """Free slots and blocks in a step, less those of the requests that it admits."""
 
-    def __init__(self) -> None:
+    slots: int
+    blocks: int
+    adapters: set[int] = field(default_factory=set)  # LoRA adapters of the requests that it admits
+
+
+class BoostQueue(RequestQueue):
+    """Waiting requests by rank, and by arrival in the queue among equals.
+
+    Args:
+        ranked: returns the rank of a request.
+    """
+
+    def __init__(self, ranked: Callable[[Request], float]) -> None:
         self._order: list[tuple[float, int, Request]] = []
         self._keys: dict[str, tuple[float, int]] = {}
         self._added = 0
-        self.ranked: Any = None  # the scheduler's ranks
+        self.ranked = ranked
 
     def add_request(self, request: Request) -> None:
         self._added += 1
@@ -115,12 +129,12 @@ class UniBoostScheduler(MeasuredScheduler):
         self.settings = read_settings(BoostSettings, self.vllm_config.additional_config)
         self.boost = EngineBoost(self.settings.model_dump(exclude_none=True))
         self._known: dict[str, Known] = {}
-        self.waiting = BoostQueue()
-        self.waiting.ranked = self._rank
+        self.waiting = BoostQueue(self._rank)
+        self.kv_holding_waiting = BoostQueue(self._rank)
         logger.info("UniBoostScheduler: gamma %g per second", self.boost.gamma)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self.waiting:
+        if self.waiting or self.kv_holding_waiting:
             self._exchange()
         output = super().schedule(*args, **kwargs)
         for request_id in (
@@ -136,6 +150,7 @@ class UniBoostScheduler(MeasuredScheduler):
             for request_id, known in self._known.items():
                 self._refresh(self.requests[request_id], known)
             self.waiting.rank_again()
+            self.kv_holding_waiting.rank_again()
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._known.pop(request.request_id, None) and request.status != RequestStatus.FINISHED_ABORTED:
@@ -206,23 +221,75 @@ class UniBoostScheduler(MeasuredScheduler):
         Requests that compute prompts come last: vLLM takes the last one back if memory lacks.
         """
         ranked = [(self._note_work(request), request) for request in self.running]
-        waiting = list(self.waiting)[:MOST_EXCHANGES]
-        for request in waiting:
-            if self._is_blocked_waiting_status(request.status) or not self._make_room(request, ranked):
+        room = Room(
+            self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
+            self.kv_cache_manager.block_pool.get_num_free_blocks(),
+        )
+        # vLLM admits requests that hold blocks before all others.
+        ready = filter(self._is_ready, chain(self.kv_holding_waiting, self.waiting))
+        for request in list(islice(ready, MOST_EXCHANGES)):
+            if not self._make_room(request, ranked, room):
                 break
         ranked.sort(key=_order)
         self.running[:] = [request for _, request in ranked]
 
-    def _make_room(self, request: Request, ranked: list[tuple[Known, Request]]) -> bool:
+    def _is_ready(self, request: Request) -> bool:
+        """Whether vLLM can admit a waiting request, or fetch its KV, in this step."""
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return request.request_id in self.finished_recving_kv_req_ids
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            structured = request.structured_output_request
+            grammar = structured.grammar if structured is not None else None
+            return grammar is not None and not isinstance(grammar, Exception)
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            return False
+        # Else output that it had in flight when it went back is still to come.
+        return request.num_stale_output_tokens == 0 or bool(request.drop_stale_output)
+
+    def _make_room(self, request: Request, ranked: list[tuple[Known, Request]], room: Room) -> bool:
         """Takes running requests back, out of `ranked`, so that a waiting request can be admitted.
 
-        Returns whether it can.
+        A request whose KV is still to be fetched needs blocks and no slot. vLLM starts a fetch only
+        in a step with a free slot. None is made for it: it would go to another request.
+
+        Returns whether the step comes to the requests behind it.
         """
-        needed = self._blocks_of(request.num_tokens - self._known[request.request_id].cached_tokens)
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        slots = self.max_num_active_reqs - len(ranked)
-        if slots > 0 and needed <= free:
+        done = request.num_computed_tokens or self._known[request.request_id].cached_tokens
+        needed = self._blocks_of(request.num_tokens) - self._blocks_of(done)
+        is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
+        # Blocks that vLLM leaves to running prompts before it starts a fetch.
+        reserved = self._inflight_prefill_reserved_blocks() if is_fetch else 0
+        slots, blocks = room.slots, room.blocks - needed - reserved
+        taken: list[int] = []
+        short = blocks < 0 or slots <= 0
+        for at in self._yielding(request, ranked) if short and not (is_fetch and slots <= 0) else ():
+            if slots > 0 and blocks >= 0:
+                break
+            running = ranked[at][1]
+            can_be_freed = self._request_blocks_can_be_freed(running)
+            if slots > 0 and not can_be_freed:
+                continue  # its blocks are free after the step in flight
+            taken.append(at)
+            slots += 1
+            if can_be_freed:
+                blocks += self._blocks_of(running.num_computed_tokens)
+        if blocks < 0 or (slots <= 0 and not is_fetch):
+            return False
+        if not self._can_load(request, ranked, room, taken):
             return True
+        now = time.monotonic()
+        for at in sorted(taken, reverse=True):
+            _, running = ranked.pop(at)
+            self.running.remove(running)
+            self._preempt_request(running, now, drop_stale_output=self.requires_kv_delivery)
+        room.slots, room.blocks = slots - (not is_fetch), blocks + reserved
+        if request.lora_request is not None and not is_fetch:
+            room.adapters.add(request.lora_request.lora_int_id)
+        return True
+
+    def _yielding(self, request: Request, ranked: list[tuple[Known, Request]]) -> list[int]:
+        """Indices in `ranked` of the running requests that may go back for a waiting request, in
+        the order in which they go."""
         rank = self._rank(request) + self.boost.hysteresis_seconds
         token_seconds = self.boost.token_seconds
         yielding = sorted(
@@ -233,23 +300,20 @@ class UniBoostScheduler(MeasuredScheduler):
             ),
             reverse=True,
         )
-        taken: list[int] = []
-        for _, at in yielding:
-            if not self._request_blocks_can_be_freed(ranked[at][1]):
-                continue
-            taken.append(at)
-            slots += 1
-            free += self._blocks_of(ranked[at][1].num_computed_tokens)
-            if needed <= free:
-                break
-        if slots <= 0 or needed > free or not taken:
-            return False
-        now = time.monotonic()
-        for at in sorted(taken, reverse=True):
-            _, running = ranked.pop(at)
-            self.running.remove(running)
-            self._preempt_request(running, now, drop_stale_output=self.requires_kv_delivery)
-        return True
+        return [at for _, at in yielding]
+
+    def _can_load(
+        self, request: Request, ranked: list[tuple[Known, Request]], room: Room, taken: list[int]
+    ) -> bool:
+        """Whether the engine can load the request's LoRA adapter if requests go back."""
+        if self.lora_config is None or request.lora_request is None:
+            return True
+        adapters = room.adapters | {
+            running.lora_request.lora_int_id
+            for at, (_, running) in enumerate(ranked)
+            if running.lora_request is not None and at not in taken
+        }
+        return request.lora_request.lora_int_id in adapters or len(adapters) < self.lora_config.max_loras
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-max(tokens, 0) // int(self.block_size))
