@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -157,6 +158,18 @@ def remote(*, asynchronous: bool) -> dict[str, Any]:
     return found | {"tokens": {name: engine.tokens[name] for name in ("remote", "second")}}
 
 
+def paused() -> dict[str, Any]:
+    """A request that leads comes during a pause, and the pause ends."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=1)
+    engine.add("first")
+    engine.step(FIRM)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.add("leads", extra=LEADS)
+    found = {"paused": engine.step(3)}
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    return found | {"resumed": engine.step()}
+
+
 def adapters() -> dict[str, Any]:
     """A request leads whose adapter cannot be loaded, then also a request of the loaded adapter."""
     engine = Engine(UniBoostScheduler, max_num_seqs=2, enable_lora=True, max_loras=1, max_lora_rank=8)
@@ -211,6 +224,7 @@ def main() -> None:
         "remote": remote(asynchronous=False),
         "remote, asynchronous": remote(asynchronous=True),
         "order": order(),
+        "paused": paused(),
         "adapters": adapters(),
         "grammar": grammar(),
         "two": two(),

@@ -225,6 +225,13 @@ def test_requests_whose_kv_has_arrived_are_admitted_by_rank(planned: dict[str, A
     }
 
 
+def test_no_request_goes_back_during_a_pause(planned: dict[str, Any]) -> None:
+    assert planned["paused"] == {
+        "paused": {"planned": ["first"], "back": 0},
+        "resumed": {"planned": ["leads"], "back": 1},
+    }
+
+
 def test_no_request_goes_back_for_an_adapter_that_cannot_be_loaded(planned: dict[str, Any]) -> None:
     found = planned["adapters"]
     assert found["other"] == {"planned": ["first", "second"], "back": 0}

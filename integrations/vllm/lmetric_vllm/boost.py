@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
@@ -134,7 +135,8 @@ class UniBoostScheduler(MeasuredScheduler):
         logger.info("UniBoostScheduler: gamma %g per second", self.boost.gamma)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self.waiting or self.kv_holding_waiting:
+        # In a pause, vLLM ends running requests, and would not end those that went back.
+        if self.pause_state == PauseState.UNPAUSED and (self.waiting or self.kv_holding_waiting):
             self._exchange()
         output = super().schedule(*args, **kwargs)
         for request_id in (
