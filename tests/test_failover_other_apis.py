@@ -78,7 +78,7 @@ async def test_two_workers_use_the_other_engine(path: str) -> None:
         for stream in [False, True] * 4:
             url, headers = client.url + path, client.headers
             body = PATHS[path][0] | {"stream": stream}
-            async with client._session.post(url, json=body, headers=headers) as answer:
+            async with client.session.post(url, json=body, headers=headers) as answer:
                 assert answer.status == 200, await answer.text()
                 assert answer.headers["x-lmetric-instance"].endswith(str(engines[1].port))
                 is_whole(path, stream, await (answer.read() if stream else answer.json()))
