@@ -358,9 +358,9 @@ fn not_from_clients<T>(place: String) -> Result<T, Refusal> {
     refusal(format!("{place} is internal to the engines and not accepted from clients"), place)
 }
 
-/// Returns the place of the first internal field with a value at any depth, in parts from the inside
-/// out. The caller bounds the depth ([`excess`]). A client chooses the length of names, so no part is
-/// written before a field is found.
+/// Returns the place of the first internal field with a value at any depth, in parts from the
+/// inside out. The caller bounds the depth ([`excess`]). A client chooses the length of names, so
+/// no part is written before a field is found.
 fn internal_inside(fields: &Members<'_>) -> Option<Vec<String>> {
     fields.iter().find_map(|(name, value)| match value {
         Json::Null => None,

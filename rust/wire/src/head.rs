@@ -62,7 +62,8 @@ pub(crate) fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
     value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|token| !token.is_empty())
 }
 
-/// Whether a media type is one JSON document. A stream of documents (`application/x-ndjson`) is not.
+/// Whether a media type is one JSON document. A stream of documents (`application/x-ndjson`) is
+/// not.
 fn is_json(kind: &[u8]) -> bool {
     let suffix = kind.len().checked_sub(b"+json".len()).map(|at| &kind[at..]);
     [b"application/json".as_slice(), b"text/json"].iter().any(|json| json.eq_ignore_ascii_case(kind))
