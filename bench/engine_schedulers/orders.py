@@ -89,14 +89,6 @@ ORDERS = {
 }
 
 
-def kv_bytes(layers: int, hidden: int) -> int:
-    """Bytes of a token's KV cache in the models of `tests/real/make_model.py`.
-
-    Two tensors of float32 for the only KV head, half of the hidden size.
-    """
-    return layers * 2 * hidden // 2 * 4
-
-
 def unshared(
     name: str,
     seed: int,

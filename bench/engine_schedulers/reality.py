@@ -17,25 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from orders import (
-    ORDERS,
-    Mix,
-    Row,
-    Table,
-    compared,
-    kv_bytes,
-    played,
-    rate_of,
-    running,
-    shuffled,
-    simulated,
-    slo_of,
-)
+from orders import ORDERS, Mix, Row, Table, compared, played, rate_of, running, shuffled, simulated, slo_of
 
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import as_yaml
 from lmetric_lab.calibrate import Calibrator
-from vllm_process import VllmEngine, model
+from vllm_process import VllmEngine, kv_bytes, model
 
 LAYERS, HIDDEN = 4, 512
 SLOTS = 8

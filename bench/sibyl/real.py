@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / name) for name in ("bench/engine_schedulers", "bench/trust", "tests/real")]
 
 from live import Live, TokenPrompts  # noqa: E402
-from orders import Table, kv_bytes, rate_of, unshared  # noqa: E402
+from orders import Table, rate_of, unshared  # noqa: E402
 
 from lmetric.profiles import Profile, load_profile  # noqa: E402
 from lmetric.profiles.roofline import as_yaml  # noqa: E402
@@ -43,7 +43,7 @@ from lmetric_lab.replay import Client, Player  # noqa: E402
 from lmetric_lab.sim.result import Run  # noqa: E402
 from lmetric_lab.sim.run import simulate  # noqa: E402
 from lmetric_lab.sim.traces import Trace  # noqa: E402
-from vllm_process import NIXL, VllmEngine, model  # noqa: E402
+from vllm_process import NIXL, VllmEngine, kv_bytes, model  # noqa: E402
 
 LAYERS, HIDDEN = 4, 512
 DECODES = 2

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # test_server_process
 
 from router_world import served
 from test_server_process import RUN_TUNED
-from vllm_process import BLOCK, MODEL, VllmEngine, cpu_tier, environment, model
+from vllm_process import BLOCK, MODEL, VllmEngine, cpu_tier, environment, kv_bytes, model
 
 SIZE = (8, 512)  # layers and hidden size: a cold context costs over ten warm turns
 SYSTEM_TOKENS, FIRST_TOKENS, TURNS, NEW_TOKENS, ANSWER_TOKENS = 512, 1200, 12, 200, 6
@@ -43,8 +43,7 @@ START_SECONDS = 0.5  # between the starts of two agents
 # the mean context is about 70% of the last one.
 GPU_BLOCKS = (SYSTEM_TOKENS + 3 * END_TOKENS) // BLOCK + 3
 ENGINE: dict[str, Any] = {"num_gpu_blocks_override": GPU_BLOCKS, "max_model_len": 6144}
-KV_BYTES = 2 * SIZE[0] * SIZE[1] // 2 * 4  # of a token: keys and values of one of two heads, float32
-TIER = cpu_tier(2 * GPU_BLOCKS * BLOCK * KV_BYTES)  # twice the engine's cache
+TIER = cpu_tier(2 * GPU_BLOCKS * BLOCK * kv_bytes(*SIZE))  # twice the engine's cache
 SETTINGS = "min_tokens=256,max_hold_seconds=3600"
 
 

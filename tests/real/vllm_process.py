@@ -164,6 +164,14 @@ def model(venv: Path, *size: int) -> Path:
     return target
 
 
+def kv_bytes(layers: int, hidden: int) -> int:
+    """Bytes of a token's KV cache in the models of `make_model.py`.
+
+    Two tensors of float32 for the only KV head, half of the hidden size.
+    """
+    return layers * 2 * hidden // 2 * 4
+
+
 def vision_model(venv: Path) -> tuple[Path, Path]:
     """The folder of the tiny vision model, and that of torchvision, which its image processor
     needs; each made the first time."""
