@@ -40,8 +40,8 @@ class Known:
     arrival: float  # time of its arrival and its handicap, s
     attained_tokens: int = 0  # tokens computed for it, prompt and answer, each once
     rank: float = 0.0  # its boosted arrival
-    change: int = 0  # work at which its rank changes
-    firm: int = 0  # work before which it is not taken back
+    change: int = 0  # computed tokens at which its rank changes
+    firm: int = 0  # computed tokens before which it is not taken back
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class UniBoostScheduler(MeasuredScheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self._note_work(request)
+        self._refresh(request, self._known[request.request_id])
         super()._preempt_request(request, *args, **kwargs)
 
     def _rank(self, request: Request) -> float:
@@ -187,7 +187,8 @@ class UniBoostScheduler(MeasuredScheduler):
         return arrival
 
     def _refresh(self, request: Request, known: Known) -> None:
-        """Ranks a request by its work."""
+        """Counts the tokens computed for a request, and ranks it by its work."""
+        known.attained_tokens = max(known.attained_tokens, request.num_computed_tokens - known.hit_tokens)
         known.rank = self.boost.rank(
             known.arrival,
             prompt_tokens=request.num_prompt_tokens,
@@ -197,21 +198,12 @@ class UniBoostScheduler(MeasuredScheduler):
         known.change = self._next(request, known)
 
     def _next(self, request: Request, known: Known) -> int:
-        return self.boost.next_change(
+        """Computed tokens of a request at which its next bin of work begins."""
+        return known.hit_tokens + self.boost.next_change(
             prompt_tokens=request.num_prompt_tokens,
             hit_tokens=known.hit_tokens,
             attained_tokens=known.attained_tokens,
         )
-
-    def _note_work(self, request: Request) -> Known:
-        """Counts the tokens computed for a running request."""
-        known = self._known[request.request_id]
-        computed = request.num_computed_tokens - known.hit_tokens
-        if computed > known.attained_tokens:
-            known.attained_tokens = computed
-            if computed >= known.change:
-                self._refresh(request, known)
-        return known
 
     def _admitted(self, request: Request) -> None:
         known = self._known[request.request_id]
@@ -222,7 +214,11 @@ class UniBoostScheduler(MeasuredScheduler):
 
         Requests that compute prompts come last: vLLM takes the last one back if memory lacks.
         """
-        ranked = [(self._note_work(request), request) for request in self.running]
+        # Each step comes here with all running requests: the less per request, the better.
+        ranked = [(self._known[request.request_id], request) for request in self.running]
+        for known, request in ranked:
+            if request.num_computed_tokens >= known.change:
+                self._refresh(request, known)
         room = Room(
             self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
             self.kv_cache_manager.block_pool.get_num_free_blocks(),
@@ -298,7 +294,7 @@ class UniBoostScheduler(MeasuredScheduler):
             (
                 (known.rank - running.num_computed_tokens * token_seconds, at)
                 for at, (known, running) in enumerate(ranked)
-                if known.rank > rank and known.attained_tokens >= known.firm
+                if known.rank > rank and running.num_computed_tokens >= known.firm
             ),
             reverse=True,
         )
