@@ -7,6 +7,7 @@ import pytest
 
 from lmetric.canary import BUCKETS, Comparison, Outcome, Splitter
 from lmetric.canary.comparison import MIN_GROUPS, student_quantile
+from lmetric.cli.canary import value_of
 
 
 def test_a_key_stays_in_its_arm_and_the_share_is_kept() -> None:
@@ -155,3 +156,13 @@ def test_many_looks_at_equal_policies_raise_few_alarms() -> None:
         once, always = once + seen_once, always + seen_always
     assert once > 5, once
     assert always <= 3, always
+
+
+@pytest.mark.parametrize("text", ["*a", "[1", "{", "a: b: c", "@x", "!!python/object:x y", "best"])
+def test_the_value_of_a_knob_may_be_any_text(text: str) -> None:
+    assert value_of(text) == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("0.5", 0.5), ("true", True), ("null", None)])
+def test_the_value_of_a_knob_may_be_a_number(text: str, value: object) -> None:
+    assert value_of(text) == value

@@ -189,6 +189,11 @@ def test_log_probabilities_are_joined(text: str) -> None:
         (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "x"), "differs from the text of its tokens", False),
         (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "", finish="abort"), "finish_reason abort", True),
         (COMPLETIONS, answer(COMPLETIONS, [], "", token_ids=None), "return_token_ids", False),
+        *(
+            (COMPLETIONS, answer(COMPLETIONS, [], "", token_ids=ids), "invalid token ids", False)
+            for ids in (["a", 2], [-1], [1 << 32], [1.5], [None], [{}], [True])
+        ),
+        (CHAT, answer(CHAT, [], "", message="a"), "not a JSON object", False),
         (COMPLETIONS, {"choices": []}, "exactly one choice", False),
         (
             CHAT,
@@ -210,6 +215,15 @@ def test_what_cannot_be_joined(path: str, told: dict[str, Any], why: str, failed
         one.take(told, 3)
     assert raised.value.failed == failed
     assert not one.begun
+
+
+@pytest.mark.parametrize(
+    "logprobs", [{"text_offset": [None]}, {"text_offset": 3}, {"text_offset": [0], "tokens": [1]}]
+)
+def test_log_probabilities_that_cannot_be_joined(logprobs: dict[str, Any]) -> None:
+    one = joined()
+    with pytest.raises(MergeError, match="invalid log probabilities"):
+        one.take(answer(COMPLETIONS, IDS[:1], text_of(IDS[:1]), logprobs=logprobs), 3)
 
 
 def test_an_answer_that_is_over() -> None:

@@ -101,6 +101,12 @@ async def test_forms_that_are_refused() -> None:
             (form(*[good] * (MAX_PARTS + 1)), KIND, 400, "more than 64 parts"),
             (b"--b\r\n" + b"a: b\r\n" * 2000 + b"\r\n--b--", KIND, 400, "header"),
             (form(good, ("model", b"other")), KIND, 404, "other"),
+            # Engines may take the last name of a part, and the last header.
+            (form(("model", b"tiny"), ("x; name=model", b"other")), KIND, 400, "one name"),
+            (form(("model", b"tiny"), ('"x"; NAME ="model"', b"other")), KIND, 400, "one name"),
+            (form(("x\r\nContent-Disposition: form-data; name=model", b"other")), KIND, 400, "one name"),
+            (form(("x\nContent-Disposition: form-data; name=model", b"other")), KIND, 400, "one name"),
+            (b"--b\r\nContent-Type: text/plain\r\n\r\nother\r\n--b--", KIND, 400, "one name"),
             (form(("file", b"a" * 200_001)), KIND, 413, "200000"),
         ):
             got, error = await post(body, kind)

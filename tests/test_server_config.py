@@ -90,6 +90,8 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("port: [\n", {}, {}, "router.yaml:2: "),
         ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
+        ("aliases: {4: m}", {}, {}, "router.yaml: key 4 in aliases is not a name; put it in quotes"),
+        ("aliases: {on: m}", {}, {}, "router.yaml: key True in aliases is not a name; put it in quotes"),
         ("cors: {origins: [crash]}", {}, {}, "cors.origins[0] = 'crash'"),
         ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': expected auto, off, or a mapping"),
         ("kv_events: {endpont: a}", {}, {}, "unknown key; did you mean 'endpoint'?"),
@@ -102,6 +104,22 @@ def test_errors_name_the_place(text: str, overrides: Any, environ: Any, says: st
     with pytest.raises(ConfigError) as caught:
         load(text, tmp_path, overrides, environ)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "admin: {tokn: hunter2}",
+        "enginess: [{url: 'http://h', api_key: hunter2}]",
+        "engines: [{url: 'http://h', apikey: hunter2}]",
+        "replicas: {redis_ur: 'redis://:hunter2@h'}",
+        "secrets: {a: [hunter2]}",
+    ],
+)
+def test_values_of_mistyped_secrets_are_not_shown(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        load(text, tmp_path)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_kv_events_in_each_form(tmp_path: Path) -> None:
@@ -209,6 +227,7 @@ def test_pool_settings_fall_back_to_the_top_level(tmp_path: Path) -> None:
         ("sk-secret: 3", "entry 1: expected a key and a tenant"),
         ("sha256:abc: t", "entry 1: expected 64 hexadecimal digits after sha256:"),
         ("[1]", "expected a mapping"),
+        ("sk-secret: a\nsk-other: b\nsk-secret: c\n", "keys.yaml:3: duplicate key"),
     ],
 )
 def test_key_files(text: str, says: str, tmp_path: Path) -> None:

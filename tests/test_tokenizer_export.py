@@ -130,6 +130,9 @@ def test_chats_that_engines_render_by_code(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", byte_level(), CHATML)
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     exported(folder, tmp_path / "out")
+    for model in ("kimi_k3", "deepseek_v41"):
+        (folder / "config.json").write_text(f'{{"model_type": "{model}"}}')
+        assert "own encoding" in str(PromptTokenizer.load(folder).no_chat)
     assert "by Harmony" in str(PromptTokenizer.load(tmp_path / "out").no_chat)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
+from turn_guard import of_reference
 
 from lmetric._core import FAST_TOKENIZER
+from lmetric.server.api.paths import RELAYED
+from lmetric.server.api.request import parse
+from lmetric.server.http.tokenizing import renders_at_once
 from lmetric.tokens.errors import NotPredictable, TokenizerError
 from lmetric.tokens.hub import find_folder
 from lmetric.tokens.prompt import PromptTokenizer
+from lmetric.tokens.template import ChatTemplate, TemplateError
 from lmetric.tokens.verify import NotVerifiable, verify
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
@@ -46,6 +52,59 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[kind]
 
     return folder_of
+
+
+INDENTED = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
+
+
+def nested(levels: int, values: list[Any]) -> dict[str, Any]:
+    inner: Any = values
+    for _ in range(levels):
+        inner = {"a": inner}
+    return {"function": inner}
+
+
+@pytest.mark.parametrize(
+    ("tools", "why"),
+    [
+        ([nested(190, [1] * 32_000)], "on average"),
+        ([nested(190, [1])] * 158, "on average"),
+        ([{"function": {}}] * 10 + [nested(1, [1] * 100_000)], "more than 100,000 values"),
+    ],
+)
+def test_an_indent_makes_no_prompt_many_times_longer(tools: list[Any], why: str) -> None:
+    template = ChatTemplate(INDENTED, "t")
+    began = time.thread_time()
+    with pytest.raises(TemplateError, match=why):
+        template.render([], tools=tools, variables={})
+    assert of_reference(time.thread_time() - began) < 0.05, "about 5 ms on an idle machine"
+
+
+def test_tools_of_agents_are_indented() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested(9, [schema] * 20)}}] * 60
+    text = ChatTemplate(INDENTED, "t").render([], tools=tools, variables={})
+    assert text == "".join(json.dumps(tool, indent=4) for tool in tools)
+
+
+def test_bodies_whose_template_indents_are_rendered_in_a_thread_earlier(tmp_path: Path) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a" * 40_000}]}).encode()
+    call = parse(RELAYED["/v1/chat/completions"], body)
+    for source, at_once in ((CHATML, True), (INDENTED, False)):
+        folder = write_folder(tmp_path / str(at_once), byte_level(), source)
+        assert renders_at_once(PromptTokenizer.load(folder), call) is at_once
+
+
+@pytest.mark.parametrize("field", ["add_special_tokens", "add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize("value", ["false", "0", 0, None])
+def test_a_flag_that_is_not_a_bool_is_not_read(
+    folder_of: Callable[[str], Path], field: str, value: Any
+) -> None:
+    """Engines read some texts and numbers as false."""
+    ours = _loaded(folder_of("byte-level"), 1 << 20)
+    with pytest.raises(NotPredictable, match=field) as raised:
+        ours.chat_text({"messages": [{"role": "user", "content": "a"}], field: value})
+    assert raised.value.reason == "shape"
 
 
 # Texts of all kinds: words, spaces in odd places, other scripts, special tokens that users write.

@@ -68,7 +68,7 @@ def start(
 
     body: dict[str, Any] = {"policy": policy, "share": share}
     for flag, texts in (("--knob", knob), ("--set", set_)):
-        pairs = {name: _value(value) for name, value in (_pair(flag, text) for text in texts or [])}
+        pairs = {name: value_of(value) for name, value in (_pair(flag, text) for text in texts or [])}
         body |= {"knobs": pairs} if flag == "--knob" and pairs else {} if flag == "--knob" else pairs
     body |= {name: value for name, value in (("salt", salt), ("model", model)) if value is not None}
     _run(url, token, "start", body, as_json)
@@ -92,11 +92,14 @@ def rollback(url: Url = _URL, model: Model = None, token: Token = None, as_json:
     _run(url, token, "rollback", {"model": model}, as_json)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """A number, true, false or null as such; another text unchanged."""
     import yaml
 
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
     return value if isinstance(value, int | float | bool) or value is None else text
 
 

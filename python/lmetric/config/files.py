@@ -95,13 +95,16 @@ class BoundedLoader(_Loader):  # type: ignore[misc]
 class UniqueKeys(BoundedLoader):
     """A bounded YAML loader that refuses duplicate keys."""
 
+    secret_keys = False  # errors do not show them
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue  # an error in the base class
             if key.value in seen:
-                raise ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                named = "" if self.secret_keys else f" {key.value!r}"
+                raise ConstructorError(None, None, f"duplicate key{named}", key.start_mark)
             seen.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
@@ -150,19 +153,24 @@ Lines = dict[KeyPath, int]
 """Line numbers in a YAML file, by the path of keys and list positions."""
 
 
-def read_yaml_mapping(file: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
-    return read_yaml_lines(file)[0]
+def read_yaml_mapping(file: Path, *, secret_keys: bool = False) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises ConfigError, which names the file and the line.
+
+    `secret_keys`: errors do not show the keys.
+    """
+    return read_yaml_lines(file, secret_keys=secret_keys)[0]
 
 
-def read_yaml_lines(file: Path) -> tuple[dict[Any, Any], Lines]:
+def read_yaml_lines(file: Path, *, secret_keys: bool = False) -> tuple[dict[Any, Any], Lines]:
     """The mapping in a YAML file, and the lines of its keys and list items.
 
-    Raises ConfigError, which names the file and the line.
+    `secret_keys`: errors do not show the keys. Raises ConfigError, which names the file and the
+    line.
     """
     lines: Lines = {}
     with reading(file):
         loader = UniqueKeys(file.read_text(encoding="utf-8"))
+        loader.secret_keys = secret_keys
         try:
             node = loader.get_single_node()
             content = None if node is None else loader.construct_document(node)

@@ -63,7 +63,7 @@ def load_config(
 
     lines: Lines = {}
     if file is not None:
-        content, lines = _read_yaml(Path(file))
+        content, lines = read_yaml_lines(Path(file))
         take(str(file), content)
     for name, value in sorted(environ.items()):
         if not name.startswith("LMETRIC") or name == TRACE_DIR or _is_service_link(name, value):
@@ -163,14 +163,6 @@ def _changed(
         first, *rest = text.splitlines()
         yield f"{indent}{first}  # {', '.join(dict.fromkeys(origin[other] for other in below))}\n"
         yield from (f"{indent}{line}\n" for line in rest)
-
-
-def _read_yaml(file: Path) -> tuple[dict[str, Any], Lines]:
-    content, lines = read_yaml_lines(file)
-    for key in content:
-        if not isinstance(key, str):
-            raise ConfigError(f"{file}: key {key!r} is not a name")
-    return content, lines
 
 
 def _is_service_link(name: str, value: str) -> bool:
@@ -293,6 +285,9 @@ def _merge(
 ) -> None:
     """Adds the values of a source. ``file``: the source that is the configuration file."""
     for key, value in new.items():
+        if not isinstance(key, str):
+            within = f" in {'.'.join(path)}" if path else ""
+            raise ConfigError(f"{source}: key {key!r}{within} is not a name; put it in quotes")
         here = (*path, key)
         if not path and key in SHORTHANDS and not isinstance(value, Mapping):
             # Otherwise a later `admin.token` replaces `admin: true` instead of extending it.

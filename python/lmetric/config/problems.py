@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, get_args
@@ -17,6 +18,8 @@ from lmetric.validation import expected
 # Secret keys: messages do not show their values.
 SECRETS = frozenset({"api_key", "token", "salt_secret", "redis_url"})
 MASK = "**********"
+# Names of unknown keys that may hold a secret.
+_LIKE_SECRET = re.compile("key|token|secret|salt|passw|pwd|credential|auth|dsn", re.IGNORECASE)
 
 
 def explain(
@@ -52,7 +55,8 @@ def explain(
             known = _known_keys(root, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
-            head, message = f"{place}{path} = {value!r}: ", f"unknown key{hint}"
+            shown = repr(_masked(value, loc[-1], unknown=True))
+            head, message = f"{place}{path} = {shown}: ", f"unknown key{hint}"
         elif problem["type"] == "missing":
             head, message = f"{place}{path}: ", "missing; add this key"
         elif not loc:
@@ -70,13 +74,20 @@ def explain(
             yield from (head + message for message in messages)
 
 
-def _masked(value: Any, key: Any = None) -> Any:
-    """The value, with its secrets masked."""
-    if key in SECRETS and value is not None:
+def _masked(value: Any, key: Any = None, *, unknown: bool = False) -> Any:
+    """The value, with its secrets masked.
+
+    `unknown`: the router has no such key, so keys that look like secrets count, too.
+    """
+    if value is not None and (key in SECRETS or (unknown and _looks_secret(str(key)))):
         return MASK
     if isinstance(value, Mapping):
-        return {name: _masked(each, name) for name, each in value.items()}
-    return [_masked(each) for each in value] if isinstance(value, list) else value
+        return {name: _masked(each, name, unknown=unknown) for name, each in value.items()}
+    return [_masked(each, unknown=unknown) for each in value] if isinstance(value, list) else value
+
+
+def _looks_secret(key: str) -> bool:
+    return bool(_LIKE_SECRET.search(key) or difflib.get_close_matches(key, SECRETS, n=1, cutoff=0.75))
 
 
 def _mistyped(problems: Sequence[Any]) -> Iterator[tuple[str | int, ...]]:

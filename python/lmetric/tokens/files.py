@@ -26,6 +26,8 @@ _OWN_CHAT = {
     "gpt_oss": "Harmony",
     "deepseek_v32": "DeepSeek's own encoding",
     "deepseek_v4": "DeepSeek's own encoding",
+    "deepseek_v41": "DeepSeek's own encoding",
+    "kimi_k3": "Kimi's own encoding",
 }
 
 

@@ -25,6 +25,14 @@ CACHE_BYTES = 256 << 20
 _AT_ONCE_BYTES, _AT_ONCE_BYTES_FAST = 2 << 10, 64 << 10
 
 
+def _flag(request: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false. Raises NotPredictable: engines take some texts as false."""
+    value = request.get(name, default)
+    if not isinstance(value, bool):
+        raise NotPredictable("shape", f"{name} is neither true nor false")
+    return value
+
+
 class Text(NamedTuple):
     """A prompt for the tokenizer."""
 
@@ -74,6 +82,12 @@ class PromptTokenizer:
     def at_once_bytes(self) -> int:
         """Maximum size of new text that can be tokenized in the event loop."""
         return _AT_ONCE_BYTES_FAST if self.encoder.fast else _AT_ONCE_BYTES
+
+    @property
+    def indents(self) -> bool:
+        """Whether a chat template may indent JSON."""
+        templates = (self._files.template, self._files.tool_template)
+        return any(template is not None and template.indents for template in templates)
 
     @property
     def no_chat(self) -> str | None:
@@ -156,19 +170,19 @@ class PromptTokenizer:
                 messages,
                 tools=tools,
                 documents=variables.pop("documents", None) if documents is None else documents,
-                add_generation_prompt=bool(request.get("add_generation_prompt", True)),
-                continue_final_message=bool(request.get("continue_final_message", False)),
+                add_generation_prompt=_flag(request, "add_generation_prompt", True),
+                continue_final_message=_flag(request, "continue_final_message", False),
                 variables=variables,
             )
         except TemplateError as error:
             raise NotPredictable("template", str(error)) from None
-        return Text(text, bool(request.get("add_special_tokens", False)), images=tuple(images))
+        return Text(text, _flag(request, "add_special_tokens", False), images=tuple(images))
 
     def completion_text(self, request: Mapping[str, Any], prompt: str) -> Text:
         """The text of a body of /v1/completions with this prompt. Raises NotPredictable."""
         if request.get("truncate_prompt_tokens") is not None:
             raise NotPredictable("truncation", "truncate_prompt_tokens")
-        return Text(prompt, bool(request.get("add_special_tokens", True)))
+        return Text(prompt, _flag(request, "add_special_tokens", True))
 
     def encode(self, text: Text, at_most: int | None = None) -> Tokens | None:
         """Token IDs; None if more than ``at_most`` bytes of the text are new.

@@ -20,6 +20,12 @@ ContentFormat = Literal["string", "openai"]
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
+# `tojson(indent=4)` writes spaces before each value, by its depth: some tools of 64 KB would become
+# 23 MB. Tools of coding agents have a mean depth of 4 to 8, and some thousand values.
+MAX_INDENTED_VALUES = 100_000  # 0.3 s: with an indent, Python's own code writes the JSON
+MAX_MEAN_INDENT = 64  # spaces per value
+
+
 class TemplateError(Exception):
     """A template is invalid, or refuses a conversation."""
 
@@ -51,9 +57,30 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if indent:
+        _check_indent(value, len(indent) if isinstance(indent, str) else indent)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _check_indent(value: Any, indent: int) -> None:
+    """Raises TemplateError for a value that indents would make many times longer."""
+    level, depth, values, spaces = [value], 0, 0, 0
+    while level:
+        values += len(level)
+        spaces += len(level) * depth * indent
+        if values > MAX_INDENTED_VALUES:
+            raise TemplateError(f"tojson with an indent writes more than {MAX_INDENTED_VALUES:,} values")
+        if spaces > MAX_MEAN_INDENT * values:
+            raise TemplateError(f"tojson indents its values by more than {MAX_MEAN_INDENT} on average")
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += each.values()
+            elif isinstance(each, list | tuple):
+                below += each
+        level, depth = below, depth + 1
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -80,6 +107,7 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"{name}: line {error.lineno}: {error.message}") from None
+        self.indents = "indent" in source  # it may be slow: 2 us per value of indented JSON
         self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
         self.knows_developer = "'developer'" in source or '"developer"' in source
         self.content_format: ContentFormat = "openai" if _loops_over_parts(tree) else "string"

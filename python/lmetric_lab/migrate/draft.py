@@ -133,6 +133,8 @@ class Draft:
     def error(self, what: str, value: object, expected: str) -> ConfigError:
         """The error of a value that cannot be read."""
         shown = "***" if SECRET.search(what) else repr(value)
+        if isinstance(value, dict | list):  # its values may be secrets
+            shown = "a mapping" if isinstance(value, dict) else "a list"
         return ConfigError(f"{self.source}: {what} = {shown}: expected {expected}")
 
     def render(self) -> str:

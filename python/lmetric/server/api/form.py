@@ -7,6 +7,7 @@ reads a file line by line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from email.message import Message
 
@@ -21,6 +22,7 @@ MAX_VALUE_BYTES = 1024  # value of a field that routing needs
 MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
 WINDOW_BYTES = 1 << 20  # searched at once: 3 ms if many lines begin as the boundary does
 _NEEDED = frozenset({"model", "stream"})
+_NAME = re.compile(rb"(?<![-\w])name[*\d]*\s*=", re.IGNORECASE)
 
 
 def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> ParsedRequest:
@@ -107,12 +109,16 @@ def _find(body: bytes, line: bytes, at: int) -> int:
 
 
 def _name(head: bytes) -> str:
-    """Returns the name of a part; empty if it has none."""
-    for field in head.split(b"\r\n"):
-        name, _, value = field.partition(b":")
-        if name.strip().lower() == b"content-disposition":
-            parsed = Message()
-            parsed["content-disposition"] = value.decode("utf-8", "replace").replace("\n", " ").strip()
-            found = parsed.get_param("name", header="content-disposition")
-            return found if isinstance(found, str) else ""
-    return ""
+    """Returns the name of a part.
+
+    Raises ApiError (400) for a part without exactly one name: engines may take another one.
+    """
+    fields = [field.partition(b":") for field in re.split(rb"\r\n|\r|\n", head)]
+    values = [value for name, _, value in fields if name.strip().lower() == b"content-disposition"]
+    if len(values) == 1 and len(_NAME.findall(head)) == 1:
+        parsed = Message()
+        parsed["content-disposition"] = values[0].decode("utf-8", "replace").strip()
+        found = parsed.get_param("name", header="content-disposition")
+        if isinstance(found, str):
+            return found
+    raise bad("each part of the form must have one content-disposition, with one name")

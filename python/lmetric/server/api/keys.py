@@ -39,7 +39,7 @@ class Keys:
         if file is None:
             return cls(None, issued)
         tenants: dict[bytes, str] = {}
-        for place, (key, tenant) in enumerate(read_yaml_mapping(file).items(), 1):
+        for place, (key, tenant) in enumerate(read_yaml_mapping(file, secret_keys=True).items(), 1):
             # Keys are secrets, so an error names the entry by its position.
             if not isinstance(key, str) or not isinstance(tenant, str) or not key or not tenant:
                 raise ConfigError(

@@ -190,7 +190,7 @@ class Transcript:
         finish = choice.get("finish_reason")
         if finish == "error" or (finish == "abort" and not aborts):
             raise MergeError(f"it ended with finish_reason {finish}", failed=True)
-        ids = _ids(choice)
+        ids = token_ids(choice)
         if not self.begun:
             self._first(answer, choice, ids)
         over = finish != "length" or len(ids) < max_tokens or len(self.output_ids) + len(ids) >= self._most
@@ -199,7 +199,7 @@ class Transcript:
 
     def more(self, choice: JSON) -> Delta:
         """Adds the choice of a chunk of the last segment's stream. Raises MergeError."""
-        return self._add(_ids(choice), choice, finish=choice.get("finish_reason"))
+        return self._add(token_ids(choice), choice, finish=choice.get("finish_reason"))
 
     def observe(self, reader: ResponseReader) -> None:
         """Adds the recorded tokens of a forwarded stream: the whole answer so far.
@@ -274,6 +274,8 @@ class Transcript:
         if isinstance(prompt, list) and prompt:
             self.prompt = _array(prompt)
         message = choice.get("message") or {}
+        if not isinstance(message, dict):
+            raise MergeError("the message of the segment's answer is not a JSON object")
         if self._chat and any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")):
             raise MergeError(PARSED)
         engine_text = message.get("content") if self._chat else choice.get("text")
@@ -478,19 +480,29 @@ def _array(ids: list[Any]) -> Tokens:
         raise MergeError("the engine reports invalid token ids") from None
 
 
-def _ids(choice: JSON) -> list[int]:
+def token_ids(choice: JSON) -> list[int]:
+    """Returns the tokens of a choice. Raises MergeError."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list):
         raise MergeError("the engine does not tell token ids (return_token_ids)")
+    if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+        raise MergeError("the engine reports invalid token ids")
     return ids
 
 
 def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, Any]:
     """Returns the log probabilities of the first `count` tokens of a segment.
 
-    `offset`: characters of the answer before the segment.
+    `offset`: characters of the answer before the segment. Raises MergeError.
     """
     shifted = {k: v[:count] if isinstance(v, list) else v for k, v in logprobs.items()}
-    if isinstance(shifted.get("text_offset"), list):
-        shifted["text_offset"] = [at + offset for at in shifted["text_offset"]]
+    offsets, tokens = shifted.get("text_offset") or [], shifted.get("tokens") or []
+    if not (_are(offsets, int) and _are(tokens, str)):
+        raise MergeError("the engine reports invalid log probabilities")
+    if offsets:
+        shifted["text_offset"] = [at + offset for at in offsets]
     return shifted
+
+
+def _are(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)

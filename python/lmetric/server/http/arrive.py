@@ -38,6 +38,7 @@ from lmetric.server.http.tokenizing import (
     prompt_text,
     read_media,
     read_prompt,
+    renders_at_once,
     take_prompt,
     unpredictable,
 )
@@ -249,7 +250,7 @@ class Arrivals:
         tokenizer = model.tokenizers.current
         if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
-        if len(call.body) > RENDERED_BYTES:
+        if not renders_at_once(tokenizer, call):
             return partial(read_prompt, tokenizer, call)
         try:
             text = prompt_text(tokenizer, call)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Larger bodies are rendered in a thread: a template may take microseconds for each message.
 RENDERED_BYTES = 64 << 10
+# With templates that indent JSON: 1 us per byte.
+INDENTED_BYTES = 32 << 10
 # Readers of prompts whose media an engine may encode in advance.
 ENCODED_APIS = ("chat", "messages", "responses")
 
@@ -98,6 +100,11 @@ def count_text_prompt(model: Model, why: NotPredictable) -> None:
     """Counts a prompt that is matched as text although its model matches tokens."""
     model.tokenizers.text_prompts[why.reason] += 1
     log.debug("a prompt is matched as text", model=model.name, reason=why.reason, why=str(why))
+
+
+def renders_at_once(tokenizer: PromptTokenizer, call: ParsedRequest) -> bool:
+    """Whether the event loop may render a request's prompt."""
+    return len(call.body) <= (INDENTED_BYTES if tokenizer.indents else RENDERED_BYTES)
 
 
 def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | ImagePrompt:

@@ -35,7 +35,7 @@ from lmetric.server.execution.plan import (
     ended_by_order,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.transcript import object_of
+from lmetric.server.execution.transcript import object_of, token_ids
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.chain import choices_of
 from lmetric.server.fleet.engine import Engine
@@ -63,7 +63,8 @@ class Rest:
     def add(self, choice: JSON) -> None:
         """Adds the tokens of a generated event."""
         self.generated = True
-        self.waiting += choice.get("token_ids") or ()
+        if choice.get("token_ids"):
+            self.waiting += token_ids(choice)
         self.finish = choice.get("finish_reason") or self.finish
         self.stop = choice.get("stop_reason", self.stop)
 
