@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 import chart_world as chart
-from chart_world import CHART, ROOT, TOOLS, VARIANTS, objects, of_kind, only, pod, router
+from chart_world import CHART, NAMESPACE, ROOT, TOOLS, VARIANTS, objects, of_kind, only, pod, router
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
 from lmetric.server.epp.settings import for_gateway
 
+CREATE_SECRET = ["create", "secret", "generic"]
 EPP = [name for name in VARIANTS if name.startswith("epp")]
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -188,6 +189,34 @@ def test_prometheus_finds_each_router_once(variant: str) -> None:
         if "lmetric-router.json" in each["data"]
     )  # fmt: skip
     assert text.strip() == (ROOT / "deploy" / "grafana" / "lmetric-router.json").read_text().strip()
+
+
+def test_the_alert_finds_the_job_of_the_monitors_on_the_pages() -> None:
+    """Without a relabeling, the operator names the job after the namespace and the monitor."""
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yaml").read_text()
+    (job,) = re.findall(r'up\{job=~"(lmetric-router[^"]*)"\}', rules)
+    monitors = of_kind(chart.on_pages(), "PodMonitor")
+    assert monitors
+    for monitor in monitors:
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            names = {rule["targetLabel"]: rule["replacement"] for rule in endpoint.get("relabelings", ())}
+            assert re.fullmatch(job, names.get("job", f"{NAMESPACE}/{monitor['metadata']['name']}"))
+
+
+def test_the_shown_values_use_the_secret_and_the_registry_of_the_page(tmp_path: Path) -> None:
+    text = chart.PAGE.read_text()
+    (secret,) = {words[3] for words in chart.page_commands("kubectl") if words[:3] == CREATE_SECRET}
+    blocks = re.findall(r"^```yaml\n(# values\.yaml\n.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert [yaml.safe_load(block).get("mode") for block in blocks] == [None, "epp"]
+    for block in blocks:
+        (tmp_path / "values.yaml").write_text(block)
+        done = chart.helm("template", "lmetric", str(CHART), "--values", str(tmp_path / "values.yaml"))
+        assert done.returncode == 0, done.stderr
+        spec = pod([each for each in yaml.safe_load_all(done.stdout) if each])
+        volumes = {each["name"]: each for each in spec["volumes"]}
+        assert volumes["secrets"]["secret"]["secretName"] == secret
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            assert container["image"].startswith("registry.example.com/")
 
 
 def test_the_runbooks_of_all_alerts_have_one_address() -> None:

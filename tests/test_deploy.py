@@ -288,6 +288,16 @@ def test_systemd_takes_the_unit() -> None:
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
 
 
+def test_the_example_for_envoy_waits_for_the_picker() -> None:
+    """`stream_idle_timeout` also ends streams that the picker holds."""
+    config = yaml.safe_load((ROOT / "examples" / "envoy" / "envoy.yaml").read_text())
+    (chain,) = config["static_resources"]["listeners"][0]["filter_chains"]
+    manager = chain["filters"][0]["typed_config"]
+    picker = manager["http_filters"][0]["typed_config"]
+    idle, held = manager["stream_idle_timeout"], picker["message_timeout"]
+    assert float(idle.removesuffix("s")) > float(held.removesuffix("s"))
+
+
 def locked(file: str) -> set[tuple[str, str]]:
     return set(re.findall(r"^([a-z0-9.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE))
 

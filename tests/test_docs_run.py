@@ -331,6 +331,26 @@ def test_outputs_are_compared_by_line_and_order() -> None:
     assert missing(["mean TTFT 3 ms", "URL http://127.0.0.1:8080"], output) == ["URL http://127.0.0.1:8080"]
 
 
+def figures(line: str) -> list[str]:
+    """The decimals of a line, without spreads over seeds."""
+    return re.findall(r"\d+\.\d+", re.sub(r"±[\d.]+", "", line))
+
+
+@pytest.mark.parametrize("name", ["docs/how-to/deploying.md", "docs/tutorials/your_own_policy.md"])
+def test_shown_simulations_have_the_present_figures(name: str, tmp_path: Path) -> None:
+    """Simulations are deterministic, so each shown line has exactly the figures of the output."""
+    page, checked = Page(name, tmp_path), 0
+    page.env["COLUMNS"] = "200"
+    for line, shown in STEPS[name]:
+        rows = [each for each in map(figures, shown) if each]
+        if line.startswith("lmetric-router simulate") and rows:
+            output = [figures(each) for each in page.shell(line, 0).splitlines()]
+            for row in rows:
+                assert row in output, f"{line}: {row}"
+            checked += len(rows)
+    assert checked
+
+
 def test_every_kind_of_block_is_known() -> None:
     for name, path in zip(NAMES, DOCUMENTS, strict=True):
         kinds = set(re.findall(r"^ *```(\w*)\n.*?^ *```", path.read_text(), re.MULTILINE | re.DOTALL))

@@ -26,6 +26,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
+from lmetric.server.observe.hot import HOT_MORE, HOT_SHOWN, HOT_TIMES
 from server_world import world
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +140,12 @@ def test_every_alert_has_a_runbook_that_fits_on_a_screen() -> None:
         parts = re.findall(r"^- \*\*(\w+)\.\*\* \S", sections[name], re.MULTILINE)
         assert parts == ["Sign", "Cause", "Check", "Fix"], name
         assert len(sections[name].split()) <= 110, name
+
+
+def test_the_page_has_the_bounds_of_hot_engines() -> None:
+    page = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
+    bounds = f"over {HOT_TIMES:g} times the mean batch of their role, and at least {HOT_MORE:g} requests more"
+    assert f'"Hot" lists at most {HOT_SHOWN} usable engines: those with {bounds}' in page
 
 
 def test_the_shown_command_gives_all_runbooks_another_address() -> None:

@@ -153,6 +153,10 @@ def test_a_server_has_few_settings() -> None:
     assert list(sections)[-1] == "tuning"
     assert len(next(iter(sections.values()))) <= FIRST_SECTION_MAX
     assert len((PAGES / "configuration.md").read_text().split()) <= WORDS_MAX
+    changes = (PAGES.parents[1] / "CHANGELOG.md").read_text()
+    assert f"`serve` accepts {len(own)} settings" in changes
+    served = [row for row in lm.policy_table() if row["maturity"] != "study"]
+    assert f"`total_delay` with a hot-spot guard, {len(served) - 1} other policies" in changes
 
 
 def test_every_setting_is_on_the_page_and_says_when_to_change_it() -> None:

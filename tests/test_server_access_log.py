@@ -1,6 +1,7 @@
 """The access log: one line per request, with the fields that identify it."""
 
 import asyncio
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from lmetric.server.observe import refusals
 from server_world import STREAM_HEAD, FakeEngine, chunk, reset, says, token, world
 from test_server_process import BODY, engine, router
 
+TUTORIAL = Path(__file__).parent.parent / "docs" / "tutorials" / "first_deployment.md"
 LOG: dict[str, Any] = {"log": {"access": True}}
 
 
@@ -62,6 +64,10 @@ async def test_the_line_of_a_stream_has_its_ttft(
         assert 0 < line["ttft_seconds"] < line["duration_seconds"]
         host, port = line["client"].split(":")
         assert (host, 0 < int(port) < 65536) == ("127.0.0.1", True)
+        # The tutorial shows some of the fields, in the order of the line.
+        (shown,) = re.findall(r"^\[info\] request (.*?)^```", TUTORIAL.read_text(), re.DOTALL | re.MULTILINE)
+        names = re.findall(r"(\w+)=", shown)
+        assert names == [name for name in line if name in names]
 
 
 async def test_lines_of_requests_that_were_refused_failed_or_left(

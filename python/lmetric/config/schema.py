@@ -726,7 +726,7 @@ class KubernetesSource(Strict):
     )
     role_key: str | None = Field(
         None,
-        description="annotation or label with the role of a pod: both, prefill or decode",
+        description="annotation or label with the role of a pod: both, prefill, decode or encode",
         json_schema_extra={"when": "engines do not report their role"},
     )
     kubeconfig: Path | None = Field(
