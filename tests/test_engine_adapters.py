@@ -20,11 +20,11 @@ SAMPLES = Path(__file__).parent / "samples"
 MODELS = '{"data": [{"id": "tiny", "parent": null}]}'
 
 
-async def of(pages: dict[str, str]) -> tuple[Any, Capabilities]:
+async def of(pages: dict[str, str], rank: int | None = None) -> tuple[Any, Capabilities]:
     async def ask(path: str) -> tuple[int, bytes]:
         return (200, pages[path].encode()) if path in pages else (404, b'{"detail": "Not Found"}')
 
-    return await identify(ask)
+    return await identify(ask, rank)
 
 
 def sample(name: str) -> dict[str, Any]:
@@ -52,6 +52,45 @@ async def test_vllm_as_it_is() -> None:
     assert told.full_report == {"vllm_xargs": {"kv_cache_report_mode": "full"}}
     assert told.priority == Priority("lower_first", None, header=True)
     assert (told.cached_tokens, told.handover) == (None, None)  # unreported values are not made up
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("rank", [None, 0])
+async def test_the_cache_of_a_data_parallel_vllm_is_counted_once(ranks: int, rank: int | None) -> None:
+    """vLLM 0.32 repeats the blocks of all its ranks together for each rank, and the tokens of one
+    rank (log_metrics_info, _apply_ready_response). The sum over the ranks was N times too large."""
+    pages = sample("vllm-0.32.0")["pages"]
+    del pages["/kv_event_sources"]
+    lines = pages["/metrics"].replace('num_gpu_blocks="512"', f'num_gpu_blocks="{512 * ranks}"').splitlines()
+    pages["/metrics"] = "".join(
+        line.replace('engine="0"', f'engine="{each}"') + "\n" for line in lines for each in range(ranks)
+    )
+    counted = 1 if rank is not None else ranks
+    _, told = await of(pages, rank)
+    assert told.ranks == tuple(range(ranks))
+    assert (told.cache_blocks, told.cache_tokens) == (512 * counted, 16384 * counted)
+    # Versions without the tokens also sum.
+    for tokens in ('kv_cache_size_tokens="16384",', 'kv_cache_size_tokens="None",'):
+        pages["/metrics"] = pages["/metrics"].replace('kv_cache_size_tokens="16384",', tokens)
+        _, told = await of(pages, rank)
+        assert told.cache_blocks == 512 * counted
+    with pytest.raises(ValueError, match=f"data_parallel_rank: {ranks}: the engine has the ranks 0"):
+        await of(pages, ranks)
+
+
+async def test_a_hybrid_cache_and_blocks_of_several_gpus() -> None:
+    """Blocks times their setting are not the tokens of a model with several groups of layers, and
+    blocks of decode context parallelism are larger than the setting."""
+    pages = sample("vllm-0.32.0")["pages"]
+    page = pages["/metrics"].replace('kv_cache_size_tokens="16384"', 'kv_cache_size_tokens="6400"')
+    _, told = await of(pages | {"/metrics": page})
+    assert (told.block_size, told.cache_blocks, told.cache_tokens) == (32, 200, 6400)
+    label = 'effective_attention_block_size="%s"'
+    page = pages["/metrics"].replace(label % 32, label % 128)
+    _, told = await of(pages | {"/metrics": page})
+    assert (told.block_size, told.cache_blocks, told.cache_tokens) == (128, 128, 16384)
+    _, told = await of(pages | {"/metrics": page.replace(label % 128, label % "None")})
+    assert (told.block_size, told.cache_tokens) == (32, 16384)
 
 
 async def test_sglang_as_its_sources_have_it() -> None:
@@ -120,10 +159,12 @@ async def test_older_and_other_engines() -> None:
     pages = {
         "/v1/models": MODELS,
         "/version": '{"version": "0.9.2"}',
-        "/metrics": metrics + config % (0, "100") + config % (1, "150"),
+        "/metrics": metrics + config % (0, "250") + config % (1, "250"),  # of both ranks together
     }
     adapter, told = await of(pages)
     assert (told.engine, told.block_size, told.cache_blocks) == ("vllm", 16, 250)
+    assert told.ranks == (0, 1)
+    assert (await of(pages, 1))[1].cache_blocks == 125
     assert told.load_names == ("vllm:num_requests_running", "vllm:gpu_cache_usage_perc")
     assert adapter.load(metrics.encode()) == Load(None, 2.0, 0.5, told.load_names)
     assert "0.9.2 does not report its KV event endpoints" in str(told.no_events)

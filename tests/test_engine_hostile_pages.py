@@ -177,9 +177,9 @@ async def test_figures_beyond_their_bounds_count_as_not_reported() -> None:
         assert (engine["block_size"], engine["cache_blocks"]) == (None, None)
         assert engine["models"][0]["max_model_len"] is None
         assert [text.partition(":")[0] for text in engine["ignored"]] == [
-            "num_gpu_blocks",
             "block_size",
             "max_model_len",
+            "num_gpu_blocks",
         ]
         await w.until(lambda: w.server.fleet.models[0].engines["e0"].load_reports)
         assert b"Inf" not in (await w.get("/metrics"))[1].replace(b'le="+Inf"', b"")

@@ -69,6 +69,25 @@ async def test_a_request_goes_to_the_least_loaded_rank() -> None:
             assert (await ask)[0] == 200
 
 
+async def test_idle_ranks_are_chosen_in_turn_and_report_their_cache_as_vllm() -> None:
+    async with (
+        EngineServer(EngineOptions(port=0, ranks=3, clock_speed=50, cache_blocks=1000)) as engine,
+        aiohttp.ClientSession() as http,
+    ):
+        for expected in (0, 0, 0, 32):  # tokens
+            _, answer = await post(http, engine.url)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
+
+        async def ask(path: str) -> tuple[int, bytes]:
+            async with http.get(engine.url + path) as answer:
+                return answer.status, await answer.read()
+
+        _, page = await ask("/metrics")
+        assert page.count(b'num_gpu_blocks="3000"') == page.count(b'kv_cache_size_tokens="16000"') == 3
+        found = [(await identify(ask, rank))[1].cache_blocks for rank in (None, 0, 2)]
+        assert found == [3000, 1000, 1000]
+
+
 async def test_the_stand_in_for_sglang_has_ranks_as_sglang() -> None:
     sockets = ("kv_events_endpoint", "kv_events_replay_endpoint", "load_publish_endpoint")
     options = EngineOptions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -91,9 +91,12 @@ class Vllm(Adapter):
         """Capabilities from its endpoints. Block and cache size are labels of
         `vllm:cache_config_info`."""
         version = await self.version(pages)
-        caches, loras, load, nixl, scheduler = await read_page(await pages.text("/metrics"), self._metrics)
-        blocks = [count for cache in caches if (count := pages.count(cache, "num_gpu_blocks", MOST_BLOCKS))]
-        sizes = [size for cache in caches if (size := pages.count(cache, "block_size", MOST_BLOCK_TOKENS))]
+        all_caches, loras, load, nixl, scheduler = await read_page(
+            await pages.text("/metrics"), self._metrics
+        )
+        labeled = _ranks(all_caches)
+        caches = [cache for cache in all_caches if self.rank is None or _ranks([cache]) in ((), (self.rank,))]
+        block_size = _block_size(pages, caches)
         caching = {cache.get("enable_prefix_caching") for cache in caches}
         kv_events = await pages.answer(_SOURCES)
         sources, no_events = await read_page(kv_events[1], lambda body: _sources(kv_events[0], body, version))
@@ -107,11 +110,11 @@ class Vllm(Adapter):
             version,
             await pages.models(),
             revision=_revision(told),
-            block_size=sizes[0] if sizes else None,
-            cache_blocks=min(sum(blocks), MOST_BLOCKS) if blocks else None,
+            block_size=block_size,
+            cache_blocks=_cache_blocks(pages, caches, block_size, len(labeled)),
             max_loras=next((count for each in loras if (count := pages.count(each, "max_lora"))), None),
             prefix_caching=None if not caching & {"True", "False"} else "True" in caching,
-            ranks=tuple(source.rank for source in sources),
+            ranks=tuple(source.rank for source in sources) or labeled,
             event_sources=sources,
             no_events=no_events,
             events_fix=None if no_events in (None, _OFF) else "set kv_events.endpoint in the configuration",
@@ -148,14 +151,46 @@ class Vllm(Adapter):
     def _metrics(
         self, page: bytes
     ) -> tuple[list[dict[str, str]], list[dict[str, str]], Load, bool, Scheduler | None]:
-        """The labels about its caches and adapters, the load, whether it has NIXL metrics, and its
-        scheduler."""
+        """The labels about the caches of all ranks and about adapters, the load, whether it has
+        NIXL metrics, and its scheduler."""
         own = self.own(page)
         infos: dict[str, list[dict[str, str]]] = {name: [] for name in _INFOS}
-        for name, raw, _ in samples(own, self.prefix, _INFOS):
+        for name, raw, _ in samples(page, self.prefix, _INFOS):
             infos[name].append(labels_of(raw))
         caches, loras = infos.values()
         return caches, loras, self.load(own), _NIXL.search(own) is not None, _scheduler(page)
+
+
+def _ranks(caches: Iterable[Mapping[str, str]]) -> tuple[int, ...]:
+    """The data-parallel ranks in the labels `engine` of its caches, in order."""
+    found = {name for cache in caches if (name := cache.get("engine", "")).isdecimal() and len(name) < 5}
+    return tuple(sorted(rank for rank in map(int, found) if rank < MOST_RANKS))
+
+
+def _block_size(pages: Pages, caches: Sequence[Mapping[str, str]]) -> int | None:
+    """Tokens of a KV block. With decode context parallelism, the blocks of attention are larger
+    than the setting (0.32.0)."""
+    for name in ("effective_attention_block_size", "block_size"):
+        for cache in caches:
+            if size := pages.count(cache, name, MOST_BLOCK_TOKENS):
+                return size
+    return None
+
+
+def _cache_blocks(
+    pages: Pages, caches: Sequence[Mapping[str, str]], block_size: int | None, ranks: int
+) -> int | None:
+    """KV blocks of the ranks in `caches`. ``ranks``: the number of all its ranks.
+
+    The label of each rank repeats `num_gpu_blocks` of all ranks together, and
+    `kv_cache_size_tokens` of one rank (0.32.0). Only the tokens are right for hybrid models.
+    """
+    read = max(1, len(_ranks(caches)))
+    for cache in caches:
+        if block_size and (tokens := pages.count(cache, "kv_cache_size_tokens", MOST_BLOCKS)):
+            return min(max(1, tokens // block_size) * read, MOST_BLOCKS)
+    blocks = [count for cache in caches if (count := pages.count(cache, "num_gpu_blocks", MOST_BLOCKS))]
+    return max(1, max(blocks) * read // max(1, ranks)) if blocks else None
 
 
 def _scheduler(page: bytes) -> Scheduler | None:

@@ -77,6 +77,7 @@ class Api:
         self._nixl: Nixl | None = None
         self._dead = False
         self._in_progress = 0
+        self._requests = 0  # that named no data-parallel rank
         self._created = int(time.time())
         self._metrics_page = b""
         self._metrics_at = -math.inf
@@ -263,7 +264,9 @@ class Api:
 
     def _rank_of(self, header: str | None, _body: Body) -> Rank:
         """The data-parallel rank that serves a request. Raises EngineError."""
-        return chosen(self._ranks, header)
+        if header is None:  # vLLM 0.32 begins its search one rank later each time
+            self._requests += 1
+        return chosen(self._ranks, header, self._requests - 1)
 
     async def _answer_whole(
         self,

@@ -29,9 +29,9 @@ class Rank:
     kv_feed: KvFeed | None
 
 
-def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
-    """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's weights. Raises
-    EngineError."""
+def chosen(ranks: Sequence[Rank], header: str | None, start: int) -> Rank:
+    """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's weights, from rank
+    ``start`` on. Raises EngineError."""
     if header is not None:
         with contextlib.suppress(ValueError):
             if 0 <= int(header) < len(ranks):
@@ -42,7 +42,8 @@ def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
         now = rank.driver.engine.load()
         return 4 * int(now["waiting"]) + int(now["running"])
 
-    return ranks[0] if len(ranks) == 1 else min(ranks, key=load)
+    start %= len(ranks)
+    return ranks[0] if len(ranks) == 1 else min([*ranks[start:], *ranks[:start]], key=load)
 
 
 def consecutive_ports(endpoint: str, count: int) -> str:

@@ -135,6 +135,12 @@ class EngineServer:
             "enable_prefix_caching": "True",
             "num_gpu_blocks": str(profile.cache_blocks),
         }
+        if not sglang:  # vLLM repeats the blocks of all ranks together for each rank
+            cache_config |= {
+                "effective_attention_block_size": str(profile.block_tokens),
+                "kv_cache_size_tokens": str(profile.cache_blocks * profile.block_tokens),
+                "num_gpu_blocks": str(profile.cache_blocks * options.ranks),
+            }
         make_metrics = SglangMetrics if sglang else EngineMetrics
         metrics = make_metrics(options.model, cache_config, engine.load, number)
         driver = Driver(engine, Clock(options.clock_speed), metrics, feed.publish if feed else None)

@@ -112,7 +112,6 @@ class SglangApi(Api):
     _full_reports = False
     _echoes_ids = False
     _rooms: Rooms | None = None
-    _requests = 0
 
     async def start(self) -> None:
         """Opens what decode engines and routers need. Raises EngineStartError."""
