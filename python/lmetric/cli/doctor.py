@@ -125,8 +125,9 @@ def _targets(urls: list[str], file: Path | None, overrides: dict[str, Any]) -> l
 
     # URLs pass through the configuration: it checks them and adds the other settings of the engine.
     config = load_config(file, overrides)
+    health = config.health.path
     targets = [
-        Target(engine, model.name if model else config.model, config.pool_settings(model))
+        Target(engine, model.name if model else config.model, config.pool_settings(model), health_path=health)
         for model in (*config.models, None)
         for engine in (model.engines if model else config.engines)
     ]
@@ -137,7 +138,7 @@ def _targets(urls: list[str], file: Path | None, overrides: dict[str, Any]) -> l
             for engine in named.engines
             # An engine has several targets if its data-parallel ranks are separate entries.
             for target in [target for target in targets if target.engine.url == engine.url]
-            or [Target(engine, config.model, config.pool_settings())]
+            or [Target(engine, config.model, config.pool_settings(), health_path=health)]
         ]
     if not targets:
         raise ConfigError("no engines: pass engine URLs, or --config with a file that lists engines")

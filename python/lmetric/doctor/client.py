@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from lmetric.engines.http import PATIENCE_SECONDS, Answer, EngineClient, Unanswered
+from lmetric.engines.http import PATIENCE_SECONDS, PLAIN, Answer, EngineClient, Unanswered
 
 
 class StreamingClient(EngineClient):
@@ -27,9 +27,11 @@ class StreamingClient(EngineClient):
             response = await self._session.post(
                 self._base + "/v1/completions",
                 json=body | {"stream": True},
-                headers=self._headers,
+                headers={**PLAIN, **self._headers},
                 server_hostname=self._server_name,
                 timeout=timeout,
+                allow_redirects=False,
+                auto_decompress=False,
             )
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"POST /v1/completions: {error or type(error).__name__}") from None
@@ -37,8 +39,9 @@ class StreamingClient(EngineClient):
         reader = asyncio.create_task(stream.read())
         try:
             if response.status != 200:
-                await reader
-                raise Unanswered(Answer(response.status, {}, bytes(stream.seen)).error())
+                # An error page that never ends is no reason to wait longer.
+                await asyncio.wait([reader], timeout=PATIENCE_SECONDS)
+                raise Unanswered(Answer(response.status, response.headers, bytes(stream.seen)).error())
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await stream.begun.wait()
             yield stream

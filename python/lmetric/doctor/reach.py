@@ -23,10 +23,10 @@ IMAGE = (
 
 
 async def check_reachable(subject: Subject) -> None:
-    """Checks GET /health, and the clock by the answer's `Date`."""
-    before = time.time()
+    """Checks GET of the health page as the server does, and the clock by the answer's `Date`."""
+    before, path = time.time(), subject.target.health_path
     try:
-        answer = await subject.client.get("/health", seconds=5)
+        answer = await subject.client.get(path, seconds=5)
     except Unanswered as error:
         url, cause = subject.client.url, str(error)
         if isinstance(error, TimedOut) and await _accepts(url):
@@ -37,15 +37,12 @@ async def check_reachable(subject: Subject) -> None:
         subject.failed("reachable", cause, remedy)
         return
     after = time.time()
-    if answer.status >= 400:
-        cause = f"GET /health: {answer.error()}"
-        subject.failed(
-            "reachable",
-            cause,
-            "restart the engine: its core may have crashed" if answer.status >= 500 else None,
-        )
+    if answer.status >= 500:
+        cause = f"GET {path}: {answer.error()}"
+        subject.failed("reachable", cause, "restart the engine: its core may have crashed")
         return
-    subject.passed("reachable", f"GET /health {answer.status} in {(after - before) * 1e3:.0f} ms")
+    status = str(answer.status) if answer.status < 300 else f"({answer.error()})"
+    subject.passed("reachable", f"GET {path} {status} in {(after - before) * 1e3:.0f} ms")
     judge_date(subject, answer.headers.get("Date"), before, after)
 
 

@@ -26,6 +26,8 @@ class Target:
     ones."""
     token_seconds: float | None = None
     """The goal for the 99th percentile of the time between tokens, seconds; None: no goal."""
+    health_path: str = "/health"
+    """The path of its health page; every status below 500 is healthy, as in the server."""
 
 
 @dataclass(slots=True)

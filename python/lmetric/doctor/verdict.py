@@ -56,7 +56,7 @@ class Check:
 CHECKS = {
     check.name: check
     for check in (
-        Check("reachable", "answers GET /health", Level.LOAD),
+        Check("reachable", "answers its health page", Level.LOAD),
         Check("model", "serves the model, and answers a completion of one token", Level.LOAD),
         Check("role", "prefills, decodes or encodes according to its role", Level.LOAD),
         Check("load", "load reports are readable, and show a test request", Level.LOAD),

@@ -10,10 +10,15 @@ import aiohttp
 import orjson
 
 from lmetric.connection_errors import reason_of
+from lmetric.engines.adapter import MODELS
 from lmetric.engines.errors import error_text
 
 PATIENCE_SECONDS = 30.0
 """Time limit of an answer, seconds: enough for a short request on a busy engine."""
+MAX_BODY_BYTES = 16 << 20
+"""Maximum size of an answer's body, as in the server."""
+PLAIN = {"accept-encoding": "identity"}
+"""The header that asks for a body without compression: the server unpacks none, either."""
 
 
 class Unanswered(Exception):
@@ -40,9 +45,15 @@ class Answer:
         except orjson.JSONDecodeError:
             return None
 
+    @property
+    def redirect(self) -> str | None:
+        """The URL to which the answer redirects; None: it does not. The server follows none."""
+        return self.headers.get("Location") if 300 <= self.status < 400 else None
+
     def error(self) -> str:
         """One line about a failed answer: its status and message."""
-        said = error_text(self.body)
+        to = self.redirect
+        said = error_text(self.body) if to is None else f"redirects to {to[:200]}: use that URL"
         return f"status {self.status}" + (f": {said}" if said else "")
 
     def usage(self, *path: str) -> int | None:
@@ -86,8 +97,13 @@ class EngineClient:
         return await self._ask("POST", path, body, headers or {}, PATIENCE_SECONDS)
 
     async def page(self, path: str) -> tuple[int, bytes]:
-        """Status and body of GET, for `lmetric.engines.identify`."""
+        """Status and body of GET, for `lmetric.engines.identify`.
+
+        A redirect of the list of models counts as no answer. Other pages are optional.
+        """
         answer = await self.get(path)
+        if path == MODELS and answer.redirect is not None:
+            raise Unanswered(f"GET {path}: {answer.error()}")
         return answer.status, answer.body
 
     async def _ask(
@@ -98,14 +114,32 @@ class EngineClient:
                 method,
                 self._base + path,
                 json=body,
-                headers={**self._headers, **headers},
+                headers={**PLAIN, **self._headers, **headers},
                 server_hostname=self._server_name,
                 timeout=aiohttp.ClientTimeout(total=seconds),
+                allow_redirects=False,
+                auto_decompress=False,
             ) as response:
-                return Answer(response.status, dict(response.headers), await response.read())
+                return Answer(response.status, response.headers, await _body(response, f"{method} {path}"))
         except TimeoutError:
             raise TimedOut(f"{method} {path}: no answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
             raise Unanswered(f"no connection: {reason_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None
+
+
+async def _body(response: aiohttp.ClientResponse, what: str) -> bytes:
+    """The body of an answer. Raises Unanswered if it is compressed or too large."""
+    coding = response.headers.get("Content-Encoding", "identity")
+    if coding.lower() not in ("", "identity"):
+        raise Unanswered(
+            f"{what}: a compressed body ({coding[:40]}), although the request accepts none; turn compression "
+            "off in the proxy before the engine"
+        )
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise Unanswered(f"{what}: a body of more than {MAX_BODY_BYTES >> 20} MiB")
+    return bytes(body)
