@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -15,10 +17,13 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
-from lmetric.config import EngineConfig
-from lmetric.doctor import Target, examine
+from lmetric.config import EngineConfig, PoolSettings
+from lmetric.doctor import Level, Target, examine
 from lmetric.doctor import client as doctor_client
+from lmetric.doctor import handover as doctor_handover
+from lmetric.doctor import run as doctor_run
 from lmetric.doctor.client import StreamingClient
+from lmetric.doctor.subject import Subject
 from lmetric.engines.http import MAX_BODY_BYTES, EngineClient, Unanswered
 from lmetric_lab.calibrate.ask import Asker
 from lmetric_lab.calibrate.plan import CalibrationError
@@ -40,6 +45,45 @@ async def answering(handler: Handler) -> AsyncIterator[str]:
         yield f"http://{host}:{port}"
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def altered(
+    url: str, change: Callable[[str, bytes], bytes | None], **headers: str
+) -> AsyncIterator[str]:
+    """A proxy before an engine: its URL. It replaces bodies by path, and headers of all answers."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+
+        async def forward(request: web.Request) -> web.StreamResponse:
+            sent = {name: value for name, value in request.headers.items() if name != "Host"}
+            body = await request.read()
+            async with session.request(request.method, url + request.path_qs, data=body, headers=sent) as got:
+                kind = got.headers.get("Content-Type", "text/plain")
+                if kind.startswith("text/event-stream"):
+                    response = web.StreamResponse(headers={"Content-Type": kind})
+                    await response.prepare(request)
+                    async for piece in got.content.iter_any():
+                        await response.write(piece)
+                    return response
+                content = await got.read()
+                content = content if (new := change(request.path, content)) is None else new
+                return web.Response(
+                    status=got.status, body=content, headers={"Content-Type": kind, **headers}
+                )
+
+        async with answering(forward) as proxy:
+            yield proxy
+
+
+@contextlib.asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[str]:
+    """An emulated engine: its URL."""
+    async with EngineServer(EngineOptions(port=0, clock_speed=20, **options)) as engine:
+        yield engine.url
+
+
+def without_change(path: str, body: bytes) -> bytes | None:
+    return None
 
 
 async def test_an_endless_body_is_refused() -> None:
@@ -132,3 +176,152 @@ async def test_health_is_what_the_server_takes_for_healthy(status: int, outcome:
         [found] = await examine([Target(EngineConfig(url=url))])
     verdict = found.verdicts["reachable"]
     assert (asked[0], verdict.outcome) == ("/health", outcome), verdict
+
+
+@pytest.mark.parametrize(
+    "date",
+    [
+        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
+        "Mon, 01 Jan 2026 00:00:00 +99999999999999999999",
+        "Mon, 01 Jan 0001 00:00:00 -0000",
+        "yesterday",
+    ],
+)
+async def test_a_date_beyond_all_bounds(date: str) -> None:
+    async with served() as url, altered(url, without_change, Date=date) as proxy:
+        [found] = await examine([Target(EngineConfig(url=proxy))])
+    clock = found.verdicts["clock"]
+    assert clock.outcome in ("not offered", "fail"), clock
+    assert "the check ended with" not in clock.seen
+    assert not found.wanting(Level.APPROXIMATE)
+
+
+@pytest.mark.parametrize("bad", ["17", -1, 2**32, True, 1.5, None])
+async def test_token_ids_that_are_none(bad: object) -> None:
+    def change(path: str, body: bytes) -> bytes | None:
+        if path != "/tokenize":
+            return None
+        told = json.loads(body)
+        return json.dumps(told | {"tokens": [*told["tokens"][:-1], bad]}).encode()
+
+    options = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
+    async with served(**options) as url, altered(url, change) as proxy:
+        [found] = await examine([Target(EngineConfig(url=proxy), None, PoolSettings(tokenizer="off"))])
+    verdict = found.verdicts["prefix_cache"]
+    assert (verdict.outcome, "returns no token IDs" in verdict.seen) == ("not offered", True), verdict
+
+
+async def test_a_completion_without_text_ends_no_other_check() -> None:
+    def change(path: str, body: bytes) -> bytes | None:
+        if path != "/v1/completions":
+            return None
+        told = json.loads(body)
+        return json.dumps({**told, "choices": [{}]}).encode()
+
+    pair = {"kv_connector": "nixl", "model": "pair"}
+    async with (
+        served(**pair, role="prefill") as one,
+        served(**pair, role="decode") as two,
+        served() as sound,
+        altered(one, change) as proxy,
+    ):
+        found = await examine([Target(EngineConfig(url=url)) for url in (proxy, two, sound)])
+    for each in found[:2]:
+        handover = each.verdicts["handover"]
+        assert (handover.outcome, "a completion without a text" in handover.seen) == ("fail", True), handover
+    assert found[2].level is Level.APPROXIMATE
+
+
+@pytest.mark.parametrize(
+    ("place", "check"),
+    [
+        ("check_reachable", "reachable"),
+        ("check_model", "model"),
+        ("check_token_gaps", "token_gaps"),
+        ("check_load_and_cancel", "load"),
+        ("check_tokenizer", "tokenizer"),
+        ("check_cache", "prefix_cache"),
+        ("check_priority", "priority"),
+    ],
+)
+async def test_an_error_in_a_check_is_a_verdict_on_its_engine(
+    place: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any unforeseen error lost the verdicts on all engines."""
+    async with served() as url, served() as other:
+        sound = getattr(doctor_run, place)
+
+        def fails(subject: Subject, *rest: Any, **more: Any) -> Any:
+            if subject.client.url == url:
+                raise LookupError("odd")
+            return sound(subject, *rest, **more)
+
+        monkeypatch.setattr(doctor_run, place, fails)
+        bad, good = await examine(
+            [Target(EngineConfig(url=each), token_seconds=1.0) for each in (url, other)]
+        )
+    verdict = bad.verdicts[check]
+    assert verdict.outcome == "fail"
+    assert verdict.seen.startswith("the check ended with LookupError: odd (test_doctor_client.py:")
+    assert good.level is Level.APPROXIMATE
+
+
+async def test_an_error_in_the_check_of_a_transfer_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> str:
+        raise LookupError("odd")
+
+    monkeypatch.setattr(doctor_handover, "_hand_over", fails)
+    pair = {"kv_connector": "nixl", "model": "pair"}
+    async with served(**pair) as one, served(**pair) as two:
+        found = await examine([Target(EngineConfig(url=url)) for url in (one, two)])
+    assert all("LookupError: odd" in each.verdicts["handover"].seen for each in found)
+
+
+@pytest.mark.parametrize("block", [16, 64, 528])
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_a_drafter_computes_the_last_block_again(block: int, api: str) -> None:
+    """vLLM 0.32 with EAGLE or MTP drops the last block of each hit, which was a FAIL."""
+    reported = []
+
+    def change(path: str, body: bytes) -> bytes | None:
+        if path != "/v1/completions":
+            return None
+        told = json.loads(body)
+        details = told["usage"]["prompt_tokens_details"]
+        if details["cached_tokens"]:
+            details["cached_tokens"] -= block
+            reported.append(details["cached_tokens"])
+        return json.dumps(told).encode()
+
+    options = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0", "api": api}
+    async with served(**options, block_tokens=block) as url, altered(url, change) as proxy:
+        [found] = await examine([Target(EngineConfig(url=proxy))])
+    assert not found.wanting(Level.EXACT), found
+    assert reported == [{16: 48, 64: 128, 528: 1056}[block]]
+    for check in ("cached_tokens", "block_hashes"):
+        assert "as with a drafter (EAGLE, MTP)" in found.verdicts[check].seen
+
+
+@pytest.mark.parametrize("less", [1, 8, 32, 64])
+async def test_a_wrong_number_of_cached_tokens_fails(less: int) -> None:
+    def change(path: str, body: bytes) -> bytes | None:
+        if path != "/v1/completions":
+            return None
+        told = json.loads(body)
+        details = told["usage"]["prompt_tokens_details"]
+        details["cached_tokens"] = max(0, details["cached_tokens"] - less)
+        return json.dumps(told).encode()
+
+    options = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
+    async with served(**options) as url, altered(url, change) as proxy:
+        [found] = await examine([Target(EngineConfig(url=proxy))])
+    assert found.wanting(Level.EXACT) == ["cached_tokens", "block_hashes"]
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_ranks_without_events_are_asked_by_name(api: str) -> None:
+    """The second prompt reached another rank, whose cache was empty: FAIL of a sound engine."""
+    async with served(api=api, ranks=3, order="priority") as url:
+        [found] = await examine([Target(EngineConfig(url=url))])
+    assert not found.wanting(Level.APPROXIMATE), found
+    assert found.verdicts["cached_tokens"].seen == "64 of 73 reported, as expected"

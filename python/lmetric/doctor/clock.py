@@ -24,8 +24,8 @@ def judge_date(subject: Subject, date: str | None, before: float, after: float) 
     at ``after``."""
     try:
         told = parsedate_to_datetime(date or "").timestamp()
-    except ValueError:
-        subject.not_offered("clock", "its answers carry no Date")
+    except (ValueError, OverflowError, OSError):  # also a year or a zone beyond all bounds
+        subject.not_offered("clock", "its answers carry no valid Date")
         return
     _judge(subject, (told - after, told + DATE_SECONDS - before), "its Date, which has whole seconds")
 

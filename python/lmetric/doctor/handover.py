@@ -81,6 +81,9 @@ async def _try(prefill: Subject, decode: Subject) -> None:
     except (Unanswered, HandoverError) as error:
         for subject in (prefill, decode):
             subject.failed("handover", f"{prefill.name} to {decode.name}: {error}", subject.flag("handover"))
+    except Exception as error:  # as in `Subject.attempt`
+        for subject in (prefill, decode):
+            subject.broke("handover", error)
     else:
         for subject in (prefill, decode):
             subject.passed("handover", f"{prefill.name} to {decode.name}, {seen}")
@@ -113,8 +116,8 @@ async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
     if connector.at_once:
         return said  # neither engine serves whole requests
     # The prefill engine computed the prompt itself, so its answer is the reference.
-    alone = _text(await _ask(prefill, body, {}))
-    if _text(answer) != alone:
+    alone = _text(prefill, await _ask(prefill, body, {}))
+    if _text(decode, answer) != alone:
         raise HandoverError(
             "the answer differs from the answer of one engine: the transferred KV cache is wrong"
         )
@@ -128,8 +131,11 @@ async def _ask(subject: Subject, body: object, headers: dict[str, str]) -> Answe
     return answer
 
 
-def _text(answer: Answer) -> str:
-    return str(answer.json["choices"][0]["text"])
+def _text(subject: Subject, answer: Answer) -> str:
+    try:
+        return str(answer.json["choices"][0]["text"])
+    except (KeyError, IndexError, TypeError):
+        raise Unanswered(f"{subject.name}: a completion without a text: {answer.body[:80]!r}") from None
 
 
 async def _fetched(subject: Subject) -> float | None:

@@ -107,15 +107,22 @@ def _session(target: Target) -> aiohttp.ClientSession:
 
 
 async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:
-    await check_reachable(subject)
+    with subject.attempt("reachable"):
+        await check_reachable(subject)
     if not subject.has("reachable"):
         return
     metrics = await read_metrics(subject)
-    await check_model(subject)
-    check_token_gaps(subject, metrics)
+    with subject.attempt("model"):
+        await check_model(subject)
+    with subject.attempt("token_gaps"):
+        check_token_gaps(subject, metrics)
     if not subject.has("model") or subject.halves or subject.role == "encode":
         return
-    await check_load_and_cancel(subject)
-    await check_tokenizer(subject)
-    await check_cache(subject, ears)
-    await check_priority(subject, thorough=thorough)
+    with subject.attempt("load"):
+        await check_load_and_cancel(subject)
+    with subject.attempt("tokenizer"):
+        await check_tokenizer(subject)
+    with subject.attempt("prefix_cache"):
+        await check_cache(subject, ears)
+    with subject.attempt("priority"):
+        await check_priority(subject, thorough=thorough)

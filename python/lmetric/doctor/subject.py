@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lmetric.config import EngineConfig, KvEventsSetting, PoolSettings
 from lmetric.doctor.client import StreamingClient
@@ -76,6 +79,21 @@ class Subject:
     def not_offered(self, check: str, why: str, remedy: str | None = None) -> None:
         """Records that the engine does not offer a feature."""
         self.verdicts[check] = Verdict(check, Outcome.NOT_OFFERED, why, remedy)
+
+    def broke(self, check: str, error: Exception) -> None:
+        """Records that an answer, or a fault of the doctor, ended a check in an unforeseen way."""
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        cause = f"the check ended with {type(error).__name__}: {str(error)[:200]}{at}"
+        self.failed(check, cause, "look for odd answers of the engine, or report this")
+
+    @contextlib.contextmanager
+    def attempt(self, check: str) -> Iterator[None]:
+        """Any error in this context becomes a verdict, so that it ends no other check."""
+        try:
+            yield
+        except Exception as error:
+            self.broke(check, error)
 
     def has(self, check: str) -> bool:
         """Whether a check passed."""
