@@ -13,6 +13,7 @@ import pytest
 import test_ways_parsed
 from execution_world import prompt_of
 from lmetric._core import TokenEncoder
+from lmetric.engines.xargs import HANDICAP
 from lmetric.server.execution.parts import Parts
 from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
@@ -21,6 +22,7 @@ from lmetric_lab.emulated.text import TOKENIZER_PATH
 from otlp_world import receiver
 from server_world import Behaviour, FakeEngine, Request, World, plain, world
 from split_world import CHAT
+from test_server_schedulers import BOOST
 from test_server_split_faults import NIXL_PAGE
 from test_ways_parsed import ALL, END, Parsing, ParsingEngines, expected, same, tools
 
@@ -86,6 +88,25 @@ async def test_a_chat_with_tools_continues(fails_after: int) -> None:
         usage = events[-1]["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt_of(CHAT, False)), len(ALL))
         assert model.failovers == {"continued": 1}
+
+
+async def test_the_rest_of_an_answer_gets_the_routers_values_for_the_scheduler() -> None:
+    """Token IDs go to another path than the chat, with the values in other fields."""
+    answers = ParsingEngines(tools(), Parsing())
+    page = NIXL_PAGE + BOOST
+    engines = [
+        FakeEngine(behave=engine(answers, 4), metrics=page, parses=True),
+        FakeEngine(behave=engine(answers), metrics=page, parses=True),
+    ]
+    settings: dict[str, Any] = {"tokenizer": str(TOKENIZER_PATH.parent), "model": "tiny"}
+    async with world(engines, priority={"kind": "uniboost"}, **settings) as w:
+        model = w.server.fleet.models[0]
+        await w.until(lambda: all(each.identified for each in model.engines.values()))
+        same((await parts(w))[0], expected())
+        bodies = {request.path: orjson.loads(request.body) for each in engines for request in each.requests}
+    assert bodies[CHAT]["vllm_xargs"] == {HANDICAP: 0.0}
+    assert bodies[GENERATE]["sampling_params"]["extra_args"] == {HANDICAP: 0.0}
+    assert [path for path, each in bodies.items() if "vllm_xargs" in each] == [CHAT]
 
 
 async def test_the_calls_of_a_parser_do_not_stay_in_memory() -> None:

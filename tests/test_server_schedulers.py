@@ -13,10 +13,14 @@ from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Target, examine
 from lmetric.engines import xargs
 from lmetric.engines.adapter import Scheduler
+from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.engines.identify import identify
+from lmetric.server.api.paths import AUDIO
 from lmetric.server.fleet import priority
+from lmetric.server.fleet.parsing import GENERATE
 from server_world import FakeEngine, World, world
 from test_event_feed import load, publisher, stored
+from test_server_audio import KIND, form, heard
 from test_server_kv import IDS
 
 VLLM = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="999"} 1\n'
@@ -85,13 +89,19 @@ async def test_load_of_each_step_reaches_the_pages() -> None:
             assert "SloScheduler (lmetric-vllm 0.1.0, token_slo_ms 20)" in live
 
 
-async def sent(w: World, fake: FakeEngine, body: dict[str, Any] | bytes, **headers: str) -> dict[str, Any]:
-    """The body that the engine gets, and its priority header."""
+async def identified(w: World) -> None:
+    await w.until(lambda: all(each.identified for each in w.server.fleet.engines()))
+
+
+async def sent(
+    w: World, fake: FakeEngine, body: dict[str, Any] | bytes, path: str = COMPLETIONS, **headers: str
+) -> dict[str, Any]:
+    """The body that the engine gets, without a priority header."""
     fake.requests.clear()
     raw = body if isinstance(body, bytes) else json.dumps({"model": "tiny", "prompt": "a", **body}).encode()
-    async with w.client.post(f"{w.url}/v1/completions", data=raw, headers=headers) as response:
+    async with w.client.post(w.url + path, data=raw, headers=headers) as response:
         await response.read()
-    [request] = [each for each in fake.requests if each.path == "/v1/completions"]
+    [request] = [each for each in fake.requests if each.path == path]
     assert "x-vllm-priority" not in request.headers
     return dict(json.loads(request.body))
 
@@ -102,7 +112,7 @@ async def test_a_scheduler_with_boosts_gets_handicap_and_gamma() -> None:
     order = {"kind": "uniboost", "gamma": 0.25, "adaptive": False}
     async with world([fake], priority=order, tenants=tenants) as w:
         [model] = w.server.fleet.models
-        await w.until(lambda: all(each.identified for each in w.server.fleet.engines()))
+        await identified(w)
         priority.follow_gamma(model)  # as the router does each 10 s
         bulk = {"x-tenant": "bulk"}
         set_by_router = {"boost_handicap_seconds": 500.0, "boost_gamma": 0.25}
@@ -119,6 +129,63 @@ async def test_a_scheduler_with_boosts_gets_handicap_and_gamma() -> None:
         assert (
             shown["priority"] == "sent as the tenant's handicap and gamma; its scheduler computes the order"
         )
+
+
+async def test_no_path_gives_an_engine_the_values_of_clients() -> None:
+    fake = FakeEngine(metrics=VLLM + BOOST)
+    cheat = {"boost_handicap_seconds": -1e6, "boost_gamma": 1e-6, "token_slo_ms": 20}
+    set_by_router = {"boost_handicap_seconds": 500.0, "boost_gamma": 0.25}
+    order = {"kind": "uniboost", "gamma": 0.25, "adaptive": False}
+    async with world([fake], priority=order, tenants={"bulk": {"handicap_seconds": 500.0}}) as w:
+        [model] = w.server.fleet.models
+        await identified(w)
+        priority.follow_gamma(model)
+        bulk = {"x-tenant": "bulk"}
+        chats = {"messages": [[{"role": "user", "content": "a"}]] * 2, "vllm_xargs": cheat}
+        got = await sent(w, fake, chats, f"{CHAT}/batch", **bulk)
+        assert got["vllm_xargs"] == {**set_by_router, "token_slo_ms": 20}
+
+        sampling: dict[str, Any]
+        long = {"extra_args": cheat, "x": "x" * 9000}
+        for sampling in ({"seed": 3}, {"seed": 3, "extra_args": cheat}, long):
+            got = await sent(w, fake, {"token_ids": [1, 2], "sampling_params": sampling}, GENERATE, **bulk)
+            rest = {"token_slo_ms": 20} if "extra_args" in sampling else {}
+            assert got["sampling_params"] == {**sampling, "extra_args": set_by_router | rest}
+            assert got["token_ids"] == [1, 2]
+        hidden = rb'{"token_ids": [1], "sampling_params": 1, "s\u0061mpling_params": {"extr\u0061_args": %b}}'
+        raw = hidden.replace(b"%b", json.dumps(cheat).encode())
+        got = await sent(w, fake, raw, GENERATE, **bulk)
+        assert got["sampling_params"] == {"extra_args": {"token_slo_ms": 20, **set_by_router}}
+        for refused in (7, {"extra_args": [1]}):  # by the engine
+            got = await sent(w, fake, {"token_ids": [1], "sampling_params": refused}, GENERATE, **bulk)
+            assert got["sampling_params"] == refused
+
+
+@pytest.mark.parametrize("path", AUDIO)
+@pytest.mark.parametrize("name", ["vllm_xargs", "vllm_xargs[a]"])
+async def test_a_form_with_values_for_the_scheduler_is_refused(path: str, name: str, tmp_path: Path) -> None:
+    own = form(("file", b"RIFF"), ("model", b"tiny"), (name, b'{"boost_handicap_seconds": -1e6}'))
+    plain = form(("file", b"RIFF"), ("model", b"tiny"))
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("a-key: chat\n")
+    head = {"content-type": KIND.decode(), "authorization": "Bearer a-key"}
+    checked = {"auth": {"keys_file": str(keys)}}
+    cases: list[tuple[dict[str, Any], bytes, int]] = [
+        ({"priority": {"kind": "uniboost"}}, VLLM + BOOST, 400),
+        (checked, VLLM + BOOST, 400),
+        (checked, VLLM, 200),  # a scheduler without boosts
+        ({}, VLLM + BOOST, 200),  # clients may set their own order
+    ]
+    for config, metrics, status in cases:
+        fake = FakeEngine(metrics=metrics, behave=heard)
+        async with world([fake], **config) as w:
+            await identified(w)
+            got, _, body = await w.post(own, path=path, headers=head)
+            assert got == status, (config, body)
+            if status == 400:
+                assert body["error"]["param"] == "vllm_xargs"
+                assert "accepts it in JSON bodies only" in body["error"]["message"]
+            assert (await w.post(plain, path=path, headers=head))[0] == 200
 
 
 async def test_without_an_order_of_the_router_clients_keep_or_lose_their_own(tmp_path: Path) -> None:

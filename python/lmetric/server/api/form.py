@@ -28,10 +28,12 @@ _NAME = re.compile(rb"(?<![-\w])name[*\d]*\s*=", re.IGNORECASE)
 def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> ParsedRequest:
     """Reads a multipart form. Raises ApiError (400, 415)."""
     values: dict[str, str] = {}
-    model_at = None
+    model_at, has_xargs = None, False
     for name, value, start in _parts(body, _boundary(content_type)):
-        if name.partition("[")[0] in INTERNAL_FIELDS:
+        plain = name.partition("[")[0]
+        if plain in INTERNAL_FIELDS:
             raise bad(f"{name} is a field for engines only", name)
+        has_xargs = has_xargs or plain == "vllm_xargs"
         if name not in _NEEDED:
             continue
         if name in values:
@@ -60,6 +62,7 @@ def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> Pa
         priority=None,
         _fields={},
         model_at=model_at,
+        has_xargs=has_xargs,
     )
 
 

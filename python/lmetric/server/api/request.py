@@ -98,6 +98,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     _brief: JSON | None = None
     # Place of the model's name in a form's body; None: the body is JSON.
     model_at: tuple[int, int] | None = None
+    has_xargs: bool = False  # a form with the field `vllm_xargs`
     changes: bool = False  # whether `apply_changes` has work to do
     _removed: tuple[str, ...] = ()
     _added: JSON = {}

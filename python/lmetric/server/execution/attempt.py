@@ -156,8 +156,9 @@ class EngineAttempt(Attempt):
         if given is not None:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
         if client_request.drops_priority and priority.boosts(engine):
+            path = client_request.path if step.target is None else step.target.decode()
             body = priority.boost_body(
-                engine, body, path=client_request.path, handicap_seconds=client_request.handicap_seconds
+                engine, body, path=path, handicap_seconds=client_request.handicap_seconds
             )
         upstream = engine.upstream
         first = upstream.head(step.target or client_request.head.target, step.stream, step.method)

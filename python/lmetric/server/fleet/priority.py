@@ -7,17 +7,23 @@ from typing import Any
 
 import orjson
 
-from lmetric._core import Router
+from lmetric._core import Router, edit_object, short_members
 from lmetric.config import PoolSettings
 from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric.options import UniBoost
+from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import MESSAGES, RESPONSES
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine, ServedModel
+from lmetric.server.fleet.parsing import GENERATE
 
-_XARGS = "vllm_xargs"  # and the paths that take it
-_PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+# Fields whose values vLLM's scheduler gets, and the paths that take them.
+_XARGS = "vllm_xargs"
+_PATHS = (CHAT, f"{CHAT}/batch", COMPLETIONS, MESSAGES, RESPONSES)
+_SAMPLING, _EXTRA = "sampling_params", "extra_args"  # of GENERATE, the second in the first
+# Longer values are read with the whole body.
+_SHORT_VALUE = 4096
 
 
 def follow_clock(router: Router, settings: PoolSettings) -> None:
@@ -61,29 +67,59 @@ def boosts(engine: Engine) -> bool:
     return scheduler is not None and scheduler.boosts
 
 
+def check_form(call: ParsedRequest, model: ServedModel) -> None:
+    """Refuses a form with `vllm_xargs` if engines of the model compute boosts.
+
+    The router changes no form, and this field has the values that clients must not set. Raises
+    ApiError (400).
+    """
+    if call.has_xargs and any(map(boosts, model.engines.values())):
+        raise bad(f"the form has the field {_XARGS}; this model accepts it in JSON bodies only", _XARGS)
+
+
 def boost_body(engine: Engine, sent: bytes, *, path: str, handicap_seconds: float) -> bytes:
     """Returns the body for an engine that computes boosts: with the tenant's handicap and the
     model's gamma, or without both if the router sets no such order. Values of the client are
     dropped.
+
+    ``path``: that of this body, which is not the client's for parts of an answer.
     """
-    if path not in _PATHS:
+    if path not in _PATHS and path != GENERATE:
         return sent
     fields: dict[str, float] = {}
     model = engine.model
     if model is not None and isinstance(model.settings.priority, UniBoost):
         fields = {HANDICAP: handicap_seconds} | ({GAMMA: model.gamma} if model.gamma else {})
-    if _XARGS.encode() in sent:
-        request: dict[str, Any] = orjson.loads(sent)
-        given = request.get(_XARGS) or {}
-        if not isinstance(given, dict):
+    if path == GENERATE:
+        sampling = _value(sent, _SAMPLING)
+        if not isinstance(sampling, dict):
             return sent  # the engine refuses it
-        rest = {name: value for name, value in given.items() if name not in (HANDICAP, GAMMA)}
-        return orjson.dumps({**request, _XARGS: rest | fields})
+        extra = _own(sampling.get(_EXTRA), fields)
+        return _with_value(sent, _SAMPLING, {**sampling, _EXTRA: extra})
+    if _XARGS.encode() in sent:
+        return _with_value(sent, _XARGS, _own(_value(sent, _XARGS), fields))
     # Behind all others: of two fields with one name, the engine reads the last, and the first name
     # may be written with escapes.
     end = sent.rindex(b"}")
     comma = b"" if sent[:end].rstrip().endswith(b"{") else b","
     return b"".join((memoryview(sent)[:end], comma, orjson.dumps({_XARGS: fields})[1:]))
+
+
+def _own(given: Any, fields: dict[str, float]) -> Any:
+    """Returns the client's values, with the router's in place of those that it sets."""
+    if given is not None and not isinstance(given, dict):
+        return given  # the engine refuses it
+    return {name: value for name, value in (given or {}).items() if name not in (HANDICAP, GAMMA)} | fields
+
+
+def _value(body: bytes, name: str) -> Any:
+    """Returns the value of a field. A body may have a long prompt beside it."""
+    short = orjson.loads(short_members(body, _SHORT_VALUE))
+    return short[name] if name in short else orjson.loads(body).get(name)
+
+
+def _with_value(body: bytes, name: str, value: Any) -> bytes:
+    return edit_object(body, (name,), orjson.dumps({name: value})[1:-1])
 
 
 def header(engine: Engine, priority: int | None) -> int | None:

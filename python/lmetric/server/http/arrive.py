@@ -193,6 +193,7 @@ class Arrivals:
         if model.orders or self.admission.identity.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
+            priority.check_form(call, model)
             if call.priority is not None:
                 priority.remove(call)
         in_thread: Callable[[], Tokens | ImagePrompt | None] | None = self._read_prompt(call, model)
