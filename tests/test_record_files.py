@@ -21,7 +21,7 @@ import pytest
 from constants import with_constants
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError, RecordsConfig, load_config
-from lmetric.record_files import read_records
+from lmetric.record_files import convert_records, read_records
 from lmetric.record_schema import ENGINE, FLEET, HEADER, LINES, REQUEST, RecordError, Records, hashes_of
 from lmetric.server.observe import record_writer
 from lmetric.server.observe.record_writer import RecordWriter
@@ -86,6 +86,30 @@ async def test_a_record_has_decision_and_outcome_and_no_text(tmp_path: Path) -> 
     for line in (*records.headers, *records.fleets, *records.requests):
         assert line.keys() <= LINES[line["type"]].keys()
     assert fleet["engines"][0].keys() <= ENGINE.keys()
+
+
+@pytest.mark.parametrize(
+    "policy", ["preble", "where(kv_usage > 0.9, p_token + bs, p_token)"], ids=["preble", "where"]
+)
+async def test_an_indicator_without_a_value_is_left_out(tmp_path: Path, policy: str) -> None:
+    """Such records were written with null, and no command could read their folder."""
+    async with world(2, policy=policy, records={"path": str(tmp_path)}) as it:
+        assert (await it.post())[0] == 200
+        await it.settled()
+        (line,) = recorded(it).requests
+        decision: Any = it.server.fleet.models[0].router.explain(line["decision"])
+    best = decision["best"][0]["terms"]
+    assert None in best.values(), "the policy reads no indicator without a value"
+    assert line["terms"] == {name: value for name, value in best.items() if value is not None}
+    assert orjson.loads(content(tmp_path).splitlines()[-1])["terms"] == line["terms"]  # as written
+    # Files of earlier releases have the null values. Both formats read them alike.
+    old = line | {"terms": best, "load": {"bs": 1, "q_bs": None}}
+    (folder := tmp_path / "old").mkdir()
+    found = read_records(file_of(folder, old))
+    assert (found.requests[0]["terms"], found.requests[0]["load"]) == (line["terms"], {"bs": 1})
+    pytest.importorskip("pyarrow.parquet", reason="needs the extra: lmetric-router[parquet]")
+    convert_records([folder], out := tmp_path / "old.parquet")
+    assert read_records(out).requests == found.requests
 
 
 async def test_retries_refusals_and_tenants(tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ REQUEST = {
     "decode_instance": Key("text", "engine of the second segment"),
     "score": Key("number", "score of the instance"),
     "margin": Key("number", "distance of the score to the runner-up"),
-    "terms": Key("mapping of numbers", "indicators in the score of the instance, by name"),
+    "terms": Key(
+        "mapping of numbers", "indicators in the score of the instance, by name; without those it lacked"
+    ),
     "runner_up": Key("text", "second-best engine"),
     "load": Key(
         "mapping of numbers",
@@ -167,6 +169,8 @@ REQUEST = {
     "fetched_tokens": Key("integer", "prompt tokens fetched from another engine", "tokens"),
 }  # fmt: skip
 LINES = {"header": HEADER, "fleet": FLEET, "request": REQUEST}
+# Mappings whose null values are like absent ones: an indicator without a value.
+_INDICATORS = tuple(name for name, key in REQUEST.items() if key.kind == "mapping of numbers")
 KINDS: dict[str, tuple[type, ...]] = {
     "number": (float, int),
     "integer": (int,),
@@ -274,7 +278,7 @@ def parse_line(place: str, text: bytes, *, header: bool) -> dict[str, Any]:
 
 
 def check_line(place: str, line: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line of a request or of the fleet without its null keys.
+    """Returns a line of a request or of the fleet without its null keys and null indicators.
 
     ``place``: for errors. Raises RecordError, also for a value of another type.
     """
@@ -282,13 +286,20 @@ def check_line(place: str, line: dict[str, Any]) -> dict[str, Any]:
     if kind not in ("fleet", "request"):
         raise RecordError(f"{place}: type {kind!r} is unknown; expected fleet or request")
     if None in line.values():
-        line = {name: value for name, value in line.items() if value is not None}
+        line = _present(line)
+    for name in _INDICATORS if kind == "request" else ():
+        if isinstance(values := line.get(name), dict) and None in values.values():
+            line[name] = _present(values)
     _check_keys(f"{place}: the {kind}", line, LINES[kind])
     for engine in line["engines"] if kind == "fleet" else ():
         if not isinstance(engine, dict):
             raise RecordError(f"{place}: the fleet has the engine {engine!r}; expected a mapping")
         _check_keys(f"{place}: an engine", engine, ENGINE)
     return line
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_header(place: str, line: dict[str, Any]) -> dict[str, Any]:

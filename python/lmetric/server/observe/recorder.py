@@ -357,6 +357,7 @@ def _explained(record: dict[str, Any], line: Line) -> Line:
     best = record["best"]
     chosen = next((each for each in best if each["instance"] == record["instance"]), None)
     if chosen is not None:
-        found["score"], found["terms"] = chosen["score"], chosen["terms"]
+        found["score"] = chosen["score"]
+        found["terms"] = {name: value for name, value in chosen["terms"].items() if value is not None}
     found["runner_up"] = next((b["instance"] for b in best if b["instance"] != record["instance"]), None)
     return found
