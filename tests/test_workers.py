@@ -172,6 +172,40 @@ async def test_the_live_pages_of_all_workers_show_end_to_end_times_of_all_reques
                 assert all(row["e2e_p50"] > 0 and row["ttft_p50"] is None for row in busy)
 
 
+async def test_workers_show_each_others_requests_while_one_stands_still() -> None:
+    async def answer(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(200, {"id": "x", "choices": []}))
+        return True
+
+    async def ask(client: Client) -> int | None:
+        """Returns the worker of a request; None: it reached the worker that stands still."""
+        try:
+            async with asyncio.timeout(3):
+                return (await client.ask({"model": "tiny", "prompt": "a"}))[1] >> 48
+        except TimeoutError:
+            return None
+
+    async with serving("--workers", "3", behave=answer) as (process, client, _):
+        still = workers_of(process)[0]
+        os.kill(still, signal.SIGSTOP)
+        try:
+            served = Counter[int | None]()
+            for _ in range(2):
+                served.update(await asyncio.gather(*(ask(client) for _ in range(24))))
+                await asyncio.sleep(1)  # further updates of the live page
+            answered, pages = served.total() - served.pop(None), 0
+            assert len(served) == 2
+            async with asyncio.timeout(60):
+                while pages < 6:  # pages of both workers
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(2):
+                            page = await client.get("/debug/live")
+                            shown = sum(each["status"] == 200 for each in page["requests"])
+                            pages = pages + 1 if shown == answered else 0
+        finally:
+            os.kill(still, signal.SIGCONT)
+
+
 async def until_seen(client: Client, in_flight: int) -> None:
     """Waits until the live pages of both workers show all requests."""
     async with asyncio.timeout(60):

@@ -44,6 +44,7 @@ log = structlog.get_logger("lmetric.workers")
 
 START_SECONDS = 120.0  # for a worker to check its engines and listen
 METRICS_SECONDS = 5.0
+RESULTS_SECONDS = 5.0  # the next results of a worker's canaries wait for the other workers
 REPEAT_SECONDS = 30.0
 SHORT_LIFE_SECONDS = 10.0  # a worker that ends sooner is replaced after a pause
 MOST_PAUSE_SECONDS = 30.0
@@ -51,6 +52,7 @@ CANARY = "/admin/canary/"
 POLICY = "/admin/policy"
 WEIGHTS = "/admin/weights"
 INDICATORS = "/indicators"  # ends the page of an engine
+LIVE_UPDATES = 4  # updates of the live page, by sending worker, that a worker may leave unanswered
 MOST_CHANGES = 10_000  # changes of administrators that a new worker repeats
 
 
@@ -69,6 +71,7 @@ class Process:
         self.started = False  # it listens
         self.leaving = False  # the supervisor has asked it to end
         self.page = ""  # its last metrics
+        self.unanswered = 0  # updates of the live page
 
     def signal(self, number: int) -> None:
         """Sends a signal."""
@@ -128,6 +131,7 @@ class Supervisor:
         self.processes: list[Process] = []
         self._numbers: set[int] = set()  # areas of the shared memory in use
         self._watchers: set[asyncio.Task[None]] = set()
+        self._showing: set[asyncio.Task[None]] = set()  # updates of live pages
         self._changes: dict[tuple[str, str, bytes], AdminChange] = {}
         self._ended_page = ""  # metrics of the workers that have ended
         self._failures = 0  # ends in a row of workers that lived a short time
@@ -243,7 +247,7 @@ class Supervisor:
         """Returns the canaries of a worker that serves."""
         for other in [each for each in self.processes if each.started]:
             with contextlib.suppress(ChannelClosedError, LmetricError):
-                copies: Copies = await other.channel.call("copies")
+                copies: Copies = await other.channel.call("copies", seconds=REPEAT_SECONDS)
                 return copies
         return Copies({}, {})
 
@@ -266,7 +270,7 @@ class Supervisor:
         log.error(
             "a worker process ended; it is replaced", worker=worker.place, pid=worker.process.pid, **why
         )
-        adopting = await self._let_adopt(worker.place)
+        await self._let_adopt(worker.place)
         short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
         self._failures = self._failures + 1 if short else 0
         while not self._ending:
@@ -279,19 +283,17 @@ class Supervisor:
                 log.error("cannot replace a worker process", worker=worker.place, reason=str(error))
             else:
                 log.info("a worker process was replaced", worker=worker.place)
-                if adopting is not None:
-                    with contextlib.suppress(ChannelClosedError):
-                        await adopting.channel.call("release", worker.place)
+                if self._is_divided:  # a worker that stood still may adopt them later
+                    await self._tell("release", worker.place, None)
                 return
 
-    async def _let_adopt(self, place: int) -> Process | None:
+    async def _let_adopt(self, place: int) -> None:
         """Lets another worker accept the connections of a worker that has ended."""
         for other in self.processes if self._is_divided else ():
             if other.ready and not other.leaving:
                 with contextlib.suppress(ChannelClosedError, LmetricError):
-                    await other.channel.call("adopt", place)
-                    return other
-        return None
+                    await other.channel.call("adopt", place, seconds=METRICS_SECONDS)
+                    return
 
     # -- calls of the workers
 
@@ -316,9 +318,11 @@ class Supervisor:
             case "usage_rows":
                 return self._usage.rows()
             case "live":
-                return await self._pass_on(name, value[0], value)
+                return self._show(value[0], value)
             case "canaries":
-                return await self._pass_on(name, *value)
+                asking, results = value
+                await self._tell(name, results, asking, seconds=RESULTS_SECONDS)
+                return None
             case "catch_up":
                 return await self._catch_up(self._process(value))
             case "ended":
@@ -335,9 +339,8 @@ class Supervisor:
         asked = sorted((each for each in self.processes if each.ready), key=lambda each: each.place)
 
         async def ask(worker: Process) -> None:
-            with contextlib.suppress(ChannelClosedError, TimeoutError, LmetricError):
-                async with asyncio.timeout(METRICS_SECONDS):
-                    worker.page = await worker.channel.call("metrics", openmetrics)
+            with contextlib.suppress(ChannelClosedError, LmetricError):
+                worker.page = await worker.channel.call("metrics", openmetrics, seconds=METRICS_SECONDS)
 
         await asyncio.gather(*map(ask, asked))
         # The last page of a worker that has ended meanwhile is in `_ended_page`.
@@ -402,29 +405,43 @@ class Supervisor:
             await asyncio.gather(*(self._send_keys(each, known) for each in self.processes if each.ready))
 
     async def _send_keys(self, worker: Process, keys: Sequence[IssuedKey]) -> None:
-        with contextlib.suppress(ChannelClosedError, TimeoutError):
-            async with asyncio.timeout(REPEAT_SECONDS):
-                await worker.channel.call("keys", keys)
+        with contextlib.suppress(ChannelClosedError):
+            await worker.channel.call("keys", keys, seconds=REPEAT_SECONDS)
 
-    async def _tell(self, name: str, value: Any, asking: int | None) -> list[Any]:
+    async def _tell(
+        self, name: str, value: Any, asking: int | None, *, seconds: float = REPEAT_SECONDS
+    ) -> list[Any]:
         """Calls all workers but the asking one. Returns the answers of those that answer."""
 
         async def tell(worker: Process) -> list[Any]:
             try:
-                async with asyncio.timeout(REPEAT_SECONDS):
-                    return [await worker.channel.call(name, value)]
-            except (ChannelClosedError, TimeoutError):
+                return [await worker.channel.call(name, value, seconds=seconds)]
+            except ChannelClosedError:
                 return []
 
         others = [each for each in self.processes if each.ready and each.number != asking]
         return [answer for found in await asyncio.gather(*map(tell, others)) for answer in found]
 
-    async def _pass_on(self, name: str, asking: int, value: Any) -> None:
-        """Calls all workers but the asking one."""
-        others = [each for each in self.processes if each.ready and each.number != asking]
-        for worker in others:
-            with contextlib.suppress(ChannelClosedError):
-                await worker.channel.call(name, value)
+    def _show(self, asking: int, value: Any) -> None:
+        """Sends an update of the live page to all workers but the asking one. Waits for none.
+
+        A worker that stands still misses updates, so that they do not fill the memory.
+        """
+        for worker in self.processes:
+            if not worker.ready or worker.number == asking:
+                continue
+            if worker.unanswered < LIVE_UPDATES * len(self.processes):
+                task = asyncio.create_task(self._show_in(worker, value), name="live page")
+                self._showing.add(task)
+                task.add_done_callback(self._showing.discard)
+
+    async def _show_in(self, worker: Process, value: Any) -> None:
+        worker.unanswered += 1
+        try:
+            with contextlib.suppress(ChannelClosedError, LmetricError):
+                await worker.channel.call("live", value)
+        finally:
+            worker.unanswered -= 1
 
     async def _repeat(self, worker: Process, change: AdminChange) -> str | None:
         try:
@@ -465,9 +482,11 @@ class Supervisor:
             report: dict[str, Any] | None = None
             for worker in [each for each in self.processes if each.started]:
                 try:
-                    answer = await worker.channel.call("reload", config)
+                    answer = await worker.channel.call("reload", config, seconds=START_SECONDS)
                 except ChannelClosedError:
-                    continue  # the next worker starts with the new configuration
+                    # The next worker starts with the new configuration. A worker that stood still
+                    # reads it later.
+                    continue
                 report = answer if report is None else report
             self.config = config.model_copy(update={"engines": [*config.engines, *self._further]})
             self._reread_config = config
@@ -495,7 +514,7 @@ class Supervisor:
                     return
                 worker.leaving = True
                 with contextlib.suppress(ChannelClosedError):
-                    await worker.channel.call("replace")
+                    await worker.channel.call("replace", seconds=REPEAT_SECONDS)
             log.info("rolling restart done", workers=self._workers)
 
     def end(self, number: int) -> None:

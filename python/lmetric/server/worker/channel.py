@@ -17,12 +17,18 @@ from lmetric._core import LmetricError
 log = structlog.get_logger("lmetric.workers")
 
 _HEAD = struct.Struct("!I")
+MAX_UNREAD_BYTES = 64 << 20  # of messages that the other end has not read; then calls fail
 
 Answer = Callable[[str, Any], Awaitable[Any]]
 
 
 class ChannelClosedError(Exception):
     """The process at the other end has ended."""
+
+
+class NoAnswerError(ChannelClosedError):
+    """The process at the other end does not answer in time, or reads no messages: it may be
+    suspended."""
 
 
 class Channel:
@@ -48,18 +54,28 @@ class Channel:
         reader, writer = await asyncio.open_unix_connection(sock=end)
         return cls(reader, writer, answer)
 
-    async def call(self, name: str, value: Any = None) -> Any:
+    async def call(self, name: str, value: Any = None, *, seconds: float | None = None) -> Any:
         """Calls the other end.
 
-        Raises the LmetricError that it raised, and ChannelClosedError if it has ended.
+        ``seconds``: how long to wait for the answer; None: until the other end ends.
+
+        Raises:
+            LmetricError: as the other end raised it.
+            ChannelClosedError: the other end has ended.
+            NoAnswerError: it did not answer in time, or has not read `MAX_UNREAD_BYTES`.
         """
         if self.closed.is_set():
             raise ChannelClosedError
+        if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            raise NoAnswerError
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(("call", number, name, value))
-            return await future
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            raise NoAnswerError from None
         finally:
             del self._waiting[number]
 

@@ -31,6 +31,7 @@ MOST_NAMES = 4096  # models that the shared memory numbers
 # requests. An idle process pays 0.2 ms of CPU time each time it wakes.
 PUBLISH_SECONDS, IDLE_SECONDS = 0.05, 0.2
 PROGRAMS_SECONDS = 20.0  # for another worker to send its agent programs
+UNANSWERED_UPDATES = 8  # of the live page, one each second
 RESULTS_SECONDS = 0.5  # time between two messages with results of canaries
 
 log = structlog.get_logger("lmetric.workers")
@@ -102,7 +103,7 @@ class Worker:
         self._is_full = False
         # Set by the server. Shows on the live page what the clients of a worker did.
         self.show: Callable[[int, Any], None] | None = None
-        self._sending: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[None]] = set()  # updates of the live page
         self._alarming: asyncio.Task[None] | None = None
         self._sending_results = asyncio.Lock()
         self._sent = 0  # messages with results of this worker's canaries
@@ -184,8 +185,14 @@ class Worker:
         self._models = [model for model in self._models if model.name != name]
 
     def send(self, update: Any) -> None:
-        """Sends the live pages of the other workers what the clients of this one did."""
-        self._sending = asyncio.create_task(self._send_update(update), name="live page")
+        """Sends the live pages of the other workers what the clients of this one did.
+
+        They miss an update if the supervisor leaves too many unanswered.
+        """
+        if len(self._sending) < UNANSWERED_UPDATES:
+            task = asyncio.create_task(self._send_update(update), name="live page")
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
 
     async def _send_update(self, update: Any) -> None:
         with contextlib.suppress(ChannelClosedError):
