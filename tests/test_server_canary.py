@@ -599,3 +599,33 @@ async def test_a_failing_shadow_does_not_touch_traffic(mine: dict[str, Any]) -> 
         assert (shadow["agreed"], shadow["differed"], shadow["failed"]) == (0, 0, 10)
         fallbacks = w.server.fleet.models[0].router.policy_fallbacks()
         assert fallbacks["errors"] == 0, "those of the router's own policy"
+
+
+async def test_a_decision_shows_the_expression_that_decided(tmp_path: Path) -> None:
+    """Each record of a policy without a name had the text of the present policy."""
+    canary = {"policy": "tokens + 7 * bs", "share": 0.5, "salt": "s", "warmup_seconds": 0}
+    async with world(2, policy="p_token + bs", canary=canary, admin={"enabled": True}) as w:
+
+        async def shown(label: str) -> str:
+            return str(orjson.loads((await w.get(f"/debug/decisions/{label}"))[1])["because"])
+
+        labels: dict[str, str] = {}
+        for number in range(64):
+            _, headers, _ = await w.post({"model": "tiny", "prompt": "hello", "user": f"s{number}"})
+            label = headers["x-lmetric-decision"]
+            arm = orjson.loads((await w.get(f"/debug/decisions/{label}"))[1])["arm"]
+            text = "tokens + 7 * bs" if arm == "canary" else "p_token + bs"
+            assert f"value of {text}: " in await shown(label)
+            labels[arm] = label
+            if len(labels) == 2:
+                break
+        assert set(labels) == {"stable", "canary"}
+        assert (await command(w, "rollback"))[0] == 200
+        async with w.client.put(w.url + "/admin/policy", json={"policy": "tokens"}) as answered:
+            assert answered.status == 200, await answered.text()
+        assert "score of expression: " in await shown(labels["stable"])
+        assert "value of tokens + 7 * bs: " in await shown(labels["canary"])
+        _, headers, _ = await w.post()
+        assert "value of tokens: " in await shown(headers["x-lmetric-decision"])
+        assert (await command(w, "start", policy="bs * 2", share=0.5))[0] == 200
+        assert "score of expression: " in await shown(labels["canary"])

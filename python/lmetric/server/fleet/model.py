@@ -129,6 +129,7 @@ class Model:
         # before the core router uses them, and all others belong to a router.
         self.indicators = Indicators(settings.indicators)
         self.policies = Policies(settings)
+        self.policies_since = time.monotonic()  # when they were installed
         self.router = _router(name, settings, self.policies, block_size=self.block_size)
         canary = Canary(name, self.router, lambda: self.policies, install=self.install)
         self.trials = Trials(self.router, canary)
@@ -212,6 +213,7 @@ class Model:
     def install(self, policies: Policies) -> None:
         """Replaces the policies. Raises LmetricError; then nothing has changed."""
         policies.install(self.router, self.policies)
+        self.policies_since = time.monotonic()
         self.use(policies)
         names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
         guard = {"guard": self.guard, "guard_reason": self.router.guard_reason}
@@ -222,6 +224,17 @@ class Model:
         """Takes the settings of policies that are installed, or equal to the installed ones."""
         policies.also_reads(self.trials.canary.built)
         self.policies = policies
+
+    def formula(self, arm: str, at: float) -> str | None:
+        """Returns the score expression that decided at a time, seconds on the monotonic clock.
+
+        ``arm``: `stable` or `canary`. None: the policy has changed since, or is no expression.
+        """
+        canary = self.trials.canary
+        if arm == "canary":
+            is_last = canary.run is not None and canary.run.started <= at
+            return canary.built.formula if is_last and canary.built is not None else None
+        return self.policies.first.formula if self.policies_since <= at else None
 
     def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> dict[str, None]:
         """Replaces the declared indicators. Raises LmetricError; then nothing has changed.

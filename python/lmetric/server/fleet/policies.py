@@ -27,6 +27,11 @@ class Built(NamedTuple):
     policy: Policy | PolicyFunction | str
     knobs: dict[str, float] | None
 
+    @property
+    def formula(self) -> str | None:
+        """The score expression; None: the policy is no expression."""
+        return getattr(self.policy, "score", None)
+
 
 def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> Built:
     """Builds a policy of the configuration; a Python policy gets its fallback.
@@ -108,11 +113,6 @@ class Policies:
         reads = _reads(built and built.policy)
         self.reads_length_class |= "length_class" in reads
         self.reads_priority |= "priority" in reads
-
-    @property
-    def formula(self) -> str | None:
-        """The score expression of the first policy; None: it is no expression."""
-        return getattr(self.first.policy, "score", None)
 
     def install(self, router: Router, before: Policies) -> None:
         """Sets these policies in the core router.

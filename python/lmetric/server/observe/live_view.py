@@ -334,7 +334,7 @@ def _policy(setting: str | dict[str, Any]) -> str:
 def _formula(model: Model) -> str | None:
     """Returns the score of a model's policy as text; None: it has none, or is itself the text."""
     name = _policy(model.policies.settings.policy)
-    text = _FORMULAS.get(name, model.policies.formula)
+    text = _FORMULAS.get(name, model.policies.first.formula)
     return None if text == name else text
 
 

@@ -211,8 +211,8 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
             if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
                 shown["trace_id"] = trace
             engine = model.engines.get(record["instance"])
-            shown["because"] = because(shown, model.policies.formula)
             began = record["at_seconds"]
+            shown["because"] = because(shown, model.formula(record["arm"], began))
             if events := model.activity.of(number):
                 shown["events"] = [
                     {"after_seconds": round(max(event.at - began, 0.0), 6), **event.shown()}
