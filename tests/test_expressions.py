@@ -28,6 +28,25 @@ COLUMNS = {
 # Rendering
 
 
+@pytest.mark.parametrize("name", ["lmetric", "random", "preble"])
+def test_the_name_of_a_built_in_policy_is_refused(name: str) -> None:
+    """`why` explains a decision by the policy's name: such a sentence was false."""
+
+    def scored(bs: Any) -> Any:
+        return bs
+
+    scored.__name__ = name
+    for make in [
+        lambda: lm.Policy("bs", name=name),
+        lambda: lm.Policy.from_config({"score": "bs", "name": name}),
+        lambda: lm.policy_function(lambda bs: bs, name=name),
+        lambda: lm.policy_function(scored),
+    ]:
+        with pytest.raises(lm.BadValueError, match=f"name of a policy: '{name}' is not valid; expected a name"):
+            make()
+    assert lm.policy_function(scored, name="scored").name == "scored"
+
+
 def test_one_symbol_for_each_indicator() -> None:
     table = [row["name"] for row in lm.indicator_table() if row["owner"] != "declared"]
     static = [str(v) for k, v in vars(symbols).items() if k.isupper() and isinstance(v, lm.Expr)]

@@ -50,7 +50,7 @@ def errors(world: World, stage: Stage, seed: int, predictor: Profile) -> np.ndar
         predicted.append(float(scores.min()))
         return scores
 
-    policy = policy_function(least, ["predicted_ttft_seconds"], name="simulation")
+    policy = policy_function(least, ["predicted_ttft_seconds"], name="least predicted TTFT")
     run = world.play(stage, stage.part(seed), Choice(policy), seed, HALF, predictor=predictor)
     order = np.argsort(run.arrival_seconds, kind="stable")
     by_request = np.empty(len(run))

@@ -36,7 +36,7 @@ class Policy:
         then: tie-breaks in order: expressions (the lowest wins) or pairs such as ``(lm.KV_HIT,
             "max")``. Remaining ties are broken at random.
         `knobs`: values of the parameters in the expressions.
-        name: name in logs, metrics and decision records.
+        name: name in logs, metrics and decision records; no built-in policy has it.
         guard: whether the hot-spot guard filters candidates (docs/explanation/default_policy.md).
 
     Raises:
@@ -73,6 +73,7 @@ class Policy:
     ) -> None:
         if name is not None and not (isinstance(name, str) and name.strip()):
             raise _bad("name of a policy", name, "a non-empty text")
+        _check_own(name)
         self.name = name
         self.guard = _guard(guard)
         self.knobs = _knobs(knobs)
@@ -266,7 +267,7 @@ def policy_function(
     Raises:
         TypeError: ``fn`` is not callable.
         UnknownNameError: a name is not an indicator.
-        BadValueError: an invalid time limit.
+        BadValueError: an invalid time limit, or the name of a built-in policy.
 
     Examples:
 
@@ -285,6 +286,7 @@ def policy_function(
     if time_limit_seconds is not None and not 0 < time_limit_seconds <= 60:
         raise _bad("time_limit_seconds", time_limit_seconds, "more than 0, at most 60")
     name = name or str(getattr(fn, "__name__", type(fn).__name__))
+    _check_own(name)
     if reads is None:
         fn, reads = _by_parameters(fn, name)
     known = [row["name"] for row in _core.indicator_table()]
@@ -347,6 +349,12 @@ def _unregistered(word: str) -> bool:
 def _registered() -> frozenset[str]:
     """Returns the names of all policies and indicators, which never change."""
     return frozenset(row["name"] for row in (*_core.policy_table(), *_core.indicator_table()))
+
+
+def _check_own(name: str | None) -> None:
+    """Raises BadValueError for the name of a built-in policy, whose decisions have other scores."""
+    if name in (row["name"] for row in _core.policy_table()):
+        raise _bad("name of a policy", name, "a name of its own: a built-in policy has this name")
 
 
 def _by_parameters(
