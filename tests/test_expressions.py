@@ -42,7 +42,9 @@ def test_the_name_of_a_built_in_policy_is_refused(name: str) -> None:
         lambda: lm.policy_function(lambda bs: bs, name=name),
         lambda: lm.policy_function(scored),
     ]:
-        with pytest.raises(lm.BadValueError, match=f"name of a policy: '{name}' is not valid; expected a name"):
+        with pytest.raises(
+            lm.BadValueError, match=f"name of a policy: '{name}' is not valid; expected a name"
+        ):
             make()
     assert lm.policy_function(scored, name="scored").name == "scored"
 

@@ -135,6 +135,42 @@ async def test_retries_refusals_and_tenants(tmp_path: Path) -> None:
     assert first["tenant"] == second["tenant"] != "alice"
 
 
+async def test_the_runner_up_belongs_to_the_first_attempt(tmp_path: Path) -> None:
+    """The record of a retry lacks it: its instance is not that of the decision."""
+    engines = [FakeEngine() for _ in range(3)]
+    async with world(engines, policy="kv_usage", records={"path": str(tmp_path)}) as it:
+        for name, share in (("e0", 0.0), ("e1", 0.25), ("e2", 0.75)):
+            it.server.fleet.models[0].router.report_load(name, kv_usage=share)
+        for _ in range(2):
+            assert (await it.post({"model": "tiny", "prompt": "abc"}))[0] == 200
+            engines[0].behave = reset
+        await it.settled()
+        first, again = recorded(it).requests
+    assert (first["instance"], first["score"], first["margin"], first["runner_up"]) == ("e0", 0, 0.25, "e1")
+    assert (again["tried"], again["instance"], again["score"]) == (["e0", "e1"], "e1", 0.25)
+    assert again.keys().isdisjoint({"margin", "runner_up"})
+
+
+async def test_the_terms_of_a_decision_have_no_hash_of_the_tenant(tmp_path: Path) -> None:
+    """Its hash has no key, so a guess of the name could be checked."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-acme: acme\n")
+    score = "bs + where(tenant == 'acme', 1, 2) + where(length_class == 'x', 1, 0)"
+    settings: dict[str, Any] = {"records": {"path": str(tmp_path / "r")}, "auth": {"keys_file": str(keys)}}
+    async with world(2, policy=score, **settings) as it:
+        headers = {"authorization": "Bearer sk-acme"}
+        status, answered, _ = await it.post({"model": "tiny", "prompt": "abc"}, headers=headers)
+        assert status == 200
+        await it.settled()
+        label = answered["x-lmetric-decision"]
+        async with it.client.get(f"{it.url}/debug/decisions/{label}", headers=headers) as response:
+            shown = orjson.loads(await response.read())
+        (line,) = recorded(it).requests
+    assert line["terms"].keys() == {"bs"}
+    assert [each["terms"].keys() for each in shown["best"]] == [{"bs"}] * 2
+    assert ": 1 (requests 0), as 1 other" in shown["because"]
+
+
 async def test_the_record_of_a_hedge_that_answered_has_its_decision(tmp_path: Path) -> None:
     engines = [FakeEngine(behave=hang), FakeEngine()]
     hedging = {"after_seconds": 0.1, "budget_ratio": 1.0}

@@ -127,6 +127,24 @@ async def test_predicted_and_reported_cached_tokens_are_compared() -> None:
         assert value(found, "lmetric_instance_underpredicted_tokens_total", **labels) == 100
 
 
+async def test_predictions_count_without_reports_and_reports_have_their_own_prompts() -> None:
+    async def silent(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(200, {"id": "1", "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}))
+        return True
+
+    async with world(1, policy="lmetric", block_size=16) as w:
+        w.engines[0].behave = silent
+        body = orjson.dumps({"prompt": list(range(100)), "max_tokens": 3})
+        counts = []
+        for _ in range(3):
+            await w.post(body)
+            found = await scraped(w)
+            kinds = ("prompt", "predicted_cached", "reported_prompt", "cached")
+            counts.append([value(found, f"lmetric_{kind}_tokens_total", model="tiny") for kind in kinds])
+            w.engines[0].behave = silent if len(counts) == 1 else caches(50)
+    assert counts == [[100, 0, 0, 0], [200, 96, 0, 0], [300, 192, 100, 50]]
+
+
 async def test_an_engine_that_left_has_no_samples() -> None:
     admin = {"enabled": True, "token": "root"}
     async with world(2, admin=admin) as w:

@@ -67,7 +67,9 @@ def made(policy: str, scores: dict[str, float | None], **more: Any) -> dict[str,
         "instance": first,
         "tried": [first],
         "prefer": "min",
-        "tied": sum(scores[name] == scores[first] for name in kept),
+        "tied": (tied := sum(scores[name] == scores[first] for name in kept)),
+        "drawn_from": tied,
+        "prompt_tokens": 100,
         "best": [{"instance": name, "score": scores[name], "terms": terms.get(name, {})} for name in kept],
         **more,
     }
@@ -113,6 +115,7 @@ CASES = [
             "prefix_spill",
             {"e0": -0.5, "e1": 1.0},
             terms={"e0": {"kv_hit": 0.5, "bs": 3.0}, "e1": {"kv_hit": 0.0, "bs": 1.0}},
+            holder={"instance": "e0", "cached_tokens": 50, "bs": 3.0},
         ),
         "because e0 had the largest cached share of the prompt: 50%; next best e1: 0%.",
     ),
@@ -121,8 +124,45 @@ CASES = [
             "cache_aware",
             {"e1": 1.0, "e0": 70.0},
             terms={"e0": {"kv_hit": 0.9, "bs": 70.0}, "e1": {"kv_hit": 0.1, "bs": 1.0}},
+            holder={"instance": "e0", "cached_tokens": 90, "bs": 70.0},
         ),
         "because e1 had 1 request, and e0 with 90% of the prompt in its cache had too much load (70).",
+    ),
+    (
+        # The fleet is in balance, and the score is the number of blocks in the cache.
+        made(
+            "cache_aware",
+            {"e1": 12.0, "e0": 40.0},
+            terms={"e0": {"kv_hit": 0.2, "bs": 4.0}, "e1": {"kv_hit": 0.1, "bs": 1.0}},
+            holder={"instance": "e0", "cached_tokens": 20, "bs": 4.0},
+        ),
+        "because no engine had enough of the prompt in its cache, and e1 had 1 request.",
+    ),
+    (
+        # The holder was not drawn.
+        made(
+            "ray_prefix",
+            {"e1": 5.0, "e2": 11.0},
+            terms={"e1": {"kv_hit": 0.0, "bs": 5.0}, "e2": {"kv_hit": 0.0, "bs": 11.0}},
+            holder={"instance": "e0", "cached_tokens": 99, "bs": 2.0},
+        ),
+        "because e1 had 5 requests; e0 had the largest cached share of the prompt, 99%, and 2 requests.",
+    ),
+    (
+        made(
+            "preble",
+            {"e1": 1.0, "e0": 1.0},
+            first="e1",
+            terms={"e1": {"hit_tokens": 0.0, "new_tokens": 100.0}},
+            drawn_from=1,
+            holder={"instance": "e0", "cached_tokens": 40, "bs": 2.0},
+        ),
+        "because no engine had enough of the prompt in its cache, and e1 had the least load.",
+    ),
+    (
+        made("mine", {"e0": 2.0, "e1": 2.0, "e2": 2.0}, drawn_from=2),
+        "because e0 had the lowest score of mine: 2, as 2 other engines had; the policy's tie-breaks left 2 "
+        "engines, and the choice was random.",
     ),
     (
         made(
@@ -174,6 +214,80 @@ CASES = [
 )
 def test_sentences(record: dict[str, Any], text: str) -> None:
     assert because(record) == text
+
+
+@pytest.mark.parametrize(
+    "policy", ["filter", "cache_aware", "aibrix_prefix", "prefix_spill", "dynamo_two_tier"]
+)
+def test_the_busy_holder_of_a_large_fleet_is_named(policy: str) -> None:
+    """The scores of eleven idle engines are better, so the holder is not among the best eight."""
+    router = Router(policy)
+    router.add_instance("e00")
+    tokens = list(range(1600))
+    for _ in range(100):
+        _, ticket = router.route(Request(tokens))
+        KEPT.append(ticket)
+        ticket.sent()
+    for each in range(1, 12):
+        router.add_instance(f"e{each:02}")
+    decision, ticket = router.route(Request(tokens))
+    KEPT.append(ticket)
+    record = router.explain(decision)
+    assert record is not None
+    assert record["holder"] == {"instance": "e00", "cached_tokens": 1584, "bs": 100.0}
+    assert "e00" not in [each["instance"] for each in record["best"]]
+    assert because(record) == (
+        f"because {decision.instance} had 0 requests, and e00 with 99% of the prompt in its cache had too "
+        "much load (100)."
+    )
+
+
+def loaded(policy: Any, loads: list[int]) -> dict[str, Any]:
+    """Returns the record of a decision between engines with so many requests."""
+    router = Router(policy)
+    names = [f"e{number}" for number in range(len(loads))]
+    for name in names:
+        router.add_instance(name)
+    for name, load in zip(names, loads, strict=True):
+        for _ in range(load):
+            KEPT.append(router.route(Request(prompt_tokens=10, instances=[name]))[1])
+    before = router.stats()["left_out"]
+    decision, ticket = router.route(Request(prompt_tokens=10))
+    KEPT.append(ticket)
+    record = router.explain(decision)
+    assert record is not None
+    assert router.stats()["left_out"] - before == record["left_out"]
+    return dict(record)
+
+
+def test_tie_breaks_decide_or_leave_the_choice_to_chance() -> None:
+    policy = Policy("kv_hit", prefer="max", then=["bs"])
+    record = loaded(policy, [5, 5, 0])
+    assert (record["instance"], record["tied"], record["drawn_from"]) == ("e2", 3, 1)
+    assert "as 2 other engines had; the policy's tie-breaks decided." in because(record)
+    record = loaded(policy, [5, 0, 0])
+    assert (record["tied"], record["drawn_from"]) == (3, 2)
+    record = loaded(policy, [0, 0, 0])
+    assert because(record).endswith("as 2 other engines had; the tie was broken at random.")
+    # Nine others are idle, too; the busy engine has the same cached share, and is no equal.
+    record = loaded("filter", [1] + [0] * 10)
+    assert (record["tied"], record["drawn_from"]) == (11, 10)
+    assert because(record).endswith("had 0 requests; 9 others had the same.")
+
+
+def test_engines_that_the_filter_excluded_are_not_left_out() -> None:
+    record = loaded(Policy("bs", filter="bs < 3"), [5, 5, 0, 0])
+    assert (record["scored"], record["filtered"], record["left_out"]) == (2, 2, 0)
+    assert because(record).endswith("; the policy's filter excluded 2 engines.")
+    record = loaded(Policy("bs", filter="bs < 3"), [5, 5])
+    assert (record["filter_waived"], record["filtered"], record["left_out"]) == (True, 0, 0)
+
+
+def test_a_policy_that_scored_no_engine_left_out_all() -> None:
+    for policy in (Policy("kv_usage"), Policy("kv_usage", filter="bs < 3")):
+        record = loaded(policy, [4, 1, 2])
+        assert (record["unscored"], record["left_out"], record["filtered"]) == (True, 3, 0)
+        assert (record["instance"], record["scored"]) == ("e1", 3)
 
 
 def test_expressions_show_their_formula_and_terms() -> None:

@@ -206,6 +206,23 @@ async def test_workers_show_each_others_requests_while_one_stands_still() -> Non
             os.kill(still, signal.SIGCONT)
 
 
+async def test_each_worker_lists_its_latest_decisions() -> None:
+    async def answer(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(200, {"id": "x", "choices": []}))
+        return True
+
+    async with serving(behave=answer) as (_, client, _):
+        made = [(await client.ask({"model": "tiny", "prompt": "a"}))[1] for _ in range(20)]
+        latest = [sorted((each for each in made if each >> 48 == w), reverse=True)[:3] for w in (0, 1)]
+        assert all(latest)
+        lists = []
+        async with asyncio.timeout(60):
+            while not all(each in lists for each in latest):
+                page = await client.get("/debug/decisions?limit=3")
+                lists.append([int(each["id"].split("-")[0]) for each in page])
+        assert all(each in latest for each in lists)
+
+
 async def until_seen(client: Client, in_flight: int) -> None:
     """Waits until the live pages of both workers show all requests."""
     async with asyncio.timeout(60):

@@ -140,12 +140,12 @@ REQUEST = {
     "instance": Key("text", "engine that answered, or was tried last"),
     "tried": Key("list of texts", "engines in the order of the attempts, if there were several"),
     "decode_instance": Key("text", "engine of the second segment"),
-    "score": Key("number", "score of the instance"),
-    "margin": Key("number", "distance of the score to the runner-up"),
+    "score": Key("number", "score of the instance at the decision, before any retry"),
+    "margin": Key("number", "distance of the score to the runner-up; only without retries"),
     "terms": Key(
         "mapping of numbers", "indicators in the score of the instance, by name; without those it lacked"
     ),
-    "runner_up": Key("text", "second-best engine"),
+    "runner_up": Key("text", "second-best engine; only without retries"),
     "load": Key(
         "mapping of numbers",
         "indicators of the instance right after the decision, this request included: `bs`, `q_bs`, "

@@ -16,7 +16,15 @@ class Candidate(TypedDict):
 
     instance: str
     score: float | None
-    terms: dict[str, float | None]  # values of the indicators that the policy reads, by name
+    terms: dict[str, float | None]  # indicators that the policy reads, by name; texts are left out
+
+
+class Holder(TypedDict):
+    """The instance with the most cached tokens of a prompt, at the decision."""
+
+    instance: str
+    cached_tokens: int
+    bs: float  # its requests
 
 
 class ShadowChoice(TypedDict):
@@ -42,11 +50,14 @@ class DecisionRecord(TypedDict):
     tried: list[str]
     prefer: Literal["min", "max"]  # whether the lowest or the highest score is best
     scored: int  # instances with a score
-    tied: int  # instances with the best score; above 1, tie-breaks or chance decided
+    tied: int  # instances with the best score, before the tie-breaks
+    drawn_from: int  # instances still equal after the tie-breaks; above 1, chance decided
     best: list[Candidate]  # at most 8, best first
+    holder: Holder | None  # None: no instance had any, or the policy does not read cached tokens
     margin_to_runner_up: float | None
     load_report_age_seconds: float | None  # of the instance
-    left_out: int  # instances without a finite score
+    left_out: int  # instances without a finite score, unless the filter excluded them
+    filtered: int  # instances that the policy's filter excluded
     filter_waived: bool
     unscored: bool  # no instance had a score, so the fewest requests decided
     guard_excluded: int  # instances that the hot-spot guard excluded
@@ -144,6 +155,7 @@ class RouterStats(TypedDict):
     policy: str
     decode_policy: str
     decisions: int
+    last_decision: int  # number of the latest decision; no record has it before the first decision
     no_instance: int
     retries: int
     left_out: int
@@ -156,6 +168,7 @@ class RouterStats(TypedDict):
     finished: int
     dropped: int
     prompt_tokens: int
+    reported_prompt_tokens: int
     predicted_cached_tokens: int
     cached_tokens: int
     output_tokens: int

@@ -38,8 +38,11 @@ WORDS: Mapping[str, str] = {
 MIN_SHOWN_SECONDS = 0.01  # shorter waits in the router are none for people
 # Policies that prefer the instance with the longest cached prefix, unless load forbids it.
 _HOLDERS = frozenset(
-    {"filter", "aibrix_prefix", "cache_aware", "prefix_spill", "ray_prefix", "dynamo_two_tier"}
+    {"filter", "aibrix_prefix", "cache_aware", "prefix_spill", "ray_prefix", "dynamo_two_tier", "preble"}
 )
+# Of them, the policies that follow a cached share only above a threshold. While the fleet is out of
+# balance, their score is the number of requests.
+_BY_THRESHOLD = frozenset({"cache_aware", "ray_prefix", "dynamo_two_tier"})
 
 
 def because(record: Mapping[str, Any], formula: str | None = None) -> str:
@@ -83,26 +86,41 @@ def _choice(record: Mapping[str, Any], name: str, formula: str | None) -> str:
     most = record.get("prefer") == "max"
     others = {each: score for each, score in scores.items() if each != name}
     following = (max if most else min)(others, key=lambda each: others[each])
-    tied = max((record.get("tied") or 0) - 1, 0)
     policy = record["policy"]
     if policy in ("round_robin", "random"):
         return f"it was {name}'s turn" if policy == "round_robin" else f"{name} was drawn at random"
     if policy == "session_affinity":
         return _session(terms, name, own)
-    if policy in _HOLDERS or policy == "preble":
-        return _holder(terms, name, following, tied)
+    if policy in _HOLDERS:
+        return _holder(record, terms, name, following, own)
     described = _described(policy, formula, most)
     better = others[following] > own if most else others[following] < own
     if better:
         text = f"{name} was drawn by its {described[2]} {_score(described[1], terms, name, own)}"
         return f"{text}; the best engine {following} had {number(others[following])}"
     text = f"{name} had the {described[0]}: {_score(described[1], terms, name, own)}"
-    if tied:
+    if (tied := _others(record, "tied")) > 0:
         others_tied = f"{tied} other engine{'s' if tied > 1 else ''}"
-        return f"{text}, as {others_tied} had; the tie was broken at random"
+        return f"{text}, as {others_tied} had{_tie(record)}"
     if policy == "power_of_two":
         return f"{text}, of two drawn engines; the other, {following}, had {number(others[following])}"
     return f"{text}; next best {following}: {number(others[following])}"
+
+
+def _others(record: Mapping[str, Any], key: str) -> int:
+    return (record.get(key) or 1) - 1
+
+
+def _tie(record: Mapping[str, Any]) -> str:
+    """Returns the clause about the choice between instances with equal scores."""
+    drawn_from = record.get("drawn_from")
+    if drawn_from is None:
+        return ""
+    if drawn_from == 1:
+        return "; the policy's tie-breaks decided"
+    if drawn_from == record["tied"]:
+        return "; the tie was broken at random"
+    return f"; the policy's tie-breaks left {drawn_from} engines, and the choice was random"
 
 
 def _session(terms: Mapping[str, Terms], name: str, own: float) -> str:
@@ -112,22 +130,30 @@ def _session(terms: Mapping[str, Terms], name: str, own: float) -> str:
     return f"its session belongs to {name}, by the hash of both names"
 
 
-def _holder(terms: Mapping[str, Terms], name: str, following: str, tied: int) -> str:
-    own, other = terms.get(name) or {}, terms.get(following) or {}
-    hit, next_hit = _hit(own), _hit(other)
-    most = max((_hit(each) or 0.0 for each in terms.values()), default=0.0)
+def _holder(
+    record: Mapping[str, Any], terms: Mapping[str, Terms], name: str, following: str, score: float
+) -> str:
+    """Returns the main clause for a policy that prefers the largest cached share of the prompt."""
+    own, holder = terms.get(name) or {}, record.get("holder")
+    hit, requests = _hit(own), own.get("bs")
+    most = holder["cached_tokens"] / record["prompt_tokens"] if holder is not None else 0.0
     if hit and hit >= most:
         text = f"{name} had the largest cached share of the prompt: {hit:.0%}"
-        return f"{text}; next best {following}: {next_hit or 0:.0%}"
-    requests = own.get("bs")
+        return f"{text}; next best {following}: {_hit(terms.get(following) or {}) or 0:.0%}"
     why = f"{name} had the least load" if requests is None else f"{name} had {_count(requests)}"
-    if most:
-        holder = max(terms, key=lambda each: _hit(terms[each]) or 0.0)
-        why += f", and {holder} with {most:.0%} of the prompt in its cache had too much load"
-        load = terms[holder].get("bs")
-        return why if load is None else f"{why} ({number(load)})"
-    tie = f"; {tied} other{'s' if tied > 1 else ''} had the same" if tied else ""
-    return f"no engine had enough of the prompt in its cache, and {why}{tie}"
+    policy = record["policy"]
+    # Preble follows a cached share above a half.
+    by_load = most > 0.5 if policy == "preble" else policy not in _BY_THRESHOLD or score == requests
+    if holder is None or not by_load:
+        same = _others(record, "drawn_from")
+        tie = f"; {same} other{'s' if same > 1 else ''} had the same" if same else ""
+        return f"no engine had enough of the prompt in its cache, and {why}{tie}"
+    if requests is None or holder["bs"] > requests:
+        why += f", and {holder['instance']} with {most:.0%} of the prompt in its cache had too much load"
+        return f"{why} ({number(holder['bs'])})"
+    return f"{why}; {holder['instance']} had the largest cached share of the prompt, {most:.0%}, and " + (
+        _count(holder["bs"])
+    )
 
 
 def _count(requests: float) -> str:
@@ -282,6 +308,8 @@ def _conditions(record: Mapping[str, Any]) -> list[str]:
         found.append(f"the hot-spot guard excluded {number(excluded)} engine{'s' if excluded > 1 else ''}")
     if record.get("filter_waived"):
         found.append("the policy's filter left no engine, so it was ignored")
+    if filtered := record.get("filtered"):
+        found.append(f"the policy's filter excluded {number(filtered)} engine{'s' if filtered > 1 else ''}")
     if left_out := record.get("left_out"):
         found.append(f"{number(left_out)} engine{'s' if left_out > 1 else ''} had no score")
     return found

@@ -50,8 +50,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "Cache hits",
             "percentunit",
             f"sum(rate(lmetric_cached_tokens_total{{{MODEL}}}[$__rate_interval])) / "
-            f"sum(rate(lmetric_prompt_tokens_total{{{MODEL}}}[$__rate_interval]))",
-            "Prompt tokens that engines found in their caches.",
+            f"sum(rate(lmetric_reported_prompt_tokens_total{{{MODEL}}}[$__rate_interval]))",
+            "Prompt tokens that engines found in their caches, of requests whose engines report them.",
         ),
         stat(
             "Healthy engines",
@@ -205,10 +205,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "Cached tokens",
             "percentunit",
             {
-                "reported": f"{rate('lmetric_cached_tokens_total', MODEL)} / {rate('lmetric_prompt_tokens_total', MODEL)}",
+                "reported": f"{rate('lmetric_cached_tokens_total', MODEL)} / {rate('lmetric_reported_prompt_tokens_total', MODEL)}",
                 "predicted": f"{rate('lmetric_predicted_cached_tokens_total', MODEL)} / {rate('lmetric_prompt_tokens_total', MODEL)}",
             },
-            about="Share of the prompt tokens. The prediction counts each placed request.",
+            about="Share of the prompt tokens of finished requests. Reported: only of requests whose engines "
+            "report cached tokens.",
             most=1,
         ),
         panel(

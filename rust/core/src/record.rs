@@ -25,6 +25,17 @@ pub struct Candidate {
     pub score: f64,
 }
 
+/// The instance with the most cached tokens of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Holder {
+    /// Slot.
+    pub slot: u32,
+    /// Leading prompt tokens in its cache, lower tiers included.
+    pub hit_tokens: u32,
+    /// Its requests (`bs`) at the decision.
+    pub requests: f64,
+}
+
 /// The instance of a follow-up segment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Next {
@@ -151,8 +162,10 @@ pub struct DecisionRecord {
     pub names: Arc<[Arc<str>]>,
     /// Number of slots with a score.
     pub scored: u32,
-    /// Number of slots with the best score.
+    /// Number of slots with the best score, before the tie-breaks.
     pub tied: u32,
+    /// Number of slots that were still equal after the tie-breaks. Above 1: chance decided.
+    pub drawn_from: u32,
     /// Indicators that the policy read.
     pub reads: IndicatorSet,
     /// Declared indicators that the policy read.
@@ -165,6 +178,9 @@ pub struct DecisionRecord {
     /// Score of the best other instance minus the score of the chosen one; `None` with one
     /// candidate.
     pub margin: Option<f64>,
+    /// The candidate with the most cached tokens, if it has any and the policy reads them. The
+    /// best instances may lack it.
+    pub holder: Option<Holder>,
     /// Slot of the chosen instance.
     pub chosen: u32,
     /// Instances of the follow-up segments, as far as they are chosen.
@@ -197,8 +213,11 @@ pub struct DecisionRecord {
     pub predicted_tier_tokens: u32,
     /// Age of the chosen instance's load report, if it sends reports.
     pub report_age_seconds: Option<f64>,
-    /// Eligible slots left out because an indicator was absent or the score was not finite.
+    /// Candidates left out because an indicator was absent or the score was not finite; all
+    /// candidates if the policy scored none.
     pub left_out: u32,
+    /// Candidates that the policy's filter excluded.
+    pub filtered: u32,
     /// Whether the policy's filter passed no slot and was waived.
     pub filter_waived: bool,
     /// Whether the policy scored no candidate, so that the fewest requests decided.
@@ -415,6 +434,11 @@ impl RecordRing {
             change(record);
             self.bytes = self.bytes + record.bytes() - before;
         }
+    }
+
+    /// Returns the id of the latest record; before the first record, an id without a record.
+    pub fn last_id(&self) -> u64 {
+        self.next_id - 1
     }
 
     /// Returns the number of bytes kept.

@@ -3,6 +3,7 @@ use crate::errors::Result;
 use crate::held::{Clock, with_router, with_router_detached};
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{Guard, GuardEvent, Phase};
+use lmetric_core::indicators::IndicatorSet;
 use lmetric_core::kv::index::KvIndex;
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::plan::{Event, Failure, PrefixFetch, Segment, Usage};
@@ -482,6 +483,7 @@ pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Boun
     dict.set_item("prefer", if record.prefer == Prefer::Max { "max" } else { "min" })?;
     dict.set_item("scored", record.scored)?;
     dict.set_item("tied", record.tied)?;
+    dict.set_item("drawn_from", record.drawn_from)?;
     let best = PyList::empty(py);
     for (candidate, values) in record.explained() {
         let row = PyDict::new(py);
@@ -489,6 +491,10 @@ pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Boun
         row.set_item("score", number(candidate.score))?;
         let terms = PyDict::new(py);
         for (indicator, value) in record.reads.iter().zip(values) {
+            // The value of a text is a hash without a key: anyone can compute it for a guess.
+            if IndicatorSet::TEXTS.contains(indicator) {
+                continue;
+            }
             terms.set_item(indicator.decl().name, number(*value))?;
         }
         for (declared, value) in record.declared.iter().zip(&values[record.reads.iter().count()..]) {
@@ -498,9 +504,18 @@ pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Boun
         best.append(row)?;
     }
     dict.set_item("best", best)?;
+    let holder = record.holder.map(|holder| {
+        let found = PyDict::new(py);
+        found.set_item("instance", name(holder.slot))?;
+        found.set_item("cached_tokens", holder.hit_tokens)?;
+        found.set_item("bs", holder.requests)?;
+        Ok::<_, PyErr>(found)
+    });
+    dict.set_item("holder", holder.transpose()?)?;
     dict.set_item("margin_to_runner_up", record.margin.and_then(number))?;
     dict.set_item("load_report_age_seconds", record.report_age_seconds)?;
     dict.set_item("left_out", record.left_out)?;
+    dict.set_item("filtered", record.filtered)?;
     dict.set_item("filter_waived", record.filter_waived)?;
     dict.set_item("unscored", record.unscored)?;
     dict.set_item("guard_excluded", record.guard_excluded)?;
@@ -615,6 +630,7 @@ pub struct Stats {
     policy: String,
     decode_policy: String,
     totals: Totals,
+    last_decision: u64,
     index_bytes: usize,
     index_evicted_blocks: u64,
     in_flight: usize,
@@ -646,6 +662,7 @@ impl Stats {
             policy: router.policy().spec().name.to_string(),
             decode_policy: router.decode_policy().spec().name.to_string(),
             totals: router.totals().clone(),
+            last_decision: router.last_decision(),
             index_bytes: indexes().map(KvIndex::bytes).sum(),
             index_evicted_blocks: indexes().map(KvIndex::evicted_blocks).sum(),
             in_flight: router.in_flight(),
@@ -663,6 +680,7 @@ impl Stats {
         dict.set_item("decode_policy", &self.decode_policy)?;
         for (name, value) in [
             ("decisions", totals.decisions),
+            ("last_decision", self.last_decision),
             ("no_instance", totals.no_instance),
             ("retries", totals.retries),
             ("left_out", totals.left_out),
@@ -675,6 +693,7 @@ impl Stats {
             ("finished", totals.finished),
             ("dropped", totals.dropped),
             ("prompt_tokens", totals.prompt_tokens),
+            ("reported_prompt_tokens", totals.reported_prompt_tokens),
             ("predicted_cached_tokens", totals.predicted_cached_tokens),
             ("cached_tokens", totals.cached_tokens),
             ("output_tokens", totals.output_tokens),

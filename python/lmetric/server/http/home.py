@@ -122,7 +122,7 @@ def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
 
 
 def _latest(model: Model, limit: int) -> Iterable[dict[str, Any]]:
-    last = model.router.stats(instances=False)["decisions"]
+    last = model.router.stats(instances=False)["last_decision"]
     for number in range(last, max(last - limit, 0), -1):
         record: Mapping[str, Any] | None = model.router.explain(number)
         if record is None:

@@ -351,7 +351,6 @@ def _explained(record: dict[str, Any], line: Line) -> Line:
     found["tried"] = record["tried"] if len(record["tried"]) > 1 else None
     found["retries"] = max(0, len(record["tried"]) - 1)
     found["migrations"] = len(record["migrations"])
-    found["margin"] = record["margin_to_runner_up"]
     if line["cached_tokens"] is None:
         found["cached_tokens"] = record["cached_tokens"]
     best = record["best"]
@@ -359,5 +358,7 @@ def _explained(record: dict[str, Any], line: Line) -> Line:
     if chosen is not None:
         found["score"] = chosen["score"]
         found["terms"] = {name: value for name, value in chosen["terms"].items() if value is not None}
-    found["runner_up"] = next((b["instance"] for b in best if b["instance"] != record["instance"]), None)
+    if not found["retries"]:  # else the instance is not that of the decision
+        found["margin"] = record["margin_to_runner_up"]
+        found["runner_up"] = next((b["instance"] for b in best if b["instance"] != record["instance"]), None)
     return found

@@ -187,6 +187,7 @@ impl Policy for ExpressionPolicy {
             let passing: u32 = passes.iter().zip(snapshot.eligible).map(passing).sum();
             scores.filter_waived = passing == 0;
             if !scores.filter_waived {
+                scores.filtered = snapshot.eligible_count - passing as usize;
                 for (score, passes) in scores.score.iter_mut().zip(&passes) {
                     *score = nan_unless(*passes != 0.0, *score);
                 }
@@ -259,14 +260,14 @@ mod tests {
             (Indicator::Tokens, [1.0, 7.0, 6.0, 9.0]),
         ]);
         let mut scores = Scores::default();
-        for (eligible, waived, expected) in [
-            ([true; 4], false, Some(1)),
+        for (eligible, waived, filtered, expected) in [
+            ([true; 4], false, 1, Some(1)),
             // Slot 0 is not eligible, so the lowest batch size is 3 and slot 3 passes.
-            ([false, true, true, true], false, Some(3)),
-            ([false; 4], true, None),
+            ([false, true, true, true], false, 0, Some(3)),
+            ([false; 4], true, 0, None),
         ] {
             score(&policy, &columns, &eligible, &mut scores);
-            assert_eq!(scores.filter_waived, waived, "{eligible:?}");
+            assert_eq!((scores.filter_waived, scores.filtered), (waived, filtered), "{eligible:?}");
             assert_eq!(
                 best(&mut scores, &eligible, &mut PolicyRng::seed_from_u64(1)),
                 expected,

@@ -98,6 +98,8 @@ pub struct Scores {
     /// Whether the filter passed no eligible slot and was waived, so that all eligible slots are
     /// scored.
     pub filter_waived: bool,
+    /// Number of eligible slots that the filter excluded.
+    pub filtered: usize,
     /// Whether the policy scored no eligible slot; `score` then holds the requests per slot (`bs`).
     pub unscored: bool,
     /// Registers of expressions, reused between decisions.
@@ -111,6 +113,8 @@ pub struct Scores {
     pub(crate) scored: usize,
     /// Number of slots with the lowest key, before the tie-breaks.
     pub(crate) tied: u32,
+    /// Number of slots that are still equal after the tie-breaks.
+    pub(crate) drawn_from: u32,
 }
 
 impl Scores {
@@ -128,6 +132,7 @@ impl Scores {
         self.prefer = Prefer::Min;
         self.then_count = 0;
         self.filter_waived = false;
+        self.filtered = 0;
         self.unscored = false;
     }
 

@@ -20,7 +20,7 @@ pub(crate) const WORD: usize = 64;
 /// If there are fewer scores than slots.
 pub fn best(scores: &mut Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<usize> {
     let sign = sign(scores.prefer);
-    let Scores { score, then, then_count, minima, ties, scored, tied, .. } = scores;
+    let Scores { score, then, then_count, minima, ties, scored, tied, drawn_from, .. } = scores;
     *scored = set_of_lowest(sign, &mut score[..eligible.len()], eligible, minima, ties);
     *tied = count(ties);
     for column in &then[..*then_count] {
@@ -28,9 +28,9 @@ pub fn best(scores: &mut Scores, eligible: &[bool], rng: &mut PolicyRng) -> Opti
             keep_lowest(ties, column);
         }
     }
-    let tied = count(ties);
+    *drawn_from = count(ties);
     // An empty set has no first member either.
-    let drawn = if tied > 1 { rng.random_range(0..tied) } else { 0 };
+    let drawn = if *drawn_from > 1 { rng.random_range(0..*drawn_from) } else { 0 };
     members(ties).nth(drawn as usize)
 }
 
@@ -210,6 +210,7 @@ mod tests {
         let mut tied =
             scores(&[1.0; 5], Prefer::Max, &[&[2.0, 1.0, 1.0, 1.0, f64::NAN], &[0.0, 7.0, 6.0, 6.5, 0.0]]);
         assert_eq!(best(&mut tied, &[true; 5], &mut rng()), Some(2));
+        assert_eq!((tied.tied, tied.drawn_from), (5, 1));
         assert_eq!(ranking(&tied, &[true; 5], &mut rng()), [2, 3, 1, 0, 4]);
         let mut absent = scores(&[1.0; 2], Prefer::Min, &[&[f64::NAN; 2], &[3.0, 2.0]]);
         assert_eq!(best(&mut absent, &[true; 2], &mut rng()), Some(1));

@@ -56,9 +56,11 @@ pub struct Totals {
     pub failed: [u64; Failure::NAMES.len()],
     /// Prompt tokens of successful requests, as reported or estimated.
     pub prompt_tokens: u64,
-    /// Cached tokens predicted for requests with a reported number of cached tokens.
+    /// Prompt tokens of the successful requests whose engines reported cached tokens.
+    pub reported_prompt_tokens: u64,
+    /// Cached tokens predicted for successful requests.
     pub predicted_cached_tokens: u64,
-    /// Cached tokens reported by engines.
+    /// Cached tokens that engines reported of successful requests.
     pub cached_tokens: u64,
     /// Output tokens received.
     pub output_tokens: u64,

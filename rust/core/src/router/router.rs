@@ -216,6 +216,11 @@ impl Router {
         if self.state.fleet.check(id).is_ok() { self.state.ledger.in_flight(id.index()) as usize } else { 0 }
     }
 
+    /// Returns the number of the latest decision.
+    pub fn last_decision(&self) -> u64 {
+        self.requests.records.last_id()
+    }
+
     /// Returns the decision record with this id, if it is still kept.
     pub fn record(&self, id: u64) -> Option<&DecisionRecord> {
         self.requests.records.get(id)

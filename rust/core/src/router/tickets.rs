@@ -65,6 +65,11 @@ impl PlacedSegment {
         (ticket, self.segment.from_token)
     }
 
+    /// Returns the prompt tokens that its engine was predicted to have or to fetch.
+    pub fn predicted_cached_tokens(&self) -> f64 {
+        self.entry.prompt_tokens - self.entry.new_tokens
+    }
+
     /// Returns one past the last token that arrives by transfer and needs no computation; 0 if
     /// there is none.
     pub fn carried(&self) -> u32 {
@@ -87,6 +92,17 @@ pub struct Kept {
     pub place: Option<Place>,
 }
 
+/// The handoff from one segment to the next.
+#[derive(Clone, Copy, Debug)]
+pub struct HandedOver {
+    /// Time of the handoff.
+    pub at: Seconds,
+    /// Usage that the first segment's engine reported.
+    pub usage: Usage,
+    /// Cached tokens predicted for the first segment.
+    pub predicted_cached_tokens: f64,
+}
+
 /// A request in flight.
 #[derive(Clone, Debug)]
 pub struct TicketState {
@@ -94,8 +110,8 @@ pub struct TicketState {
     pub open: PlacedSegment,
     /// Segments bound after the open segment, in order.
     pub later: Vec<PlacedSegment>,
-    /// Time of the last handoff, and the usage that the first segment's engine reported.
-    pub handed_over: Option<(Seconds, Usage)>,
+    /// The last handoff, if there was one.
+    pub handed_over: Option<HandedOver>,
     /// Number of its decision record.
     pub decision: u64,
     /// Time of its decision.

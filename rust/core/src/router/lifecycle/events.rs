@@ -8,7 +8,7 @@ use crate::router::ledger::Stage;
 use crate::router::listeners::{Ended, Listener};
 use crate::router::settings::IndexFeed;
 use crate::router::state::State;
-use crate::router::tickets::{self, TicketId, TicketState};
+use crate::router::tickets::{self, HandedOver, TicketId, TicketState};
 use smallvec::smallvec;
 
 impl Lifecycle<'_> {
@@ -89,7 +89,7 @@ impl Lifecycle<'_> {
                 }
             }
             (Effect::BeginDecoding, _) if current => {
-                let lag = request.handed_over.map(|(at, _)| self.now - at);
+                let lag = request.handed_over.map(|handed| self.now - handed.at);
                 ledger.begin_decoding(slot, key, &mut placed.entry, lag, self.now);
             }
             (Effect::BeginDecoding, _) => {
@@ -177,16 +177,17 @@ impl Lifecycle<'_> {
         }
         let prompt = usage.prompt_tokens.unwrap_or(state.open.entry.prompt_tokens as u32);
         self.requests.totals.finished += 1;
-        self.requests.totals.prompt_tokens += u64::from(prompt);
         // After a handoff, the engine of the first segment knows the cached tokens of the prompt.
-        let usage = match state.handed_over {
-            Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
+        let (usage, predicted) = match state.handed_over {
+            Some(HandedOver { usage: first, predicted_cached_tokens, .. }) => {
+                (Usage { cached_tokens: first.cached_tokens, ..usage }, predicted_cached_tokens)
+            }
             None => {
-                self.count_cached(&state.open, usage);
                 self.learn_load(&state.open, usage);
-                usage
+                (usage, state.open.predicted_cached_tokens())
             }
         };
+        self.count_prompt(prompt, predicted, usage.cached_tokens);
         let seconds = self.now - state.decided_at;
         self.requests.records.update(state.decision, |r| {
             r.outcome.ended = Some(None);

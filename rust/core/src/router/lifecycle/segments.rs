@@ -6,7 +6,7 @@ use crate::request::Request;
 use crate::router::context::DecisionContext;
 use crate::router::ledger::Stage;
 use crate::router::state::State;
-use crate::router::tickets::{self, PlacedSegment, TicketId, TicketState};
+use crate::router::tickets::{self, HandedOver, PlacedSegment, TicketId, TicketState};
 
 impl Lifecycle<'_> {
     /// Adds all segments of a new ticket to the ledger.
@@ -61,8 +61,13 @@ impl Lifecycle<'_> {
         let state = self.requests.tickets.get(ticket)?;
         let mut ended = state.open.clone();
         state.open.instance_generation = 0; // no longer in the ledger
-        let first = state.handed_over.map_or(usage, |(_, first)| first);
-        state.handed_over = Some((self.now, first));
+        // The first segment's engine has read the prompt from its cache.
+        let first = state.handed_over.unwrap_or_else(|| HandedOver {
+            at: self.now,
+            usage,
+            predicted_cached_tokens: ended.predicted_cached_tokens(),
+        });
+        state.handed_over = Some(HandedOver { at: self.now, ..first });
         state.failed.clone_from(&state.lost);
         let bound = if state.later.is_empty() { None } else { Some(state.later.remove(0)) };
         let (decision, seconds) = (state.decision, self.now - state.decided_at);
@@ -80,9 +85,6 @@ impl Lifecycle<'_> {
         }
         // Tokens of a segment without reports before its end.
         self.requests.totals.output_tokens += (made - ended.entry.output_tokens).max(0.0) as u64;
-        if ended.segment.from_token == 0 {
-            self.count_cached(&ended, usage);
-        }
         self.requests.records.update(decision, |r| {
             r.outcome.handed_over_seconds.get_or_insert(seconds);
             if made > 0.0 {
@@ -164,12 +166,15 @@ impl Lifecycle<'_> {
         Ok(planned)
     }
 
-    /// Adds predicted and reported cached tokens to the totals.
-    pub(super) fn count_cached(&mut self, placed: &PlacedSegment, usage: Usage) {
-        if let Some(cached) = usage.cached_tokens {
-            self.requests.totals.cached_tokens += u64::from(cached);
-            self.requests.totals.predicted_cached_tokens +=
-                (placed.entry.prompt_tokens - placed.entry.new_tokens) as u64;
+    /// Adds the prompt of a successful request to the totals, with its predicted and reported
+    /// cached tokens.
+    pub(super) fn count_prompt(&mut self, prompt: u32, predicted: f64, reported: Option<u32>) {
+        let totals = &mut self.requests.totals;
+        totals.prompt_tokens += u64::from(prompt);
+        totals.predicted_cached_tokens += predicted as u64;
+        if let Some(cached) = reported {
+            totals.reported_prompt_tokens += u64::from(prompt);
+            totals.cached_tokens += u64::from(cached);
         }
     }
 
@@ -177,7 +182,7 @@ impl Lifecycle<'_> {
     /// than predicted.
     pub(super) fn learn_load(&mut self, placed: &PlacedSegment, usage: Usage) {
         let entry = &placed.entry;
-        let predicted = entry.prompt_tokens - entry.new_tokens;
+        let predicted = placed.predicted_cached_tokens();
         if entry.tier_tokens > 0.0
             && self.state.fleet.is_current(placed.segment.instance, placed.instance_generation)
             && usage.cached_tokens.is_none_or(|cached| f64::from(cached) == predicted)

@@ -5,12 +5,16 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{CHUNK, Indicator, IndicatorSet, Kernels};
 use crate::policy::select::{WORD, lowest_of_eight};
 use crate::policy::{Prefer, Scores};
-use crate::record::{BEST_KEPT, Candidate, DecisionRecord};
+use crate::record::{BEST_KEPT, Candidate, DecisionRecord, Holder};
 use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
 use crate::wide::lesser;
+use multiversion::multiversion;
 use smallvec::SmallVec;
+
+/// Indicators of policies that prefer the holders of a prefix.
+const HITS: IndicatorSet = IndicatorSet::of(&[Indicator::KvHit, Indicator::HitTokens]);
 
 impl State {
     /// Writes the last choice of a first segment into its decision record. Kernels compute the
@@ -44,8 +48,12 @@ impl State {
         record.policy = Some(selector.name.clone());
         record.arm = if self.canary.is_some() { request.arm } else { Arm::Stable };
         record.chosen = chosen.0;
+        if selector.reads.intersects(HITS) {
+            record.holder = self.best_holder(matched, request, eligible, chosen);
+        }
 
-        let Scores { score: scores, minima, scored, tied, scratch, .. } = scores;
+        let unscored = scores.unscored;
+        let Scores { score: scores, minima, scored, filtered, tied, drawn_from, scratch, .. } = scores;
         let sign = if record.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let chosen_key = scores[chosen.index()] * sign;
         let Best { kept: mut best } = Best::of(sign, scores, minima);
@@ -54,9 +62,12 @@ impl State {
             _ => 0,
         };
         record.balance_only = context.restriction == Restriction::BalanceOnly;
-        record.left_out = (*candidates - *scored) as u32;
+        // An unscored choice ranks the candidates by their requests instead.
+        let ranked = if unscored { 0 } else { *scored + *filtered };
+        record.left_out = (*candidates - ranked) as u32;
+        record.filtered = *filtered as u32;
         record.scored = *scored as u32;
-        record.tied = *tied;
+        (record.tied, record.drawn_from) = (*tied, *drawn_from);
         record.margin = best
             .iter()
             .find(|(_, slot)| *slot != chosen.0 && *slot != u32::MAX)
@@ -106,6 +117,48 @@ impl State {
             }
         }
     }
+}
+
+impl State {
+    /// Returns the eligible instance with the most cached tokens of a prompt: among several, the
+    /// chosen instance, else the least busy one.
+    fn best_holder(
+        &self,
+        matched: Matched<'_>,
+        request: &Request<'_>,
+        eligible: &[bool],
+        chosen: InstanceId,
+    ) -> Option<Holder> {
+        let Matched { hit_blocks, tier_blocks, .. } = matched;
+        let blocks = |slot: usize| {
+            let (gpu, tier) = matched.blocks_on(slot);
+            gpu + tier
+        };
+        let most = if tier_blocks.is_empty() {
+            most_blocks(hit_blocks, eligible)
+        } else {
+            (0..eligible.len()).filter(|slot| eligible[*slot]).map(blocks).max().unwrap_or(0)
+        };
+        if most == 0 {
+            return None;
+        }
+        let requests = self.ledger.columns().get(Indicator::Bs);
+        let slot = if blocks(chosen.index()) == most {
+            chosen.index()
+        } else {
+            let holders = (0..eligible.len()).filter(|slot| eligible[*slot] && blocks(*slot) == most);
+            holders.min_by(|a, b| requests[*a].total_cmp(&requests[*b]))?
+        };
+        let (hit, _) = self.reusable_tokens(request, matched.blocks_on(slot));
+        Some(Holder { slot: slot as u32, hit_tokens: hit as u32, requests: requests[slot] })
+    }
+}
+
+/// Returns the most blocks of the eligible slots; 0 without such a slot.
+#[multiversion(targets("x86_64+avx2"))]
+fn most_blocks(blocks: &[u32], eligible: &[bool]) -> u32 {
+    let masked = blocks.iter().zip(eligible).map(|(blocks, eligible)| *blocks * u32::from(*eligible));
+    masked.fold(0, u32::max)
 }
 
 /// Entry of a column that belongs to one of the best slots.
@@ -194,6 +247,35 @@ mod tests {
     use crate::Registry;
     use crate::fleet::Role;
     use crate::router::{Router, RouterConfig};
+
+    /// The holder: among equals the chosen instance, else the least busy one; never an ineligible
+    /// one.
+    #[test]
+    fn the_best_holder_is_eligible_and_the_chosen_instance_comes_first() {
+        let policy = Registry::CORE.policy("filter", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        let request = Request { prompt_tokens: 100, tokens_per_block: 16.0, ..Request::default() };
+        // Instance a gets two requests, b one, and the others none.
+        for (name, requests) in [("a", 2), ("b", 1), ("c", 0), ("d", 0)] {
+            router.add_instance(name, Role::Both, None).unwrap();
+            (0..requests).for_each(|_| {
+                router.route(&request, 0.0).unwrap();
+            });
+        }
+        let holder = |blocks: &[u32], tiers: &[u32], eligible: &[bool], chosen| {
+            let matched = Matched { hit_blocks: blocks, tier_blocks: tiers, tiers: &[] };
+            let found = router.state.best_holder(matched, &request, eligible, InstanceId(chosen));
+            found.map(|found| (found.slot, found.hit_tokens, found.requests))
+        };
+        let all = [true; 4];
+        assert_eq!(holder(&[0, 0, 0, 0], &[], &all, 0), None);
+        assert_eq!(holder(&[3, 3, 1, 2], &[], &all, 2), Some((1, 48, 1.0)));
+        assert_eq!(holder(&[3, 3, 1, 2], &[], &all, 0), Some((0, 48, 2.0)));
+        assert_eq!(holder(&[3, 3, 1, 2], &[], &[false, false, true, true], 2), Some((3, 32, 0.0)));
+        let tiers = [0, 0, 4, 1];
+        assert_eq!(holder(&[3, 3, 1, 2], &tiers, &all, 1), Some((2, 80, 0.0)));
+        assert_eq!(holder(&[3, 3, 1, 2], &tiers, &[true, true, false, true], 3), Some((3, 48, 0.0)));
+    }
 
     /// rust 7.17: without any finite score, the record names the chosen instance alone.
     #[test]
