@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric._core import Board, LmetricError
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server.http.port import Bound
 from lmetric.server.supervisor import supervisor as module
 from lmetric.server.supervisor.supervisor import LIVE_UPDATES, MOST_CHANGES, Process, Supervisor
 from lmetric.server.worker import channel as channels
-from lmetric.server.worker.channel import Channel, NoAnswerError
+from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
 from lmetric.server.worker.repeats import AdminChange
 from waiting import until
 
@@ -138,3 +140,134 @@ async def test_a_worker_that_stands_still_costs_the_others_nothing(
         await each.close()
     for end in ends:
         end.close()
+
+
+async def test_a_worker_waits_for_a_free_area_of_the_memory(supervisor: Supervisor) -> None:
+    """Without one, the place of a worker stayed empty for ever."""
+    supervisor._numbers = set(range(Board.WRITERS - 1))
+    waiting = asyncio.create_task(supervisor._take_number())
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    supervisor._numbers.discard(7)
+    assert await waiting == 7
+    waiting = asyncio.create_task(supervisor._take_number())
+    await asyncio.sleep(0)
+    supervisor.end(signal.SIGTERM)
+    with pytest.raises(LmetricError, match="the server ends"):
+        await waiting
+
+
+class Telling:
+    """The channel of a worker that answers each call with a value, or raises it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.calls = answer, list[str]()
+
+    async def call(self, name: str, *_: Any, **__: Any) -> Any:
+        self.calls.append(name)
+        await asyncio.sleep(0)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def close(self) -> None:
+        pass
+
+
+class Ended:
+    """A process that was killed, once `go` is set."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.go.wait()
+        return -signal.SIGKILL
+
+
+def add(supervisor: Supervisor, answer: Any) -> Process:
+    number = len(supervisor.processes)
+    worker = Process(number, number, Ended(), channel=Telling(answer))  # type: ignore[arg-type]
+    worker.ready = worker.started = True
+    supervisor.processes.append(worker)
+    supervisor._numbers.add(number)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("answers", "reloaded"),
+    [
+        ((NoAnswerError(), {"a": 1}, ChannelClosedError(), LmetricError("b")), {"a": 1}),
+        ((NoAnswerError(), LmetricError("refused"), {"a": 1}), None),
+        ((NoAnswerError(), NoAnswerError()), {}),
+    ],
+)
+async def test_a_reload_reaches_all_workers_that_answer(
+    supervisor: Supervisor, answers: tuple[Any, ...], reloaded: dict[str, Any] | None
+) -> None:
+    """The first one decides. A worker that stands still or refuses keeps no other from it."""
+    workers = [add(supervisor, answer) for answer in answers]
+    supervisor._reread = lambda: ServerConfig(workers=1, port=1)
+    if reloaded is None:
+        with pytest.raises(LmetricError, match="refused"):
+            await supervisor.reload()
+        assert not workers[-1].channel.calls  # type: ignore[attr-defined]
+        assert supervisor.config.port != 1
+    else:
+        assert await supervisor.reload() == reloaded
+        assert all(each.channel.calls == ["reload"] for each in workers)  # type: ignore[attr-defined]
+        assert supervisor.config.port == 1
+
+
+@pytest.mark.parametrize("starts", [True, False])
+async def test_a_worker_that_ends_while_the_next_one_starts_is_replaced_once(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    worker = add(supervisor, None)
+    watching = asyncio.create_task(supervisor._watch(worker))
+    go, started = asyncio.Event(), list[int]()
+
+    async def start(place: int) -> dict[str, Any]:
+        started.append(place)
+        await go.wait()
+        if len(started) == 1 and not starts:
+            raise ConfigError("no memory")
+        return {}
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    restarting = asyncio.create_task(supervisor.restart())
+    await until(lambda: bool(started))
+    worker.process.go.set()  # type: ignore[attr-defined]
+    async with asyncio.timeout(30):
+        await watching
+    assert not supervisor.processes
+    go.set()
+    await restarting
+    assert started == ([0] if starts else [0, 0])
+
+
+async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_ones(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an engine that was drained, and undrained just now, would be drained there."""
+    made: list[str] = []
+
+    async def ask(_: Process, change: AdminChange) -> tuple[int, bytes]:
+        await asyncio.sleep(0.001)
+        made.append(change.target)
+        return 200, b""
+
+    monkeypatch.setattr(supervisor, "_ask", ask)
+    for number in range(200):
+        await supervisor.repeat(post(f"e{number}/drain", None))
+    worker = add(supervisor, {})
+    worker.ready = worker.started = False
+    catching_up = asyncio.create_task(supervisor._catch_up(worker))
+    await until(lambda: len(made) > 50)
+    await supervisor.repeat(post("e199/undrain", None))
+    await catching_up
+    assert made == [f"/admin/engines/e{number}/drain" for number in range(200)] + [
+        "/admin/engines/e199/undrain"
+    ]

@@ -70,6 +70,8 @@ class Process:
         self.ready = False  # it answers the supervisor
         self.started = False  # it listens
         self.leaving = False  # the supervisor has asked it to end
+        self.replacing = False  # the next worker of its place starts
+        self.changing = asyncio.Lock()  # changes of administrators reach it in their order
         self.page = ""  # its last metrics
         self.unanswered = 0  # updates of the live page
 
@@ -159,14 +161,19 @@ class Supervisor:
         await self._sharing.start()
         return reports[0]
 
-    def _take_number(self) -> int:
-        number = next(number for number in range(Board.WRITERS - 1) if number not in self._numbers)
+    async def _take_number(self) -> int:
+        """Takes an area of the shared memory, once one is free. Raises LmetricError."""
+        while len(self._numbers) >= Board.WRITERS - 1:  # streams of the last restart still run
+            if self._ending:
+                raise LmetricError("the server ends")
+            await asyncio.sleep(0.1)
+        number = min(set(range(Board.WRITERS - 1)) - self._numbers)
         self._numbers.add(number)
         return number
 
     async def _start(self, place: int) -> dict[str, Any]:
         """Starts a worker. Returns its report once it listens. Raises LmetricError."""
-        number = self._take_number()
+        number = await self._take_number()
         sockets = [[each.fileno() for each in own] for own in self._sockets]
         try:
             process, channel = await self._execute({self._memory, *(each for own in sockets for each in own)})
@@ -231,7 +238,7 @@ class Supervisor:
 
     async def _catch_up(self, worker: Process) -> None:
         """Makes the changes of administrators so far in a worker that does not listen yet."""
-        async with self._canaries:
+        async with self._canaries, worker.changing:
             worker.ready = True
             await worker.channel.call("keys", self._keys.keys.all())
             if (counts := self._sharing.counts()) is not None:
@@ -239,7 +246,7 @@ class Supervisor:
             copies = await self._copies()
             await worker.channel.call("begin_copying", copies)
             for change in list(self._changes.values()):
-                if (problem := await self._repeat(worker, change)) is not None:
+                if (problem := await self._change(worker, change)) is not None:
                     log.warning("a new worker cannot repeat an administrator's change", reason=problem)
             await worker.channel.call("become", copies)
 
@@ -264,27 +271,32 @@ class Supervisor:
         self._numbers.discard(worker.number)
         with contextlib.suppress(OSError):
             os.unlink(socket_path(self._folder.name, worker.number))
-        if worker.leaving or self._ending or not worker.started:  # whoever starts a worker sees its failure
+        # Whoever starts a worker sees its failure.
+        if worker.leaving or worker.replacing or self._ending or not worker.started:
             return
         why = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
         log.error(
             "a worker process ended; it is replaced", worker=worker.place, pid=worker.process.pid, **why
         )
-        await self._let_adopt(worker.place)
         short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
         self._failures = self._failures + 1 if short else 0
+        await self._replace(worker.place)
+
+    async def _replace(self, place: int) -> None:
+        """Starts a worker in the place of a worker that has ended, until one listens."""
+        await self._let_adopt(place)
         while not self._ending:
             if self._failures:
                 await asyncio.sleep(min(2.0 ** (self._failures - 1), MOST_PAUSE_SECONDS))
             try:
-                await self._start(worker.place)
+                await self._start(place)
             except LmetricError as error:
                 self._failures += 1
-                log.error("cannot replace a worker process", worker=worker.place, reason=str(error))
+                log.error("cannot replace a worker process", worker=place, reason=str(error))
             else:
-                log.info("a worker process was replaced", worker=worker.place)
+                log.info("a worker process was replaced", worker=place)
                 if self._is_divided:  # a worker that stood still may adopt them later
-                    await self._tell("release", worker.place, None)
+                    await self._tell("release", place, None)
                 return
 
     async def _let_adopt(self, place: int) -> None:
@@ -444,6 +456,11 @@ class Supervisor:
             worker.unanswered -= 1
 
     async def _repeat(self, worker: Process, change: AdminChange) -> str | None:
+        """Makes a change in a worker, behind those that it repeats at its start."""
+        async with worker.changing:
+            return await self._change(worker, change)
+
+    async def _change(self, worker: Process, change: AdminChange) -> str | None:
         try:
             status, said = await self._ask(worker, change)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -479,15 +496,29 @@ class Supervisor:
             raise ConfigError("there is no configuration file to read again")
         async with self._reloading:
             config = salted(await asyncio.to_thread(self._reread), self._secret)
-            report: dict[str, Any] | None = None
-            for worker in [each for each in self.processes if each.started]:
+
+            async def tell(worker: Process) -> dict[str, Any] | LmetricError | None:
                 try:
-                    answer = await worker.channel.call("reload", config, seconds=START_SECONDS)
+                    report: dict[str, Any] = await worker.channel.call(
+                        "reload", config, seconds=REPEAT_SECONDS
+                    )
                 except ChannelClosedError:
-                    # The next worker starts with the new configuration. A worker that stood still
+                    # The next worker starts with the new configuration. A worker that stands still
                     # reads it later.
-                    continue
-                report = answer if report is None else report
+                    return None
+                except LmetricError as error:
+                    return error
+                return report
+
+            started = [each for each in self.processes if each.started]
+            report = None
+            while started and report is None:
+                report = await tell(started.pop(0))
+            if isinstance(report, LmetricError):
+                raise report
+            for error in await asyncio.gather(*map(tell, started)):
+                if isinstance(error, LmetricError):  # the first one has it, and cannot go back
+                    log.error("a worker does not take the configuration of the others", reason=str(error))
             self.config = config.model_copy(update={"engines": [*config.engines, *self._further]})
             self._reread_config = config
             self._forget(lambda target: target == POLICY)  # the configured policies are back
@@ -504,13 +535,14 @@ class Supervisor:
                     await asyncio.sleep(0.1)
                 if self._ending or worker.leaving or worker not in self.processes:
                     continue
-                # Streams of the last restart may still run.
-                while len(self.processes) >= Board.WRITERS - 1 and not self._ending:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
+                worker.replacing = True
                 try:
                     await self._start(worker.place)
                 except LmetricError as error:
                     log.error("rolling restart stopped; the old workers go on", reason=str(error))
+                    worker.replacing = False
+                    if worker not in self.processes:  # it ended meanwhile
+                        await self._replace(worker.place)
                     return
                 worker.leaving = True
                 with contextlib.suppress(ChannelClosedError):
