@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import random
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +31,7 @@ from lmetric.lengths import (
     save_predictor,
     write_onnx,
 )
+from lmetric.lengths.files import read_arrays
 from lmetric.lengths.network import layer_shapes
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.sim.traces.turns import SHARED_AFTER
@@ -179,6 +184,31 @@ def test_a_damaged_predictor_is_refused_by_name(tmp_path: Path, change: Any, sai
     with pytest.raises(LengthsError, match=said) as caught:
         load_npz(rewritten(path, change))
     assert str(caught.value).count(str(path)) == 1
+
+
+def test_damage_anywhere_in_a_file_is_one_error(tmp_path: Path) -> None:
+    """Damaged compressed data ended in errors of zlib, tokenize and zipfile."""
+    path, chance, refused = tmp_path / "damaged.npz", random.Random(7), 0
+    for save in (np.savez, np.savez_compressed):
+        whole = io.BytesIO()
+        save(whole, feature_names=np.array(["a", "b"]), weights_0=np.arange(300.0).reshape(3, 100))
+        for _ in range(1000):
+            data = bytearray(whole.getvalue())
+            for _ in range(chance.choice((1, 1, 2, 5))):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            path.write_bytes(data)
+            with contextlib.suppress(LengthsError):  # any other error fails
+                read_arrays(path)
+                refused -= 1
+            refused += 1
+    assert refused > 1500
+    # A header that is no Python, under a sound checksum.
+    array = io.BytesIO()
+    np.save(array, np.ones((2, 3)))
+    with zipfile.ZipFile(path, "w") as members:
+        members.writestr("a.npy", array.getvalue().replace(b"(2, 3)", b"(2, 3 "))
+    with pytest.raises(LengthsError, match=r"not an \.npz"):
+        read_arrays(path)
 
 
 def test_files_that_are_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

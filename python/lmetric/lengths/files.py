@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import lzma
 import os
+import struct
+import tokenize
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,22 @@ MAX_BYTES = 1 << 30
 """A file that says it holds more is not read: 30 times the paper's network."""
 
 _LAYERS = 64  # more in one file is a mistake
+# What zipfile and numpy raise for damaged files.
+_DAMAGES = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    tokenize.TokenError,
+    SyntaxError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+)
 
 
 def load_predictor(path: str | Path, *, feature_names: tuple[str, ...] | None = None) -> LengthPredictor:
@@ -107,7 +127,11 @@ def read_arrays(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, NDArray[Any
             raise LengthsError(f"{path}: holds {size:,} bytes, at most {max_bytes:,} are read")
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
+    except OSError as error:
+        if error.filename is not None:  # of the file itself, not of an offset in it
+            raise
+        raise LengthsError(f"{path}: not an .npz of plain arrays: {error}") from None
+    except _DAMAGES as error:
         raise LengthsError(f"{path}: not an .npz of plain arrays: {error}") from None
 
 
