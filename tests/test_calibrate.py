@@ -260,7 +260,8 @@ async def test_an_engine_is_probed_over_sockets(slow: Path) -> None:
     assert 0.5 * truth.fixed_seconds < made.profile.fixed_seconds < 4 * truth.fixed_seconds
     assert made.tokens_used <= 16_000
     assert (made.profile.block_tokens, made.profile.cache_blocks) == (truth.block_tokens, truth.cache_blocks)
-    assert any(text.startswith("max_sequences") for text in made.assumed)
+    said = "max_sequences: the engine does not say; 256 is assumed (vLLM's default, 256 or 1,024, depends on"
+    assert any(text.startswith(said) for text in made.assumed)
     assert {residual.kind for residual in made.fit.residuals} == set(KINDS)
     assert made.facts.engine.startswith("vllm ")
     assert "lmetric" in made.facts.engine
@@ -315,6 +316,25 @@ async def test_a_busy_engine_is_refused_unless_forced() -> None:
         async with Calibrator(url) as calibrator, http.post(f"{url}/v1/completions", json=body):
             with pytest.raises(CalibrationError, match="is busy"):
                 await asyncio.wait_for(calibrator.run(), 30)
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+async def test_an_engine_of_several_ranks_is_refused(api: str) -> None:
+    """Its queues were taken for one, and its batches for half of what they were."""
+    async with EmbeddedEngines(1, EngineOptions(api=api, ranks=2)) as engines:
+        with pytest.raises(CalibrationError, match=r"data-parallel ranks 0, 1, .* --data-parallel-size 1"):
+            await Calibrator(engines.urls[0]).__aenter__()
+
+
+async def test_no_budget_is_recommended_for_assumed_sequences(tmp_path: Path) -> None:
+    out = tmp_path / "mine.yaml"
+    async with EmbeddedEngines(1, EngineOptions(max_sequences=1024, max_batch_tokens=1024)) as engines:
+        code, stdout, stderr = await command(engines.urls[0], "--token-slo-ms", "60", "--out", str(out))
+        async with aiohttp.ClientSession() as http, http.get(f"{engines.urls[0]}/metrics") as told:
+            assert b'vllm:prompt_tokens_total{engine="0",model_name="emulated"} 0.0' in await told.read()
+    assert (code, stdout, out.exists()) == (1, "", False)
+    assert "256 or 1,024, depends on the GPU" in stderr
+    assert "--max-sequences" in stderr
 
 
 async def test_what_cannot_be_asked_is_an_error_of_one_line() -> None:

@@ -24,6 +24,8 @@ from lmetric.doctor import CHECKS, Examination, Level, Target, Verdict, examine
 from lmetric.doctor.subject import Subject
 from lmetric.doctor.token_gaps import MIN_GAPS, check_token_gaps
 from lmetric.engines.vllm import Vllm
+from lmetric.profiles import load_profile
+from lmetric.profiles.roofline import as_yaml
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from lmetric_lab.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
@@ -252,7 +254,7 @@ async def test_times_between_tokens_are_compared_with_the_goal() -> None:
         (256, True),
     ]
     assert "--max-num-batched-tokens" in (late.remedy or "")
-    assert f"lmetric-router calibrate {used}" in (unknown.remedy or "")
+    assert f"lmetric-router calibrate {used} --max-sequences N --out" in (unknown.remedy or "")
     assert (good.outcome, none.outcome) == ("pass", "not offered")
     assert "0 gaps since its start" in none.seen
 
@@ -288,6 +290,35 @@ def test_a_histogram_tells_as_much_as_its_buckets(
     check_token_gaps(subject, page.encode())
     verdict = subject.verdicts["token_gaps"]
     assert (verdict.outcome, says in verdict.seen) == (outcome, True), verdict
+
+
+@pytest.mark.parametrize(
+    ("millis", "max_sequences", "says"),
+    [
+        (100, 256, "--max-num-batched-tokens"),
+        (
+            1000,
+            256,
+            "by independent-sim.yaml, all steps hold the goal with 4096 tokens: look for preemptions",
+        ),
+        (1, 256, "no --max-num-batched-tokens holds it beside 256 decodes: lower --max-num-seqs"),
+        (600, 3600, "no --max-num-batched-tokens holds it beside 3600 decodes: lower --max-num-seqs"),
+    ],
+)
+def test_advice_has_an_effect(millis: float, max_sequences: int, says: str, tmp_path: Path) -> None:
+    """The advice was the profile's own budget, if all steps hold the goal with it."""
+    profile = load_profile("independent-sim").model_copy(update={"max_sequences": max_sequences})
+    file = tmp_path / "independent-sim.yaml"
+    file.write_text(as_yaml(profile))
+    page = f'vllm:inter_token_latency_seconds_bucket{{le="{millis / 1e3}"}} 1\n'
+    page += 'vllm:inter_token_latency_seconds_bucket{le="+Inf"} 1000\n'
+    settings = PoolSettings(profile=str(file))
+    target = Target(EngineConfig(url="http://127.0.0.1:9"), None, settings, millis / 1e3)
+    subject = Subject(target, client=None, adapter=Vllm())  # type: ignore[arg-type]
+    check_token_gaps(subject, page.encode())
+    verdict = subject.verdicts["token_gaps"]
+    assert verdict.outcome == "fail"
+    assert (verdict.remedy or "").replace(f"{tmp_path}/", "").startswith(says), verdict
 
 
 async def test_two_engines_that_hand_over() -> None:

@@ -192,7 +192,7 @@ def test_damage_anywhere_in_a_file_is_one_error(tmp_path: Path) -> None:
     for save in (np.savez, np.savez_compressed):
         whole = io.BytesIO()
         save(whole, feature_names=np.array(["a", "b"]), weights_0=np.arange(300.0).reshape(3, 100))
-        for _ in range(1000):
+        for _ in range(400):
             data = bytearray(whole.getvalue())
             for _ in range(chance.choice((1, 1, 2, 5))):
                 data[chance.randrange(len(data))] = chance.randrange(256)
@@ -201,7 +201,7 @@ def test_damage_anywhere_in_a_file_is_one_error(tmp_path: Path) -> None:
                 read_arrays(path)
                 refused -= 1
             refused += 1
-    assert refused > 1500
+    assert refused > 600
     # A header that is no Python, under a sound checksum.
     array = io.BytesIO()
     np.save(array, np.ones((2, 3)))

@@ -23,6 +23,7 @@ from lmetric.profiles.roofline import (
     decode_seconds,
     profile_name,
     roofline,
+    vllm_limits,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -158,3 +159,23 @@ def test_equation_15_is_a_profile_and_a_bad_curve_is_named(tmp_path: Path) -> No
         path.write_text(yaml.safe_dump(content | {"decode_throughput": curve | change}))
         with pytest.raises(ProfileError, match=told):
             load_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "limits"),
+    [
+        ("l40s", (2_048, 256)),
+        ("a100", (2_048, 256)),
+        ("h100", (8_192, 1_024)),
+        ("h20", (8_192, 1_024)),
+        ("h200", (8_192, 1_024)),
+        ("b200", (16_384, 1_024)),
+    ],
+)
+def test_the_notes_have_the_defaults_of_vllm(gpu: str, limits: tuple[int, int]) -> None:
+    """EngineArgs.get_batch_defaults of 0.32: by the memory of the GPU, and smaller for an A100."""
+    assert vllm_limits(GPUS[gpu]) == limits
+    said = f"vLLM 0.32's defaults on this GPU are {limits[0]:,}, {limits[1]:,} and 16."
+    notes = [load_profile(profile_name(*each)).note for each in SHIPPED if each[1] == gpu]
+    assert notes
+    assert all(note is not None and note.endswith(said) for note in notes)

@@ -103,15 +103,22 @@ def _remedy(subject: Subject) -> str:
         return "set a smaller budget of tokens per step; recommendations are for vLLM"
     if target.settings.profile is None:
         return (
-            f"lmetric-router calibrate {subject.client.url} --out profile.yaml, then repeat the check with "
-            "--profile profile.yaml: it recommends --max-num-batched-tokens and tells its price"
+            f"lmetric-router calibrate {subject.client.url} --max-sequences N --out profile.yaml (N: its "
+            "--max-num-seqs), then repeat the check with --profile profile.yaml: it recommends "
+            "--max-num-batched-tokens with its price"
         )
     profile = load_profile(target.settings.profile)
-    rows = [budget for budget in budgets(profile, goal) if budget.batch_tokens is not None]
-    if not rows:
+    found = list(budgets(profile, goal))
+    rows = [budget for budget in found if budget.batch_tokens is not None]
+    if all(row.batch_tokens == profile.max_batch_tokens for row in found):
         return (
-            "no --max-num-batched-tokens holds it: lower --max-num-seqs, or use SloScheduler "
-            "(docs/how-to/engine_schedulers.md)"
+            f"by {target.settings.profile}, all steps hold the goal with {profile.max_batch_tokens} tokens: "
+            "look for preemptions, a busy host, or an old profile"
+        )
+    if all(row.batch_tokens == profile.max_batch_tokens for row in rows):  # also if there is none
+        return (
+            f"no --max-num-batched-tokens holds it beside {found[-1].decodes} decodes: lower "
+            "--max-num-seqs, or use SloScheduler (docs/how-to/engine_schedulers.md)"
         )
     told = [
         f"{row.batch_tokens} beside {row.decodes} decodes (prompt tokens/s "

@@ -37,7 +37,9 @@ ALL_REDUCE_SECONDS = 1e-5  # latency of one
 MEMORY_SHARE = 0.9  # vLLM's gpu_memory_utilization
 FITTED_BATCHES = (8, 16, 32, 64, 128, 256)
 BLOCK_TOKENS = 16  # vLLM's default
-MAX_BATCH_TOKENS = 2048  # vLLM's default for a server on most GPUs
+# The limits of all rooflines: vLLM's defaults on an A100. On larger GPUs, its defaults are larger
+# (`vllm_limits`).
+MAX_BATCH_TOKENS = 2048
 MAX_SEQUENCES = 256
 _BYTES = 2  # BF16, weights and KV alike
 
@@ -183,6 +185,13 @@ def all_reduce_seconds(model: Model, gpu: Gpu, gpus: int) -> float:
     return moved / (gpu.link_bytes_per_second * MBU)
 
 
+def vllm_limits(gpu: Gpu) -> tuple[int, int]:
+    """The defaults of a server of vLLM 0.32 on this GPU: tokens per step and sequence slots."""
+    if gpu.memory_bytes >= 160 * 2**30:
+        return 16_384, 1_024
+    return (8_192, 1_024) if gpu.memory_bytes >= 70 * 2**30 and gpu.name != "a100" else (2_048, 256)
+
+
 def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
     """The profile of `model` on `gpus` GPUs, every figure to 4 digits.
 
@@ -198,6 +207,7 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
     reduce_seconds = all_reduce_seconds(model, gpu, gpus)
     free = gpus * gpu.memory_bytes * MEMORY_SHARE - _BYTES * model.parameters
     cache_blocks = int(free // (model.kv_bytes_per_token * BLOCK_TOKENS))
+    tokens, sequences = vllm_limits(gpu)
     if cache_blocks < 1:
         raise ValueError(f"{model.name} does not fit on {gpus} x {gpu.label}")
     return Profile(
@@ -224,7 +234,8 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
             f"Not a measurement; method and deviations: docs/research/profiles.md. The cache holds "
             f"{cache_blocks * BLOCK_TOKENS} tokens (BF16, {model.kv_bytes_per_token} bytes each, beside "
             f"{_BYTES * model.parameters / 1e9:.1f} GB of weights). max_batch_tokens, max_sequences and "
-            "block_tokens are settings: vLLM's defaults for a server on most GPUs."
+            "block_tokens are settings, the same in all rooflines; vLLM 0.32's defaults on this GPU are "
+            f"{tokens:,}, {sequences:,} and {BLOCK_TOKENS}."
         ),
     )
 

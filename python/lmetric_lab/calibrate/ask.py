@@ -44,13 +44,19 @@ class Asker:
         """All reported values. `model`: the model to probe, if the engine serves several.
 
         Raises:
-            CalibrationError: the engine is not reachable, has no list of models, or lacks the
-                model.
+            CalibrationError: the engine is not reachable, has no list of models, lacks the model,
+                or has several data-parallel ranks.
         """
         try:
             self._adapter, can = await identify(self._get)
         except ValueError as error:
             raise CalibrationError(f"{self._engine.url}: {error}") from None
+        if len(can.ranks) > 1:
+            raise CalibrationError(
+                f"{self._engine.url} has the data-parallel ranks {', '.join(map(str, can.ranks))}, each with "
+                "a queue and steps of its own: calibrate an engine with one rank (vLLM "
+                "--data-parallel-size 1, SGLang --dp-size 1); its profile fits each rank"
+            )
         self._load_path = can.load_path
         bases = [served.name for served in can.models if served.parent is None]
         if model is None:

@@ -38,7 +38,8 @@ _AGREED = 0.03  # measurements of a probe this close, relatively, are not repeat
 _MOST_TRIES = 6
 _SEEN_OFTEN = 5  # samples of the load, 20 ms apart
 _ASSUMED_BLOCK_TOKENS = 16  # vLLM's default
-_ASSUMED_SEQUENCES = 256
+_ASSUMED_SEQUENCES = 256  # vLLM's smaller default
+SEQUENCES_DEFAULT = "vLLM's default, 256 or 1,024, depends on the GPU"
 _ASSUMED_CACHE_TOKENS = 400_000
 _ASSUMED_LEN = 4096
 
@@ -133,6 +134,11 @@ class Calibrator:
                 f"{self.url} is busy: {load.running or 0:g} requests run, {load.waiting or 0:g} wait there. "
                 "They would be slowed down and the figures wrong: take it out of service, or use --force"
             )
+
+    @property
+    def knows_sequences(self) -> bool:
+        """Whether the engine's sequence slots are reported or given, and not assumed."""
+        return "max_sequences" in self.overrides or self.facts.max_sequences is not None
 
     async def run(self, progress: Callable[[Probe], None] = lambda _: None) -> Calibration:
         """Runs all probes, repeats those whose measurements disagree while the budget lasts, and
@@ -364,7 +370,10 @@ class Calibrator:
         block = size("block_tokens", facts.block_tokens, _ASSUMED_BLOCK_TOKENS, "vLLM's default")
         blocks = size("cache_blocks", facts.cache_blocks, _ASSUMED_CACHE_TOKENS // block, "assumed")
         sequences = size(
-            "max_sequences", facts.max_sequences or self._most, _ASSUMED_SEQUENCES, "vLLM's default"
+            "max_sequences",
+            facts.max_sequences or self._most,
+            _ASSUMED_SEQUENCES,
+            f"assumed ({SEQUENCES_DEFAULT})",
         )
         batch_tokens = size(
             "max_batch_tokens", facts.max_batch_tokens, fit.max_batch_tokens, fit.batch_tokens_from

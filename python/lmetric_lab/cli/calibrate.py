@@ -154,7 +154,7 @@ def command(
         timeout_seconds=timeout,
         overrides={name: size for name, size in sizes.items() if size is not None},
     )
-    made = _run(calibrator)
+    made = _run(calibrator, needs_sequences=token_slo_ms is not None)
     text = as_yaml(made.profile)
     if as_json:
         print_json(_as_data(made, token_slo_ms))
@@ -180,14 +180,20 @@ def _need_scipy() -> None:
         raise CalibrationError(f"calibrate needs scipy; run: {install('calibrate')}")
 
 
-def _run(calibrator: Calibrator) -> Calibration:
+def _run(calibrator: Calibrator, *, needs_sequences: bool) -> Calibration:
     import uvloop
 
     from lmetric.cli.show import note, progress
-    from lmetric_lab.calibrate.plan import ROUNDS
+    from lmetric_lab.calibrate.plan import ROUNDS, CalibrationError
+    from lmetric_lab.calibrate.run import SEQUENCES_DEFAULT
 
     async def run() -> Calibration:
         async with calibrator:
+            if needs_sequences and not calibrator.knows_sequences:
+                raise CalibrationError(
+                    f"{calibrator.url} does not report its sequence slots, which --token-slo-ms needs "
+                    f"({SEQUENCES_DEFAULT}): pass its --max-num-seqs as --max-sequences"
+                )
             plan, facts = calibrator.plan, calibrator.facts
             note(
                 f"{facts.engine}, model {facts.model}: {len(plan.probes)} probes, {ROUNDS} times each, with "
