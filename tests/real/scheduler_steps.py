@@ -7,6 +7,7 @@ KV of another engine arrives when a case says so. The rest is vLLM's own, with N
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections import Counter
@@ -21,7 +22,13 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -49,21 +56,38 @@ REMOTE = {
 }
 
 
+def words(name: str, count: int) -> list[int]:
+    """A prompt that begins like no prompt of another name."""
+    return [(sum(map(ord, name)) * 7919 + at) % 997 for at in range(count)]
+
+
 class Engine:
     """A scheduler and its requests, with made-up answers."""
 
-    def __init__(self, kind: Any, *, hybrid: bool = False, asynchronous: bool = False, **flags: Any) -> None:
+    def __init__(
+        self,
+        kind: Any,
+        *,
+        hybrid: bool = False,
+        window: int | None = None,
+        asynchronous: bool = False,
+        blocks: int = BLOCKS,
+        **flags: Any,
+    ) -> None:
         fixed = {
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
             "block_size": BLOCK,
-            "additional_config": {"lmetric": SETTINGS[kind]},
+            "additional_config": {"lmetric": next(SETTINGS[each] for each in kind.mro() if each in SETTINGS)},
         }
         config = EngineArgs(model=sys.argv[1], **(fixed | flags)).create_engine_config()
         # As on GPUs. On CPUs, vLLM turns it off.
         config.scheduler_config.async_scheduling = asynchronous
-        config.cache_config.num_gpu_blocks = BLOCKS
-        attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        config.cache_config.num_gpu_blocks = blocks
+        shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+        attention: Any = FullAttentionSpec(block_size=BLOCK, **shape)
+        if window is not None:
+            attention = SlidingWindowSpec(block_size=BLOCK, sliding_window=window, **shape)
         groups = [KVCacheGroupSpec(["attention"], attention)]
         if hybrid:
             config.cache_config.mamba_cache_mode = "align"
@@ -73,7 +97,7 @@ class Engine:
             groups.append(KVCacheGroupSpec(["state"], state))
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(BLOCKS, [], groups),
+            kv_cache_config=KVCacheConfig(blocks, [], groups),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             log_stats=True,
@@ -85,11 +109,18 @@ class Engine:
         self.arrived: set[str] = set()  # requests whose KV arrives with the next step
 
     def add(
-        self, name: str, *, extra: dict[str, Any] | None = None, adapter: int = 0, is_bound: bool = False
+        self,
+        name: str,
+        *,
+        extra: dict[str, Any] | None = None,
+        adapter: int = 0,
+        is_bound: bool = False,
+        prompt: list[int] | None = None,
+        output: int = 200,
     ) -> Request:
-        """Adds a request with a prompt of 100 tokens. `is_bound`: to a grammar."""
-        prompt = [(sum(map(ord, name)) * 7919 + at) % 997 for at in range(100)]
-        parameters = SamplingParams(max_tokens=200, ignore_eos=True, extra_args=extra)
+        """Adds a request. `is_bound`: to a grammar. `output`: the tokens of its answer."""
+        prompt = prompt or words(name, 100)
+        parameters = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra)
         if is_bound:
             parameters.structured_outputs = StructuredOutputsParams(regex="red|green")
             parameters.structured_outputs._backend = "xgrammar"
@@ -209,10 +240,59 @@ def two() -> dict[str, Any]:
     return engine.step()
 
 
-def refused(**flags: Any) -> str | None:
-    """The reason why `SloScheduler` does not start."""
+def full_steps() -> dict[str, Any]:
+    """A request leads while a long prompt takes all tokens of 23 steps."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=2, max_num_batched_tokens=64)
+    engine.add("first")
+    engine.step(FIRM)
+    engine.add("long", prompt=words("long", 1500))
+    engine.step()
+    engine.add("leads", extra=LEADS)
+    found = {"full": engine.step(22)}
+    return found | {"room": engine.step()}
+
+
+class Exchanges(UniBoostScheduler):
+    """Counts the requests for which others went back, and lists those that a step did not admit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.made = 0
+        self.last: list[str] = []
+
+    def _make_room(self, request: Request, *args: Any) -> bool:
+        before = len(self.running)
+        going_on = super()._make_room(request, *args)
+        if len(self.running) < before:
+            self.last.append(request.request_id)
+        return going_on
+
+    def missed(self, planned: list[str]) -> list[str]:
+        self.made += len(self.last)
+        missed, self.last = [name for name in self.last if name not in planned], []
+        return missed
+
+
+def memory(**flags: Any) -> dict[str, Any]:
+    """Requests with common beginnings, handicaps, and memory for about three of them."""
+    rng = random.Random(11)
+    engine = Engine(Exchanges, max_num_seqs=6, blocks=40, **flags)
+    found = []
+    for number in range(400):
+        family = rng.choice(["red", "green", "blue"])
+        begin = words(family, 32 * rng.choice([0, 0, 3, 6]))
+        prompt = begin + words(f"{family} {number}", rng.randrange(1, 200))
+        extra = {HANDICAP: rng.choice([0.0, 0.0, -1000.0, -2000.0])}
+        engine.add(f"r{number}", prompt=prompt, output=rng.choice([1, 20, 150]), extra=extra)
+        for _ in range(rng.choice([1, 5, 40])):
+            found += engine.scheduler.missed(engine.step()["planned"])
+    return {"made": engine.scheduler.made, "missed": len(found)}
+
+
+def refused(kind: Any = SloScheduler, **flags: Any) -> str | None:
+    """The reason why a scheduler does not start."""
     try:
-        Engine(SloScheduler, **flags)
+        Engine(kind, **flags)
     except NotSupportedError as error:
         return str(error)
     return None
@@ -234,6 +314,19 @@ def main() -> None:
             refused(hybrid=True),
             refused(),
         ],
+        "refused, boosts": [
+            refused(UniBoostScheduler, hybrid=True),
+            refused(UniBoostScheduler, window=64),
+            refused(UniBoostScheduler),
+        ],
+        "full steps": full_steps(),
+        "memory": {
+            "plain": memory(),
+            "asynchronous": memory(asynchronous=True),
+            "watermark": memory(watermark=0.1),
+            "first chunks": memory(scheduler_reserve_full_isl=False, max_num_batched_tokens=64),
+            "small steps": memory(max_num_batched_tokens=64, long_prefill_token_threshold=32),
+        },
     }
     print(json.dumps(found))
 

@@ -250,6 +250,29 @@ def test_two_requests_replace_two_in_a_step(planned: dict[str, Any]) -> None:
     assert planned["two"] == {"planned": ["fourth", "third"], "back": 2}
 
 
+def test_no_request_goes_back_while_a_prompt_takes_all_tokens_of_a_step(planned: dict[str, Any]) -> None:
+    found = planned["full steps"]
+    assert found["full"] == {"planned": ["first", "long"], "back": 0}
+    assert found["room"] == {"planned": ["leads", "long"], "back": 1}
+
+
+def test_the_step_in_which_requests_go_back_admits_the_request_in_their_place(
+    planned: dict[str, Any],
+) -> None:
+    """With little memory and common beginnings of prompts."""
+    for case, found in planned["memory"].items():
+        assert found["made"] > 50, f"{case}: too few exchanges: the test compares nothing"
+        assert found["missed"] == 0, case
+
+
+def test_an_engine_with_other_blocks_than_of_full_attention_is_refused(planned: dict[str, Any]) -> None:
+    hybrid, window, full = planned["refused, boosts"]
+    assert "groups of layers are: FullAttention, Mamba;" in hybrid
+    assert "groups of layers are: SlidingWindow;" in window
+    assert "with --disable-hybrid-kv-cache-manager" in window
+    assert full is None
+
+
 def test_an_engine_whose_prompts_are_not_cut_anywhere_is_refused(planned: dict[str, Any]) -> None:
     prompts, images, blocks, plain = planned["refused"]
     assert "lmetric_vllm.SloScheduler cuts prompts at any token" in prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from lmetric import EngineBoost
 from lmetric.engines.xargs import GAMMA, HANDICAP
-from lmetric_vllm.checks import NotSupportedError
+from lmetric_vllm.checks import NotSupportedError, check_blocks
 from lmetric_vllm.measured import MeasuredScheduler
+from lmetric_vllm.room import Returned, Room
 from lmetric_vllm.settings import BoostSettings, SettingsError, number_of, read_settings
-from lmetric_vllm.steps import Step, cached_tokens, fetched_tokens
+from lmetric_vllm.steps import Step, cached_blocks, cached_tokens, fetched_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,15 +45,6 @@ class Known:
     firm: int = 0  # computed tokens before which it is not taken back
 
 
-@dataclass(slots=True)
-class Room:
-    """Free slots and blocks in a step, less those of the requests that it admits."""
-
-    slots: int
-    blocks: int
-    adapters: set[int] = field(default_factory=set)  # LoRA adapters of the requests that it admits
-
-
 class BoostQueue(RequestQueue):
     """Waiting requests by rank, and by arrival in the queue among equals.
 
@@ -63,12 +55,15 @@ class BoostQueue(RequestQueue):
     def __init__(self, ranked: Callable[[Request], float]) -> None:
         self._order: list[tuple[float, int, Request]] = []
         self._keys: dict[str, tuple[float, int]] = {}
-        self._added = 0
+        self._last = self._first = 0  # numbers of equals
         self.ranked = ranked
 
     def add_request(self, request: Request) -> None:
-        self._added += 1
-        key = self.ranked(request), self._added
+        self._last += 1
+        self._insert(request, self._last)
+
+    def _insert(self, request: Request, number: int) -> None:
+        key = self.ranked(request), number
         self._keys[request.request_id] = key
         insort(self._order, (*key, request))
 
@@ -81,11 +76,14 @@ class BoostQueue(RequestQueue):
         return self._order[0][2]
 
     def prepend_request(self, request: Request) -> None:
-        self.add_request(request)
+        self._first -= 1
+        self._insert(request, self._first)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Puts each before its equals, so the last of them comes first: vLLM reverses the requests
+        that a step skips."""
         for request in requests:
-            self.add_request(request)
+            self.prepend_request(request)
 
     def remove_request(self, request: Request) -> None:
         key = self._keys.pop(request.request_id)
@@ -122,6 +120,7 @@ class UniBoostScheduler(MeasuredScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_blocks(type(self).__name__, self)
         if self.policy != SchedulingPolicy.FCFS:
             raise NotSupportedError(
                 "lmetric_vllm.UniBoostScheduler has an order of its own: start the engine with "
@@ -219,14 +218,15 @@ class UniBoostScheduler(MeasuredScheduler):
         for known, request in ranked:
             if request.num_computed_tokens >= known.change:
                 self._refresh(request, known)
-        room = Room(
-            self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
-            self.kv_cache_manager.block_pool.get_num_free_blocks(),
-        )
+        room = None
         # vLLM admits requests that hold blocks before all others.
         ready = filter(self._is_ready, chain(self.kv_holding_waiting, self.waiting))
         for request in list(islice(ready, MOST_EXCHANGES)):
-            if not self._make_room(request, ranked, room):
+            yielding = self._yielding(request, ranked)
+            if not yielding and request.num_computed_tokens == 0:
+                break  # those behind it lead no more
+            room = room or self._room(ranked)
+            if not self._make_room(request, ranked, yielding, room):
                 break
         ranked.sort(key=_order)
         self.running[:] = [request for _, request in ranked]
@@ -244,34 +244,76 @@ class UniBoostScheduler(MeasuredScheduler):
         # Else output that it had in flight when it went back is still to come.
         return request.num_stale_output_tokens == 0 or bool(request.drop_stale_output)
 
-    def _make_room(self, request: Request, ranked: list[tuple[Known, Request]], room: Room) -> bool:
+    def _room(self, ranked: list[tuple[Known, Request]]) -> Room:
+        """What running requests leave of a step, and of the memory."""
+        room = Room(
+            self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
+            self.max_num_scheduled_tokens,
+            self.kv_cache_manager.block_pool.get_num_free_blocks(),
+        )
+        if ranked:
+            room.blocks -= self.kv_cache_manager.watermark_blocks
+        for _, request in ranked:
+            tokens, blocks = self._use(request)
+            room.tokens -= tokens
+            room.blocks -= blocks
+        return room
+
+    def _use(self, request: Request) -> tuple[int, int]:
+        """Tokens that a running request computes in a step, and blocks that they add."""
+        computed, tokens = request.num_computed_tokens, 1
+        if request.is_prefill_chunk:
+            tokens = self._capped(request.num_tokens + request.num_output_placeholders - computed)
+        return tokens, self._blocks_of(computed + tokens) - self._blocks_of(computed)
+
+    def _capped(self, tokens: int) -> int:
+        """Tokens that a step computes for one request with so many to compute."""
+        longest = self.scheduler_config.long_prefill_token_threshold
+        if longest > 0 and self.adaptive_long_prefill_threshold:
+            requests = sum(self.get_request_counts())
+            longest = max(longest, self.scheduler_config.max_num_batched_tokens // requests)
+        return min(tokens, longest) if longest > 0 else tokens
+
+    def _make_room(
+        self, request: Request, ranked: list[tuple[Known, Request]], yielding: list[int], room: Room
+    ) -> bool:
         """Takes running requests back, out of `ranked`, so that a waiting request can be admitted.
+
+        `yielding`: indices in `ranked` of those that may go back. None goes back if the request
+        could not be admitted in this step.
 
         A request whose KV is still to be fetched needs blocks and no slot. vLLM starts a fetch only
         in a step with a free slot. None is made for it: it would go to another request.
 
         Returns whether the step comes to the requests behind it.
         """
+        # Prompts take the whole step. They do not go back: their work begins at their whole prompt.
+        if room.tokens + len(yielding) <= 0:
+            return False
+        manager = self.kv_cache_manager
         done = request.num_computed_tokens or self._known[request.request_id].cached_tokens
-        needed = self._blocks_of(request.num_tokens) - self._blocks_of(done)
         is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
         # Blocks that vLLM leaves to running prompts before it starts a fetch.
         reserved = self._inflight_prefill_reserved_blocks() if is_fetch else 0
-        slots, blocks = room.slots, room.blocks - needed - reserved
+        needed_tokens, needed, hits = self._needed(request, is_fetch)
+        slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
         taken: list[int] = []
-        short = blocks < 0 or slots <= 0
-        for at in self._yielding(request, ranked) if short and not (is_fetch and slots <= 0) else ():
-            if slots > 0 and blocks >= 0:
+        returned = Returned(hits)
+        for at in yielding if slots > 0 or not is_fetch else ():
+            if (slots > 0 and tokens > 0 and blocks >= 0) or returned.is_long:
                 break
             running = ranked[at][1]
             can_be_freed = self._request_blocks_can_be_freed(running)
-            if slots > 0 and not can_be_freed:
+            if slots > 0 and tokens > 0 and not can_be_freed:
                 continue  # its blocks are free after the step in flight
             taken.append(at)
             slots += 1
+            unused_tokens, unused_blocks = self._use(running)
+            tokens += unused_tokens
+            blocks += unused_blocks
             if can_be_freed:
-                blocks += self._blocks_of(running.num_computed_tokens)
-        if blocks < 0 or (slots <= 0 and not is_fetch):
+                blocks += returned.add(manager.get_blocks(running.request_id).blocks[0])
+        if tokens <= 0 or blocks < 0 or (slots <= 0 and not is_fetch):
             return False
         if not self._can_load(request, ranked, room, taken):
             return True
@@ -280,10 +322,36 @@ class UniBoostScheduler(MeasuredScheduler):
             _, running = ranked.pop(at)
             self.running.remove(running)
             self._preempt_request(running, now, drop_stale_output=self.requires_kv_delivery)
-        room.slots, room.blocks = slots - (not is_fetch), blocks + reserved
-        if request.lora_request is not None and not is_fetch:
-            room.adapters.add(request.lora_request.lora_int_id)
+        room.slots, room.tokens, room.blocks = slots - (not is_fetch), tokens, blocks + reserved
+        if not is_fetch:
+            room.tokens -= needed_tokens
+            if request.lora_request is not None:
+                room.adapters.add(request.lora_request.lora_int_id)
         return True
+
+    def _needed(self, request: Request, is_fetch: bool) -> tuple[int, int, set[int]]:
+        """Tokens and free blocks with which vLLM admits a waiting request, and the IDs of the
+        cached blocks that it finds. Those that no request holds are among the free blocks."""
+        manager = self.kv_cache_manager
+        found, cached = manager.empty_kv_cache_blocks.blocks, 0
+        # A request whose transfer failed may hold blocks with nothing computed.
+        if request.num_computed_tokens == 0 and not manager.get_blocks(request.request_id).blocks[0]:
+            found, cached = cached_blocks(self, request)
+        done = request.num_computed_tokens + cached
+        tokens = self._capped(request.num_tokens - done)
+        length = request.num_tokens
+        if not (is_fetch or self.scheduler_reserve_full_isl):
+            length = done + min(tokens, self.max_num_scheduled_tokens)
+        blocks = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=min(length, self.max_model_len),
+            new_computed_blocks=found,
+            num_encoder_tokens=0,
+            total_computed_tokens=done,
+            num_local_computed_tokens=done,
+            num_tokens_main_model=length,
+        )
+        return tokens, blocks, {block.block_id for block in found[0]}
 
     def _yielding(self, request: Request, ranked: list[tuple[Known, Request]]) -> list[int]:
         """Indices in `ranked` of the running requests that may go back for a waiting request, in

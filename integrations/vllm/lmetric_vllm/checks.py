@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +64,25 @@ def check_cuts(name: str, scheduler: Scheduler) -> None:
             )
 
 
+def check_blocks(name: str, scheduler: Scheduler) -> None:
+    """Refuses an engine whose requests hold other blocks than one for each `block_size` tokens, as
+    the scheduler `name` counts them.
+
+    Raises:
+        NotSupportedError: the groups of layers, and what to do.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    # Not its subclasses, which give blocks back or hold more.
+    if [type(manager) for manager in managers] == [FullAttentionManager]:
+        return
+    kinds = ", ".join(type(manager).__name__.removesuffix("Manager") for manager in managers) or "none"
+    raise NotSupportedError(
+        f"lmetric_vllm.{name} counts the KV blocks of full attention alone, and this model's groups of "
+        f"layers are: {kinds}; start it without --scheduler-cls for lmetric_vllm.{name}, or, if the model "
+        "has layers with sliding windows, with --disable-hybrid-kv-cache-manager"
+    )
+
+
 def check_collection(name: str, config: VllmConfig) -> None:
     """Refuses an engine that does not keep the states of one layer, or for which the connector
     `name` was not tested.
@@ -111,4 +131,5 @@ def _untested(config: VllmConfig) -> list[tuple[Any, str]]:
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism (--pipeline-parallel-size)"),
         (config.model_config.runner_type != "generate", f"the runner {config.model_config.runner_type}"),
         (config.model_config.is_encoder_decoder, "encoder-decoder models"),
+        (config.model_config.is_diffusion, "diffusion models"),
     ]

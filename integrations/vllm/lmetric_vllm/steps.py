@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -41,17 +42,25 @@ def step_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Step:
     return Step(decodes, context, prefill, pairs)
 
 
-def cached_tokens(scheduler: Scheduler, request: Request) -> int:
-    """The tokens of a waiting request that the cache holds now.
+def cached_blocks(scheduler: Scheduler, request: Request) -> tuple[tuple[Sequence[KVCacheBlock], ...], int]:
+    """The blocks of a waiting request that the cache holds now, by group of layers, and their
+    tokens.
 
     vLLM's own `get_computed_blocks` would also report the blocks as events again, for a request
     with `kv_cache_report_mode: full`.
     """
     manager = scheduler.kv_cache_manager
     if not manager.prefix_cache_lookup_enabled(request):
-        return 0
-    found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-    return int(found[1])
+        return manager.empty_kv_cache_blocks.blocks, 0
+    blocks, tokens, _ = manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, request.num_tokens - 1
+    )
+    return blocks, int(tokens)
+
+
+def cached_tokens(scheduler: Scheduler, request: Request) -> int:
+    """The tokens of a waiting request that the cache holds now."""
+    return cached_blocks(scheduler, request)[1]
 
 
 def fetched_tokens(scheduler: Scheduler, request: Request, cached: int) -> int:
