@@ -58,7 +58,7 @@ async def test_the_longest_gap_beside_a_long_prompt_is_within_the_slo() -> None:
     stock, slo, own = await asyncio.gather(
         gaps_beside_a_long_prompt(""),
         gaps_beside_a_long_prompt(",slo=50"),
-        gaps_beside_a_long_prompt(",slo=1000", vllm_xargs={"token_slo_ms": 50}),
+        gaps_beside_a_long_prompt(",slo=200", vllm_xargs={"token_slo_ms": 50}),
     )
     assert stock["0.3"] < stock["+Inf"]
     assert slo["0.05"] == slo["+Inf"] > 0
@@ -122,9 +122,26 @@ async def test_an_impossible_time_is_refused_as_vllm_refuses_bodies(subtests: py
                     assert response.status == 200, "its scheduler does not read it"
 
 
-@pytest.mark.parametrize(("given", "seconds"), [(None, None), ({}, None), ({"token_slo_ms": "20"}, 0.02)])
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        ({}, None),
+        ({"token_slo_ms": "20"}, 0.02),
+        ({"token_slo_ms": 70}, 0.07),
+        ({"token_slo_ms": 12.6}, 0.0126),
+        ({"token_slo_ms": 0.001}, 0.0125),  # a quarter of the engine's
+    ],
+)
 def test_a_requests_own_time_is_read(given: Any, seconds: float | None) -> None:
-    assert own_token_slo(given) == seconds
+    assert own_token_slo(given, 0.05) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("given", ["x" * 10_000, ["x" * 10_000], 10**4000])
+def test_a_long_value_is_cut_in_messages(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"token_slo_ms is .*\.\.\., not a number") as refused:
+        own_token_slo({"token_slo_ms": given}, 0.05)
+    assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize(

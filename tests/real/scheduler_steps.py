@@ -10,7 +10,8 @@ import json
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmetric.engines.xargs import HANDICAP
+from lmetric.engines.xargs import HANDICAP, TOKEN_SLO
 from lmetric_vllm import SloScheduler, UniBoostScheduler
+from lmetric_vllm.boost import BoostQueue
 from lmetric_vllm.checks import NotSupportedError
 
 BLOCK, BLOCKS = 32, 256
@@ -70,6 +72,7 @@ class Engine:
         *,
         hybrid: bool = False,
         window: int | None = None,
+        diffusion: bool = False,
         asynchronous: bool = False,
         blocks: int = BLOCKS,
         **flags: Any,
@@ -84,6 +87,8 @@ class Engine:
         # As on GPUs. On CPUs, vLLM turns it off.
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = blocks
+        if diffusion:
+            config.model_config.is_diffusion = True
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
         attention: Any = FullAttentionSpec(block_size=BLOCK, **shape)
         if window is not None:
@@ -289,6 +294,30 @@ def memory(**flags: Any) -> dict[str, Any]:
     return {"made": engine.scheduler.made, "missed": len(found)}
 
 
+def skipped() -> list[str]:
+    """Requests of equal rank after a step that admits none of them."""
+    queue = BoostQueue(lambda _: 0.0)
+    for name in ("first", "second", "third", "fourth"):
+        queue.add_request(SimpleNamespace(request_id=name))
+    passed_over: deque[Any] = deque()
+    for _ in range(3):
+        passed_over.appendleft(queue.pop_request())  # as vLLM does
+    queue.prepend_requests(passed_over)
+    return [request.request_id for request in queue]
+
+
+def own_times() -> dict[str, float]:
+    """Seconds between tokens that requests ask for, on an engine of 50 ms."""
+    engine = Engine(SloScheduler)
+    found = {}
+    for millis in (0.001, 20, "x" * 1000):
+        engine.add(f"own {millis}", extra={TOKEN_SLO: millis})
+        engine.step(3)
+        found[str(millis)[:9]] = engine.scheduler._seconds()
+        engine.scheduler.finish_requests(f"own {millis}", RequestStatus.FINISHED_ABORTED)
+    return found
+
+
 def refused(kind: Any = SloScheduler, **flags: Any) -> str | None:
     """The reason why a scheduler does not start."""
     try:
@@ -317,8 +346,11 @@ def main() -> None:
         "refused, boosts": [
             refused(UniBoostScheduler, hybrid=True),
             refused(UniBoostScheduler, window=64),
+            refused(UniBoostScheduler, diffusion=True),
             refused(UniBoostScheduler),
         ],
+        "skipped": skipped(),
+        "own times": own_times(),
         "full steps": full_steps(),
         "memory": {
             "plain": memory(),

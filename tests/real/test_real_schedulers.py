@@ -250,6 +250,14 @@ def test_two_requests_replace_two_in_a_step(planned: dict[str, Any]) -> None:
     assert planned["two"] == {"planned": ["fourth", "third"], "back": 2}
 
 
+def test_a_skipped_request_keeps_its_place_among_equals_back_in_the_queue(planned: dict[str, Any]) -> None:
+    assert planned["skipped"] == ["first", "second", "third", "fourth"]
+
+
+def test_a_requests_own_time_is_not_cut_below_a_quarter(planned: dict[str, Any]) -> None:
+    assert planned["own times"] == pytest.approx({"0.001": 0.0125, "20": 0.02, "x" * 9: 0.05})
+
+
 def test_no_request_goes_back_while_a_prompt_takes_all_tokens_of_a_step(planned: dict[str, Any]) -> None:
     found = planned["full steps"]
     assert found["full"] == {"planned": ["first", "long"], "back": 0}
@@ -266,10 +274,11 @@ def test_the_step_in_which_requests_go_back_admits_the_request_in_their_place(
 
 
 def test_an_engine_with_other_blocks_than_of_full_attention_is_refused(planned: dict[str, Any]) -> None:
-    hybrid, window, full = planned["refused, boosts"]
+    hybrid, window, diffusion, full = planned["refused, boosts"]
     assert "groups of layers are: FullAttention, Mamba;" in hybrid
     assert "groups of layers are: SlidingWindow;" in window
     assert "with --disable-hybrid-kv-cache-manager" in window
+    assert "UniBoostScheduler is not tested with diffusion models" in diffusion
     assert full is None
 
 

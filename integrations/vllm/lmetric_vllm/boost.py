@@ -338,7 +338,7 @@ class UniBoostScheduler(MeasuredScheduler):
         if request.num_computed_tokens == 0 and not manager.get_blocks(request.request_id).blocks[0]:
             found, cached = cached_blocks(self, request)
         done = request.num_computed_tokens + cached
-        tokens = self._capped(request.num_tokens - done)
+        tokens = self._capped(max(1, request.num_tokens - done))
         length = request.num_tokens
         if not (is_fetch or self.scheduler_reserve_full_isl):
             length = done + min(tokens, self.max_num_scheduled_tokens)

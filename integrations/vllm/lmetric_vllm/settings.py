@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lmetric.engines.xargs import MOST_SLO_MS, number_in
+from lmetric.engines.xargs import MOST_SLO_MS, number_in, shown
 from lmetric.validation import expected
 
 KEY = "lmetric"
@@ -117,8 +117,8 @@ def number_of(extra: Mapping[str, Any] | None, name: str, least: float, most: fl
     number = number_in(extra, name)
     if number is None or least <= number <= most:
         return number
-    given = (extra or {})[name]
-    raise SettingsError(f"vllm_xargs.{name} is {given!r}, not a number from {least:g} to {most:g}")
+    given = shown((extra or {})[name])
+    raise SettingsError(f"vllm_xargs.{name} is {given}, not a number from {least:g} to {most:g}")
 
 
 def _expected(problem: Any) -> str:

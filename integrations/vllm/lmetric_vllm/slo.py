@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from lmetric import StepTable
-from lmetric.engines.xargs import own_token_slo
+from lmetric.engines.xargs import TOKEN_SLO, number_in, own_token_slo
 from lmetric.profiles import load_profile
 from lmetric_vllm.checks import check_cuts
 from lmetric_vllm.measured import MeasuredScheduler
@@ -31,7 +31,8 @@ class SloScheduler(MeasuredScheduler):
 
     Beside decodes, a step takes as many prompt tokens as the table of recorded step times allows.
     Without decodes, it takes vLLM's own budget. The shortest time of the requests that decode
-    counts: that of `vllm_xargs: {"token_slo_ms": 20}`, else the engine's.
+    counts: that of `vllm_xargs: {"token_slo_ms": 20}`, but at least a quarter of the engine's, else
+    the engine's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +46,7 @@ class SloScheduler(MeasuredScheduler):
         logger.info("SloScheduler: at most %g ms between tokens", self.settings.token_slo_ms)
 
     def add_request(self, request: Request) -> None:
-        own = own_slo(request)
+        own = own_slo(request, self.settings.token_slo_ms / 1e3)
         if own is not None:
             self._own_slo[request.request_id] = own
         super().add_request(request)
@@ -111,14 +112,22 @@ def _prefills(request: Request) -> bool:
     return bool(request.is_prefill_chunk)
 
 
-def own_slo(request: Request) -> float | None:
+def own_slo(request: Request, engine_seconds: float) -> float | None:
     """The request's own time between tokens, in seconds; None if it has none, or an impossible one.
 
-    An impossible one is named in the log.
+    An impossible one is named in the log, and once that shorter ones are raised.
     """
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
     try:
-        return own_token_slo(extra)
+        own = own_token_slo(extra, engine_seconds)
     except ValueError as error:
         logger.warning("request %s: %s; the engine's time counts", request.request_id, error)
         return None
+    asked = number_in(extra, TOKEN_SLO)
+    if own is not None and asked is not None and asked / 1e3 < own:
+        logger.warning_once(
+            "SloScheduler: requests ask for less than %g ms between tokens; %g ms counts for them",
+            1e3 * own,
+            1e3 * own,
+        )
+    return own

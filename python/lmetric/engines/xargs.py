@@ -10,6 +10,11 @@ TOKEN_SLO = "token_slo_ms"
 """The request's own time between tokens."""
 MOST_SLO_MS = 60_000
 """Longest time between two tokens, milliseconds."""
+LEAST_SHARE = 0.25
+"""Shortest time between tokens of a request, as a share of the engine's: it slows the prompts of
+all requests."""
+SHOWN = 100
+"""Longest text of a request's value in a message."""
 HANDICAP = "boost_handicap_seconds"
 """The handicap of the request's tenant, set by the router."""
 GAMMA = "boost_gamma"
@@ -23,12 +28,20 @@ def number_in(extra: Mapping[str, Any] | None, name: str) -> float | None:
         return None
     try:
         return float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
-def own_token_slo(extra: Mapping[str, Any] | None) -> float | None:
+def shown(given: Any) -> str:
+    """Returns a field's value for a message, cut to `SHOWN` characters."""
+    text = repr(given[:SHOWN] if isinstance(given, str) else given)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def own_token_slo(extra: Mapping[str, Any] | None, engine_seconds: float) -> float | None:
     """Returns the time between tokens in `vllm_xargs`, in seconds; None: it has none.
+
+    A time below `LEAST_SHARE` of the engine's own (`engine_seconds`) counts as that share.
 
     Raises:
         ValueError: the value is not a number above 0 up to `MOST_SLO_MS`.
@@ -37,6 +50,6 @@ def own_token_slo(extra: Mapping[str, Any] | None) -> float | None:
     if millis is None:
         return None
     if not 0 < millis <= MOST_SLO_MS:
-        given = (extra or {})[TOKEN_SLO]
-        raise ValueError(f"vllm_xargs.{TOKEN_SLO} is {given!r}, not a number above 0 up to {MOST_SLO_MS}")
-    return millis / 1e3
+        given = shown((extra or {})[TOKEN_SLO])
+        raise ValueError(f"vllm_xargs.{TOKEN_SLO} is {given}, not a number above 0 up to {MOST_SLO_MS}")
+    return max(millis / 1e3, LEAST_SHARE * engine_seconds)

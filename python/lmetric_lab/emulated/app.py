@@ -413,7 +413,7 @@ class Api:
         if not self._reads_slo:
             return None
         try:
-            return own_token_slo(body.vllm_xargs)
+            return own_token_slo(body.vllm_xargs, self._options.order_slo)
         except ValueError as error:
             raise EngineError(400, str(error), "vllm_xargs") from None
 
