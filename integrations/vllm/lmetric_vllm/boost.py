@@ -245,7 +245,7 @@ class UniBoostScheduler(MeasuredScheduler):
         return request.num_stale_output_tokens == 0 or bool(request.drop_stale_output)
 
     def _room(self, ranked: list[tuple[Known, Request]]) -> Room:
-        """What running requests leave of a step, and of the memory."""
+        """Room that running requests leave in a step."""
         room = Room(
             self.max_num_active_reqs - len(ranked) - self.num_waiting_for_streaming_input,
             self.max_num_scheduled_tokens,
@@ -267,7 +267,7 @@ class UniBoostScheduler(MeasuredScheduler):
         return tokens, self._blocks_of(computed + tokens) - self._blocks_of(computed)
 
     def _capped(self, tokens: int) -> int:
-        """Tokens that a step computes for one request with so many to compute."""
+        """Tokens that a step computes of a request with this number to compute."""
         longest = self.scheduler_config.long_prefill_token_threshold
         if longest > 0 and self.adaptive_long_prefill_threshold:
             requests = sum(self.get_request_counts())

@@ -15,7 +15,7 @@ MOST_COUNTED = 16_384
 
 @dataclass(slots=True)
 class Room:
-    """What a step has left for waiting requests, less the shares of those that it admits."""
+    """Room in a step for waiting requests, less the shares of those that it admits."""
 
     slots: int
     tokens: int  # vLLM gives running requests theirs first
