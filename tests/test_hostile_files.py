@@ -6,6 +6,7 @@ and `import-config` of security L.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -22,7 +23,8 @@ from lmetric.cli.app import build
 from lmetric.config import ConfigError
 from lmetric.policies import is_code
 from lmetric.record_files import read_records
-from lmetric.record_schema import RecordError
+from lmetric.record_parquet import write_parquet
+from lmetric.record_schema import RecordError, Records
 from lmetric_lab.capacity import Goal, Question, Twin
 from lmetric_lab.capacity.watch import Watch
 from lmetric_lab.migrate import Draft, detect, import_config
@@ -227,6 +229,75 @@ def test_a_long_line_of_an_archive_is_read_in_bounds(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 * (16 << 20)
+
+
+def some_requests(count: int, blocks: int) -> Records:
+    hashes = base64.b64encode(bytes(range(256)) * (blocks // 32)).decode()
+    line = {"type": "request", "model": "m", "path": "/", "stream": True, "status": 200}
+    line |= {"prompt_tokens": 1, "e2e_seconds": 1.0, "hash_unit": "tokens", "hash_block": 16}
+    return Records([], [], [line | {"at": float(number), "hashes": hashes} for number in range(count)])
+
+
+def test_hashes_of_parquet_are_read_in_bounds(tmp_path: Path) -> None:
+    """Each hash was a Python integer, of up to 65,536 rows at once: five times the memory."""
+    pytest.importorskip("pyarrow.parquet", reason="needs the extra: lmetric-router[parquet]")
+    records = some_requests(600, 3_200)
+    write_parquet([(tmp_path, records)], file := tmp_path / "a.parquet")
+    tracemalloc.start()
+    read = read_records(file)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert read.requests == records.requests
+    assert peak < kept + (2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "columns", "message"),
+    [
+        ({"lmetric.headers": [1]}, {}, "expected an object, got int"),
+        ({"lmetric.headers": 1}, {}, "no valid Parquet file"),
+        ({"lmetric.fleets": ["a"]}, {}, "expected an object, got str"),
+        ({"lmetric.fleets": [some_requests(1, 32).requests[0]]}, {}, "type 'request' is unknown"),
+        ({}, {"terms": ([("bs", 1.0), ("bs", 2.0)], "map")}, "no valid Parquet file"),
+        ({}, {"hashes": ([1, None], "hashes")}, "a row has the hash null"),
+        ({}, {"hashes": ("text", None)}, "no valid Parquet file"),
+        ({}, {"hashes": ([-1], None)}, "no valid Parquet file"),
+        ({}, {"other": ("[1]", None)}, "no valid Parquet file"),
+        ({}, {"other": ('{"type": "fleet"}', None)}, "row 1: the request has no 'at'"),
+        ({}, {"shadow": (5, None)}, "no valid Parquet file"),
+    ],
+)
+def test_hostile_parquet_gets_a_message(
+    tmp_path: Path, metadata: dict[str, Any], columns: dict[str, Any], message: str
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra: lmetric-router[parquet]")
+    import pyarrow
+
+    types = {
+        "map": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+        "hashes": pyarrow.list_(pyarrow.uint64()),
+        None: None,
+    }
+    table = pyarrow.table(
+        {name: pyarrow.array([value], types[kind]) for name, (value, kind) in columns.items()} or {"a": [1]}
+    )
+    texts = {"lmetric.headers": [], "lmetric.fleets": [], **metadata}
+    texts = {name: orjson.dumps(value) for name, value in texts.items()}
+    parquet.write_table(table.replace_schema_metadata(texts), file := tmp_path / "a.parquet")
+    with pytest.raises(RecordError, match=message):
+        read_records(file)
+
+
+def test_a_column_that_is_there_twice_gets_a_message(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra: lmetric-router[parquet]")
+    import pyarrow
+
+    both = pyarrow.array([[1]], pyarrow.list_(pyarrow.uint64()))
+    table = pyarrow.table([both, both], names=["hashes", "hashes"])
+    texts = {"lmetric.headers": b"[]", "lmetric.fleets": b"[]"}
+    parquet.write_table(table.replace_schema_metadata(texts), file := tmp_path / "a.parquet")
+    with pytest.raises(RecordError, match="no valid Parquet file"):
+        read_records(file)
 
 
 # -- import-config

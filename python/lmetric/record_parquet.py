@@ -8,12 +8,12 @@ in the metadata of the file. Needs pyarrow: the extra `parquet`.
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from lmetric.extras import install
@@ -22,7 +22,7 @@ from lmetric.record_schema import REQUEST, RecordError, Records, check_header, c
 SUFFIX = ".parquet"
 OTHER = "other"  # column of keys that are not in the schema
 HEADERS, FLEETS = b"lmetric.headers", b"lmetric.fleets"  # keys of the metadata
-ROWS = 65_536  # rows that are read at once
+ROWS = 1_024  # rows that are read at once
 MAPPINGS = {name for name, key in REQUEST.items() if key.kind == "mapping"}  # columns with JSON
 
 
@@ -76,27 +76,49 @@ def read_parquet(path: Path, read: Records) -> None:
                 )
             for header in orjson.loads(metadata[HEADERS]):
                 read.headers.append(check_header(str(path), header))
-            read.fleets.extend(check_line(str(path), fleet) for fleet in orjson.loads(metadata[FLEETS]))
+            for fleet in orjson.loads(metadata[FLEETS]):
+                read.fleets.append(check_line(str(path), fleet, kinds=("fleet",)))
             row = 0
             for batch in file.iter_batches(ROWS):
                 for line in _lines(batch):
                     row += 1
                     read.requests.append(check_line(f"{path}, row {row}", line))
-    except (ArrowException, ValueError, TypeError) as error:  # of the file, or of JSON in it
+    # Of the file, of JSON in it, or of keys of a mapping that are there twice.
+    except (ArrowException, ValueError, TypeError, KeyError, OverflowError) as error:
         raise RecordError(f"{path}: no valid Parquet file: {error}; convert the records again") from None
 
 
 def _lines(batch: Any) -> Iterator[dict[str, Any]]:
     """Yields the lines of the rows."""
-    for row in batch.to_pylist(maps_as_pydicts="strict"):
+    hashes: Iterable[str | None] = itertools.repeat(None)
+    if "hashes" in batch.schema.names:
+        hashes = _hashes(batch.column("hashes"))
+        batch = batch.drop_columns(["hashes"])
+    for row, text in zip(batch.to_pylist(maps_as_pydicts="strict"), hashes, strict=False):
         other = row.pop(OTHER, None)
         line = {name: value for name, value in row.items() if value is not None}
-        if "hashes" in line:
-            line["hashes"] = base64.b64encode(np.array(line["hashes"], "<u8").tobytes()).decode()
+        if text is not None:
+            line["hashes"] = text
         for name in MAPPINGS & line.keys():
             line[name] = orjson.loads(line[name])
         line |= orjson.loads(other) if other else {}
-        yield {"type": "request"} | line
+        yield line | {"type": "request"}
+
+
+def _hashes(column: Any) -> Iterator[str | None]:
+    """Yields the hashes of each row as in JSON. One number is no Python object: rows have many.
+
+    Raises ArrowException for a column of another type, and ValueError for a hash that is null.
+    """
+    import pyarrow
+
+    column = column.cast(pyarrow.list_(pyarrow.uint64()))
+    if column.values.null_count:
+        raise ValueError("a row has the hash null")
+    values, offsets = column.values.to_numpy().astype("<u8", copy=False), column.offsets.to_numpy()
+    for row, valid in enumerate(column.is_valid().to_numpy(zero_copy_only=False)):
+        part = values[offsets[row] : offsets[row + 1]]
+        yield base64.b64encode(part.tobytes()).decode() if valid else None
 
 
 def _table(requests: list[dict[str, Any]], schema: Any, path: Path) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -272,19 +272,21 @@ def parse_line(place: str, text: bytes, *, header: bool) -> dict[str, Any]:
         line = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise RecordError(f"{place}: the line is not valid JSON ({error}); remove it") from None
-    if not isinstance(line, dict):
-        raise RecordError(f"{place}: expected an object, got {type(line).__name__}")
     return check_header(place, line) if header else check_line(place, line)
 
 
-def check_line(place: str, line: dict[str, Any]) -> dict[str, Any]:
+def check_line(
+    place: str, line: dict[str, Any], *, kinds: Collection[str] = ("fleet", "request")
+) -> dict[str, Any]:
     """Returns a line of a request or of the fleet without its null keys and null indicators.
 
-    ``place``: for errors. Raises RecordError, also for a value of another type.
+    ``place``: for errors. ``kinds``: the types that may be there. Raises RecordError, also for a
+    value of another type.
     """
+    _check_object(place, line)
     kind = line.get("type")
-    if kind not in ("fleet", "request"):
-        raise RecordError(f"{place}: type {kind!r} is unknown; expected fleet or request")
+    if kind not in kinds:
+        raise RecordError(f"{place}: type {kind!r} is unknown; expected {' or '.join(kinds)}")
     if None in line.values():
         line = _present(line)
     for name in _INDICATORS if kind == "request" else ():
@@ -298,12 +300,18 @@ def check_line(place: str, line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+def _check_object(place: str, line: object) -> None:
+    if not isinstance(line, dict):
+        raise RecordError(f"{place}: expected an object, got {type(line).__name__}")
+
+
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
 def check_header(place: str, line: dict[str, Any]) -> dict[str, Any]:
     """Returns a header. ``place``: for errors. Raises RecordError, also for another version."""
+    _check_object(place, line)
     if line.get("type") != "header":
         raise RecordError(f"{place}: no header of records; the file is no record file of lmetric-router")
     if (version := line.get("schema")) != SCHEMA_VERSION:
