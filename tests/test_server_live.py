@@ -180,6 +180,12 @@ def update(requests: list[EndedRequest], late: Late = IN_TIME) -> LiveUpdate:
     return LiveUpdate(requests, 0, 0, [], {}, late)
 
 
+def test_only_failures_and_refusals_count_as_errors() -> None:
+    """A client that left (499) counted, too, but not among the problems of the same page."""
+    requests = [ended(1)._replace(status=status) for status in (200, 404, 429, 499, 500, 503)]
+    assert point(requests, 1.0, 0, unix=0.0).errors_per_second == 3
+
+
 async def test_a_tenant_sees_the_requests_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another worker sends its requests up to 2 s after their end."""
     monkeypatch.setattr(live, "POINT_SECONDS", 3600)

@@ -174,7 +174,7 @@ def point(
     errors = prompt = known = cached = output = 0
     for each in requests:
         ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, *_ = each
-        errors += status >= 429
+        errors += status in REFUSED or status >= 500
         if status < 400:
             e2e.append(ended - started)
         output += tokens

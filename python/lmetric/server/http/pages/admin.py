@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 from urllib.parse import parse_qs, unquote
 
@@ -28,6 +29,7 @@ from lmetric.server.api.own_pages import (
 )
 from lmetric.server.api.request import read_object
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.weights import begin_weights
@@ -274,11 +276,7 @@ async def _weights(call: Call) -> web.Response:
         raise bad("engines must be a list of names", "engines")
     if not isinstance(kept, bool):
         raise bad("cache_kept must be true or false", "cache_kept")
-    chosen = list(fleet.engines())
-    if names is not None:
-        if unknown := [each for each in names if fleet.engine(each) is None]:
-            raise ApiError(404, f"no engine {unknown[0][:200]!r}; /debug/engines lists them", param="engines")
-        chosen = [engine for engine in chosen if engine.name in names]
+    chosen = list(fleet.engines()) if names is None else _chosen(fleet, names)
     for _ in range(2):  # engines may have woken up since their last check; one may be in progress
         checks = [fleet.check(engine) for engine in chosen if engine.asleep]
         await asyncio.gather(*(check for check in checks if check is not None))
@@ -287,6 +285,14 @@ async def _weights(call: Call) -> web.Response:
         raise ApiError(409, reason, param="engines", code="engine_asleep")
     begin_weights(chosen, version, cache_kept=kept)
     return await large_json(await engines.shown(fleet, chosen))
+
+
+def _chosen(fleet: Fleet, names: Sequence[str]) -> list[Engine]:
+    """Returns the engines with these names. Raises ApiError (404)."""
+    if unknown := [each for each in names if fleet.engine(each) is None]:
+        raise ApiError(404, f"no engine {unknown[0][:200]!r}; /debug/engines lists them", param="engines")
+    wanted = frozenset(names)
+    return [engine for engine in fleet.engines() if engine.name in wanted]
 
 
 _POLICY = _page("/admin/policy")

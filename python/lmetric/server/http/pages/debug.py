@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import (
@@ -82,7 +85,13 @@ async def _engines(call: Call) -> web.Response:
     "GET", "Indicators of each engine, by model", answer("State", OBJECT), 401, 403
 )
 async def _indicators_of_all(call: Call) -> web.Response:
-    return json({model.name: _indicators(model) for model in call.front.fleet.models})
+    return await indicators_of(call.front.fleet.models)
+
+
+async def indicators_of(models: Iterable[Model]) -> web.Response:
+    """Answers with the indicators of each engine, by model. A thread writes the text."""
+    found = [(model.name, model.router.instances(), model.router.indicators()) for model in models]
+    return await asyncio.to_thread(lambda: json({name: _by_engine(*table) for name, *table in found}))
 
 
 @_page("/debug/decisions", "recent decisions; /debug/decisions/ID explains one decision").on(
@@ -157,14 +166,10 @@ async def _decision(call: Call) -> web.Response:
         return json(found)
 
 
-def _indicators(model: Model) -> dict[str, dict[str, float | None]]:
-    columns = model.router.indicators()
-    return {
-        instance: {
-            name: float(column[i]) if np.isfinite(column[i]) else None for name, column in columns.items()
-        }
-        for i, instance in enumerate(model.router.instances())
-    }
+def _by_engine(engines: Sequence[str], columns: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
+    """Returns the indicators of each engine. In JSON, NaN is null."""
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return {engine: dict(zip(columns, row, strict=True)) for engine, row in zip(engines, rows, strict=True)}
 
 
 def _full(query: str) -> bool:
