@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 import orjson
 import pytest
+from turn_guard import LIMIT_SECONDS, of_reference
 
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.http.pages.admin import _chosen
 from lmetric.server.http.pages.debug import indicators_of
-from turn_guard import LIMIT_SECONDS, of_reference
 
 ENGINES = 4096
 

@@ -15,7 +15,7 @@ import pytest
 from browser_world import browser, large_world, load_engines, needs_browser, open_page, shown
 from lmetric._core import __version__
 from lmetric.why import number
-from server_world import World, world
+from server_world import FakeEngine, World, reset, world
 
 pytestmark = needs_browser
 UPDATED = "Number(document.documentElement.dataset.updates || 0) >= 2"
@@ -36,6 +36,13 @@ COLORED = """(chart) => {
     if (data[i + 3] > 128 && wanted.every((value, part) => Math.abs(data[i + part] - value) < 40)) count += 1;
   }
   return count;
+}"""
+
+
+SPY = """async () => {
+  const { Charts } = await import("/ui/charts.js");
+  const { draw } = Charts.prototype;
+  Charts.prototype.draw = function () { window.charts = this; draw.call(this); };
 }"""
 
 
@@ -221,6 +228,63 @@ async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_pat
                 assert await page.evaluate("Object.keys(localStorage).length") == 0
                 await page.evaluate("sessionStorage.clear()")
                 await page.reload()
+
+
+async def test_events_without_the_names_of_engines(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-alice: alice\n")
+    closed = {"auth": {"keys_file": str(keys)}, "errors": {"show_engines": False}}
+    engines = [FakeEngine(behave=reset), FakeEngine()]
+    async with browser() as chromium, world(engines, **closed) as it:
+        await it.post(headers={"authorization": "Bearer sk-alice"})
+        async with open_page(chromium, it.url) as page:
+            await shown(page, "!document.getElementById('login').hidden")
+            await page.fill("#token", "sk-alice")
+            await page.keyboard.press("Enter")
+            await shown(page, "document.querySelectorAll('#events li').length === 1")
+            assert "an engine failed (reset), next another engine" in await page.inner_text("#events")
+
+
+async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
+    """The charts had the points of both viewers, and the engines stayed in the document."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-alice: alice\n")
+    closed = {"auth": {"keys_file": str(keys)}, "admin": {"token": "root-token"}}
+    async with browser() as chromium, world(2, **closed) as it, open_page(chromium, it.url) as page:
+        await shown(page, "!document.getElementById('login').hidden")
+        await page.fill("#token", "root-token")
+        await page.keyboard.press("Enter")
+        await shown(page, UPDATED)
+        await page.evaluate(SPY)
+        await shown(page, "window.charts && window.charts.points.length > 1")
+        assert await page.locator("#rows .row:visible").count() == 2
+        last = await page.evaluate("window.charts.points.at(-1)[0]")
+
+        async def refuse(route: Any) -> None:
+            await route.fulfill(status=401, json={"error": {"message": "the token has ended"}})
+
+        await page.route("**/debug/live", refuse)
+        for connection in list(it.server.front.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await shown(page, "!document.getElementById('login').hidden")
+        await page.unroute("**/debug/live")
+        await page.fill("#token", "sk-alice")
+        await page.keyboard.press("Enter")
+        await shown(page, "document.getElementById('status').textContent.includes('your own')")
+        await shown(page, f"window.charts.points.length && window.charts.points.at(-1)[0] > {last}")
+        assert await page.evaluate("window.charts.points[0][0]") > last - 1
+        assert await page.locator("#rows .row:visible").count() == 0
+        assert await page.evaluate("document.getElementById('about').hidden")
+        # After a step back of the clock, the chart goes on.
+        await page.evaluate("window.charts.clear()")
+        for points, expected in (
+            ([[90], [91], [92]], [90, 91, 92]),
+            ([[91], [92], [90.5]], [90, 90.5]),
+            ([[92], [90.5], [91.5]], [90, 90.5, 91.5]),
+        ):
+            add = "(points) => { window.charts.add(points); return window.charts.points.map(([at]) => at); }"
+            assert await page.evaluate(add, points) == expected
 
 
 @pytest.mark.nightly

@@ -16,9 +16,11 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from lmetric import top as top_module
 from lmetric._core import LmetricError
 from lmetric.canary.client import send
-from lmetric.top import RouterUnavailableError, engines, ordered, read_decision, read_once, watch
+from lmetric.server.http.running import REPLACED
+from lmetric.top import RouterUnavailableError, _extend, engines, ordered, read_decision, read_once, watch
 from lmetric.top_screen import screen, why
 from server_world import world
 from tls_world import Authority, needs_openssl
@@ -254,6 +256,50 @@ async def test_watch_yields_an_update_each_second() -> None:
         # Each update adds its second to the history once.
         assert [len(times) for _, _, times in states] == [tick for tick, _, _ in states]
         assert states[2][2] == sorted(set(states[2][2]))
+
+
+async def test_watch_connects_again_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ended without a word when a worker was replaced."""
+    monkeypatch.setattr(top_module, "RETRY_SECONDS", 0.1)
+    async with contextlib.AsyncExitStack() as stack:
+        it = await stack.enter_async_context(world(2))
+        states = watch(it.url)
+        running = it.server.front.running
+        phase = running.phase
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            before = (await anext(states))["tick"]
+            running.phase = REPLACED  # its streams end
+            shown = it.server.front.live
+            assert shown is not None
+            while shown.viewers.total():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            running.phase = phase
+            state = await anext(states)
+            assert (tick := state["tick"]) > before
+            times = [point[0] for point in state["history"]["points"]]
+            assert times == sorted(set(times))
+            for connection in list(it.server.front.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            assert (await anext(states))["tick"] >= tick
+        await stack.aclose()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with pytest.raises(RouterUnavailableError, match="check its URL, and that it runs"):
+                while True:
+                    await anext(states)
+
+
+def test_a_step_back_of_the_clock_stops_no_history() -> None:
+    """Points were left out until the clock had caught up."""
+    history: list[list[Any]] = [[float(at)] for at in range(90, 103)]
+    _extend(history, [*history[-9:], [95.5]])
+    assert [point[0] for point in history] == [90, 91, 92, 93, 94, 95, 95.5]
+    _extend(history, [*([float(at)] for at in range(95, 103)), [95.5], [96.5]])
+    assert [point[0] for point in history[-3:]] == [95, 95.5, 96.5]
+    _extend(history, [[95.5], [96.5], [97.5]])
+    assert [point[0] for point in history[-3:]] == [95.5, 96.5, 97.5]
+    _extend(history, [])
+    assert len(history) == 9
 
 
 async def test_errors_say_what_to_do() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from lmetric.connection_errors import no_router
 
 PATH = "/debug/live"
 SILENT_SECONDS = 10.0  # without an update, the connection counts as lost
+RETRY_SECONDS = 2.0  # until it connects again, as the live page
 MAX_LINE_BYTES = 1 << 26
 COLUMNS = ("batch", "queue", "queued_tokens", "cache", "hit_rate", "age_seconds")
 POINTS_KEPT = 900  # seconds of history
@@ -84,40 +86,65 @@ async def read_decision(url: str, decision: str, token: str | None = None) -> di
 
 
 async def watch(url: str, token: str | None = None) -> AsyncIterator[State]:
-    """Yields the state of a router once a second, until its stream ends.
+    """Yields the state of a router once a second.
 
-    Arguments and errors are as for `read_once`.
+    It connects again if the stream ends: the router may have replaced its worker. Arguments and
+    errors are as for `read_once`, also if it cannot connect again.
     """
     url = url.rstrip("/")
     state: State = {}
-    try:
-        headers = {"accept": "text/event-stream"}
-        async with _session(token) as session, session.get(url + PATH, headers=headers) as answer:
-            await _check(answer)
-            name = ""
-            async for raw in answer.content:
-                line = raw.rstrip(b"\n")
-                if line.startswith(b"event: "):
-                    name = line[7:].decode()
-                elif line.startswith(b"data: "):
-                    value = orjson.loads(line[6:])
-                    if name == "fleet":
-                        state["static"] = value
-                    elif name == "history":
-                        state["history"] = value
-                    else:
-                        state |= value
-                    if name == "update":
-                        _extend(state["history"]["points"], state["points"])
-                        yield state
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        raise _unreachable(url, error) from None
+    while True:
+        seen = None
+        try:
+            async for seen in _stream(url, token, state):
+                yield seen
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            if seen is None:
+                raise _unreachable(url, error) from None
+        if seen is None:
+            raise RouterUnavailableError(f"{url}: the stream ended without an update; run top again")
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _stream(url: str, token: str | None, state: State) -> AsyncIterator[State]:
+    """Yields the state at each update, until the stream ends."""
+    headers = {"accept": "text/event-stream"}
+    async with _session(token) as session, session.get(url + PATH, headers=headers) as answer:
+        await _check(answer)
+        name = ""
+        async for raw in answer.content:
+            line = raw.rstrip(b"\n")
+            if line.startswith(b"event: "):
+                name = line[7:].decode()
+            elif line.startswith(b"data: "):
+                value = orjson.loads(line[6:])
+                if name == "fleet":
+                    state["static"] = value
+                elif name == "history":
+                    kept = state["history"]["points"] if "history" in state else []
+                    _extend(kept, value["points"])
+                    state["history"] = {**value, "points": kept}
+                else:
+                    state |= value
+                if name == "update":
+                    _extend(state["history"]["points"], state["points"])
+                    yield state
 
 
 def _extend(history: list[list[Any]], points: list[list[Any]]) -> None:
-    """Adds points that are not in the history yet; the first value of each is its time."""
+    """Adds points that are not in the history yet; the first value of each is its time.
+
+    After a step back of the router's clock, later points of the history are removed.
+    """
+    start = len(points) - 1
+    while start > 0 and points[start - 1][0] <= points[start][0]:
+        start -= 1
+    fresh = points[max(start, 0) :]
     last = history[-1][0] if history else 0.0
-    history += [point for point in points if point[0] > last]
+    if fresh and fresh[-1][0] < last:
+        history[:] = [point for point in history if point[0] < fresh[0][0]]
+        last = history[-1][0] if history else 0.0
+    history += [point for point in fresh if point[0] > last]
     del history[:-POINTS_KEPT]
 
 

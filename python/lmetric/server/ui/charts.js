@@ -68,11 +68,19 @@ export class Charts {
     this.build();
   }
 
+  // After a step back of the router's clock, later points are removed.
   add(points) {
-    const last = this.points.length ? this.points[this.points.length - 1][0] : 0;
-    for (const point of points) if (point[0] > last + 0.01) this.points.push(point);
+    let start = points.length - 1;
+    while (start > 0 && points[start - 1][0] <= points[start][0]) start -= 1;
+    const fresh = points.slice(Math.max(start, 0));
+    const end = () => (this.points.length ? this.points[this.points.length - 1][0] : 0);
+    if (fresh.length && fresh[fresh.length - 1][0] < end()) this.points = this.points.filter((point) => point[0] < fresh[0][0]);
+    const last = end();
+    for (const point of fresh) if (point[0] > last + 0.01) this.points.push(point);
     if (this.points.length > KEPT) this.points.splice(0, this.points.length - KEPT);
   }
+
+  clear() { this.points = []; }
 
   build() {
     const style = getComputedStyle(document.documentElement);

@@ -89,6 +89,12 @@ export class Fleet {
     if (this.selected && !this.engines.includes(this.selected)) this.selected = null;
   }
 
+  // A tenant gets no engines.
+  clear() {
+    Object.assign(this, { engines: [], natural: [], selected: null, hovered: null });
+    this.draw();
+  }
+
   update(columns) {
     for (const key of Object.keys(columns)) {
       const column = columns[key];

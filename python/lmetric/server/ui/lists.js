@@ -73,12 +73,16 @@ function detail([name, value]) {
   return `${name.replaceAll("_", " ")} ${typeof value === "number" ? number(value) : value}`;
 }
 
+// Tenants may not see the names of engines (`errors.show_engines: false`).
+const from = ({ source }) => source ?? "an engine";
+const to = ({ target }) => target ?? "another engine";
+
 const WORDS = {
-  fetch: (e) => `${e.target} fetches a prefix from ${e.source ?? "?"}: ${e.outcome}${e.tokens ? `, ${count(e.tokens)} tokens in ${seconds(e.seconds)}` : ""}`,
-  handoff: (e) => `${e.source} hands off to ${e.target}`,
-  migration: (e) => `${e.source} → ${e.target}${e.tokens ? `, ${count(e.tokens)} tokens` : ""}`,
-  failover: (e) => `stream of ${e.source}: ${e.outcome}${e.outcome === "continued" ? ` on ${e.target}` : ""}`,
-  retry: (e) => `${e.source} failed (${e.outcome}), next ${e.target}`,
+  fetch: (e) => `${e.target ?? "an engine"} fetches a prefix from ${e.source ?? "another engine"}: ${e.outcome}${e.tokens ? `, ${count(e.tokens)} tokens in ${seconds(e.seconds)}` : ""}`,
+  handoff: (e) => `${from(e)} hands off to ${to(e)}`,
+  migration: (e) => `${from(e)} → ${to(e)}${e.tokens ? `, ${count(e.tokens)} tokens` : ""}`,
+  failover: (e) => `stream of ${from(e)}: ${e.outcome}${e.outcome === "continued" ? ` on ${to(e)}` : ""}`,
+  retry: (e) => `${from(e)} failed (${e.outcome}), next ${to(e)}`,
   guard: (e) => [e.outcome, ...Object.entries(e.details ?? {}).map(detail)].join(", "),
 };
 

@@ -106,6 +106,10 @@ function drawAbout({ router, models }) {
 
 const handlers = {
   hello({ access }) {
+    if (access === "tenant") {
+      fleet.clear();
+      part("about").hidden = true;
+    }
     part("login").hidden = true;
     part("main").hidden = false;
     status("live", access === "tenant" ? "live, your own requests" : "live");
@@ -193,6 +197,8 @@ part("login").addEventListener("submit", (event) => {
   token = part("token").value.trim();
   sessionStorage.setItem(KEY, token);
   part("token").value = "";
+  latest = null;
+  charts.clear(); // another viewer may look now
   run();
 });
 document.addEventListener("visibilitychange", schedule);
