@@ -14,6 +14,7 @@ import pytest
 
 from browser_world import browser, large_world, load_engines, needs_browser, open_page, shown
 from lmetric._core import __version__
+from lmetric.server.http.running import REPLACED
 from lmetric.why import number
 from server_world import FakeEngine, World, reset, world
 
@@ -42,7 +43,7 @@ COLORED = """(chart) => {
 SPY = """async () => {
   const { Charts } = await import("/ui/charts.js");
   const { draw } = Charts.prototype;
-  Charts.prototype.draw = function () { window.charts = this; draw.call(this); };
+  Charts.prototype.draw = function () { window.seenCharts = this; draw.call(this); };
 }"""
 
 
@@ -256,35 +257,35 @@ async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
         await page.keyboard.press("Enter")
         await shown(page, UPDATED)
         await page.evaluate(SPY)
-        await shown(page, "window.charts && window.charts.points.length > 1")
+        await shown(page, "window.seenCharts && window.seenCharts.points.length > 1")
         assert await page.locator("#rows .row:visible").count() == 2
-        last = await page.evaluate("window.charts.points.at(-1)[0]")
+        last = await page.evaluate("window.seenCharts.points.at(-1)[0]")
 
         async def refuse(route: Any) -> None:
             await route.fulfill(status=401, json={"error": {"message": "the token has ended"}})
 
         await page.route("**/debug/live", refuse)
-        for connection in list(it.server.front.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+        running = it.server.front.running
+        phase, running.phase = running.phase, REPLACED  # its streams end
         await shown(page, "!document.getElementById('login').hidden")
+        running.phase = phase
         await page.unroute("**/debug/live")
         await page.fill("#token", "sk-alice")
         await page.keyboard.press("Enter")
         await shown(page, "document.getElementById('status').textContent.includes('your own')")
-        await shown(page, f"window.charts.points.length && window.charts.points.at(-1)[0] > {last}")
-        assert await page.evaluate("window.charts.points[0][0]") > last - 1
+        await shown(page, f"window.seenCharts.points.length && window.seenCharts.points.at(-1)[0] > {last}")
+        assert await page.evaluate("window.seenCharts.points[0][0]") > last - 1
         assert await page.locator("#rows .row:visible").count() == 0
         assert await page.evaluate("document.getElementById('about').hidden")
         # After a step back of the clock, the chart goes on.
-        await page.evaluate("window.charts.clear()")
+        await page.evaluate("window.seenCharts.clear()")
         for points, expected in (
             ([[90], [91], [92]], [90, 91, 92]),
             ([[91], [92], [90.5]], [90, 90.5]),
             ([[92], [90.5], [91.5]], [90, 90.5, 91.5]),
         ):
-            add = "(points) => { window.charts.add(points); return window.charts.points.map(([at]) => at); }"
-            assert await page.evaluate(add, points) == expected
+            await page.evaluate("(points) => window.seenCharts.add(points)", points)
+            assert await page.evaluate("window.seenCharts.points.map(([at]) => at)") == expected
 
 
 @pytest.mark.nightly

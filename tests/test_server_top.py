@@ -285,8 +285,7 @@ async def test_watch_connects_again_and_then_fails(monkeypatch: pytest.MonkeyPat
         await stack.aclose()
         async with asyncio.timeout(PATIENCE_SECONDS):
             with pytest.raises(RouterUnavailableError, match="check its URL, and that it runs"):
-                while True:
-                    await anext(states)
+                [state async for state in states]
 
 
 def test_a_step_back_of_the_clock_stops_no_history() -> None:

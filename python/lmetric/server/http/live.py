@@ -106,7 +106,7 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
         view_of = await asyncio.to_thread(_load_view)
         shown.view = shown.view or view_of(shown)
     if "text/event-stream" not in request.headers.get("accept", "") or request.method == "HEAD":
-        body = shown.view.snapshot(tenant)
+        body = await shown.view.snapshot(tenant)
         return web.Response(body=body, content_type="application/json", headers=headers)
     viewers = front.config.ui.viewers
     # Tenants leave places for the administrator, and each tenant for the others.
@@ -159,7 +159,7 @@ async def _stream(
         if not transport.get_write_buffer_size():
             shown.dropped += max(shown.ticks - tick - 1, 0)
             tick, sent = shown.ticks, time.monotonic()
-            fleet, frames = view.frames(tenant, fleet)
+            fleet, frames = await view.frames(tenant, fleet)
             async with asyncio.timeout(STALLED_SECONDS):  # a large update waits here
                 await response.write(frames)
         elif time.monotonic() - sent > STALLED_SECONDS:

@@ -6,8 +6,9 @@ counts of engines without their names, as the pages in docs/how-to/access.md do.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,6 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.problem import unix_of
 from lmetric.server.fleet.recent import SMALL
-from lmetric.server.fleet.summary import summary
 from lmetric.server.observe.hot import hot_spots
 from lmetric.server.observe.live import (
     FAILURES_SECONDS,
@@ -47,6 +47,7 @@ POINTS_SHOWN = 10  # points in each update: a viewer that skips updates misses n
 NOW_SECONDS = 10.0  # window of the present values
 MINUTE_SECONDS = 60.0
 TENANTS_KEPT = 64
+ENGINES_IN_TURN = 128  # engines that are described in one turn of the event loop
 SLOW_SECONDS = 10.0  # age of the guard's and the programs' counts in a large fleet
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
@@ -78,27 +79,49 @@ class LiveView:
         self.fleet_version = 0
         self._fleet = b""
         self._rows: Rows = {}  # of the engines, as in `_fleet`
+        self._columns: dict[str, Any] = {}  # what changes all the time, in the order of `_rows`
         self._problems: list[dict[str, Any]] = []  # of the engines
+        self._counts: dict[str, Any] = {}  # of the engines
+        self._described = -1  # the point at which the fleet was described
+        self._describing = asyncio.Lock()
 
     def history(self, tenant: str | None) -> dict[str, Any]:
         """Returns the points of the last minutes. A tenant's history begins when it looks."""
         points = list(self._live.points) if tenant is None else []
         return {"fields": list(Point._fields), "points": [_round(each) for each in points]}
 
-    def _describe_fleet(self) -> None:
-        """Describes what changes rarely: models and engines. Called before `update`."""
-        models = self._live.fleet.models
+    async def describe_fleet(self) -> None:
+        """Describes models and engines, at most once for each point. Called before `update`."""
+        async with self._describing:
+            if self._described != (tick := self._live.ticks):
+                await self._describe_engines()
+                self._described = tick
+
+    async def _describe_engines(self) -> None:
+        """Describes all engines as they are now, `ENGINES_IN_TURN` in a turn of the event loop."""
+        fleet, models = self._live.fleet, list(self._live.fleet.models)
+        listed: list[tuple[str, Model | None, Engine | None]] = [
+            (name, model, model.engines.get(name)) for model in models for name in model.router.instances()
+        ]
+        unplaced = list(fleet.unplaced.values())
+        listed += [(engine.name, None, engine) for engine in unplaced]
+        minute = self._live.within(MINUTE_SECONDS, time.monotonic())
+        columns = _columns(models, len(unplaced), minute)
         rows: Rows = {
             name: []
             for name in ("name", "model", "role", "mode", "state", "reason", "mode_reason", "scheduler")
         }
         states: list[EngineState] = []
-        for model in models:
-            for name in model.router.instances():
-                states += self._describe(rows, name, model, engine=model.engines.get(name))
-        for engine in self._live.fleet.unplaced.values():
-            states += self._describe(rows, engine.name, None, engine=engine)
+        usable, modes = 0, Counter[str]()
+        for place, (name, model, engine) in enumerate(listed, start=1):
+            states += self._describe(rows, name, model, engine=engine)
+            if engine is not None and engine.unusable is None:
+                usable += 1
+                modes[engine.mode.name] += 1
+            if place % ENGINES_IN_TURN == 0:
+                await asyncio.sleep(0)
         self._problems = of_engines(states)
+        self._counts = {"engines": fleet.size, "usable": usable, "modes": dict(modes)}
         described = [
             {
                 "model": model.name,
@@ -109,7 +132,7 @@ class LiveView:
             }
             for model in models
         ]
-        self._rows = rows
+        self._rows, self._columns = rows, columns
         body = encode({"router": __version__, "models": described, "engines": rows})
         if body != self._fleet:
             self._fleet = body
@@ -164,13 +187,14 @@ class LiveView:
             "now": _named(point(recent, window, in_flight, unix=time.time())),
             "requests": self._requests(now, tenant),
             "events": self._events(now, tenant),
-            "summary": _counts(live, tenant),
+            "summary": self._counts,
         }
         if tenant is not None:
             fresh = [each for each in live.fresh if each.tenant == tenant]
             shown["now"]["in_flight"] = None
             shown["points"] = [_round(point(fresh, live.fresh_seconds, 0, unix=time.time()))]
             return shown
+        shown["summary"] = {**self._counts, "models": len(models)}
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
         own = of_router(live.fleet.own_problems())
@@ -182,12 +206,11 @@ class LiveView:
         slow = {model.name: self._slow_of(model, now) for model in models}
         shown["guard"] = {name: each["guard"] for name, each in slow.items()}
         shown["programs"] = {name: each["programs"] for name, each in slow.items() if each["programs"]}
-        columns = _columns(models, len(live.fleet.unplaced), live.within(MINUTE_SECONDS, now))
-        shown["engines"] = columns
-        shown["hot_spots"] = hot_spots(self._rows, columns["batch"])
+        shown["engines"] = self._columns
+        shown["hot_spots"] = hot_spots(self._rows, self._columns["batch"])
         return shown
 
-    def frames(self, tenant: str | None, known_fleet: int | None) -> tuple[int, bytes]:
+    async def frames(self, tenant: str | None, known_fleet: int | None) -> tuple[int, bytes]:
         """Returns the fleet's version and the events of one update.
 
         Viewers of one kind share the bytes.
@@ -195,7 +218,7 @@ class LiveView:
         Args:
             known_fleet: the version that the viewer has; None: a new viewer.
         """
-        update, parts = self._update(tenant), []
+        update, parts = await self._update(tenant), []
         if tenant is None and known_fleet != self.fleet_version:
             body = b'{"version":%d,%b' % (self.fleet_version, self._fleet[1:])
             parts.append(b"event: fleet\ndata: %b\n\n" % body)
@@ -204,23 +227,22 @@ class LiveView:
         parts.append(b"event: update\ndata: %b\n\n" % update)
         return self.fleet_version, b"".join(parts)
 
-    def snapshot(self, tenant: str | None) -> bytes:
+    async def snapshot(self, tenant: str | None) -> bytes:
         """Returns everything as one JSON object."""
-        update = self._update(tenant)
+        update = await self._update(tenant)
         access = "admin" if tenant is None else "tenant"
         more = encode({"access": access, "history": self.history(tenant)})
         static = b'"static":%b,' % self._fleet if tenant is None else b""
         return b"{%b%b,%b" % (static, more[1:-1], update[1:])
 
-    def _update(self, tenant: str | None) -> bytes:
+    async def _update(self, tenant: str | None) -> bytes:
         """Returns `update` as JSON, made at most once for each point and tenant."""
+        await self.describe_fleet()
         made = self._made.get(tenant)
-        if made is None or made[0] != self._live.ticks:
+        if made is None or made[0] != self._described:
             if len(self._made) > TENANTS_KEPT:  # some of them no longer watch
                 self._made.clear()
-            if tenant is None:
-                self._describe_fleet()
-            made = self._made[tenant] = (self._live.ticks, encode(self.update(tenant)))
+            made = self._made[tenant] = (self._described, encode(self.update(tenant)))
         return made[1]
 
     def _names(self, tenant: str | None) -> bool:
@@ -336,12 +358,6 @@ def _formula(model: Model) -> str | None:
     name = _policy(model.policies.settings.policy)
     text = _FORMULAS.get(name, model.policies.first.formula)
     return None if text == name else text
-
-
-def _counts(live: Live, tenant: str | None) -> dict[str, Any]:
-    shown = summary(live.fleet, names=False)
-    counts = {name: shown[name] for name in ("engines", "usable", "modes")}
-    return counts if tenant is not None else {**counts, "models": len(live.fleet.models)}
 
 
 def _columns(models: Iterable[Model], unplaced: int, minute: Iterable[EndedRequest]) -> dict[str, Any]:
