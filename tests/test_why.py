@@ -243,7 +243,7 @@ def test_the_busy_holder_of_a_large_fleet_is_named(policy: str) -> None:
 
 
 def loaded(policy: Any, loads: list[int]) -> dict[str, Any]:
-    """Returns the record of a decision between engines with so many requests."""
+    """Returns the record of a decision between engines with these numbers of requests."""
     router = Router(policy)
     names = [f"e{number}" for number in range(len(loads))]
     for name in names:

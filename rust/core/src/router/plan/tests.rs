@@ -198,7 +198,9 @@ proptest! {
             let sign = if record.prefer == Prefer::Min { 1.0 } else { -1.0 };
             let mut order: Vec<usize> = (0..slots).filter(|slot| expected.score[*slot].is_finite()).collect();
             prop_assert_eq!(record.scored as usize, order.len());
-            prop_assert_eq!((record.scored + record.left_out) as usize, router.context.first.candidates);
+            let counted = record.scored + record.left_out + record.filtered;
+            prop_assert_eq!(counted as usize, router.context.first.candidates);
+            prop_assert_eq!(record.drawn_from as usize, tied.len());
             order.sort_by(|a, b| (sign * expected.score[*a]).partial_cmp(&(sign * expected.score[*b])).unwrap());
             let kept: Vec<usize> = record.best.iter().map(|best| best.slot as usize).collect();
             let same = kept.iter().zip(&order).take_while(|(kept, slot)| kept == slot).count();
