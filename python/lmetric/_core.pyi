@@ -261,7 +261,8 @@ class Budgets:
     """The windows of all tenants, and what they have used of them (rust/py/src/budget.rs).
 
     ``clock_start``: Unix time minus the monotonic clock, seconds. ``times``: seconds on the
-    monotonic clock, and Unix time. Methods raise BadValueError.
+    monotonic clock, and Unix time. ``board``: no other budgets of this process use it. Methods
+    raise BadValueError.
     """
 
     def __new__(cls, clock_start: float, board: Board | None = None) -> Self: ...
@@ -273,6 +274,7 @@ class Budgets:
         tokens: tuple[int, int],  # input and output
         times: tuple[float, float],
     ) -> BudgetReservation | BudgetRefusal | None: ...  # None: the tenant has no windows
+    def tidy(self, times: tuple[float, float]) -> bool: ...  # False: the board has no room for some
     MOST_SKEW_SECONDS: float  # between the clocks of two routers that share counts
     def share(self, router: str) -> None: ...  # ID of this start of the router
     def enter(self) -> int: ...  # the present counts as a new version
@@ -506,6 +508,7 @@ class Router:
     def import_load(self, message: LoadMessage, model: str, *, now: float | None = None) -> bool: ...
     def expire_peers(self, seconds: float, *, now: float | None = None) -> list[str]: ...
     def join(self, board: Board, model: str) -> None: ...
+    def leave(self) -> None: ...
     def publish_load(self, *, now: float | None = None) -> bool: ...
     @property
     def has_programs_of_workers(self) -> bool: ...

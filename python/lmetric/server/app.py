@@ -190,6 +190,7 @@ class Server:
             self._keys.read()
         else:
             self.worker.take_usage = front.usage.table.take
+            self.worker.tidy_budgets = front.budgets.tidy
         if config.tracing is not None:
             front.running.tracing = _load_tracing()(config.tracing, self.metrics.spans)
             front.running.observers.add(front.running.tracing)

@@ -5,11 +5,12 @@
 //! and the rows. A row has a sequence number, which is odd while the row is written. A reader that
 //! has followed the ring reads only the rows that have changed; otherwise it reads all of them.
 //! Values are absolute, so a missed change is never more than a late one.
+mod budgets;
 pub mod log;
 
-use crate::budget::WORDS as BUDGET_WORDS;
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
+pub use budgets::BudgetRow;
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -41,14 +42,12 @@ const NAMES_AT: usize = TENANTS_AT + TENANTS * TENANT;
 const NAMES: usize = 4096;
 /// Start of the log of programs, in words.
 const LOG_AT: usize = NAMES_AT + NAMES;
-/// Start of the budgets' keys, in words, their number, and the start of their counts.
+/// Start of the budgets, in words.
 const BUDGETS_AT: usize = LOG_AT + log::WORDS;
-const BUDGETS: usize = 1 << 14;
-const BUDGET_COUNTS_AT: usize = BUDGETS_AT + BUDGETS;
 /// Size of the memory in bytes. Pages that nobody writes take none.
-pub const BYTES: usize = (BUDGET_COUNTS_AT + BUDGETS * BUDGET_WORDS) * size_of::<u64>();
+pub const BYTES: usize = (BUDGETS_AT + budgets::ALL_WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
-const LAYOUT: u64 = 0x6c6d_6574_7269_6333;
+const LAYOUT: u64 = 0x6c6d_6574_7269_6334;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
 /// afterwards.
 const TRIES: u32 = 64;
@@ -303,21 +302,14 @@ impl Board {
 /// return `None` if there is no place; then each worker counts for itself.
 impl Board {
     fn tenant(&self, key: u64) -> Option<&[AtomicU64]> {
-        let row = self.row_of(TENANTS_AT, TENANTS, TENANT, key)?;
-        Some(&self.memory.words()[row..row + TENANT])
-    }
-
-    /// Returns the first word of a key's row in a table, which begins with the key; `None`: there
-    /// is no place for it.
-    fn row_of(&self, table: usize, rows: usize, words: usize, key: u64) -> Option<usize> {
         let key = key.max(1);
-        let places = (0..PLACES).map(|step| table + (key as usize).wrapping_add(step) % rows * words);
-        places.into_iter().find(|place| {
-            let own = &self.memory.words()[*place];
-            let found = own.load(Ordering::Acquire);
+        let places = (0..PLACES).map(|step| (key as usize).wrapping_add(step) % TENANTS);
+        let mut rows = places.map(|place| &self.memory.words()[TENANTS_AT + place * TENANT..][..TENANT]);
+        rows.find(|row| {
+            let found = row[0].load(Ordering::Acquire);
             found == key
                 || (found == 0
-                    && own
+                    && row[0]
                         .compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire)
                         .map_or_else(|other| other == key, |_| true))
         })
@@ -337,26 +329,9 @@ impl Board {
     }
 }
 
-/// Budgets: what all workers together have used of each window ([`crate::budget`]).
+/// The clock that all workers share.
 impl Board {
-    /// Returns the row with the counts of a key; `None`: there is no place for it.
-    pub fn budget_row(&self, key: u64) -> Option<usize> {
-        Some(self.row_of(BUDGETS_AT, BUDGETS, 1, key)? - BUDGETS_AT)
-    }
-
-    /// Returns the counts of a row.
-    pub fn budget(&self, row: usize) -> &[AtomicU64] {
-        &self.memory.words()[BUDGET_COUNTS_AT + row * BUDGET_WORDS..][..BUDGET_WORDS]
-    }
-
-    /// Yields the rows in use, with their keys.
-    pub fn budgets(&self) -> impl Iterator<Item = (u64, &[AtomicU64])> {
-        let keys = self.memory.words()[BUDGETS_AT..BUDGET_COUNTS_AT].iter().enumerate();
-        let used = keys.map(|(row, key)| (row, key.load(Ordering::Acquire))).filter(|(_, key)| *key != 0);
-        used.map(|(row, key)| (key, self.budget(row)))
-    }
-
-    /// Returns the start of the clock that all workers share. `seconds`: the start if there is none
+    /// Returns the start of the shared clock. `seconds`: the start if there is none
     /// yet.
     pub fn clock_start(&self, seconds: Seconds) -> Seconds {
         let start = &self.memory.words()[CLOCK_START];
@@ -414,7 +389,29 @@ fn clear(words: &[AtomicU64], writer: usize) {
             tenant[1 + writer].store(0, Ordering::Release);
         }
     }
+    budgets::clear(words, writer);
     log::clear(words, writer);
+}
+
+/// Takes a lock that one writer has at a time. Returns false if another writer keeps it for too
+/// long. After some 500 tries, a try takes 0.1 ms.
+fn lock(lock: &AtomicU64, writer: usize, most_tries: u32) -> bool {
+    for tries in 0..most_tries {
+        if lock.compare_exchange(0, writer as u64 + 1, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            return true;
+        }
+        match tries {
+            0..64 => std::hint::spin_loop(),
+            64..512 => std::thread::yield_now(),
+            _ => std::thread::sleep(std::time::Duration::from_micros(100)),
+        }
+    }
+    false
+}
+
+/// Frees a lock if the writer has it.
+fn unlock(lock: &AtomicU64, writer: usize) {
+    let _ = lock.compare_exchange(writer as u64 + 1, 0, Ordering::Release, Ordering::Relaxed);
 }
 
 #[cfg(test)]

@@ -406,6 +406,81 @@ fn workers_share_counts() {
     assert!(reserve(&mut workers[1], ask(20, 20), 1.0).is_some());
 }
 
+/// Returns a window of a second for each API key, and of an hour for each API key.
+fn windows_of_keys() -> [Window; 2] {
+    [Period::Second, Period::Hour].map(|period| Window {
+        per_key: true,
+        ..window(2 + period.seconds() as u64, Unit::OutputTokens, 100, period)
+    })
+}
+
+/// Reserves for an API key, in the windows of a second (0) or of an hour (1).
+fn reserve_of(budgets: &mut Budgets, period: u64, key: u64, output_tokens: u64, seconds: f64) -> Reservation {
+    let scope = Scope { key: key << 4, ..Scope::default() };
+    let made = budgets.reserve(10 + period, scope, ask(0, output_tokens), at(seconds));
+    made.expect("room").expect("windows")
+}
+
+fn used_of(budgets: &mut Budgets, period: u64, key: u64, seconds: f64) -> u64 {
+    reserve_of(budgets, period, key, 0, seconds).states().map(|state| state.used).sum()
+}
+
+fn workers_with_keys() -> [Budgets; 2] {
+    let mut workers = workers();
+    for worker in &mut workers {
+        let [second, hour] = windows_of_keys();
+        worker.set([(10, vec![second]), (11, vec![hour])]);
+    }
+    workers.try_into().expect("two workers")
+}
+
+/// Over time, many more windows count than the board has rows.
+#[test]
+fn workers_share_the_counts_of_any_number_of_windows_that_follow_each_other() {
+    let mut workers = workers_with_keys();
+    let open = reserve_of(&mut workers[0], 0, 0, 1, 0.0);
+    for key in 1..=100_000 {
+        let now = 0.001 * key as f64;
+        let [one, two] = &mut workers;
+        let (one, two) = if key % 2 == 0 { (one, two) } else { (two, one) };
+        reserve_of(one, 0, key, 3, now).keep();
+        assert_eq!(used_of(two, 0, key, now), 3);
+        if key % 50 == 0 {
+            assert!(one.tidy(at(now)) && two.tidy(at(now)), "at {now}");
+        }
+    }
+    // The request of a worker that still runs counts in the window's own row.
+    open.settle(&ask(0, 6), at(100.0));
+    assert_eq!([0, 1].map(|worker| used_of(&mut workers[worker], 0, 0, 100.0)), [5, 5]);
+}
+
+#[test]
+fn an_idle_worker_keeps_no_rows_from_others() {
+    let [mut idle, mut busy] = workers_with_keys();
+    (1..=20_000).for_each(|key| reserve_of(&mut idle, 0, key, 1, 0.0).keep());
+    assert!(!idle.tidy(at(0.0)), "the board is full");
+    (0..400).for_each(|_| _ = idle.tidy(at(10.0)));
+    assert!(idle.tidy(at(10.0)));
+    (20_001..=30_000).for_each(|key| reserve_of(&mut busy, 0, key, 1, 10.0).keep());
+    assert!(busy.tidy(at(10.0)));
+}
+
+#[test]
+fn counts_without_room_on_the_board_move_there_later() {
+    let [mut one, mut two] = workers_with_keys();
+    (1..=40_000).for_each(|key| reserve_of(&mut one, 0, key, 1, 0.0).keep());
+    let open = reserve_of(&mut one, 1, 7, 20, 0.0);
+    reserve_of(&mut two, 1, 7, 4, 0.0).keep();
+    assert_eq!([used_of(&mut one, 1, 7, 0.0), used_of(&mut two, 1, 7, 0.0)], [20, 4]);
+    assert_eq!([one.tidy(at(0.0)), two.tidy(at(0.0))], [false, false]);
+    let tidy = |budgets: &mut Budgets| (0..800).fold(true, |_, _| budgets.tidy(at(100.0)));
+    assert_eq!([tidy(&mut one), tidy(&mut two)], [false, true]);
+    assert_eq!([used_of(&mut one, 1, 7, 100.0), used_of(&mut two, 1, 7, 100.0)], [20, 4]);
+    open.settle(&ask(0, 10), at(100.0));
+    assert!(tidy(&mut one));
+    assert_eq!([used_of(&mut one, 1, 7, 100.0), used_of(&mut two, 1, 7, 100.0)], [14, 14]);
+}
+
 /// Two threads reserve at once: above the budget is at most one reservation of the other worker.
 #[test]
 fn workers_exceed_a_budget_at_most_by_a_reservation() {

@@ -400,6 +400,67 @@ fn a_worker_that_starts_anew_changes_no_capacity_before_it_has_seen_the_caches()
 }
 
 #[test]
+fn a_model_that_returns_after_all_workers_removed_it_gets_its_programs_again() {
+    let (memory, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    one.send(1, 10, 0.0);
+    // A model that only one worker removes: the other one ends its requests, and has a copy for it.
+    one.router.leave();
+    two.router.publish_all(0.1);
+    assert_eq!(two.router.programs().unwrap().states()[State::Running as usize], 0);
+    let mut one = Worker::new(&memory, 0);
+    assert!(!one.router.has_programs_of_workers());
+    read([&mut one, &mut two], 0.2);
+    one.router.publish_all(0.2);
+    assert!(one.router.has_programs_of_workers());
+    // A model that all workers remove begins anew.
+    for worker in [&mut one, &mut two] {
+        worker.router.leave();
+    }
+    let (mut one, mut two) = (Worker::new(&memory, 0), Worker::new(&memory, 1));
+    read([&mut one, &mut two], 1.0);
+    one.router.publish_all(1.0);
+    two.router.publish_all(1.0);
+    assert!(one.router.has_programs_of_workers() && two.router.has_programs_of_workers());
+    assert!(one.send(2, 10, 1.1).is_some());
+    assert_eq!(seen(&mut one.router, 1.2), seen(&mut two.router, 1.2));
+}
+
+/// Over time, workers serve many more models than the log has groups.
+#[test]
+fn workers_share_the_programs_of_any_number_of_models_that_follow_each_other() {
+    let memory = memory();
+    let router = Worker::new(&memory, 5).router;
+    let boards = [0, 1].map(|number| board(&memory, number));
+    let chain = chain(1000, 30);
+    let arrival = Arrival {
+        chain: &chain,
+        prompt_tokens: 480,
+        tokens_per_block: 16.0,
+        weight: 1.0,
+        ..Arrival::default()
+    };
+    for model in 0..1500 {
+        let [mut one, mut two] = boards.clone().map(|board| {
+            let config = ProgramConfig { min_tokens: 16, ..ProgramConfig::default() };
+            let mut followed = Followed::new(config).unwrap();
+            followed.join(board, model, router.fleet()).unwrap();
+            followed
+        });
+        for _ in 0..2 {
+            two.follow(0.0);
+            one.follow(0.0);
+        }
+        two.follow(0.0);
+        one.arrive(&arrival, 1.0);
+        two.follow(1.0);
+        assert!(one.is_present() && two.is_present());
+        assert_eq!((one.programs().iter().count(), two.programs().iter().count()), (1, 1), "of {model}");
+        (one.leave(), two.leave());
+    }
+}
+
+#[test]
 fn a_request_whose_worker_misses_events_as_it_arrives_ends() {
     let memory = memory();
     let router = Worker::new(&memory, 5).router;

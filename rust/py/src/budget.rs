@@ -125,6 +125,12 @@ impl Budgets {
         })
     }
 
+    /// Checks the next windows, so that the shared memory gets room for new ones. Call it some times
+    /// a second. Returns False if this worker counts some windows for itself, for lack of room.
+    fn tidy(&self, times: (f64, f64)) -> bool {
+        self.inner.lock().tidy(self.now(times))
+    }
+
     /// Most seconds between the clocks of two routers that share counts.
     #[classattr]
     const MOST_SKEW_SECONDS: f64 = MOST_SKEW;

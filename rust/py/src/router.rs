@@ -937,6 +937,12 @@ impl Router {
         self.with_core(py, |router| Ok(router.join(board, model)?))
     }
 
+    /// Ends the exchange with the other workers (`join`). Call it when the process goes on without
+    /// this router, so that others do not wait for its agent programs.
+    fn leave(&self, py: Python<'_>) -> Result<()> {
+        self.with_core(py, |router| Ok(router.leave()))
+    }
+
     /// Writes this router's load to the board as of now. Call it some times a second, because load
     /// also changes without a request: queued prefills shrink. Returns False if the board has no
     /// room for some instances.

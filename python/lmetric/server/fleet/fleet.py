@@ -259,10 +259,10 @@ class Fleet:
         )
         model.names.configured = configured
         model.look_again = self.look_again
+        for told in self.on_model_made:  # before it counts as made: the shared memory may be full
+            told(model)
         self.models_made += 1
         self.models.append(model)
-        for told in self.on_model_made:
-            told(model)
         self._names_changed(model.names.known)
         return model
 

@@ -38,6 +38,13 @@ class TenantBudgets(Observer):
         self.core.set(windows)
         self.limited = windows.keys()  # the tenants with budgets
 
+    def tidy(self) -> bool:
+        """Makes room in the shared memory for new windows, a few at each call.
+
+        Returns False if this worker counts some windows for itself, for lack of room.
+        """
+        return self.core.tidy((time.monotonic(), time.time()))
+
     def reserve(self, request: ClientRequest, model: str, output_tokens: int, now: float) -> None:
         """Reserves what a request may use at most. Raises ApiError (429).
 

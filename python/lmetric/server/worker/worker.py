@@ -101,6 +101,7 @@ class Worker:
         self.channel = channel
         self._models: list[Model] = []
         self._is_full = False
+        self._has_budgets = True  # the shared memory has room for all budgets of this worker
         # Set by the server. Shows on the live page what the clients of a worker did.
         self.show: Callable[[int, Any], None] | None = None
         self._sending: set[asyncio.Task[None]] = set()  # updates of the live page
@@ -113,6 +114,8 @@ class Worker:
         self._own: asyncio.Server | None = None
         # Set by the server. Returns the usage that this worker has counted since the last call.
         self.take_usage: Callable[[], Sequence[Any]] | None = None
+        # Set by the server. Makes room for budgets. Returns whether the memory has room for all.
+        self.tidy_budgets: Callable[[], bool] | None = None
         self.issued = IssuedKeys(stored=start.config.state_folder is not None)
         self.router = router_id(start.secret)
         # Set by the server. Applies a load message that another worker has received; returns the
@@ -179,10 +182,16 @@ class Worker:
                 engines=sum(len(model.engines) for model in self._models),
             )
         self._is_full = not has_room
+        has_budgets = self.tidy_budgets is None or self.tidy_budgets()
+        if not has_budgets and self._has_budgets:
+            log.error("this worker counts some budgets alone: the shared memory is full", worker=self.number)
+        self._has_budgets = has_budgets
 
     def forget(self, name: str) -> None:
         """Forgets a model that was removed."""
-        self._models = [model for model in self._models if model.name != name]
+        for model in [each for each in self._models if each.name == name]:
+            self._models.remove(model)
+            model.router.leave()
 
     def send(self, update: Any) -> None:
         """Sends the live pages of the other workers what the clients of this one did.

@@ -6,12 +6,13 @@
 //! was not visible to anyone.
 //!
 //! Each record belongs to a group: one model under one configuration. The log knows which workers
-//! have the present state of a group.
+//! use a group, and which of them have its present state: its members. A group that no worker uses
+//! is free for another model, whose workers read only later records.
 use super::{Board, LOG_AT, WRITERS};
 use crate::ids::Seconds;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Most groups.
+/// Most groups in use. A group takes a key, its users and its members as masks.
 const GROUPS: usize = 1024;
 /// Words of the ring: some 16,000 requests of 8,000 tokens.
 const RING: usize = 1 << 23;
@@ -20,7 +21,7 @@ pub const MOST_WORDS: usize = RING / 4;
 const HEAD: usize = 8;
 const RECORD_HEAD: usize = 3;
 /// Words of the log.
-pub(super) const WORDS: usize = HEAD + 2 * GROUPS + RING;
+pub(super) const WORDS: usize = HEAD + 3 * GROUPS + RING;
 /// Tries after which a lock counts as left behind although nobody has freed it: some 10 s.
 const TRIES: u32 = 100_000;
 
@@ -62,14 +63,26 @@ pub enum Read {
 }
 
 impl Board {
-    /// Returns the number of a group; `None`: there are too many. `key`: a hash of its name.
+    /// Begins to use a group, and returns its number; `None`: there are too many. `key`: a hash of
+    /// its name.
     pub fn group(&self, key: u64) -> Option<u64> {
-        let key = key.max(1);
-        (0..GROUPS as u64).find(|group| {
-            let word = &self.log()[HEAD + 2 * *group as usize];
-            let found = word.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire);
-            found.map_or_else(|other| other == key, |_| true)
-        })
+        let (log, key) = (self.log(), key.max(1));
+        lock(log, self.writer);
+        let find = |is_it: &dyn Fn(u64) -> bool| (0..GROUPS as u64).find(|group| is_it(*group));
+        let known = find(&|group| key_of(log, group).load(Ordering::Relaxed) == key);
+        let found = known.or_else(|| find(&|group| users(log, group).load(Ordering::Acquire) == 0));
+        if let Some(group) = found {
+            key_of(log, group).store(key, Ordering::Relaxed);
+            users(log, group).fetch_or(1 << self.writer, Ordering::AcqRel);
+        }
+        unlock(log, self.writer);
+        found
+    }
+
+    /// Ends the use of a group.
+    pub fn end_group(&self, group: u64) {
+        self.leave(group);
+        users(self.log(), group).fetch_and(!(1 << self.writer), Ordering::AcqRel);
     }
 
     /// Returns the workers that have the present state of a group, as a mask.
@@ -149,16 +162,25 @@ pub(super) fn clear(words: &[AtomicU64], writer: usize) {
     let log = &words[LOG_AT..LOG_AT + WORDS];
     unlock(log, writer);
     for group in 0..GROUPS as u64 {
-        let members = members(log, group);
-        if members.load(Ordering::Acquire) & (1 << writer) != 0 {
-            members.fetch_and(!(1 << writer), Ordering::AcqRel);
+        for workers in [members(log, group), users(log, group)] {
+            if workers.load(Ordering::Acquire) & (1 << writer) != 0 {
+                workers.fetch_and(!(1 << writer), Ordering::AcqRel);
+            }
         }
     }
     append(log, writer, ALL, LEFT, 0.0, &[&[writer as u64]]);
 }
 
+fn key_of(log: &[AtomicU64], group: u64) -> &AtomicU64 {
+    &log[HEAD + 3 * (group as usize % GROUPS)]
+}
+
+fn users(log: &[AtomicU64], group: u64) -> &AtomicU64 {
+    &log[HEAD + 3 * (group as usize % GROUPS) + 1]
+}
+
 fn members(log: &[AtomicU64], group: u64) -> &AtomicU64 {
-    &log[HEAD + 2 * (group as usize % GROUPS) + 1]
+    &log[HEAD + 3 * (group as usize % GROUPS) + 2]
 }
 
 fn append(log: &[AtomicU64], writer: usize, group: u64, kind: u8, now: Seconds, parts: &[&[u64]]) -> u64 {
@@ -181,23 +203,15 @@ fn append(log: &[AtomicU64], writer: usize, group: u64, kind: u8, now: Seconds, 
     next
 }
 
+/// Takes the log's lock, in the end also from a writer that has stopped.
 fn lock(log: &[AtomicU64], writer: usize) {
-    let (lock, own) = (&log[LOCK], writer as u64 + 1);
-    for tries in 0..TRIES {
-        if lock.compare_exchange(0, own, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-            return;
-        }
-        match tries {
-            0..64 => std::hint::spin_loop(),
-            64..512 => std::thread::yield_now(),
-            _ => std::thread::sleep(std::time::Duration::from_micros(100)),
-        }
+    if !super::lock(&log[LOCK], writer, TRIES) {
+        log[LOCK].store(writer as u64 + 1, Ordering::Release);
     }
-    lock.store(own, Ordering::Release);
 }
 
 fn unlock(log: &[AtomicU64], writer: usize) {
-    let _ = log[LOCK].compare_exchange(writer as u64 + 1, 0, Ordering::Release, Ordering::Relaxed);
+    super::unlock(&log[LOCK], writer);
 }
 
 #[cfg(test)]
@@ -250,6 +264,25 @@ mod tests {
         }
         assert_eq!(two.read_log(start, &mut words), Read::Lost);
         assert_eq!(two.read_log(one.log_end(), &mut words), Read::End);
+    }
+
+    #[test]
+    fn a_group_that_no_worker_uses_is_free_for_another_model() {
+        let memory = memory();
+        let (one, two) = (board(&memory, 0), board(&memory, 1));
+        let used = one.group(1).expect("a group");
+        assert_eq!(two.group(1), Some(used));
+        one.end_group(used);
+        for key in 2..2 + 2 * GROUPS as u64 {
+            let group = one.group(key).expect("a free group");
+            assert_ne!(group, used, "another worker uses it");
+            one.end_group(group);
+        }
+        (2..1 + GROUPS as u64).for_each(|key| assert!(one.group(key).is_some_and(|group| group != used)));
+        assert_eq!((one.group(9999), two.group(7)), (None, one.group(7)));
+        std::mem::forget(two);
+        one.clear(1).expect("another area");
+        assert_eq!(one.group(9999), Some(used));
     }
 
     #[test]

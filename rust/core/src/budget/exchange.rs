@@ -6,13 +6,11 @@
 //! have passed. Messages with all counts also have the counts of other origins, so that a new
 //! router learns the counts of routers that are gone.
 use super::message::{Kind, Part, Words, read, write};
-use super::ring::{Shape, WORDS, add_word};
-use super::rows::Row;
+use super::ring::{Shape, WORDS};
 use super::{Budgets, Now};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::{HashMap, HashSet};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Most seconds between the clocks of two routers that share counts.
 pub const MOST_SKEW: Seconds = 60.0;
@@ -44,6 +42,8 @@ pub struct Sum {
 pub(super) struct Published {
     words: [u64; WORDS],
     versions: [u64; WORDS],
+    /// Version that last had the row.
+    seen: u64,
 }
 
 #[derive(Debug, Default)]
@@ -173,7 +173,7 @@ impl Exchange {
     /// Returns the published counts of this router, as of the last change.
     fn own(&self, base: Option<u64>, now: Now) -> Part {
         let mut own = Part { origin: self.origin, version: self.changed, base, rows: Vec::new() };
-        for (key, Published { words, versions }) in &self.published {
+        for (key, Published { words, versions, .. }) in &self.published {
             let kind = Kind::of(*key);
             let is_part = |place: &usize| match base {
                 Some(base) => versions[*place] > base,
@@ -220,23 +220,24 @@ impl Budgets {
     /// The counts of all workers are this router's.
     pub fn enter(&mut self) -> u64 {
         let Some(exchange) = &mut self.exchange else { return 0 };
-        self.rows.follow_board();
         exchange.version += 1;
-        exchange.published.retain(|key, _| self.rows.contains(*key));
-        for (key, row) in self.rows.iter() {
-            let published = exchange
-                .published
-                .entry(key)
-                .or_insert_with(|| Published { words: [0; WORDS], versions: [0; WORDS] });
-            let words = row.words().iter().map(|word| word.load(Ordering::Acquire));
-            for (place, word) in words.enumerate().take(WORDS) {
+        let version = exchange.version;
+        for (key, words) in self.rows.iter() {
+            let published = exchange.published.entry(key).or_insert_with(|| Published {
+                words: [0; WORDS],
+                versions: [0; WORDS],
+                seen: version,
+            });
+            published.seen = version;
+            for (place, word) in words.into_iter().enumerate() {
                 if published.words[place] != word {
-                    (published.words[place], published.versions[place]) = (word, exchange.version);
-                    exchange.changed = exchange.version;
+                    (published.words[place], published.versions[place]) = (word, version);
+                    exchange.changed = version;
                 }
             }
         }
-        exchange.version
+        exchange.published.retain(|_, published| published.seen == version);
+        version
     }
 
     /// Returns a message with the counts of the last [`Budgets::enter`]: those that have changed
@@ -286,6 +287,7 @@ impl Budgets {
 
     /// Returns the counts of all windows, also of those that only other workers use, for a file.
     pub fn save(&mut self, now: Now) -> Vec<u8> {
+        self.tidy(now);
         self.enter();
         let mut parts = Vec::new();
         if let Some(exchange) = &mut self.exchange {
@@ -293,13 +295,12 @@ impl Budgets {
             parts.extend(exchange.parts());
             parts.push(exchange.own(None, now));
         } else {
-            let mut rows = Vec::new();
-            for (key, words) in self.rows.board.iter().flat_map(|board| board.budgets()) {
-                push(&mut rows, key, words, now);
-            }
-            for (key, row) in self.rows.iter().filter(|(_, row)| matches!(row, Row::Own(_))) {
-                push(&mut rows, key, row.words(), now);
-            }
+            let counting = |(key, words): (u64, [u64; WORDS])| {
+                let words = (0..).zip(words).filter(|(_, word)| Kind::of(key).counts(*word, now));
+                (key, words.collect())
+            };
+            let rows: Vec<(u64, Words)> = self.rows.iter().map(counting).collect();
+            let rows = rows.into_iter().filter(|(_, words)| !words.is_empty()).collect();
             parts.push(Part { origin: 0, version: 0, base: None, rows });
         }
         // Equal counts are equal bytes.
@@ -321,22 +322,9 @@ impl Budgets {
                 continue;
             }
             for (key, words) in part.rows {
-                let entry = self.rows.entry(key, now);
-                for (place, word) in words {
-                    add_word(&entry.row.words()[usize::from(place)], word);
-                }
+                self.rows.restore(key, words, now);
             }
         }
         Ok(())
-    }
-}
-
-/// Adds the words of a row that still count.
-fn push(rows: &mut Vec<(u64, Words)>, key: u64, words: &[AtomicU64], now: Now) {
-    let kind = Kind::of(key);
-    let words = words.iter().map(|word| word.load(Ordering::Acquire));
-    let used: Words = (0..).zip(words).filter(|(_, word)| kind.counts(*word, now)).collect();
-    if !used.is_empty() {
-        rows.push((key, used));
     }
 }

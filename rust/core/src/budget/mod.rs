@@ -33,6 +33,8 @@ use rows::{Row, Rows};
 
 /// Most tokens of one request that an engine can have reported in earnest.
 const MOST_TOKENS: u64 = 1 << 30;
+/// Rows that [`Budgets::tidy`] checks at once: in some ten microseconds.
+const TIDY_ROWS: usize = 64;
 
 /// The unit of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -274,9 +276,18 @@ pub struct Budgets {
 }
 
 impl Budgets {
-    /// Creates budgets without windows. `board`: memory with the counts of all workers.
+    /// Creates budgets without windows. `board`: memory with the counts of all workers, which no
+    /// other budgets of this process use.
     pub fn new(board: Option<Arc<Board>>) -> Budgets {
         Budgets { rows: Rows::new(board), ..Budgets::default() }
+    }
+
+    /// Checks the next rows: those that count no longer are dropped, so that the board has room for
+    /// other windows. Call it some times a second. Returns false if this worker counts some windows
+    /// for itself, because the board has no room for them.
+    pub fn tidy(&mut self, now: Now) -> bool {
+        self.rows.check(TIDY_ROWS, now);
+        self.rows.is_shared()
     }
 
     /// Replaces the windows of all accounts. Counts stay, by the keys of their windows. Open

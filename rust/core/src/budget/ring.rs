@@ -102,14 +102,15 @@ impl Shape {
 
 /// Adds the word of another row: the newer sub-period stays, and amounts of the same one add up.
 pub fn add_word(word: &AtomicU64, other: u64) {
-    let known = word.load(Ordering::Acquire);
-    let ahead = (other >> AMOUNT_BITS).wrapping_sub(known >> AMOUNT_BITS) as i64;
-    let sum = match ahead.rem_euclid(TAGS) {
-        0 => known - (known & MOST) + ((known & MOST) + (other & MOST)).min(MOST),
-        ahead if ahead < TAGS / 2 || known == 0 => other,
-        _ => known,
+    let sum = |known: u64| {
+        let ahead = (other >> AMOUNT_BITS).wrapping_sub(known >> AMOUNT_BITS) as i64;
+        match ahead.rem_euclid(TAGS) {
+            0 => Some(known - (known & MOST) + ((known & MOST) + (other & MOST)).min(MOST)),
+            ahead if ahead < TAGS / 2 || known == 0 => Some(other),
+            _ => None,
+        }
     };
-    word.store(sum, Ordering::Release);
+    let _ = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, sum);
 }
 
 /// Returns the length of a sub-period of a rolling period.

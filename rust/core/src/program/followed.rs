@@ -171,7 +171,7 @@ impl Followed {
         let group = board.group(xxh3_64(terms.as_bytes())).ok_or_else(|| CoreError::BadValue {
             what: "models whose programs the workers share".into(),
             got: "more than the shared memory has room for".into(),
-            expected: "at most 1024 since the start".into(),
+            expected: "at most 1024 at a time".into(),
         })?;
         let mut shared = Box::new(Shared {
             at: board.log_end(),
@@ -194,6 +194,17 @@ impl Followed {
         shared.begin(&mut self.programs);
         self.shared = Some(shared);
         Ok(())
+    }
+
+    /// Ends the sharing: other workers no longer ask this one for a copy, and its requests end. Its
+    /// programs begin anew.
+    pub fn leave(&mut self) {
+        if let Some(shared) = self.shared.take() {
+            let writer = shared.board.writer() as u64;
+            shared.write(LEFT, shared.common.latest, &[&[writer]]);
+            shared.board.end_group(shared.group);
+            self.programs.begin_anew();
+        }
     }
 
     /// Returns whether the programs are those of all workers.

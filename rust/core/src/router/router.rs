@@ -134,6 +134,17 @@ impl Router {
         Ok(())
     }
 
+    /// Ends the exchange with the other workers. Call it before a router is dropped whose process
+    /// goes on: otherwise the others wait for its agent programs.
+    pub fn leave(&mut self) {
+        if let Some(workers) = self.workers.take() {
+            workers.leave();
+        }
+        if let Some(programs) = self.listeners.admission.followed_mut() {
+            programs.leave();
+        }
+    }
+
     /// Returns whether this router has the agent programs of the other workers. Until then, its
     /// requests belong to no program.
     pub fn has_programs_of_workers(&self) -> bool {

@@ -57,6 +57,11 @@ impl Workers {
         workers
     }
 
+    /// Gives all rows back: this router's load counts nowhere from then on.
+    pub fn leave(self) {
+        self.rows.iter().flatten().for_each(|row| self.board.give(row.number));
+    }
+
     /// Returns whether an instance's load is not published, because the board has no row for it.
     pub fn is_full(&self) -> bool {
         self.is_full

@@ -1,0 +1,246 @@
+//! Rows of a board with the counts of budgets: what all workers together have used of each window
+//! ([`crate::budget`]).
+//!
+//! A row serves one key at a time. A worker holds a row as long as it may write to the row. A row
+//! that no worker holds, and whose counts have expired, is free for another key. Only a worker that
+//! has the lock gives a row to a key, or becomes a holder of it. So two workers never have
+//! different rows for a key, and no worker writes to the row of another key.
+use super::{BUDGETS_AT, Board, lock, unlock};
+use crate::budget::WORDS;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+const ROWS: usize = 1 << 14;
+/// Places in which a key's row may be.
+const PLACES: usize = 64;
+/// Words of this part: the lock, then the keys, the holders as masks, and the counts of all rows.
+pub(super) const ALL_WORDS: usize = COUNTS + ROWS * WORDS;
+const LOCK: usize = 0;
+const KEYS: usize = 8;
+const HOLDERS: usize = KEYS + ROWS;
+const COUNTS: usize = HOLDERS + ROWS;
+/// Tries to get the lock: for some 20 ms. No request waits longer for a worker that has stopped.
+const TRIES: u32 = 640;
+
+/// A row that this worker holds. A worker has at most one such value for a row: the drop of one of
+/// two values would end the hold of both.
+#[derive(Debug)]
+pub struct BudgetRow {
+    board: Arc<Board>,
+    row: usize,
+}
+
+impl BudgetRow {
+    /// Holds the row of a key. `None`: the board has no room for the key. `counts`: whether a word
+    /// of a row of the key still counts.
+    pub fn hold(board: &Arc<Board>, key: u64, counts: impl Fn(u64, u64) -> bool) -> Option<BudgetRow> {
+        let words = board.budget_words();
+        if !lock(&words[LOCK], board.writer, TRIES) {
+            return None;
+        }
+        let row = row_of(words, key.max(1), counts);
+        if let Some(row) = row {
+            words[HOLDERS + row].fetch_or(1 << board.writer, Ordering::AcqRel);
+        }
+        unlock(&words[LOCK], board.writer);
+        Some(BudgetRow { board: board.clone(), row: row? })
+    }
+
+    /// Returns the counts.
+    pub fn words(&self) -> &[AtomicU64] {
+        counts_of(self.board.budget_words(), self.row)
+    }
+}
+
+impl Drop for BudgetRow {
+    fn drop(&mut self) {
+        let holders = &self.board.budget_words()[HOLDERS + self.row];
+        holders.fetch_and(!(1 << self.board.writer), Ordering::AcqRel);
+    }
+}
+
+impl Board {
+    /// Yields the keys of all rows, and their counts. A row that another key takes meanwhile is
+    /// left out.
+    pub fn budgets(&self) -> impl Iterator<Item = (u64, [u64; WORDS])> {
+        let words = self.budget_words();
+        (0..ROWS).filter_map(move |row| {
+            let key = words[KEYS + row].load(Ordering::Acquire);
+            if key == 0 {
+                return None;
+            }
+            let row_words = counts_of(words, row);
+            let counts = std::array::from_fn(|place| row_words[place].load(Ordering::Acquire));
+            fence(Ordering::Acquire);
+            (words[KEYS + row].load(Ordering::Relaxed) == key).then_some((key, counts))
+        })
+    }
+
+    fn budget_words(&self) -> &[AtomicU64] {
+        &self.memory.words()[BUDGETS_AT..BUDGETS_AT + ALL_WORDS]
+    }
+}
+
+/// Ends the holds of a worker that has ended, and frees its lock.
+pub(super) fn clear(words: &[AtomicU64], writer: usize) {
+    let words = &words[BUDGETS_AT..BUDGETS_AT + ALL_WORDS];
+    for holders in &words[HOLDERS..HOLDERS + ROWS] {
+        if holders.load(Ordering::Relaxed) & (1 << writer) != 0 {
+            holders.fetch_and(!(1 << writer), Ordering::AcqRel);
+        }
+    }
+    unlock(&words[LOCK], writer);
+}
+
+/// Finds the row of a key, or gives a free row to it. The caller has the lock.
+fn row_of(words: &[AtomicU64], key: u64, counts: impl Fn(u64, u64) -> bool) -> Option<usize> {
+    // The last bits of keys are those of few kinds of windows.
+    let start = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize;
+    let places = || (0..PLACES).map(|step| (start + step) % ROWS);
+    let key_of = |row: usize| words[KEYS + row].load(Ordering::Relaxed);
+    if let Some(row) = places().find(|row| key_of(*row) == key) {
+        return Some(row);
+    }
+    // The last holder's counts are visible with the end of its hold.
+    let is_held = |row: usize| words[HOLDERS + row].load(Ordering::Acquire) != 0;
+    let row = places().find(|row| {
+        let old = key_of(*row);
+        let is_free = || counts_of(words, *row).iter().all(|word| !counts(old, word.load(Ordering::Acquire)));
+        old == 0 || (!is_held(*row) && is_free())
+    })?;
+    // A worker that is killed in between leaves a free row.
+    words[KEYS + row].store(0, Ordering::Relaxed);
+    fence(Ordering::Release);
+    counts_of(words, row).iter().for_each(|word| word.store(0, Ordering::Relaxed));
+    words[KEYS + row].store(key, Ordering::Release);
+    Some(row)
+}
+
+fn counts_of(words: &[AtomicU64], row: usize) -> &[AtomicU64] {
+    &words[COUNTS + row * WORDS..][..WORDS]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{board, memory};
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    type Words = Arc<Box<[AtomicU64]>>;
+
+    fn boards() -> (Words, Arc<Board>, Arc<Board>) {
+        let memory = memory();
+        let (one, two) = (Arc::new(board(&memory, 0)), Arc::new(board(&memory, 1)));
+        (memory, one, two)
+    }
+
+    /// Holds a row. Every word that is not 0 counts.
+    fn hold(board: &Arc<Board>, key: u64) -> Option<BudgetRow> {
+        BudgetRow::hold(board, key, |_, word| word != 0)
+    }
+
+    /// Yields keys with the same places.
+    fn neighbors() -> impl Iterator<Item = u64> {
+        (1_u64..).filter(|key| (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).is_multiple_of(ROWS as u64))
+    }
+
+    #[test]
+    fn a_row_that_is_held_or_counts_serves_no_other_key() {
+        let (_, one, two) = boards();
+        let keys: Vec<u64> = neighbors().take(PLACES + 1).collect();
+        let mut held: Vec<BudgetRow> =
+            keys[..PLACES].iter().map(|key| hold(&one, *key).expect("room")).collect();
+        assert!(hold(&two, keys[PLACES]).is_none(), "all are held");
+        held[3].words()[60].store(5, Ordering::Relaxed);
+        drop(held.remove(3));
+        assert!(hold(&two, keys[PLACES]).is_none(), "it still counts");
+        held.push(hold(&one, keys[3]).expect("its row"));
+        let row = held.last().expect("rows");
+        assert_eq!(row.words()[60].swap(0, Ordering::Relaxed), 5);
+        let known: Vec<u64> = two.budgets().map(|(key, _)| key).collect();
+        assert_eq!(known, keys[..PLACES]);
+        // Two workers hold it.
+        let other = hold(&two, keys[3]).expect("its row");
+        drop(held.pop());
+        assert!(hold(&one, keys[PLACES]).is_none(), "the other worker holds it");
+        other.words()[7].store(9, Ordering::Relaxed);
+        other.words()[7].store(0, Ordering::Relaxed);
+        let place = other.row;
+        drop(other);
+        assert_eq!(hold(&one, keys[PLACES]).map(|row| row.row), Some(place));
+        assert!(one.budgets().all(|(key, _)| key != keys[3]));
+    }
+
+    #[test]
+    fn the_rows_of_a_killed_worker_are_free_when_they_count_no_longer() {
+        let (_, one, two) = boards();
+        let keys: Vec<u64> = neighbors().take(PLACES + 1).collect();
+        for key in &keys[..PLACES] {
+            let row = hold(&two, *key).expect("room");
+            row.words()[0].store(1, Ordering::Relaxed);
+            std::mem::forget(row); // its worker is killed
+        }
+        std::mem::forget(two);
+        let new = keys[PLACES];
+        assert!(BudgetRow::hold(&one, new, |_, _| false).is_none(), "the rows are held");
+        one.clear(1).expect("another area");
+        assert!(hold(&one, new).is_none(), "the rows count");
+        let row = BudgetRow::hold(&one, new, |_, _| false).expect("a free row");
+        assert!(row.words().iter().all(|word| word.load(Ordering::Relaxed) == 0));
+    }
+
+    #[test]
+    fn a_worker_that_stops_with_the_lock_delays_others_shortly_and_a_killed_one_leaves_no_lock() {
+        let (memory, one, _two) = boards();
+        assert!(lock(&memory[BUDGETS_AT + LOCK], 1, 1));
+        let start = Instant::now();
+        assert!(hold(&one, 7).is_none());
+        assert!(start.elapsed() < Duration::from_secs(2));
+        one.clear(1).expect("another area");
+        assert!(hold(&one, 7).is_some());
+    }
+
+    #[test]
+    fn two_workers_get_the_same_row_for_a_new_key() {
+        let (_, one, two) = boards();
+        let barrier = std::sync::Barrier::new(2);
+        let rows = |board: &Arc<Board>| -> Vec<BudgetRow> {
+            let row = |key: u64| {
+                barrier.wait();
+                hold(board, key << 4).expect("room")
+            };
+            (1..=1000).map(row).collect()
+        };
+        let (first, second) = std::thread::scope(|scope| {
+            let other = scope.spawn(|| rows(&two));
+            (rows(&one), other.join().expect("no panic"))
+        });
+        assert!(first.iter().map(|row| row.row).eq(second.iter().map(|row| row.row)));
+        assert_eq!(one.budgets().count(), 1000);
+    }
+
+    /// One thread gives a row to one key after the other. A reader sees no counts of another key.
+    #[test]
+    fn counts_are_never_read_under_another_key() {
+        let (_, one, two) = boards();
+        let keys: Vec<u64> = neighbors().take(50).collect();
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for key in keys.iter().cycle().take(40_000) {
+                    let row = BudgetRow::hold(&one, *key, |_, _| false).expect("room");
+                    row.words().iter().for_each(|word| word.store(*key, Ordering::Release));
+                }
+                done.store(true, Ordering::Release);
+            });
+            let mut read = 0;
+            while !done.load(Ordering::Acquire) {
+                for (key, words) in two.budgets() {
+                    assert!(words.iter().all(|word| [0, key].contains(word)), "{key} {words:?}");
+                    read += 1;
+                }
+            }
+            assert!(read > 100, "{read}");
+        });
+    }
+}
