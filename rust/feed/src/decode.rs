@@ -13,7 +13,8 @@ pub enum DecodeError {
     Unexpected(&'static str),
     /// The message takes more work than this limit, in steps.
     #[error(
-        "a batch takes more than {0} steps: an event, a block, 64 tokens and 16 extra keys are a step each"
+        "a batch takes more than {0} steps: an event, a block, 64 tokens, 16 extra keys and 256 \
+         bytes are a step each"
     )]
     TooMuch(u64),
 }

