@@ -360,35 +360,45 @@ impl Worker {
             self.heartbeat.beat();
             self.turn += 1;
             ready.extend(events.iter().map(|event| event.token().0));
-            while let Ok(command) = self.commands.try_recv() {
-                match command {
-                    Command::Subscribe(instance, subscription, reply) => {
-                        // The caller may be gone.
-                        let _ = reply.send(self.subscribe(instance, subscription));
-                    }
-                    Command::Unsubscribe(instance, reply) => {
-                        let _ = reply.send(self.unsubscribe(&instance));
-                    }
-                    Command::NewWeights(instances, reply) => {
-                        instances.iter().for_each(|instance| self.begin_new_weights(instance));
-                        let _ = reply.send(());
-                    }
-                    Command::Found(id, addresses) => {
-                        self.found(id, &addresses);
-                        ready.insert(id);
-                    }
-                    Command::Close => return,
-                }
-            }
             self.keep_house();
             let now = (self.clock)();
             ready.extend(&self.pending);
             ready.extend(self.due.take(now));
-            while let Some(id) = ready.pop_first() {
+            // Callers wait for the end of a visit, not of the whole turn.
+            loop {
+                if self.obey(&mut ready) {
+                    return;
+                }
+                let Some(id) = ready.pop_first() else { break };
                 self.heartbeat.beat();
                 self.visit(id);
             }
         }
+    }
+
+    /// Carries out the commands that have come. Returns whether the feed is closed.
+    fn obey(&mut self, ready: &mut BTreeSet<usize>) -> bool {
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Subscribe(instance, subscription, reply) => {
+                    // The caller may be gone.
+                    let _ = reply.send(self.subscribe(instance, subscription));
+                }
+                Command::Unsubscribe(instance, reply) => {
+                    let _ = reply.send(self.unsubscribe(&instance));
+                }
+                Command::NewWeights(instances, reply) => {
+                    instances.iter().for_each(|instance| self.begin_new_weights(instance));
+                    let _ = reply.send(());
+                }
+                Command::Found(id, addresses) => {
+                    self.found(id, &addresses);
+                    ready.insert(id);
+                }
+                Command::Close => return true,
+            }
+        }
+        false
     }
 
     /// Waits until there is something to do.

@@ -19,6 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 const BLOCK: usize = 16;
+/// Engines that send many events at once.
+const BUSY: usize = 12;
 /// A failure, not a delay that a slow machine has.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -33,8 +35,9 @@ impl Bed {
         let config =
             RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 8 << 20, ..RouterConfig::default() };
         let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
-        for name in ["good", "bad"] {
-            router.add_instance(name, Role::Both, None).unwrap();
+        let busy = (0..BUSY).map(|number| format!("busy {number}"));
+        for name in ["good", "bad"].map(String::from).into_iter().chain(busy) {
+            router.add_instance(&name, Role::Both, None).unwrap();
         }
         let keys = Keys::new(&[], BLOCK, 256).unwrap();
         let feed = Arc::new(KvFeed::new(SharedRouter::new(router), keys, 8 << 20, true));
@@ -52,9 +55,10 @@ impl Bed {
         self.feed.status(name).remove(0)
     }
 
-    /// Waits until the thread has visited every connection that is due.
+    /// Waits until the thread has visited every connection that is due. Each call may be answered
+    /// after one visit.
     fn settle(&self) {
-        for _ in 0..2 {
+        for _ in 0..10 {
             assert!(!self.feed.unsubscribe("nobody").unwrap());
         }
     }
@@ -249,4 +253,33 @@ fn a_replay_that_was_given_up_has_no_connection() {
         request.read_to_end(&mut Vec::new()).unwrap();
     }
     assert_eq!(bed.until("good", |s| s.counts.unanswered == 1).standing.name(), "incomplete");
+}
+
+/// A call does not wait for the messages of all engines.
+#[test]
+fn a_command_waits_for_one_engine_at_most() {
+    const MESSAGES: u64 = 300;
+    let bed = Bed::new();
+    let names: Vec<String> = (0..BUSY).map(|number| format!("busy {number}")).collect();
+    let mut engines: Vec<Engine> = names.iter().map(|name| Engine::new(&bed, name)).collect();
+    let events = || -> Vec<u64> { names.iter().map(|name| bed.status(name).tally.events).collect() };
+    let mut fewest = BUSY;
+    std::thread::scope(|scope| {
+        for engine in &mut engines {
+            scope.spawn(|| (0..MESSAGES).for_each(|_| engine.publish(6000)));
+        }
+        loop {
+            let before = events();
+            assert!(!bed.feed.unsubscribe("nobody").unwrap());
+            let after = events();
+            if before.iter().chain(&after).all(|events| (1..MESSAGES - 20).contains(events)) {
+                let served = before.iter().zip(&after).filter(|(before, after)| before != after).count();
+                fewest = fewest.min(served);
+            }
+            if after.iter().all(|events| *events == MESSAGES) {
+                break;
+            }
+        }
+    });
+    assert!(fewest <= 3, "{fewest} of {BUSY} engines were served during each call");
 }
