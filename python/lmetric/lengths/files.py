@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 30
 """A file that says it holds more is not read: 30 times the paper's network."""
 
 _LAYERS = 64  # more in one file is a mistake
-# What zipfile and numpy raise for damaged files.
+# The errors of zipfile and numpy for damaged files.
 _DAMAGES = (
     zipfile.BadZipFile,
     zlib.error,
