@@ -137,7 +137,7 @@ def test_a_requests_own_time_is_read(given: Any, seconds: float | None) -> None:
     assert own_token_slo(given, 0.05) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("given", ["x" * 10_000, ["x" * 10_000], 10**4000])
+@pytest.mark.parametrize("given", ["x" * 10_000, ["x" * 10_000], 10**4000], ids=["text", "list", "number"])
 def test_a_long_value_is_cut_in_messages(given: Any) -> None:
     with pytest.raises(ValueError, match=r"token_slo_ms is .*\.\.\., not a number") as refused:
         own_token_slo({"token_slo_ms": given}, 0.05)

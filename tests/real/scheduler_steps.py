@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm import SamplingParams
@@ -294,6 +295,17 @@ def memory(**flags: Any) -> dict[str, Any]:
     return {"made": engine.scheduler.made, "missed": len(found)}
 
 
+def large(most_counted: int) -> dict[str, Any]:
+    """A request leads that needs the memory of two. `most_counted`: blocks that may be counted."""
+    engine = Engine(UniBoostScheduler, max_num_seqs=3, blocks=15)
+    for name in ("first", "second"):
+        engine.add(name)
+    engine.step(FIRM)
+    engine.add("leads", prompt=words("leads", 300), extra=LEADS)
+    with patch("lmetric_vllm.room.MOST_COUNTED", most_counted):
+        return engine.step()
+
+
 def skipped() -> list[str]:
     """Requests of equal rank after a step that admits none of them."""
     queue = BoostQueue(lambda _: 0.0)
@@ -349,6 +361,7 @@ def main() -> None:
             refused(UniBoostScheduler, diffusion=True),
             refused(UniBoostScheduler),
         ],
+        "large": [large(16_384), large(3)],
         "skipped": skipped(),
         "own times": own_times(),
         "full steps": full_steps(),

@@ -250,6 +250,13 @@ def test_two_requests_replace_two_in_a_step(planned: dict[str, Any]) -> None:
     assert planned["two"] == {"planned": ["fourth", "third"], "back": 2}
 
 
+def test_a_request_replaces_two_whose_memory_it_needs(planned: dict[str, Any]) -> None:
+    """Unless too many blocks would have to be counted for it."""
+    counted, too_long = planned["large"]
+    assert counted == {"planned": ["leads"], "back": 2}
+    assert too_long == {"planned": ["first", "second"], "back": 0}
+
+
 def test_a_skipped_request_keeps_its_place_among_equals_back_in_the_queue(planned: dict[str, Any]) -> None:
     assert planned["skipped"] == ["first", "second", "third", "fourth"]
 
