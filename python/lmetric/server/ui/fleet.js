@@ -91,7 +91,9 @@ export class Fleet {
 
   // A tenant gets no engines.
   clear() {
-    Object.assign(this, { engines: [], natural: [], selected: null, hovered: null });
+    for (const row of this.pool) row.remove();
+    Object.assign(this, { engines: [], natural: [], selected: null, hovered: null, pool: [] });
+    document.getElementById("hot").replaceChildren();
     this.draw();
   }
 
