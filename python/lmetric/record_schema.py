@@ -284,7 +284,7 @@ def check_line(
     value of another type.
     """
     _check_object(place, line)
-    kind = line.get("type")
+    kind: Any = line.get("type")
     if kind not in kinds:
         raise RecordError(f"{place}: type {kind!r} is unknown; expected {' or '.join(kinds)}")
     if None in line.values():

@@ -90,8 +90,8 @@ async def _indicators_of_all(call: Call) -> web.Response:
 
 async def indicators_of(models: Iterable[Model]) -> web.Response:
     """Answers with the indicators of each engine, by model. A thread writes the text."""
-    found = [(model.name, model.router.instances(), model.router.indicators()) for model in models]
-    return await asyncio.to_thread(lambda: json({name: _by_engine(*table) for name, *table in found}))
+    found = [(model.name, (model.router.instances(), model.router.indicators())) for model in models]
+    return await asyncio.to_thread(lambda: json({name: _by_engine(*table) for name, table in found}))
 
 
 @_page("/debug/decisions", "recent decisions; /debug/decisions/ID explains one decision").on(
