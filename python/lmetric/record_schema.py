@@ -143,7 +143,8 @@ REQUEST = {
     "score": Key("number", "score of the instance at the decision, before any retry"),
     "margin": Key("number", "distance of the score to the runner-up; only without retries"),
     "terms": Key(
-        "mapping of numbers", "indicators in the score of the instance, by name; without those it lacked"
+        "mapping of numbers",
+        "indicators in the score of the instance, by name; without texts and those that it lacked",
     ),
     "runner_up": Key("text", "second-best engine; only without retries"),
     "load": Key(

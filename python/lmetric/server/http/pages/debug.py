@@ -217,7 +217,9 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
                 shown["trace_id"] = trace
             engine = model.engines.get(record["instance"])
             began = record["at_seconds"]
-            shown["because"] = because(shown, model.formula(record["arm"], began))
+            # A policy may name other tenants.
+            formula = model.formula(record["arm"], began) if admin else None
+            shown["because"] = because(shown, formula)
             if events := model.activity.of(number):
                 shown["events"] = [
                     {"after_seconds": round(max(event.at - began, 0.0), 6), **event.shown()}
