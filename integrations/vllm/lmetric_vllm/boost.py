@@ -253,7 +253,12 @@ class UniBoostScheduler(MeasuredScheduler):
         )
         if ranked:
             room.blocks -= self.kv_cache_manager.watermark_blocks
-        for _, request in ranked:
+        # As `_use`, in less time for many decodes.
+        size = int(self.block_size)
+        decodes = [request.num_computed_tokens for _, request in ranked if not request.is_prefill_chunk]
+        room.tokens -= len(decodes)
+        room.blocks -= sum([computed % size == 0 for computed in decodes])
+        for request in [request for _, request in ranked if request.is_prefill_chunk]:
             tokens, blocks = self._use(request)
             room.tokens -= tokens
             room.blocks -= blocks
@@ -297,6 +302,9 @@ class UniBoostScheduler(MeasuredScheduler):
         reserved = self._inflight_prefill_reserved_blocks() if is_fetch else 0
         needed_tokens, needed, hits = self._needed(request, is_fetch)
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
+        most = sum([ranked[at][1].num_computed_tokens for at in yielding]) // int(self.block_size)
+        if blocks + most + 2 * len(yielding) < 0:  # a part of a block each, and the next block
+            return False
         taken: list[int] = []
         returned = Returned(hits)
         for at in yielding if slots > 0 or not is_fetch else ():
