@@ -107,6 +107,13 @@ async def test_forms_that_are_refused() -> None:
             (form(("x\r\nContent-Disposition: form-data; name=model", b"other")), KIND, 400, "one name"),
             (form(("x\nContent-Disposition: form-data; name=model", b"other")), KIND, 400, "one name"),
             (b"--b\r\nContent-Type: text/plain\r\n\r\nother\r\n--b--", KIND, 400, "one name"),
+            (form(("model", b"tiny"), ('"x"; name\x1c="model"', b"other")), KIND, 400, "one name"),
+            (
+                form(("model", b"tiny"), ('"x"; filename="a\\"; name="model"', b"other")),
+                KIND,
+                400,
+                "one name",
+            ),
             (form(("file", b"a" * 200_001)), KIND, 413, "200000"),
         ):
             got, error = await post(body, kind)
@@ -151,6 +158,22 @@ def test_the_model_is_found_anywhere(parts: list[tuple[str, bytes]], at: int, na
     if any(b"\r\n--b" in value or value.startswith(b"--b") for _, value in parts):
         return
     assert parse_form(PATH, KIND, form(*parts)).model == "tiny"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b'Content-Disposition: form-data; name="file"; filename="call name=Bob.wav"',
+        b'Content-Disposition: form-data; name="file"; filename="get?name=bob.wav"',
+        b"content-disposition: form-data; name=file; filename=a.wav; filename*=utf-8''a.wav",
+        b'Content-Disposition: form-data; name="file"\r\nContent-Type: audio/wav; name="a.wav"',
+        b'Content-Disposition: form-data;\r\n name="file"; filename="a.wav"',
+        b'Content-Type: audio/wav\r\nContent-Disposition: form-data; filename="a.wav"; name="file"',
+    ],
+)
+def test_heads_that_clients_send_are_accepted(head: bytes) -> None:
+    body = b"--b\r\n%b\r\n\r\nRIFF\r\n" % head + form(("model", b"tiny"))
+    assert parse_form(PATH, KIND, body).model == "tiny"
 
 
 @given(st.binary(max_size=200))

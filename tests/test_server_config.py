@@ -114,10 +114,12 @@ def test_errors_name_the_place(text: str, overrides: Any, environ: Any, says: st
         "engines: [{url: 'http://h', apikey: hunter2}]",
         "replicas: {redis_ur: 'redis://:hunter2@h'}",
         "secrets: {a: [hunter2]}",
+        "engines: [{url: 'http://h', bearer: hunter2}]",
+        "engines: [{url: 'http://u:hunter2@a:1'}]",
     ],
 )
-def test_values_of_mistyped_secrets_are_not_shown(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown key") as caught:
+def test_secrets_in_wrong_places_are_not_shown(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key|has no user") as caught:
         load(text, tmp_path)
     assert "hunter2" not in str(caught.value)
 

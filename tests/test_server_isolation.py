@@ -389,7 +389,9 @@ async def test_the_time_to_the_first_token_gives_no_guess_away(keys: Path, isola
 
 async def test_a_tenant_sees_no_names_of_others_in_a_policy(keys: Path) -> None:
     policy = {"score": 'where(tenant == "bob", bs, 2 * bs + 1)'}
-    async with tenants(keys, [FakeEngine(), FakeEngine()], policy=policy, errors={"show_engines": True}) as it:
+    async with tenants(
+        keys, [FakeEngine(), FakeEngine()], policy=policy, errors={"show_engines": True}
+    ) as it:
         status, headers, answer = await it.post(headers=ALICE)
         assert status == 200, answer
         status, page = await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}", ALICE)

@@ -261,6 +261,8 @@ async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
         assert await page.locator("#rows .row:visible").count() == 2
         last = await page.evaluate("window.seenCharts.points.at(-1)[0]")
 
+        await page.keyboard.press("p")  # paused
+
         async def refuse(route: Any) -> None:
             await route.fulfill(status=401, json={"error": {"message": "the token has ended"}})
 
@@ -273,13 +275,15 @@ async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
         await page.fill("#token", "sk-alice")
         await page.keyboard.press("Enter")
         await shown(page, "document.getElementById('status').textContent.includes('your own')")
-        await shown(page, f"window.seenCharts.points.length && window.seenCharts.points.at(-1)[0] > {last}")
+        await page.evaluate(SPY)
+        await shown(page, "window.seenCharts && window.seenCharts.points.length")
+        await shown(page, f"window.seenCharts.points.at(-1)[0] > {last}")
         assert await page.evaluate("window.seenCharts.points[0][0]") > last - 1
-        for part in ("rows", "hot"):
+        for part in ("rows", "hot", "problem-list", "events"):
             assert await page.evaluate(f"document.getElementById('{part}').textContent") == ""
         assert await page.evaluate("document.getElementById('about').hidden")
         # After a step back of the clock, the chart goes on.
-        await page.evaluate("window.seenCharts.clear()")
+        await page.evaluate("window.seenCharts.points = []")
         for points, expected in (
             ([[90], [91], [92]], [90, 91, 92]),
             ([[91], [92], [90.5]], [90, 90.5]),

@@ -201,7 +201,8 @@ def add(supervisor: Supervisor, answer: Any) -> Process:
     [
         ((NoAnswerError(), {"a": 1}, ChannelClosedError(), LmetricError("b")), {"a": 1}),
         ((NoAnswerError(), LmetricError("refused"), {"a": 1}), None),
-        ((NoAnswerError(), NoAnswerError()), {}),
+        ((ChannelClosedError(), ChannelClosedError()), {}),
+        ((NoAnswerError(), ChannelClosedError(), NoAnswerError()), None),
     ],
 )
 async def test_a_reload_reaches_all_workers_that_answer(
@@ -211,9 +212,12 @@ async def test_a_reload_reaches_all_workers_that_answer(
     workers = [add(supervisor, answer) for answer in answers]
     supervisor._reread = lambda: ServerConfig(workers=1, port=1)
     if reloaded is None:
-        with pytest.raises(LmetricError, match="refused"):
+        with pytest.raises(LmetricError, match=r"refused|no worker answered within 30 s"):
             await supervisor.reload()
-        assert not workers[-1].channel.calls  # type: ignore[attr-defined]
+        told = next(
+            (number for number, each in enumerate(answers, 1) if str(each) == "refused"), len(answers)
+        )
+        assert [len(each.channel.calls) for each in workers] == [1] * told + [0] * (len(answers) - told)  # type: ignore[attr-defined]
         assert supervisor.config.port != 1
     else:
         assert await supervisor.reload() == reloaded
@@ -225,7 +229,8 @@ async def test_a_reload_reaches_all_workers_that_answer(
 async def test_a_worker_that_ends_while_the_next_one_starts_is_replaced_once(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
-    worker = add(supervisor, None)
+    worker, other = add(supervisor, None), add(supervisor, None)
+    supervisor._is_divided = True
     watching = asyncio.create_task(supervisor._watch(worker))
     go, started = asyncio.Event(), list[int]()
 
@@ -242,10 +247,13 @@ async def test_a_worker_that_ends_while_the_next_one_starts_is_replaced_once(
     worker.process.go.set()  # type: ignore[attr-defined]
     async with asyncio.timeout(30):
         await watching
-    assert not supervisor.processes
+    assert supervisor.processes == [other]
     go.set()
     await restarting
-    assert started == ([0] if starts else [0, 0])
+    assert started == ([0, 1] if starts else [0, 0])
+    # Meanwhile another worker accepts the connections.
+    calls = other.channel.calls  # type: ignore[attr-defined]
+    assert calls == ["adopt", "release", *(["replace"] if starts else [])]
 
 
 async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_ones(
@@ -253,13 +261,24 @@ async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_one
 ) -> None:
     """Else an engine that was drained, and undrained just now, would be drained there."""
     made: list[str] = []
+    running = most = 0
 
     async def ask(_: Process, change: AdminChange) -> tuple[int, bytes]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
         await asyncio.sleep(0.001)
+        running -= 1
         made.append(change.target)
         return 200, b""
 
     monkeypatch.setattr(supervisor, "_ask", ask)
+    worker = add(supervisor, {})
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(supervisor._repeat(worker, post("e/undrain", None)) for _ in range(9)))
+    assert most == 9, "changes of one worker do not wait for each other"
+    made.clear()
+    supervisor.processes.clear()
     for number in range(200):
         await supervisor.repeat(post(f"e{number}/drain", None))
     worker = add(supervisor, {})

@@ -137,7 +137,7 @@ def _holder(
     own, holder = terms.get(name) or {}, record.get("holder")
     hit, requests = _hit(own), own.get("bs")
     most = holder["cached_tokens"] / record["prompt_tokens"] if holder is not None else 0.0
-    if hit and hit >= most:
+    if hit and hit >= most * (1 - 1e-9):  # the core rounds another way
         text = f"{name} had the largest cached share of the prompt: {hit:.0%}"
         return f"{text}; next best {following}: {_hit(terms.get(following) or {}) or 0:.0%}"
     why = f"{name} had the least load" if requests is None else f"{name} had {_count(requests)}"

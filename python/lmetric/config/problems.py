@@ -19,7 +19,10 @@ from lmetric.validation import expected
 SECRETS = frozenset({"api_key", "token", "salt_secret", "redis_url"})
 MASK = "**********"
 # Names of unknown keys that may hold a secret.
-_LIKE_SECRET = re.compile("key|token|secret|salt|passw|pwd|credential|auth|dsn", re.IGNORECASE)
+_LIKE_SECRET = re.compile(
+    r"key|token(?!iz|s\b)|secret|salt|passw|pwd|credential|auth|bearer|cookie|dsn", re.IGNORECASE
+)
+_USER = re.compile(r"//[^/@\s]*@")  # of a URL
 
 
 def explain(
@@ -83,7 +86,9 @@ def _masked(value: Any, key: Any = None, *, unknown: bool = False) -> Any:
         return MASK
     if isinstance(value, Mapping):
         return {name: _masked(each, name, unknown=unknown) for name, each in value.items()}
-    return [_masked(each, unknown=unknown) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_masked(each, unknown=unknown) for each in value]
+    return _USER.sub("//***@", value) if isinstance(value, str) else value
 
 
 def _looks_secret(key: str) -> bool:

@@ -116,7 +116,8 @@ class WorkerProcess:
         return self._worker
 
     async def _accept_for(self, name: str, place: int) -> None:
-        assert self._server is not None
+        if self._server is None:  # it adopts when it listens
+            return
         if name == "adopt":
             await self._server.listeners.adopt(place, self.worker.sockets(place))
         else:

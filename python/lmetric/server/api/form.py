@@ -22,7 +22,7 @@ MAX_VALUE_BYTES = 1024  # value of a field that routing needs
 MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
 WINDOW_BYTES = 1 << 20  # searched at once: 3 ms if many lines begin as the boundary does
 _NEEDED = frozenset({"model", "stream"})
-_NAME = re.compile(rb"(?<![-\w])name[*\d]*\s*=", re.IGNORECASE)
+_FOLD = re.compile(rb"\r\n[ \t]+")  # a header field that goes on
 
 
 def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> ParsedRequest:
@@ -114,13 +114,16 @@ def _find(body: bytes, line: bytes, at: int) -> int:
 def _name(head: bytes) -> str:
     """Returns the name of a part.
 
-    Raises ApiError (400) for a part without exactly one name: engines may take another one.
+    Raises ApiError (400) for a part with no name, or more than one: engines may take another one.
     """
-    fields = [field.partition(b":") for field in re.split(rb"\r\n|\r|\n", head)]
-    values = [value for name, _, value in fields if name.strip().lower() == b"content-disposition"]
-    if len(values) == 1 and len(_NAME.findall(head)) == 1:
+    lines = _FOLD.sub(b" ", head).split(b"\r\n")
+    fields = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
+    values = [value.decode("utf-8", "replace") for name, value in fields if name == b"content-disposition"]
+    # Quotes do not count here: readers differ in where they end.
+    keys = [part.partition("=")[0].strip().lower() for value in values for part in value.split(";")]
+    if len(values) == 1 and [key.partition("*")[0] for key in keys].count("name") == 1:
         parsed = Message()
-        parsed["content-disposition"] = values[0].decode("utf-8", "replace").strip()
+        parsed["content-disposition"] = values[0].replace("\r", " ").replace("\n", " ").strip()
         found = parsed.get_param("name", header="content-disposition")
         if isinstance(found, str):
             return found

@@ -36,7 +36,7 @@ from lmetric.server.supervisor.merge import merge
 from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
-from lmetric.server.worker.channel import Channel, ChannelClosedError
+from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
 from lmetric.server.worker.repeats import MARK, AdminChange
 from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
 
@@ -206,8 +206,11 @@ class Supervisor:
                 report: dict[str, Any] = await channel.call("start", start)
             async with self._reloading:
                 if start.config is not self.config:  # a reload leaves out workers that start
-                    await channel.call("reload", self._reread_config)
+                    await channel.call("reload", self._reread_config, seconds=REPEAT_SECONDS)
                 worker.started = True
+        except NoAnswerError:
+            worker.signal(signal.SIGKILL)
+            raise ConfigError("a worker process does not answer; it is ended") from None
         except ChannelClosedError:
             raise ConfigError("a worker process ended while it started; its log has the reason") from None
         except TimeoutError:
@@ -271,20 +274,20 @@ class Supervisor:
         self._numbers.discard(worker.number)
         with contextlib.suppress(OSError):
             os.unlink(socket_path(self._folder.name, worker.number))
-        # Whoever starts a worker sees its failure.
-        if worker.leaving or worker.replacing or self._ending or not worker.started:
+        if worker.leaving or self._ending or not worker.started:  # whoever starts a worker sees its failure
             return
         why = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
         log.error(
             "a worker process ended; it is replaced", worker=worker.place, pid=worker.process.pid, **why
         )
-        short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
-        self._failures = self._failures + 1 if short else 0
-        await self._replace(worker.place)
+        await self._let_adopt(worker.place)
+        if not worker.replacing:
+            short = time.monotonic() - worker.began < SHORT_LIFE_SECONDS
+            self._failures = self._failures + 1 if short else 0
+            await self._replace(worker.place)
 
     async def _replace(self, place: int) -> None:
         """Starts a worker in the place of a worker that has ended, until one listens."""
-        await self._let_adopt(place)
         while not self._ending:
             if self._failures:
                 await asyncio.sleep(min(2.0 ** (self._failures - 1), MOST_PAUSE_SECONDS))
@@ -295,9 +298,13 @@ class Supervisor:
                 log.error("cannot replace a worker process", worker=place, reason=str(error))
             else:
                 log.info("a worker process was replaced", worker=place)
-                if self._is_divided:  # a worker that stood still may adopt them later
-                    await self._tell("release", place, None)
+                await self._release(place)
                 return
+
+    async def _release(self, place: int) -> None:
+        """Ends the adoption of a worker's connections."""
+        if self._is_divided:  # a worker that stood still may adopt them later
+            await self._tell("release", place, None)
 
     async def _let_adopt(self, place: int) -> None:
         """Lets another worker accept the connections of a worker that has ended."""
@@ -458,7 +465,8 @@ class Supervisor:
     async def _repeat(self, worker: Process, change: AdminChange) -> str | None:
         """Makes a change in a worker, behind those that it repeats at its start."""
         async with worker.changing:
-            return await self._change(worker, change)
+            pass
+        return await self._change(worker, change)
 
     async def _change(self, worker: Process, change: AdminChange) -> str | None:
         try:
@@ -497,14 +505,17 @@ class Supervisor:
         async with self._reloading:
             config = salted(await asyncio.to_thread(self._reread), self._secret)
 
+            silent: list[Process] = []
+
             async def tell(worker: Process) -> dict[str, Any] | LmetricError | None:
                 try:
                     report: dict[str, Any] = await worker.channel.call(
                         "reload", config, seconds=REPEAT_SECONDS
                     )
-                except ChannelClosedError:
-                    # The next worker starts with the new configuration. A worker that stands still
-                    # reads it later.
+                except NoAnswerError:  # it reads the configuration later
+                    silent.append(worker)
+                    return None
+                except ChannelClosedError:  # the next worker starts with it
                     return None
                 except LmetricError as error:
                     return error
@@ -516,6 +527,8 @@ class Supervisor:
                 report = await tell(started.pop(0))
             if isinstance(report, LmetricError):
                 raise report
+            if report is None and silent:
+                raise ConfigError(f"no worker answered within {REPEAT_SECONDS:g} s; reload again")
             for error in await asyncio.gather(*map(tell, started)):
                 if isinstance(error, LmetricError):  # the first one has it, and cannot go back
                     log.error("a worker does not take the configuration of the others", reason=str(error))
@@ -545,6 +558,8 @@ class Supervisor:
                         await self._replace(worker.place)
                     return
                 worker.leaving = True
+                if worker not in self.processes:
+                    await self._release(worker.place)
                 with contextlib.suppress(ChannelClosedError):
                     await worker.channel.call("replace", seconds=REPEAT_SECONDS)
             log.info("rolling restart done", workers=self._workers)

@@ -80,8 +80,6 @@ export class Charts {
     if (this.points.length > KEPT) this.points.splice(0, this.points.length - KEPT);
   }
 
-  clear() { this.points = []; }
-
   build() {
     const style = getComputedStyle(document.documentElement);
     const color = (name) => style.getPropertyValue(name).trim();

@@ -89,14 +89,6 @@ export class Fleet {
     if (this.selected && !this.engines.includes(this.selected)) this.selected = null;
   }
 
-  // A tenant gets no engines.
-  clear() {
-    for (const row of this.pool) row.remove();
-    Object.assign(this, { engines: [], natural: [], selected: null, hovered: null, pool: [] });
-    document.getElementById("hot").replaceChildren();
-    this.draw();
-  }
-
   update(columns) {
     for (const key of Object.keys(columns)) {
       const column = columns[key];

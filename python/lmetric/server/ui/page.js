@@ -106,10 +106,6 @@ function drawAbout({ router, models }) {
 
 const handlers = {
   hello({ access }) {
-    if (access === "tenant") {
-      fleet.clear();
-      part("about").hidden = true;
-    }
     part("login").hidden = true;
     part("main").hidden = false;
     status("live", access === "tenant" ? "live, your own requests" : "live");
@@ -197,9 +193,7 @@ part("login").addEventListener("submit", (event) => {
   token = part("token").value.trim();
   sessionStorage.setItem(KEY, token);
   part("token").value = "";
-  latest = null;
-  charts.clear(); // another viewer may look now
-  run();
+  location.reload(); // another viewer may look now
 });
 document.addEventListener("visibilitychange", schedule);
 document.addEventListener("keydown", (event) => {
