@@ -8,6 +8,7 @@ use boards::{board, memory};
 use common::{STEP, chain, request};
 use lmetric_core::Registry;
 use lmetric_core::admission::{HeldFor, Verdict};
+use lmetric_core::board::Board;
 use lmetric_core::board::log::MOST_WORDS;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::ArrivalId;
@@ -42,6 +43,12 @@ impl Worker {
     }
 
     fn with_cache(memory: &Words, number: usize, cache_blocks: u32) -> Worker {
+        Worker::of_process(board(memory, number), cache_blocks)
+    }
+
+    /// Makes the router of a process that may have had other routers before.
+    fn of_process(board: Arc<Board>, cache_blocks: u32) -> Worker {
+        let number = board.writer();
         let programs = ProgramConfig {
             mode: ProgramMode::Admit,
             min_tokens: 16,
@@ -61,7 +68,7 @@ impl Worker {
         for name in names {
             router.add_instance(name, Role::Both, Some(cache_blocks)).unwrap();
         }
-        router.join(board(memory, number), 1).unwrap();
+        router.join(board, 1).unwrap();
         Worker { router, number, running: Vec::new(), held: Vec::new() }
     }
 
@@ -401,14 +408,17 @@ fn a_worker_that_starts_anew_changes_no_capacity_before_it_has_seen_the_caches()
 
 #[test]
 fn a_model_that_returns_after_all_workers_removed_it_gets_its_programs_again() {
-    let (memory, mut one, mut two) = workers();
+    let memory = memory();
+    let boards = [0, 1].map(|number| board(&memory, number));
+    let new = |number: usize| Worker::of_process(boards[number].clone(), CACHE);
+    let (mut one, mut two) = (new(0), new(1));
     read([&mut one, &mut two], 0.0);
     one.send(1, 10, 0.0);
     // A model that only one worker removes: the other one ends its requests, and has a copy for it.
     one.router.leave();
     two.router.publish_all(0.1);
     assert_eq!(two.router.programs().unwrap().states()[State::Running as usize], 0);
-    let mut one = Worker::new(&memory, 0);
+    let mut one = new(0);
     assert!(!one.router.has_programs_of_workers());
     read([&mut one, &mut two], 0.2);
     one.router.publish_all(0.2);
@@ -417,7 +427,7 @@ fn a_model_that_returns_after_all_workers_removed_it_gets_its_programs_again() {
     for worker in [&mut one, &mut two] {
         worker.router.leave();
     }
-    let (mut one, mut two) = (Worker::new(&memory, 0), Worker::new(&memory, 1));
+    let (mut one, mut two) = (new(0), new(1));
     read([&mut one, &mut two], 1.0);
     one.router.publish_all(1.0);
     two.router.publish_all(1.0);

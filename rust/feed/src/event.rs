@@ -122,7 +122,8 @@ pub struct Batch {
     pub events: u64,
     /// Events that do not have the shape of their type.
     pub malformed: u64,
-    /// Work of the batch: an event, a block, 64 tokens, 16 extra keys and 256 bytes are a step each.
+    /// Work of the batch: an event, a block, 64 tokens, 16 extra keys and 256 bytes are a step
+    /// each.
     pub steps: u64,
 }
 

@@ -125,8 +125,8 @@ impl Budgets {
         })
     }
 
-    /// Checks the next windows, so that the shared memory gets room for new ones. Call it some times
-    /// a second. Returns False if this worker counts some windows for itself, for lack of room.
+    /// Checks the next windows, so that the shared memory gets room for new ones. Call it some
+    /// times a second. Returns False if this worker counts some windows alone, for lack of room.
     fn tidy(&self, times: (f64, f64)) -> bool {
         self.inner.lock().tidy(self.now(times))
     }

@@ -112,7 +112,7 @@ impl Rows {
         for _ in 0..rows.min(self.checks.len()) {
             let Some(key) = self.checks.pop_front() else { return };
             let Some(Entry { row, .. }) = self.by_key.get_mut(&key) else { continue };
-            // A row with open reservations has a hold, and the row's next hold would be another.
+            // Open reservations keep the row, and this worker must not hold it twice.
             if !row.is_open() {
                 let is_unshared = matches!(row, Row::Own(_)) && self.board.is_some();
                 if !row.counts(Kind::of(key), now) {
