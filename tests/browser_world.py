@@ -66,6 +66,13 @@ async def shown(page: Any, condition: str, seconds: float = PATIENCE_SECONDS) ->
             await asyncio.sleep(0.05)
 
 
+async def login(page: Any, token: str) -> None:
+    """Enters a token. The page loads anew."""
+    await page.fill("#token", token)
+    async with page.expect_navigation():
+        await page.keyboard.press("Enter")
+
+
 @contextlib.asynccontextmanager
 async def large_world(engines: int, **config: Any) -> AsyncIterator[World]:
     """A router with this many engines: one process that listens on all addresses of 127.0.0.0/8."""

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from browser_world import browser, large_world, load_engines, needs_browser, open_page, shown
+from browser_world import browser, large_world, load_engines, login, needs_browser, open_page, shown
 from lmetric._core import __version__
 from lmetric.server.http.running import REPLACED
 from lmetric.why import number
@@ -218,8 +218,7 @@ async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_pat
                 ("root-token", False, 3),
             ):
                 await shown(page, "!document.getElementById('login').hidden")
-                await page.fill("#token", token)
-                await page.keyboard.press("Enter")
+                await login(page, token)
                 if hidden is None:
                     await shown(page, "document.getElementById('why').textContent.includes('unknown')")
                     continue
@@ -240,8 +239,7 @@ async def test_events_without_the_names_of_engines(tmp_path: Path) -> None:
         await it.post(headers={"authorization": "Bearer sk-alice"})
         async with open_page(chromium, it.url) as page:
             await shown(page, "!document.getElementById('login').hidden")
-            await page.fill("#token", "sk-alice")
-            await page.keyboard.press("Enter")
+            await login(page, "sk-alice")
             await shown(page, "document.querySelectorAll('#events li').length === 1")
             assert "an engine failed (reset), next another engine" in await page.inner_text("#events")
 
@@ -253,8 +251,7 @@ async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
     closed = {"auth": {"keys_file": str(keys)}, "admin": {"token": "root-token"}}
     async with browser() as chromium, world(2, **closed) as it, open_page(chromium, it.url) as page:
         await shown(page, "!document.getElementById('login').hidden")
-        await page.fill("#token", "root-token")
-        await page.keyboard.press("Enter")
+        await login(page, "root-token")
         await shown(page, UPDATED)
         await page.evaluate(SPY)
         await shown(page, "window.seenCharts && window.seenCharts.points.length > 1")
@@ -272,8 +269,7 @@ async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
         await shown(page, "!document.getElementById('login').hidden")
         running.phase = phase
         await page.unroute("**/debug/live")
-        await page.fill("#token", "sk-alice")
-        await page.keyboard.press("Enter")
+        await login(page, "sk-alice")
         await shown(page, "document.getElementById('status').textContent.includes('your own')")
         await page.evaluate(SPY)
         await shown(page, "window.seenCharts && window.seenCharts.points.length")
