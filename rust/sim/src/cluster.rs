@@ -254,6 +254,8 @@ struct Cluster<'a> {
     /// Moves whose target computes ahead, by request.
     warming: HashMap<u32, Warming>,
     seams: TokenGaps,
+    /// The gaps that engines count before tokens that are made again behind a boundary.
+    again: GapHistogram,
     /// Sum and number of the variances of step times.
     variances: (f64, f64),
     /// Requests that have not ended, and pending events other than reports and ticks, which repeat
@@ -303,6 +305,7 @@ pub fn simulate<E: From<CoreError>>(
         gaps: {
             let mut gaps = cluster.seams.histogram().clone();
             engines().for_each(|engine| gaps.add(engine.gaps()));
+            gaps.subtract(&cluster.again);
             gaps
         },
         changes: cluster.churn.records,
@@ -333,7 +336,8 @@ impl Cluster<'_> {
         }
         // A repeating event may come at the very moment at which an engine is about to begin a
         // step.
-        let goes_on = self.moving > 0 || !self.ready.is_empty() || !self.held.is_empty();
+        let waits = !self.held.is_empty() || (!self.churn.held.is_empty() && self.join_to_come());
+        let goes_on = self.moving > 0 || !self.ready.is_empty() || waits;
         let Some(Reverse((time, event))) = self.events.pop().filter(|_| goes_on) else {
             if self.stalled > 0 {
                 return Ok(false);
@@ -406,6 +410,10 @@ impl Cluster<'_> {
         self.routers.catch_up(request as u64, &self.engines, self.now)?;
         let arrival = &mut self.records.arrival_seconds[request];
         *arrival = if arrival.is_nan() { self.now } else { *arrival };
+        if !self.churn.any_present() {
+            self.churn.held.push(request as u32);
+            return Ok(());
+        }
         let asked = router_request(self.workload, self.config, request);
         let router = &mut self.routers.of(request as u64).router;
         // Sessions are tenants for admission by load only: programs know them as sessions.
@@ -567,6 +575,10 @@ impl Cluster<'_> {
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
         for chunk in events.prefilled.iter().filter(|chunk| fetch_of(chunk.id).is_none()) {
             let request = ahead_of(chunk.id).unwrap_or(chunk.id as usize);
+            // Another instance has computed this token; here it takes what a decode takes.
+            if chunk.decodes && self.parts[request].from > 0 {
+                continue;
+            }
             self.records.computed_tokens[request] += i64::from(chunk.tokens);
         }
         for chunk in events.prefilled.iter().filter(|chunk| placed(chunk.id)) {
@@ -589,7 +601,7 @@ impl Cluster<'_> {
         }
         let (mut arrivals, mut prefilled, mut warmed) = (Vec::new(), Vec::new(), Vec::new());
         let mut fetched = Vec::new();
-        for (&id, &gaps) in events.finished.iter().zip(&events.gaps) {
+        for ((&id, &gaps), &last_bin) in events.finished.iter().zip(&events.gaps).zip(&events.last_bins) {
             if let Some(fetch) = fetch_of(id) {
                 fetched.push(fetch);
                 continue;
@@ -600,19 +612,21 @@ impl Cluster<'_> {
             }
             let request = id as usize;
             let part = &self.parts[request];
-            if part.streams(self.workload.shape.input_tokens[request], self.config.silent_segments) {
+            let shape = &self.workload.shape;
+            let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
+            let follows = part.follows(prompt, output, kept);
+            if part.streams(prompt, self.config.silent_segments) {
                 // A token behind a boundary is made again. The step that made it first is part of
                 // the gap at the boundary.
-                let again = part.to.filter(|_| !kept).is_some_and(|to| {
+                let again = part.to.filter(|_| follows && !kept).is_some_and(|to| {
+                    self.again.count_in(last_bin);
                     let slo = self.config.token_slo.of(makes(self.workload, request, to - 1));
                     end - events.last_start > slo
                 });
                 let slow = gaps.slow.saturating_sub(u32::from(again));
                 self.records.add_gaps(request, Gaps { slow, ..gaps });
             }
-            let shape = &self.workload.shape;
-            let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
-            if part.follows(prompt, output, kept) {
+            if follows {
                 if part.to.is_some_and(|to| to > prompt) {
                     // The last token that counts came one step before a token that is made again.
                     let at_end = kept || self.config.silent_segments;
@@ -622,7 +636,21 @@ impl Cluster<'_> {
                 continue;
             }
             self.left -= 1;
-            self.records.finished_seconds[request] = end;
+            let records = &mut self.records;
+            if part.to.is_some() {
+                // The answer is over before the boundary. A silent segment sends it now.
+                let first = &mut records.first_token_seconds[request];
+                *first = if first.is_nan() { end } else { *first };
+                let cut = match part.from {
+                    0 => &mut records.cut_tokens,
+                    _ => &mut records.answer_cut_tokens,
+                };
+                cut[request] = -1;
+                if part.from == 0 {
+                    records.decode_instance[request] = -1;
+                }
+            }
+            records.finished_seconds[request] = end;
             let usage = Usage {
                 prompt_tokens: Some(prompt),
                 cached_tokens: Some(self.records.found_tokens(request)),

@@ -404,16 +404,13 @@ impl Engine {
         // The last token is never computed, so it needs no block.
         let (needed, block) =
             (prompt_tokens + request.output_tokens as usize - 1, self.profile.block_tokens as usize);
-        let most = match self.settings.admission {
-            Admission::Vllm => self.profile.cache_blocks as usize * block,
-            Admission::Reserve => u32::MAX as usize / 2,
+        let (most, why) = match self.settings.admission {
+            Admission::Vllm => (self.profile.cache_blocks as usize * block, ": the KV memory"),
+            // A request alone in the batch may be larger than the KV memory.
+            Admission::Reserve => (u32::MAX as usize / 2, ""),
         };
         if needed > most {
-            return bad(
-                "prompt and output",
-                format!("{needed} tokens"),
-                format!("at most {most}: the KV memory"),
-            );
+            return bad("prompt and output", format!("{needed} tokens"), format!("at most {most}{why}"));
         }
         Ok(())
     }

@@ -27,6 +27,9 @@ pub struct StepEvents {
     pub finished: Vec<u64>,
     /// Gaps between the tokens of each request in `finished`.
     pub gaps: Vec<Gaps>,
+    /// Bin of the gap before the last token of each request in `finished`; without meaning for a
+    /// request of one token.
+    pub last_bins: Vec<usize>,
 }
 
 /// A request was taken off the queue.
@@ -53,6 +56,9 @@ pub struct Prefilled {
     pub tokens: u32,
     /// Whether the prefill is complete. The step that completes it makes an output token.
     pub done: bool,
+    /// Whether it is the last token of a prompt that came from another engine: the step computes
+    /// what a decode computes.
+    pub decodes: bool,
 }
 
 /// An output token was made.

@@ -96,22 +96,44 @@ impl GapHistogram {
         &self.counts
     }
 
+    /// Returns the bin that counts one gap.
+    pub(crate) fn place(seconds: Seconds) -> usize {
+        let mut bin = GapHistogram::bin(seconds);
+        while bin < BINS - 1 && seconds > GapHistogram::edge(bin) {
+            bin += 1; // rounding
+        }
+        bin
+    }
+
+    /// Counts one more gap in a bin.
+    pub(crate) fn count_in(&mut self, bin: usize) {
+        self.counts[bin] += 1;
+    }
+
+    /// Subtracts another histogram's counts, which this one includes.
+    pub(crate) fn subtract(&mut self, other: &GapHistogram) {
+        self.counts.iter_mut().zip(&other.counts).for_each(|(count, less)| *count -= less);
+    }
+
     /// Adds another histogram's counts.
     pub fn add(&mut self, other: &GapHistogram) {
         self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
     }
 
     /// Counts `requests` gaps for each of `steps` steps: the first step lasts `first` seconds, each
-    /// further one `more` longer.
-    fn count(&mut self, requests: u64, first: Seconds, more: Seconds, steps: u32) {
+    /// further one `more` longer. Returns the bin of the last step.
+    fn count(&mut self, requests: u64, first: Seconds, more: Seconds, steps: u32) -> usize {
         let mut counted = 0;
         let mut bin = GapHistogram::bin(first);
-        while counted < steps {
+        loop {
             let within = match bin == BINS - 1 {
                 true => steps,
                 false => below(GapHistogram::edge(bin), first, more, steps).max(counted),
             };
             self.counts[bin] += requests * u64::from(within - counted);
+            if within >= steps {
+                return bin;
+            }
             (counted, bin) = (within, bin + 1);
         }
     }
@@ -137,12 +159,25 @@ pub struct TokenGaps {
     /// (tick after it, seconds) of steps, later ones shorter.
     longest: Vec<(u64, Seconds)>,
     histogram: GapHistogram,
+    /// Bin of the latest step.
+    latest: usize,
 }
 
 impl TokenGaps {
     /// Makes an empty recorder.
     pub fn new(slo: TokenSlo) -> TokenGaps {
-        TokenGaps { slo, slow_steps: [0; 2], longest: Vec::new(), histogram: GapHistogram::default() }
+        TokenGaps {
+            slo,
+            slow_steps: [0; 2],
+            longest: Vec::new(),
+            histogram: GapHistogram::default(),
+            latest: 0,
+        }
+    }
+
+    /// Returns the bin of the latest step.
+    pub fn latest(&self) -> usize {
+        self.latest
     }
 
     /// Returns the distribution of the gaps.
@@ -177,7 +212,7 @@ impl TokenGaps {
             self.longest.pop();
         }
         self.longest.push((tick, last));
-        self.histogram.count(requests as u64, first, more, steps);
+        self.latest = self.histogram.count(requests as u64, first, more, steps);
     }
 
     /// Returns the gaps of a request that has decoded since `tick`. `mark`: the count of slow steps
@@ -188,10 +223,9 @@ impl TokenGaps {
         Gaps { slow: self.slow_since(makes, mark), worst }
     }
 
-    /// Replaces the latest step, of `seconds`, by the longer gap `gap` of a request before a token
-    /// of this kind.
-    pub fn instead(&mut self, seconds: Seconds, gap: Seconds, makes: Makes) -> Gaps {
-        self.histogram.counts[GapHistogram::bin(seconds)] -= 1;
+    /// Replaces the latest step by the longer gap `gap` of a request before a token of this kind.
+    pub fn instead(&mut self, gap: Seconds, makes: Makes) -> Gaps {
+        self.histogram.counts[self.latest] -= 1;
         self.single(gap, makes)
     }
 
@@ -225,6 +259,18 @@ mod tests {
         assert_eq!(gaps.single(0.2, Answer), Gaps { slow: 1, worst: 0.2 });
         assert_eq!(gaps.single(0.2, Thoughts), Gaps { slow: 0, worst: 0.2 });
         assert_eq!(gaps.histogram().counts().iter().sum::<u64>(), 2 * 3 + 3 * 3 + 2);
+        assert_eq!(gaps.latest(), GapHistogram::place(0.2));
+        // The last of several steps, and the gap that replaces it.
+        gaps.steps(9, 1, 0.3, 0.1, 3);
+        assert_eq!(gaps.latest(), GapHistogram::place(0.5));
+        let before = gaps.histogram().clone();
+        gaps.instead(0.7, Answer);
+        let mut expected = before;
+        expected.count_in(GapHistogram::place(0.7));
+        let mut less = GapHistogram::default();
+        less.count_in(GapHistogram::place(0.5));
+        expected.subtract(&less);
+        assert_eq!(*gaps.histogram(), expected);
     }
 
     proptest! {

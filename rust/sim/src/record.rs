@@ -13,7 +13,7 @@ pub struct Records {
     /// Seconds from the arrival to the placement: admission may hold a request.
     pub hold_seconds: Vec<Seconds>,
     /// Prompt tokens computed for it, on all instances and again after preemptions (then output
-    /// tokens, too).
+    /// tokens, too). The last token before a boundary counts once.
     pub computed_tokens: Vec<i64>,
     /// Instance on which it first ran.
     pub instance: Vec<i64>,

@@ -68,6 +68,8 @@ pub struct Sequence {
     pub slow_mark: u64,
     pub gaps: Gaps,
     pub last_token: Option<Seconds>,
+    /// The tick at which it got a token after a gap that was no step, and the gap's bin.
+    pub waited: Option<(u64, usize)>,
     /// The latest plan that picked it, for orders that rank decodes.
     pub plan: u64,
     /// Position in the list of decoding or paused sequences, and in the list of sequences that

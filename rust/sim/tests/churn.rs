@@ -5,7 +5,8 @@ mod common;
 use lmetric_core::CoreError;
 use lmetric_core::warm::WarmConfig;
 use lmetric_sim::{
-    Admission, ClusterConfig, FleetChange, Outcome, Profile, Signals, Trace, Transfer, Workload, simulate,
+    Admission, ClusterConfig, FleetChange, MoveBy, Outcome, Profile, Recompute, Signals, Trace, Transfer,
+    Workload, simulate,
 };
 use lmetric_study::REGISTRY;
 
@@ -124,6 +125,47 @@ fn an_instance_comes_back_with_an_empty_cache() {
             assert!(out.changes.iter().all(|change| change.done_seconds.is_finite()));
         }
     }
+}
+
+#[test]
+fn changes_of_an_instance_take_effect_in_order() {
+    // The first request keeps instance 0 there for about two minutes, so that its join waits.
+    let asks: Vec<_> = [(0.0, 100, 0), (1.0, 1, 1)]
+        .into_iter()
+        .chain((0..4).map(|n| (300.0 + f64::from(n), 9, 2)))
+        .collect();
+    let changes = [leave(10.0, 0), join(11.0, 0), leave(12.0, 0)];
+    for warm in [false, true] {
+        let out = play(&asks, &config(2, &changes, warm)).unwrap();
+        assert_eq!((&out.records.instance[..2], &out.records.instance[2..]), (&[0, 1][..], &[1; 4][..]));
+        let done: Vec<_> = out.changes.iter().map(|change| change.done_seconds).collect();
+        assert!(done.iter().all(|at| at.is_finite()) && done.is_sorted(), "{done:?}");
+        assert!(warm || done[0] >= out.records.finished_seconds[0]);
+    }
+}
+
+#[test]
+fn requests_wait_while_no_instance_takes_any() {
+    // By the schedule, instance 0 is back before instance 1 leaves; but it has a request left.
+    let asks = [(0.0, 100, 0), (1.0, 1, 1), (12.5, 1, 2), (13.0, 2, 3)];
+    let out = play(&asks, &config(2, &[leave(10.0, 0), join(11.0, 0), leave(12.0, 1)], false)).unwrap();
+    let (records, back) = (&out.records, out.changes[1].done_seconds);
+    assert!(back >= records.finished_seconds[0] && records.finished_seconds[0] > 100.0);
+    assert_eq!(records.instance, [0, 1, 0, 0]);
+    assert_eq!(records.arrival_seconds[2..], [12.5, 13.0]);
+    assert_eq!(records.hold_seconds[2..], [back - 12.5, back - 13.0]);
+    assert!(records.finished_seconds.iter().all(|end| end.is_finite()));
+}
+
+#[test]
+fn only_moves_that_begin_are_counted() {
+    // Two requests leave instance 0, one at a time.
+    let asks = [(0.0, 100, 0), (0.1, 100, 1), (0.2, 100, 2), (0.3, 100, 3)];
+    let mut config = config(2, &[leave(20.0, 0)], true);
+    config.move_by = MoveBy::Recompute(Recompute { at_once: 1, max_gap_seconds: 1e9 });
+    let out = play(&asks, &config).unwrap();
+    let moved: i64 = out.records.moves.iter().sum();
+    assert_eq!((moved, out.changes[0].moves), (2, 2));
 }
 
 #[test]

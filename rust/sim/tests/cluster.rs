@@ -128,6 +128,9 @@ fn requests_cut_at_any_token_by_hand() {
         let seam = 1.122 + 0.94 + 1.122;
         close(&r.worst_gap_seconds, &[if silent { 0.94 + 1.122 } else { seam }]);
         assert_eq!(r.slow_tokens, [if silent { 2 } else { 3 }]);
+        // Each prompt token is computed once, and each token of the answer counts once.
+        assert_eq!(r.computed_tokens, [20]);
+        assert!(silent || out.gaps.counts().iter().sum::<u64>() == 3);
         assert_eq!((out.routers[0].totals().split, out.routers[0].totals().output_tokens), (1, 4));
     }
     // Split at 12: a prefill of 12 tokens, a transfer of 0.5 + 12 x 0.02, a prefill of the other 8.
@@ -148,8 +151,8 @@ fn requests_cut_at_any_token_by_hand() {
 #[test]
 fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
     let one = |output| workload(&[ask(0.0, 20, output, &[1, 2])]);
-    let play = |max_stall_seconds, w: &Workload| {
-        let mut config = config(2);
+    let play = |max_stall_seconds, output_known, w: &Workload| {
+        let mut config = ClusterConfig { output_known, ..config(2) };
         config.transfer = Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() };
         config.split = apart(max_stall_seconds);
         // It begins on the instance whose steps supposedly take ten times as long.
@@ -162,7 +165,7 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
         (10.0, 21, 1.2, 2.1 + 1.121 + 1.122 + 1.123),
         (0.0, 20, 2.1 + 1.12, 2.1 + 1.12 + 1.121 + 1.122 + 1.123),
     ] {
-        let out = play(most, &one(4));
+        let out = play(most, true, &one(4));
         let r = &out.records;
         assert_eq!((r.instance[0], r.decode_instance[0], r.cut_tokens[0]), (0, 1, cut));
         close(&r.handoff_seconds, &[1.2]);
@@ -175,10 +178,34 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
         assert_eq!(out.routers[0].totals().output_tokens, 4);
     }
     // Its only token is the prefill's: no segment follows, despite the expected length.
-    let out = play(10.0, &one(1));
-    close(&out.records.finished_seconds, &[1.2]);
-    assert!(out.records.handoff_seconds[0].is_nan());
+    let out = play(10.0, false, &one(1));
+    let r = &out.records;
+    close(&r.finished_seconds, &[1.2]);
+    assert_eq!((out.routers[0].totals().split, r.cut_tokens[0], r.decode_instance[0]), (1, -1, -1));
+    assert!(r.handoff_seconds[0].is_nan());
     assert_eq!(out.routers[0].totals().output_tokens, 1);
+}
+
+#[test]
+fn an_answer_that_ends_before_its_cut_is_not_split() {
+    // From the second on, the router expects 40 tokens; the last two have three.
+    let output = |n| if n < 4 { 40 } else { 3 };
+    let asks: Vec<Ask> = (0..6).map(|n| ask(100.0 * f64::from(n), 20, output(n), &[])).collect();
+    for silent_segments in [false, true] {
+        let mut config = ClusterConfig { silent_segments, output_known: false, ..config(2) };
+        config.split = REGISTRY.split("libra", &[("min_gain", -1.0), ("min_tokens", 1.0)]).unwrap();
+        config.router.step_time = Some(STEP);
+        let out = play(&workload(&asks), "round_robin", &config).unwrap();
+        let r = &out.records;
+        assert!(r.cut_tokens[1..4].iter().all(|cut| *cut > 23), "{:?}", r.cut_tokens);
+        assert_eq!((out.routers[0].totals().split, r.cut_tokens[4..] == [-1; 2]), (5, true));
+        assert_eq!(r.decode_instance[4..], [-1; 2]);
+        assert!(r.handoff_seconds[4..].iter().all(|at| at.is_nan()));
+        // A silent segment sends all tokens at its end. No token of theirs is made again.
+        let first = if silent_segments { &r.finished_seconds[4..] } else { &[401.2, 501.2] };
+        close(&r.first_token_seconds[4..], first);
+        assert_eq!(r.slow_tokens[4..], if silent_segments { [0; 2] } else { [2; 2] });
+    }
 }
 
 #[test]
@@ -204,8 +231,28 @@ fn a_prompt_prefilled_elsewhere_by_hand() {
         // Three steps of a decode with 20, 21 and 22 tokens of context.
         close(&r.first_token_seconds, &[there + 1.12]);
         close(&r.finished_seconds, &[there + 1.12 + 1.121 + 1.122]);
-        assert_eq!(out.steps, 4);
+        assert_eq!((out.steps, r.computed_tokens[0]), (4, 20));
     }
+}
+
+#[test]
+fn the_load_of_targets_is_compared_without_roles() {
+    // Both parts of each request take turns over three instances, blind to their load.
+    let asks: Vec<Ask> =
+        (0..9).map(|n| ask(2.0 * f64::from(n), 20, 5 + 20 * i64::from(n % 2), &[])).collect();
+    let mut config = config(3);
+    config.split = REGISTRY.split("force", &[("fraction", 0.3)]).unwrap();
+    let r = play(&workload(&asks), "round_robin", &config).unwrap().records;
+    assert!(r.handoff_least_loaded.contains(&0), "{:?}", r.handoff_least_loaded);
+}
+
+#[test]
+fn times_in_another_unit_are_named() {
+    let message = |asks: &[Ask]| play(&workload(asks), "round_robin", &config(1)).err().unwrap().to_string();
+    let error = message(&[ask(0.0, 20, 1, &[]), ask(1.7e9, 20, 1, &[])]);
+    assert!(error.contains("arrival of request 1") && error.contains("up to 10000000 s"), "{error}");
+    let late = Ask { previous: 0, think: 1.1e7, ..ask(0.0, 20, 1, &[]) };
+    assert!(message(&[ask(0.0, 20, 1, &[]), late]).contains("think time of request 1"));
 }
 
 #[test]
@@ -522,6 +569,16 @@ proptest! {
                 continue;
             }
             prop_assert!((sum - expected).abs() < 1e-6 * expected || preempted && sum > expected - 1e-6, "{sum} {expected}");
+        }
+        // Clients receive each token once, and each prompt token is computed once.
+        if !config.silent_segments {
+            let gaps: i64 = asks.iter().map(|ask| ask.output.max(1) - 1).sum();
+            prop_assert_eq!(out.gaps.counts().iter().sum::<u64>(), gaps as u64);
+        }
+        if config.split.planner().is_none() && !preempted {
+            for (i, ask) in asks.iter().enumerate() {
+                prop_assert_eq!(r.computed_tokens[i], ask.input - r.hit_tokens[i] - r.fetched_tokens[i]);
+            }
         }
         // The router's in-flight ledger is empty, and all requests ended successfully.
         let router = &mut out.routers[0];

@@ -21,6 +21,9 @@ impl Cluster<'_> {
     /// Runs a round of admission in each router, places the admitted requests and ends the refused
     /// ones.
     pub(super) fn admit_held(&mut self) -> Result<(), CoreError> {
+        if !self.churn.any_present() {
+            return Ok(());
+        }
         self.routers.catch_up_all(&self.engines, self.now)?;
         let (mut ready, mut refused) = (Vec::new(), Vec::new());
         for (number, observer) in self.routers.each().enumerate() {

@@ -1,5 +1,9 @@
 //! Fleet changes: instances join and leave while requests arrive.
 //!
+//! The changes of an instance take effect in order: a join waits until the instance is gone, and
+//! later changes of the instance wait for this join. Requests that arrive while no instance takes
+//! any wait for the next join.
+//!
 //! A cold change takes effect at once: a newcomer with an empty cache takes requests, and an
 //! instance that leaves takes none and ends its own. With [`RouterConfig::warm`], a newcomer first
 //! fetches prefixes. An instance that leaves first sends prefixes to its successors, and then its
@@ -43,7 +47,7 @@ pub struct ChangeRecord {
     pub fetches: u64,
     /// Tokens that arrived.
     pub fetched_tokens: u64,
-    /// Running requests that it was asked to move.
+    /// Running requests whose move began.
     pub moves: u64,
 }
 
@@ -82,6 +86,10 @@ pub(super) struct Churn {
     /// Engines of instances that have left.
     pub retired: Vec<Engine>,
     changes: Vec<Change>,
+    /// Whether each change has taken effect.
+    begun: Vec<bool>,
+    /// Requests that arrived while no instance took any.
+    pub held: Vec<u32>,
     /// By the number in the ids of engine requests; `None`: ended.
     fetches: Vec<Option<Fetching>>,
 }
@@ -152,8 +160,28 @@ impl Churn {
             records: changes.iter().map(record).collect(),
             retired: Vec::new(),
             changes: Vec::new(),
+            begun: vec![false; changes.len()],
+            held: Vec::new(),
             fetches: Vec::new(),
         })
+    }
+
+    /// Whether some instance takes requests.
+    pub fn any_present(&self) -> bool {
+        self.presence.contains(&Presence::Present)
+    }
+
+    /// Whether a change waits for an earlier change of its instance.
+    fn waits(&self, number: usize) -> bool {
+        let instance = self.records[number].change.instance;
+        (0..number).any(|i| !self.begun[i] && self.records[i].change.instance == instance)
+    }
+
+    /// Returns the next change of the same instance, if its time has passed.
+    fn late(&self, number: usize, now: Seconds) -> Option<usize> {
+        let instance = self.records[number].change.instance;
+        let next = (number + 1..self.records.len()).find(|i| self.records[*i].change.instance == instance);
+        next.filter(|next| self.records[*next].change.at_seconds < now)
     }
 
     /// Whether a fetch still needs an instance.
@@ -186,11 +214,18 @@ impl Cluster<'_> {
         let FleetChange { instance, joins, .. } = self.churn.records[number].change;
         let id = InstanceId(instance);
         let (now, warm) = (self.now, self.config.router.warm.is_some());
+        if self.churn.waits(number) {
+            return Ok(()); // the earlier change begins it
+        }
         self.routers.catch_up_all(&self.engines, now)?;
         if joins && self.churn.presence[instance as usize] != Presence::Absent {
             // The old engine has not left yet.
             self.at(now + LOOK_SECONDS, Event::FleetChange { number: number as u32 });
             return Ok(());
+        }
+        self.churn.begun[number] = true;
+        if let Some(next) = self.churn.late(number, now) {
+            self.at(now, Event::FleetChange { number: next as u32 });
         }
         let mut plan = None; // of the first router
         for observer in self.routers.each() {
@@ -215,14 +250,27 @@ impl Cluster<'_> {
             // Fetches of earlier changes from or to it.
             self.churn.changes.iter_mut().for_each(|change| change.warming.forget(id));
             self.at(now, Event::Leaves { instance });
-        } else if !warm {
-            self.churn.records[number].done_seconds = now;
+        } else {
+            for request in std::mem::take(&mut self.churn.held) {
+                self.at(now, Event::Arrival { request });
+            }
+            if !warm {
+                self.churn.records[number].done_seconds = now;
+            }
         }
         if let Some(warming) = plan {
             self.churn.changes.push(Change { number, warming });
             self.continue_change(number)?;
         }
         Ok(())
+    }
+
+    /// Whether a change that is still to come may let an instance take requests.
+    pub(super) fn join_to_come(&self) -> bool {
+        self.churn.records.iter().zip(&self.churn.begun).any(|(record, begun)| {
+            let FleetChange { instance, joins, .. } = record.change;
+            !begun && joins && !self.engines[instance as usize].stalled()
+        })
     }
 
     /// Begins the fetches of a change that may begin now, and ends the change after the last one.
@@ -363,8 +411,8 @@ impl Cluster<'_> {
             }
             for (request, to) in moves {
                 let Some(request) = request else { continue };
-                self.churn.records[number].moves += 1;
-                self.begin_move(request as usize, to)?;
+                let began = self.begin_move(request as usize, to)?;
+                self.churn.records[number].moves += u64::from(began);
             }
         }
         let placed: usize = self.routers.each().map(|observer| observer.router.in_flight_on(id)).sum();

@@ -141,7 +141,7 @@ impl Cluster<'_> {
         if self.parts[request].from == 0 {
             // No engine ran this prefill, which waited for no other request.
             let tokens = self.workload.shape.input_tokens[request];
-            let chunk = Prefilled { id: request as u64, tokens, done: true };
+            let chunk = Prefilled { id: request as u64, tokens, done: true, decodes: false };
             self.routers.of(chunk.id).prefilled(&chunk, false, self.now)?;
             self.next_segment(request, self.now)?;
         }
@@ -173,15 +173,16 @@ impl Cluster<'_> {
         self.submit(request, self.parts[request].instance as usize)
     }
 
-    /// Whether no other decode instance holds fewer context tokens of running requests than this
-    /// instance now. (SIBYL, Table 1: the optimal assignment ratio is the share of such transfers.)
+    /// Whether no other instance that may decode holds fewer context tokens of running requests
+    /// than this instance now. (SIBYL, Table 1: the optimal assignment ratio is the share of such
+    /// transfers.)
     fn least_loaded(&self, instance: usize) -> bool {
         let tokens = |i: usize| {
             let engine = &self.engines[i];
             engine.load_after(engine.progress(self.now).1).context_tokens
         };
         let own = tokens(instance);
-        let decodes = |i: &usize| self.config.roles.get(*i) == Some(&Role::Decode);
+        let decodes = |i: &usize| self.config.roles.get(*i) != Some(&Role::Prefill);
         (0..self.engines.len()).filter(decodes).all(|i| own <= tokens(i))
     }
 

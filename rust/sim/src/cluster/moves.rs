@@ -10,6 +10,7 @@ use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::{InstanceId, Seconds};
 use lmetric_core::router::Carry;
+use std::cmp::Reverse;
 
 /// Seconds between two comparisons of step times.
 const COMPARED_SECONDS: Seconds = 1.0;
@@ -53,27 +54,31 @@ impl Cluster<'_> {
             self.variances.0 += (squares / n - mean * mean).max(0.0);
             self.variances.1 += 1.0;
         }
-        self.at(self.now + COMPARED_SECONDS, Event::Compare);
+        // Without a decode, nothing changes until the next event.
+        let next = self.events.peek().map(|Reverse((time, _))| f64::from_bits(*time));
+        let idle = running == 0 && self.ready.is_empty();
+        let rounds = next.filter(|_| idle).map_or(1.0, |at| ((at - self.now) / COMPARED_SECONDS).ceil());
+        self.at(self.now + rounds.max(1.0) * COMPARED_SECONDS, Event::Compare);
     }
 
-    /// Begins to move a running request to `target`.
+    /// Begins to move a running request to `target`. Returns false if the move may not begin now.
     ///
     /// # Errors
     /// The errors of [`lmetric_core::router::Router::begin_move`].
-    pub(super) fn begin_move(&mut self, request: usize, target: InstanceId) -> Result<(), CoreError> {
+    pub(super) fn begin_move(&mut self, request: usize, target: InstanceId) -> Result<bool, CoreError> {
         let by = self.config.move_by;
         if let MoveBy::Recompute(bounds) = by
             && !self.warm(request, target, bounds)?
         {
-            return Ok(());
+            return Ok(false);
         }
         // Tokens that a target computes ahead are there when the request arrives, as if their KV
         // had been sent.
         self.routers.of(request as u64).begin_move(request as u64, target, Carry::Kv, self.now)?;
-        match by {
-            MoveBy::Kv => self.ask_to_leave(request, self.parts[request].instance as usize),
-            MoveBy::Recompute(_) => Ok(()),
+        if by == MoveBy::Kv {
+            self.ask_to_leave(request, self.parts[request].instance as usize)?;
         }
+        Ok(true)
     }
 
     /// Makes a running request leave its instance at the end of the current step there.
@@ -85,7 +90,10 @@ impl Cluster<'_> {
                     self.expect(source, end);
                 }
             }
-            State::Idle | State::Seen => self.let_go(source, self.now)?,
+            // A step that was seen before its end still runs until then.
+            State::Idle | State::Seen => {
+                self.let_go(source, self.instances[source].busy_until.max(self.now))?;
+            }
         }
         Ok(())
     }

@@ -3,7 +3,7 @@ use super::churn::Churn;
 use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
-use crate::gaps::{TokenGaps, TokenSlo};
+use crate::gaps::{GapHistogram, TokenGaps, TokenSlo};
 use crate::record::{Records, Timeline};
 use crate::routers::{Policies, Routers};
 use crate::transfer::Links;
@@ -11,10 +11,13 @@ use crate::workload::{Waiting, Workload};
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::InstanceId;
+use lmetric_core::ids::{InstanceId, Seconds};
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::collections::BinaryHeap;
+
+/// Largest number of buckets of the timeline: each costs memory on each instance.
+const MAX_BUCKETS: f64 = 1e6;
 
 impl<'a> Cluster<'a> {
     pub(super) fn new(
@@ -65,6 +68,7 @@ impl<'a> Cluster<'a> {
         if !(config.timeline_seconds >= 1e-3 && config.timeline_seconds <= 1e9) {
             return bad("timeline_seconds", config.timeline_seconds, "0.001 to 1e9 seconds");
         }
+        check_times(workload, config.timeline_seconds)?;
         let exact = config.router.index_feed == IndexFeed::Exact;
         let router = RouterConfig {
             drain: !config.signals.progress,
@@ -131,6 +135,7 @@ impl<'a> Cluster<'a> {
             last_tokens: vec![f64::NAN; workload.len()],
             variances: (0.0, 0.0),
             seams: TokenGaps::new(config.token_slo),
+            again: GapHistogram::default(),
             guard_alarms: 0,
             guard_filters: 0,
             stalled: 0,
@@ -195,6 +200,23 @@ impl<'a> Cluster<'a> {
             self.at(0.0, Event::Tick);
         }
     }
+}
+
+/// Refuses times beyond [`MAX_BUCKETS`] buckets of the timeline: they are in another unit, or count
+/// from another moment.
+fn check_times(workload: &Workload, bucket_seconds: Seconds) -> Result<(), CoreError> {
+    let most = MAX_BUCKETS * bucket_seconds;
+    for request in 0..workload.len() {
+        for (what, seconds) in
+            [("arrival", workload.arrival_seconds[request]), ("think time", workload.think_seconds(request))]
+        {
+            if seconds > most {
+                let expected = format!("up to {most} s: {MAX_BUCKETS} buckets of timeline_seconds");
+                return bad(&format!("{what} of request {request}"), format!("{seconds} s"), expected);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Makes the engine of an instance.

@@ -188,6 +188,59 @@ fn shape_outputs(workload: &Workload) -> u64 {
     workload.shape.output_tokens.iter().map(|tokens| u64::from(*tokens)).sum()
 }
 
+/// Requests of 20 prompt tokens and `output` output tokens.
+fn plain(arrival_seconds: &[f64], output: i64) -> Workload {
+    let n = arrival_seconds.len();
+    let trace = Trace {
+        arrival_seconds,
+        input_tokens: &vec![20; n],
+        output_tokens: &vec![output; n],
+        hash_offsets: &vec![0; n + 1],
+        block_tokens: 16,
+        ..Trace::default()
+    };
+    Workload::new(&trace, 16).unwrap()
+}
+
+#[test]
+fn a_request_leaves_when_the_step_that_was_seen_early_ends() {
+    let (workload, config) = (plain(&[0.0], 9), config(2, 24, true));
+    let policies = vec![REGISTRY.policy("round_robin", &[]).unwrap().into()];
+    let mut cluster = Cluster::new(&workload, policies, &config).unwrap();
+    while cluster.instances[0].state != State::Seen {
+        assert!(cluster.step().unwrap());
+    }
+    assert!(cluster.begin_move(0, lmetric_core::InstanceId(1)).unwrap());
+    let ends = cluster.instances[0].busy_until;
+    assert!(cluster.now < ends);
+    assert_eq!((cluster.records.moves[0], cluster.last_tokens[0]), (1, ends));
+    while cluster.step().unwrap() {}
+    // The next token is made on the target, after the step.
+    assert!(cluster.records.decode_start_seconds[0] >= ends);
+    assert_eq!(cluster.records.decode_instance[0], 1);
+}
+
+#[test]
+fn no_event_is_spent_on_hours_without_work() {
+    let config = config(2, 24, false);
+    let play = |arrivals: &[f64]| {
+        let workload = plain(arrivals, 9);
+        let policies = vec![REGISTRY.policy("round_robin", &[]).unwrap().into()];
+        let mut cluster = Cluster::new(&workload, policies, &config).unwrap();
+        let mut events = 0;
+        while cluster.step().unwrap() {
+            events += 1;
+        }
+        (events, cluster.variances)
+    };
+    let (few, once) = play(&[0.5]);
+    let (events, twice) = play(&[0.5, 1e6 + 0.5]);
+    assert!(events < 3 * few, "{events} instead of {few}");
+    assert!(once.1 >= 9.0, "a comparison each second in which the request decodes");
+    assert_eq!(twice.1, 2.0 * once.1);
+    assert!((twice.0 - 2.0 * once.0).abs() < 1e-9 * once.0);
+}
+
 proptest! {
     #[test]
     fn exact_signals_are_exact(
@@ -258,6 +311,9 @@ proptest! {
             told.iter_mut().zip(all).for_each(|(sum, each)| *sum += each);
         }
         prop_assert_eq!(told, [shape_outputs(&workload), moved, fetches, 0]);
+        let handed = records.handoff_seconds.iter().filter(|at| at.is_finite()).count();
+        let split = records.cut_tokens.iter().filter(|cut| **cut >= 0).count();
+        prop_assert_eq!(split, if decodes > 0 { 0 } else { handed });
         prop_assert_eq!(cluster.fetches.len(), 0);
     }
 }

@@ -6,8 +6,8 @@
 //! token in the step, and its KV stays. The profile's sequences bound the batch only; requests are
 //! taken off the queue as long as memory lasts.
 use super::{Admission, Engine};
+use crate::gaps::GapHistogram;
 use crate::sequence::State;
-use lmetric_core::ids::Seconds;
 use std::cmp::Reverse;
 
 impl Engine {
@@ -107,9 +107,9 @@ impl Engine {
         }
     }
 
-    /// Counts the gaps of requests that the step of `seconds` resumed: they waited longer than the
-    /// step for their token. Such requests are in steps of their own.
-    pub(super) fn count_pauses(&mut self, seconds: Seconds) {
+    /// Counts the gaps of requests that the step resumed: they waited longer than the step for
+    /// their token. Such requests are in steps of their own.
+    pub(super) fn count_pauses(&mut self) {
         for slot in std::mem::take(&mut self.resumed) {
             let sequence = &mut self.sequences[slot];
             if sequence.state != State::Decode {
@@ -117,7 +117,9 @@ impl Engine {
             }
             let Some(before) = sequence.last_token.take() else { continue };
             let makes = sequence.makes(self.tick - 1);
-            let gap = self.gaps.instead(seconds, self.events.end - before, makes);
+            let waited = self.events.end - before;
+            let gap = self.gaps.instead(waited, makes);
+            sequence.waited = Some((self.tick, GapHistogram::place(waited)));
             sequence.gaps = sequence.gaps.and(gap);
             sequence.slow_mark = self.gaps.mark(makes);
         }

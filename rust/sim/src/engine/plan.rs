@@ -64,7 +64,7 @@ impl Engine {
 
     /// Whether the rest of a chunk's prompt came from another engine: then it computes what a
     /// decode computes.
-    fn decodes(&self, chunk: &Chunk) -> bool {
+    pub(super) fn decodes(&self, chunk: &Chunk) -> bool {
         let sequence = &self.sequences[chunk.slot];
         sequence.fetched > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total
     }

@@ -1,7 +1,7 @@
 //! The end of a step: its results, and the engine's counts.
 use super::{Admission, Chunk, Engine, Step, prompt_blocks};
 use crate::events::{Prefilled, Token};
-use crate::gaps::{Gaps, Makes};
+use crate::gaps::{GapHistogram, Gaps, Makes};
 use crate::hash;
 use crate::sequence::State;
 use lmetric_core::kv::tier::Tier;
@@ -13,7 +13,7 @@ impl Engine {
         let made = self.decoding.len() as u64 * u64::from(steps);
         self.tick += u64::from(steps);
         self.gaps.steps(self.tick, self.decoding.len(), step.first, step.more, steps);
-        self.count_pauses(step.first);
+        self.count_pauses();
         self.context_tokens += made;
         self.counters.generation_tokens += made;
         if let Some(generator) = &self.generator {
@@ -69,14 +69,17 @@ impl Engine {
 
     pub(super) fn finish_prefills(&mut self) {
         for i in 0..self.chunks.len() {
-            let Chunk { slot, order, tokens, .. } = self.chunks[i];
-            let sequence = &mut self.sequences[slot];
+            let chunk = self.chunks[i];
+            let Chunk { slot, order, tokens, .. } = chunk;
+            let sequence = &self.sequences[slot];
             if (sequence.state, sequence.order) != (State::Prefill, order) {
                 continue; // aborted while the step ran
             }
+            let decodes = self.decodes(&chunk);
+            let sequence = &mut self.sequences[slot];
             sequence.computed += tokens;
             let done = sequence.computed == sequence.total;
-            self.events.prefilled.push(Prefilled { id: sequence.id, tokens, done });
+            self.events.prefilled.push(Prefilled { id: sequence.id, tokens, done, decodes });
             if done {
                 self.finish_prefill(slot);
             }
@@ -108,8 +111,11 @@ impl Engine {
         }
         self.enter_decodes(slot);
         if let Some(before) = self.sequences[slot].last_token.take() {
-            let gap = self.gaps.single(self.events.end - before, made);
-            self.sequences[slot].gaps = self.sequences[slot].gaps.and(gap);
+            let waited = self.events.end - before;
+            let gap = self.gaps.single(waited, made);
+            let sequence = &mut self.sequences[slot];
+            sequence.gaps = sequence.gaps.and(gap);
+            sequence.waited = Some((self.tick, GapHistogram::place(waited)));
         }
         if left == 0 {
             self.finish(slot);
@@ -167,6 +173,8 @@ impl Engine {
         let sequence = &self.sequences[slot];
         self.learned.ended(self.events.end - sequence.arrival, sequence.output_tokens);
         self.events.gaps.push(self.gaps_of(slot));
+        let waited = self.sequences[slot].waited.filter(|(tick, _)| *tick == self.tick);
+        self.events.last_bins.push(waited.map_or(self.gaps.latest(), |(_, bin)| bin));
         self.name_blocks(slot, self.sequences[slot].total_at(self.tick) - 1);
         self.unplace(slot);
         self.forget(slot);
@@ -281,6 +289,7 @@ impl Engine {
         events.tokens.clear();
         events.finished.clear();
         events.gaps.clear();
+        events.last_bins.clear();
         (events.steps, events.start, events.last_start, events.end) = (0, 0.0, 0.0, 0.0);
     }
 }
