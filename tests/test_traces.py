@@ -404,6 +404,24 @@ def test_what_is_written_is_read_again(
     assert path.read_bytes() == first
 
 
+@pytest.mark.parametrize("arrivals", [[0.0] * 6, [0.0, 3.0, 3.0, 6.0], [0.0, 3.0, 6.0], [0.0, 1.5, 1.5]])
+def test_equal_arrivals_are_read_again(tmp_path: Path, arrivals: list[float]) -> None:
+    trace = conversations(arrivals, [-1] * len(arrivals))
+    path = tmp_path / "t.jsonl"
+    write_trace(trace, path)
+    assert load_trace(path).arrival_seconds.tolist() == arrivals
+    # Only if the arrivals look rounded, the file marks them as exact.
+    marked = arrivals in ([0.0] * 6, [0.0, 3.0, 3.0, 6.0])
+    assert all(json.loads(line).get("exact") == (True if marked else None) for line in path.open())
+    assert load_trace(path, bucket_seconds=3).arrival_seconds.tolist() != [0.0] * 6
+
+
+def test_a_mark_of_exact_arrivals_is_checked(tmp_path: Path) -> None:
+    wrong = json.dumps(json.loads(line(0)) | {"exact": 1})
+    with pytest.raises(TraceError, match="exact must be true or false, got 1"):
+        load_trace(write(tmp_path / "t.jsonl", wrong))
+
+
 def test_a_plain_trace_is_written_with_mooncakes_four_keys(tmp_path: Path) -> None:
     source = line(17, 513, 7, [4, 9])
     write_trace(load_trace(write(tmp_path / "t.jsonl", source)), tmp_path / "u.jsonl")

@@ -34,6 +34,7 @@ class Row(NamedTuple):
     gap_known: bool = False
     from_start: bool = False  # arrival_seconds counts from the start of its session
     line: int | None = None  # its line in the file; None: the line in hand
+    exact: bool = False  # no arrival of the file is rounded
 
 
 class Parser:

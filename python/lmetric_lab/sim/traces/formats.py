@@ -10,7 +10,8 @@ equal prefix up to there::
 conversations ``session_id``, ``previous`` and ``delay``. ``previous`` is the number (from 0) of the
 line to wait for, and ``delay`` is the time in ms from its end. For agents, ``joins`` has the
 numbers of further lines to wait for, ``program`` the number of the program, and ``finish`` the
-reason why the answer ends (``stop`` or ``tool_calls``).
+reason why the answer ends (``stop`` or ``tool_calls``). ``exact`` is true if arrivals lie on the
+grid of Mooncake's timestamps but are not rounded.
 
 Qwen-Bailian (ATC '25): one JSON object per line. ``timestamp`` is in seconds, blocks have 16
 tokens, and turns of a conversation are linked (-1 ends the chain)::
@@ -92,6 +93,10 @@ class _Mooncake(Parser):
                 f"session_id must be a whole number, got {name!r}; for AIPerf set the format aiperf"
             )
         session = whole(row, "session_id", 0) if "session_id" in row else None
+        if "exact" in row:
+            if type(row["exact"]) is not bool:
+                raise ValueError(f"exact must be true or false, got {row['exact']!r}")
+            request = request._replace(exact=row["exact"])
         if "think_length" in row:
             thoughts = whole(row, "think_length", 0)
             if thoughts > request.output_tokens:

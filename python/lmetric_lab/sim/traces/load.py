@@ -63,7 +63,8 @@ def load_trace(
         on_bad_line: ``"stop"``: an invalid line raises; ``"skip"``: it is skipped and kept in
             `Trace.bad_lines`.
         bucket_seconds: grid of rounded arrivals. The requests of a bucket are spread evenly over
-            it. 0: keep the arrivals. None: the format's grid, if the timestamps are on it.
+            it. 0: keep the arrivals. None: the format's grid, if the timestamps are on it and the
+            file does not mark them as exact.
         block_tokens: prompt tokens per hash ID; None: from the file or format.
         closed_loop: True: a turn waits for the previous answer of its conversation. It arrives at
             its recorded time, or at the end of that answer if that is later. Files record gaps
@@ -108,9 +109,8 @@ def load_trace(
     rows.read(shape, block_tokens or own_block_tokens or shape.block_tokens)
     trace = rows.trace(closed_loop, session_rate)
     if bucket_seconds is None:
-        bucket_seconds = (
-            shape.bucket_seconds if _lies_on(trace.arrival_seconds, shape.bucket_seconds) else 0.0
-        )
+        coarse = not rows.exact and _lies_on(trace.arrival_seconds, shape.bucket_seconds)
+        bucket_seconds = shape.bucket_seconds if coarse else 0.0
     trace = _spread(trace, bucket_seconds)
     return chained_by_prefix(trace) if closed_loop and trace.previous is None else trace
 
@@ -167,6 +167,7 @@ class _Rows:
     lines: list[int] = field(default_factory=list)
     parents: list[Hashable] = field(default_factory=list)
     by_key: dict[Hashable, int] = field(default_factory=dict)
+    exact: bool = False  # some line marks its arrival as exact
     chained: bool = False  # some line names a chat or a parent
     waits: bool = False  # some line waits for another
     first_line_has_ids: tuple[int, bool] | None = None
@@ -216,6 +217,7 @@ class _Rows:
         self.by_key[key] = len(self.lines)
         self.chained |= row.key is not None or row.parent is not None or bool(row.joins)
         self.waits |= row.waits
+        self.exact |= row.exact
         self.lines.append(number)
         self.parents.append(row.parent)
         self.arrivals.append(row.arrival_seconds)
@@ -426,12 +428,22 @@ def _lies_on(arrivals: NDArray[np.float64], bucket: float) -> bool:
     return bool(np.mean(distance <= _BUCKET_SLACK_SECONDS) >= _BUCKETED_SHARE)
 
 
+def looks_coarse(arrivals: NDArray[np.float64], bucket: float) -> bool:
+    """Whether `load_trace` would take these exact arrivals for rounded ones, and move some."""
+    moved = np.abs(_evenly(arrivals, bucket) - arrivals) > 1e-6
+    return bool(moved.any()) and _lies_on(arrivals, bucket)
+
+
 def _spread(trace: Trace, bucket: float) -> Trace:
-    """Move request j of a bucket's n requests to j / n of it, to remove bursts caused by
-    rounding."""
+    """Spread the requests of each bucket, to remove bursts caused by rounding."""
     if bucket <= 0:
         return trace
-    number = np.round(trace.arrival_seconds / bucket)
+    return replace(trace, arrival_seconds=_evenly(trace.arrival_seconds, bucket))
+
+
+def _evenly(arrivals: NDArray[np.float64], bucket: float) -> NDArray[np.float64]:
+    """Move request j of a bucket's n requests to j / n of it."""
+    number = np.round(arrivals / bucket)
     _, first, counts = np.unique(number, return_index=True, return_counts=True)
-    position = np.arange(len(trace)) - np.repeat(first, counts)
-    return replace(trace, arrival_seconds=(number + position / np.repeat(counts, counts)) * bucket)
+    position = np.arange(len(arrivals)) - np.repeat(first, counts)
+    return (number + position / np.repeat(counts, counts)) * bucket

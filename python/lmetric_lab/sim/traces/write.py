@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from lmetric_lab.packed import packed
 from lmetric_lab.sim.traces.formats import FORMATS
+from lmetric_lab.sim.traces.load import looks_coarse
 from lmetric_lab.sim.traces.trace import FINISH, Trace
 
 
@@ -18,8 +20,8 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
     `load_trace` reads the same columns again, with arrivals and think times to the microsecond.
     Every line has the four keys of Mooncake's format. Additional keys (module `formats`) appear
-    only for conversations, or if blocks do not have 512 tokens. Equal traces give identical files.
-    Raises `OSError`.
+    only for conversations, if blocks do not have 512 tokens, or if arrivals lie on Mooncake's grid.
+    Equal traces give identical files. Raises `OSError`.
     """
     path = Path(path)
     text = b"".join(_lines(trace))
@@ -27,7 +29,9 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 def _lines(trace: Trace) -> list[bytes]:
-    usual = FORMATS["mooncake"].block_tokens
+    shape = FORMATS["mooncake"]
+    stamps = [_milliseconds(arrival) for arrival in trace.arrival_seconds.tolist()]
+    exact = looks_coarse(np.array(stamps) * 1e-3, shape.bucket_seconds)
     offsets = trace.hash_offsets.tolist()
     ids = trace.hash_ids.tolist()
     previous = None if trace.previous is None else trace.previous.tolist()
@@ -35,21 +39,18 @@ def _lines(trace: Trace) -> list[bytes]:
     for request, awaited_request in [] if trace.joins is None else trace.joins.tolist():
         joins.setdefault(request, []).append(awaited_request)
     lines = []
-    for index, (arrival, prompt, answer) in enumerate(
-        zip(
-            trace.arrival_seconds.tolist(),
-            trace.input_tokens.tolist(),
-            trace.output_tokens.tolist(),
-            strict=True,
-        )
+    for index, (stamp, prompt, answer) in enumerate(
+        zip(stamps, trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
     ):
         row: dict[str, Any] = {
-            "timestamp": _milliseconds(arrival),
+            "timestamp": stamp,
             "input_length": prompt,
             "output_length": answer,
             "hash_ids": ids[offsets[index] : offsets[index + 1]],
         }
-        if trace.block_tokens != usual:
+        if exact:
+            row["exact"] = True
+        if trace.block_tokens != shape.block_tokens:
             row["block_tokens"] = trace.block_tokens
         if trace.sessions is not None and trace.sessions[index] >= 0:
             row["session_id"] = int(trace.sessions[index])
