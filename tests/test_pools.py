@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lmetric.config import ConfigError
 from lmetric.profiles import Profile, ProfileError, fleet_profiles, load_profile
 from lmetric_lab.sim.backends import Threads
 from lmetric_lab.sim.pools import Roles, Transfer
+from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice, keep, play
 from lmetric_lab.sim.store import Store, write_csv
 from lmetric_lab.sim.study import run_study, summary
 from lmetric_lab.sim.study_file import load_study
@@ -105,6 +107,12 @@ def test_a_request_over_two_pools_by_hand() -> None:
     assert run.finished_seconds == pytest.approx([5.0])
     assert run.decode_tpot_seconds == pytest.approx([1.1])
     assert run.optimal_assignment_ratio == 1
+    # The whole answer of a request cut in its prompt, but not of a request cut behind it, or moved.
+    assert replace(run, cut_tokens=np.array([20])).decode_tpot_seconds == pytest.approx([1.1])
+    for column in ("cut_tokens", "answer_cut_tokens", "moves"):
+        other: dict[str, Any] = {column: np.array([21])}
+        part = replace(run, **other)
+        assert np.isnan(part.decode_tpot_seconds).all(), column
 
 
 def test_instances_that_decode_may_have_another_profile() -> None:
@@ -173,6 +181,26 @@ def test_an_engine_past_its_curve_is_told_of() -> None:
     )
     assert run.stalled == 2
     assert np.isnan(run.finished_seconds).all()
+    # The last request is the next turn of the first, so it never arrives. The others have figures.
+    number = np.arange(len(trace))
+    previous = np.where(number == len(trace) - 1, 0, -1)
+    turns = replace(
+        trace, sessions=np.where(previous == 0, 0, number), previous=previous,
+        think_seconds=np.zeros(len(trace)),
+    )  # fmt: skip
+    setup = Setup(
+        trace=TraceChoice(path="", label="some"), policy=PolicyChoice(policy="lmetric"), instances=3,
+        profile="sibyl-eq15-as-printed", roles="1P2D",
+        settings={"prefill": "unlimited", "transfer": "none"},
+    )  # fmt: skip
+    stuck = play(setup, turns)
+    assert np.isnan(stuck.arrival_seconds).tolist() == [False] * (len(trace) - 1) + [True]
+    kept = keep(setup, stuck)
+    assert (kept.figures.requests, kept.figures.failed) == (len(trace), len(trace))
+    assert kept.unevenness is not None
+    assert kept.arrivals_per_second == pytest.approx(
+        (len(trace) - 2) / (trace.arrival_seconds[-2] - trace.arrival_seconds[0])
+    )
     held = lm.simulate(trace, roles="1P2D", profile="sibyl-eq15-held", prefill="unlimited", transfer=None)
     assert held.stalled == 0
     assert np.isfinite(held.finished_seconds).all()

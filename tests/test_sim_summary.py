@@ -92,6 +92,20 @@ def test_what_never_finished_is_counted_as_failed() -> None:
     assert figures.goodput.share == 0.75
 
 
+def test_requests_behind_a_stalled_engine_never_arrive() -> None:
+    run = run_of()
+    run.arrival_seconds[3] = run.finished_seconds[3] = np.nan
+    figures = summary.figures(run, Slo())
+    assert (figures.requests, figures.failed) == (4, 1)
+    # Work until the last known arrival, at 2 s: 100 tokens on each instance, then 0 and 200.
+    assert figures.imbalance == summary.imbalance(np.array([[100.0], [300.0]]))
+    assert summary.arrival_span(run.arrival_seconds) == (0.0, 2.0)
+    run.arrival_seconds[:] = run.finished_seconds[:] = np.nan
+    nothing = summary.figures(run, Slo())
+    assert (nothing.failed, nothing.requests_per_second) == (4, 0)
+    assert summary.arrival_span(run.arrival_seconds) == (0.0, 0.0)
+
+
 def test_nothing_measured_has_no_figures() -> None:
     figures = summary.figures(run_of(), Slo(), (0.0, 0.1))
     assert (figures.requests, figures.ttft_seconds, figures.hit_ratio) == (0, None, None)

@@ -21,7 +21,8 @@ class FleetChange:
     """An instance joins or leaves.
 
     `at_seconds`: time on the trace's clock. `instance`: its number, from 0. An instance that leaves
-    ends its requests, takes no new ones, and can join again with an empty cache.
+    ends its requests, takes no new ones, and can join again with an empty cache. A join waits until
+    the instance is gone; later changes of the instance wait for the join.
     """
 
     at_seconds: float
@@ -69,7 +70,7 @@ class ChangeResult:
     done_seconds: float
     fetches: int  # of prefixes, for this change
     fetched_tokens: int  # including tokens that the target held before
-    moves: int  # running requests that the change moved
+    moves: int  # running requests whose move the change began
 
 
 def listed(changes: str | Sequence[FleetChange | str]) -> list[FleetChange]:

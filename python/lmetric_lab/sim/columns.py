@@ -114,11 +114,13 @@ class Columns:
     @property
     def decode_tpot_seconds(self) -> NDArray[np.float64]:
         """Time per token from the start of decode on another instance to the last token; NaN
-        without a transfer.
+        without a transfer, or if another instance has made a part of the answer.
 
         All tokens count, because the decode instance also produces the first one.
         """
-        return np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
+        each = np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
+        cut = np.maximum(self.cut_tokens, self.answer_cut_tokens)
+        return np.where((self.moves > 0) | (cut > self.input_tokens), np.nan, each)
 
     def gap_seconds(self, quantile: float) -> float | None:
         """A quantile of the time between tokens (TBT), to 1%; None if no request has two tokens."""

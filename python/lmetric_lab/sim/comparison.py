@@ -18,6 +18,7 @@ from lmetric_lab.sim.ranking import Measured, rank
 from lmetric_lab.sim.result import Run
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.scenario import Scenario, check_names
+from lmetric_lab.sim.summary import arrival_span
 from lmetric_lab.sim.traces import Trace, load_trace
 from lmetric_lab.sim.workload import Workload, prepare
 
@@ -137,7 +138,7 @@ def compare(
 def _measured(run: Run) -> Measured:
     shown = run.summary()
     ttft, tpot = shown.ttft_seconds, shown.tpot_seconds
-    last = float(run.arrival_seconds.max(initial=0.0))
+    _, last = arrival_span(np.sort(run.arrival_seconds))
     return Measured(
         None if ttft is None else ttft.mean,
         None if tpot is None else tpot.mean,

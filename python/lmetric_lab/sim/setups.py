@@ -22,7 +22,7 @@ from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric_lab.defaults import DEFAULT_PROFILE
 from lmetric_lab.packed import SUFFIXES
 from lmetric_lab.public_traces import available
-from lmetric_lab.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
+from lmetric_lab.sim.summary import RunFigures, Slo, arrival_span, figures, measured, prefill_windows
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.result import Run
@@ -353,12 +353,13 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
     if not len(kept):
         first, end = setup.measure
         raise LmetricError(f"the share {first:g}:{end:g} of {len(arrivals)} requests leaves none to measure")
-    last = float(arrivals.max())
+    first, last = arrival_span(np.sort(arrivals))
+    arrived = int(np.count_nonzero(~np.isnan(arrivals)))
     return Result(
         key=key,
         setup=setup,
         figures=named(figures(run, setup.slo, setup.measure), setup),
-        arrivals_per_second=(len(arrivals) - 1) / max(last - float(arrivals.min()), 1e-9),
+        arrivals_per_second=max(arrived - 1, 0) / max(last - first, 1e-9),
         first_token_share=float(np.mean(run.first_token_seconds <= last)),
         guard_alarms=run.guard_alarms,
         curves=Curves(
@@ -386,8 +387,7 @@ def _quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
 def _unevenness(run: Run, kept: np.ndarray[Any, np.dtype[np.int64]]) -> Unevenness:
     from lmetric_lab.sim.summary import WINDOW_SECONDS
 
-    begin, end = float(run.arrival_seconds[kept[0]]), float(run.arrival_seconds[kept[-1]])
-    work = prefill_windows(run, begin, end)
+    work = prefill_windows(run, *arrival_span(run.arrival_seconds[kept]))
     order = np.argsort(-work.std(axis=1), kind="stable")
     first, second = work[order[0]], work[order[min(1, len(order) - 1)]]
     columns = (first, second, work.min(axis=0), work.mean(axis=0), work.max(axis=0))

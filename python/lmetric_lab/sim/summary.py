@@ -108,7 +108,7 @@ class RunFigures:
     policy: str
     seed: int
     requests: int  # measured
-    failed: int  # measured requests that never finish (their prompt does not fit an instance)
+    failed: int  # measured requests that never finish (refused, or on or behind a stalled engine)
     hit_ratio: float | None  # prompt tokens found cached / all; None: no prompt
     block_hit_ratio: float | None  # prompt blocks found cached / all
     goodput: Goodput
@@ -144,9 +144,18 @@ class RunFigures:
 
 def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
     """Indices of the requests between two shares, by arrival: ``(0.1, 0.9)`` drops a tenth at each
-    end."""
+    end. Requests that never arrive (NaN) are the last."""
     order = np.argsort(arrival_seconds, kind="stable")
     return order[round(share[0] * len(order)) : round(share[1] * len(order))]
+
+
+def arrival_span(arrival_seconds: Floats) -> tuple[float, float]:
+    """The first and the last arrival of requests in order of arrival; 0 and 0 without any.
+
+    Requests that wait for a request on a stalled engine never arrive (NaN) and do not count.
+    """
+    known = arrival_seconds[~np.isnan(arrival_seconds)]
+    return (float(known[0]), float(known[-1])) if len(known) else (0.0, 0.0)
 
 
 def figures(
@@ -162,11 +171,10 @@ def figures(
     """
     kept = measured(run.arrival_seconds, share)
     done = kept[~np.isnan(run.finished_seconds[kept])]
-    begin = float(run.arrival_seconds[kept[0]]) if len(kept) else 0.0
+    begin, last = arrival_span(run.arrival_seconds[kept])
     end = float(run.finished_seconds[done].max()) if len(done) else begin
     seconds = max(end - begin, 1e-9)
     ttft, tpot, output = run.ttft_seconds[done], run.tpot_seconds[done], run.output_tokens[done]
-    last = float(run.arrival_seconds[kept[-1]]) if len(kept) else 0.0
     slow, gaps = run.slow_tokens[done], int((output - 1).sum())
     return RunFigures(
         policy=run.policy,
