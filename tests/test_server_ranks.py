@@ -13,15 +13,18 @@ import pytest
 
 import lmetric as lm
 from lmetric.config import EngineConfig
+from lmetric.doctor import Level, Target, examine
 from lmetric.engines.adapter import Adapter, Capabilities, EventSource, Handover
 from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment
 from lmetric.engines.identify import UNKNOWN
 from lmetric.engines.sglang import LOADS, Sglang
 from lmetric.engines.vllm import Vllm
 from server_world import World, world
+from test_doctor_client import altered
 from test_server_kv import IDS, emulated, routed
 
 PROMPT = list(range(1, 161))
+EVENTS_OFF = {"kv_events_endpoint": None, "kv_events_replay_endpoint": None}
 APIS = pytest.mark.parametrize("api", ["vllm", "sglang"])
 
 
@@ -112,6 +115,34 @@ async def test_a_rank_that_there_is_not_gets_no_requests_and_says_why(model_know
             for _ in range(3):
                 status, headers, _ = await w.post({"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
                 assert (status, headers["x-lmetric-instance"][-4:]) == (200, "-dp0")
+
+
+def second_node(path: str, body: bytes) -> bytes | None:
+    """The pages of vLLM's second node, whose ranks are 4 and 5. Its header has 0 and 1."""
+    for rank in (0, 1):
+        body = body.replace(b'engine="%d"' % rank, b'engine="%d"' % (4 + rank))
+        if path == "/kv_event_sources":
+            body = body.replace(b'"%d":' % rank, b'"%d":' % (4 + rank))
+    return body
+
+
+@pytest.mark.parametrize("events", [True, False])
+async def test_the_second_node_of_a_vllm_deployment(events: bool) -> None:
+    given: dict[str, Any] = {} if events else EVENTS_OFF
+    async with emulated(ranks=2, **given) as engine, altered(engine.url, second_node) as url:
+        entries = [{"url": url, "data_parallel_rank": rank} for rank in (4, 5)]
+        async with routed(*entries, policy="round_robin", kv_events=IDS if events else "off") as w:
+            assert [(e.healthy, e.last_error) for e in w.server.fleet.engines()] == [(True, None)] * 2
+            for number in range(4):
+                status, _, answer = await w.post({"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
+                assert status == 200, answer
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == (0 if number < 2 else 144)
+        found = await examine([Target(EngineConfig(url=url, data_parallel_rank=rank)) for rank in (4, 5, 0)])
+        found += await examine([Target(EngineConfig(url=url))])  # it names each rank, or the first one
+        for each in (*found[:2], found[3]):
+            assert not each.wanting(Level.EXACT if events else Level.APPROXIMATE), each
+        assert found[2].verdicts["model"].seen == "data_parallel_rank: 0: the engine has the ranks 4, 5"
 
 
 @pytest.mark.parametrize("pushed", [False, True])

@@ -49,8 +49,8 @@ class EngineTarget:
     url: str
     """Base URL of the engine, ``http://host:port``."""
     data_parallel_rank: int | None = None
-    """Rank for the instance's requests (header ``X-data-parallel-rank``); None: the engine
-    picks."""
+    """Rank for the instance's requests (header ``X-data-parallel-rank``); None: the engine picks.
+    vLLM counts from the first rank of the server."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Additional header fields for this engine, such as ``authorization``."""
 

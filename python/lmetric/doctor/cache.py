@@ -57,9 +57,9 @@ async def check_cache(subject: Subject, ears: Ears) -> None:
     names_rank = can.data_parallel_rank is None and len(can.ranks) > 1
     wanting: dict[str, Verdict] = {}
     for rank in ranks if ear else ranks[:1]:
-        await _check_rank(
-            subject, ear, rank, {"x-data-parallel-rank": str(rank)} if names_rank else None, clocks
-        )
+        number = can.rank_header(rank) if can.event_sources else "0"
+        to = {"x-data-parallel-rank": number} if names_rank else None
+        await _check_rank(subject, ear, rank, to, clocks)
         for name in _CHECKS:
             verdict = subject.verdicts.get(name)
             if verdict and verdict.outcome is not Outcome.PASS:

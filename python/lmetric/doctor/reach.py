@@ -76,6 +76,8 @@ async def check_model(subject: Subject) -> None:
         subject.failed("model", str(error), key)
         return
     capabilities = subject.capabilities
+    if capabilities.data_parallel_rank is not None:
+        subject.client.set_rank(capabilities.rank_header(capabilities.data_parallel_rank))
     wanted, base = subject.target.model, capabilities.base()
     served = [model.name for model in capabilities.models]
     if wanted is not None and wanted not in served:

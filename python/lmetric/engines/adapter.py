@@ -218,6 +218,14 @@ class Capabilities:
             data_parallel_rank=rank,
         )
 
+    def rank_header(self, rank: int) -> str:
+        """The value of `X-data-parallel-rank` for one of its ranks.
+
+        vLLM counts from the first rank of the server. Behind a hybrid or external load balancer,
+        labels and KV event sources count over all servers (0.32.0).
+        """
+        return str(rank - min(self.ranks, default=0))
+
     @property
     def cache_tokens(self) -> int | None:
         """Capacity of its KV cache, tokens."""

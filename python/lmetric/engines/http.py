@@ -86,7 +86,11 @@ class EngineClient:
         self._session = session
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         if rank is not None:
-            self._headers["x-data-parallel-rank"] = str(rank)
+            self.set_rank(str(rank))
+
+    def set_rank(self, header: str) -> None:
+        """Sets `X-data-parallel-rank` for all requests."""
+        self._headers["x-data-parallel-rank"] = header
 
     async def get(self, path: str, seconds: float = PATIENCE_SECONDS) -> Answer:
         """The answer to GET of a path with its query."""

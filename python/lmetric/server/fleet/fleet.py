@@ -373,6 +373,8 @@ class Fleet:
                 Capabilities("unknown", models=before.models, no_events=reason),
             )
         capabilities = engine.capabilities
+        if capabilities.data_parallel_rank is not None:
+            engine.upstream.set_rank(capabilities.rank_header(capabilities.data_parallel_rank))
         engine.models_at, engine.models_hash = time.monotonic(), None
         if engine.model is None:
             self._place(engine)

@@ -55,7 +55,8 @@ class Upstream(Kept):
         self._allowed = allowed
         self._path = "" if self._socket is not None else parts.path.rstrip("/")
         self._host = parts.netloc or "localhost"
-        self._rank = config.data_parallel_rank
+        rank = config.data_parallel_rank
+        self._rank = None if rank is None else str(rank)
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
         self.links = 0
         self.configure(server, allowed)
@@ -96,13 +97,21 @@ class Upstream(Kept):
         """Sets the API key for new requests. None: requests keep their clients' keys."""
         secret = key.get_secret_value() if key else ""
         self.has_key = bool(secret)
+        self._authorization = f"authorization: Bearer {secret}\r\n" if secret else ""
+        self._fix()
+
+    def _fix(self) -> None:
         # Without this field, engines may send any coding (RFC 9110, 12.5.3).
-        self._fixed = f"host: {self._host}\r\naccept-encoding: identity\r\n"
-        if secret:
-            self._fixed += f"authorization: Bearer {secret}\r\n"
+        self._fixed = f"host: {self._host}\r\naccept-encoding: identity\r\n{self._authorization}"
         if self._rank is not None:
             self._fixed += f"x-data-parallel-rank: {self._rank}\r\n"
         self._heads.clear()
+
+    def set_rank(self, header: str) -> None:
+        """Sets `X-data-parallel-rank` for new requests."""
+        if header != self._rank:
+            self._rank = header
+            self._fix()
 
     @property
     def in_use(self) -> int:
