@@ -71,8 +71,7 @@ class Engine:
         self,
         kind: Any,
         *,
-        hybrid: bool = False,
-        window: int | None = None,
+        layers: str = "full",
         diffusion: bool = False,
         asynchronous: bool = False,
         blocks: int = BLOCKS,
@@ -91,16 +90,16 @@ class Engine:
         if diffusion:
             config.model_config.is_diffusion = True
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-        attention: Any = FullAttentionSpec(block_size=BLOCK, **shape)
-        if window is not None:
-            attention = SlidingWindowSpec(block_size=BLOCK, sliding_window=window, **shape)
-        groups = [KVCacheGroupSpec(["attention"], attention)]
-        if hybrid:
-            config.cache_config.mamba_cache_mode = "align"
-            state = MambaSpec(
+        specs: dict[str, Any] = {
+            "full": FullAttentionSpec(block_size=BLOCK, **shape),
+            "window": SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **shape),
+            "mamba": MambaSpec(
                 block_size=BLOCK, shapes=((2048,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-            )
-            groups.append(KVCacheGroupSpec(["state"], state))
+            ),
+        }
+        groups = [KVCacheGroupSpec([name], specs[name]) for name in layers.split()]
+        if "mamba" in layers:
+            config.cache_config.mamba_cache_mode = "align"
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(blocks, [], groups),
@@ -158,15 +157,16 @@ class Engine:
         return {"planned": sorted(names), "back": back}
 
 
-def decoding(*, asynchronous: bool) -> Engine:
-    """An engine with one slot that gets KV from other engines."""
+def decoding(*, asynchronous: bool = False, **flags: Any) -> Engine:
+    """An engine, of one slot by default, that gets KV from other engines."""
     transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer", kv_buffer_device="cpu")
-    return Engine(UniBoostScheduler, max_num_seqs=1, asynchronous=asynchronous, kv_transfer_config=transfer)
+    flags = {"max_num_seqs": 1} | flags
+    return Engine(UniBoostScheduler, asynchronous=asynchronous, kv_transfer_config=transfer, **flags)
 
 
 def order() -> dict[str, Any]:
     """The KV of two requests arrives at once: of the first one, and of a request that leads."""
-    engine = decoding(asynchronous=False)
+    engine = decoding()
     engine.add("first", extra={"kv_transfer_params": dict(REMOTE)})
     engine.step()
     engine.add("leads", extra=LEADS | {"kv_transfer_params": dict(REMOTE)})
@@ -193,6 +193,21 @@ def remote(*, asynchronous: bool) -> dict[str, Any]:
             break
         engine.step()
     return found | {"tokens": {name: engine.tokens[name] for name in ("remote", "second")}}
+
+
+def fetch(blocks: int) -> dict[str, Any]:
+    """A request leads whose KV comes from another engine, in the last step of a prompt.
+
+    With 14 blocks, its fetch needs the memory of another request; with 18, it needs no more.
+    """
+    engine = decoding(max_num_seqs=3, max_num_batched_tokens=128, blocks=blocks)
+    engine.add("first")
+    engine.step(FIRM)
+    engine.add("prompt", prompt=words("prompt", 200))
+    engine.step()
+    request = engine.add("remote", extra=LEADS | {"kv_transfer_params": dict(REMOTE)})
+    step = engine.step()
+    return step | {"fetches": request.status == RequestStatus.WAITING_FOR_REMOTE_KVS}
 
 
 def paused() -> dict[str, Any]:
@@ -345,6 +360,7 @@ def main() -> None:
         "remote": remote(asynchronous=False),
         "remote, asynchronous": remote(asynchronous=True),
         "order": order(),
+        "fetch": [fetch(14), fetch(18)],
         "paused": paused(),
         "adapters": adapters(),
         "grammar": grammar(),
@@ -352,13 +368,16 @@ def main() -> None:
         "refused": [
             refused(enable_chunked_prefill=False),
             refused(disable_chunked_mm_input=True),
-            refused(hybrid=True),
+            refused(layers="full mamba"),
             refused(),
         ],
         "refused, boosts": [
-            refused(UniBoostScheduler, hybrid=True),
-            refused(UniBoostScheduler, window=64),
+            refused(UniBoostScheduler, layers="full mamba"),
+            refused(UniBoostScheduler, layers="window"),
+            refused(UniBoostScheduler, layers="full window"),
             refused(UniBoostScheduler, diffusion=True),
+            refused(UniBoostScheduler, enable_chunked_prefill=False),
+            refused(UniBoostScheduler, disable_chunked_mm_input=True),
             refused(UniBoostScheduler),
         ],
         "large": [large(16_384), large(3)],

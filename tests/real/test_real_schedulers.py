@@ -225,6 +225,14 @@ def test_requests_whose_kv_has_arrived_are_admitted_by_rank(planned: dict[str, A
     }
 
 
+def test_a_fetch_gets_the_memory_that_a_prompt_leaves(planned: dict[str, Any]) -> None:
+    """The blocks of the prompt's last step are not counted twice."""
+    assert planned["fetch"] == [
+        {"planned": ["prompt"], "back": 1, "fetches": True},
+        {"planned": ["first", "prompt"], "back": 0, "fetches": True},
+    ]
+
+
 def test_no_request_goes_back_during_a_pause(planned: dict[str, Any]) -> None:
     assert planned["paused"] == {
         "paused": {"planned": ["first"], "back": 0},
@@ -281,21 +289,27 @@ def test_the_step_in_which_requests_go_back_admits_the_request_in_their_place(
 
 
 def test_an_engine_with_other_blocks_than_of_full_attention_is_refused(planned: dict[str, Any]) -> None:
-    hybrid, window, diffusion, full = planned["refused, boosts"]
+    """The flag is named only if it makes the engine's layers those of full attention."""
+    hybrid, windows, some_windows, diffusion, _, _, full = planned["refused, boosts"]
+    flag = "or with --disable-hybrid-kv-cache-manager"
     assert "groups of layers are: FullAttention, Mamba;" in hybrid
-    assert "groups of layers are: SlidingWindow;" in window
-    assert "with --disable-hybrid-kv-cache-manager" in window
+    assert "groups of layers are: SlidingWindow;" in windows
+    assert "groups of layers are: FullAttention, SlidingWindow;" in some_windows
+    assert [flag in reason for reason in (hybrid, windows, some_windows)] == [False, False, True]
     assert "UniBoostScheduler is not tested with diffusion models" in diffusion
     assert full is None
 
 
 def test_an_engine_whose_prompts_are_not_cut_anywhere_is_refused(planned: dict[str, Any]) -> None:
     prompts, images, blocks, plain = planned["refused"]
-    assert "lmetric_vllm.SloScheduler cuts prompts at any token" in prompts
+    assert "lmetric_vllm.SloScheduler needs prompts that are cut at any token" in prompts
     assert "whole prompts (--no-enable-chunked-prefill)" in prompts
     assert "whole images (--disable-chunked-mm-input" in images
     assert "whole blocks (--mamba-cache-mode align" in blocks
     assert plain is None
+    *_, prompts, images, _ = planned["refused, boosts"]
+    assert "lmetric_vllm.UniBoostScheduler needs prompts that are cut at any token" in prompts
+    assert "whole images (--disable-chunked-mm-input" in images
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from lmetric import EngineBoost
 from lmetric.engines.xargs import GAMMA, HANDICAP
-from lmetric_vllm.checks import NotSupportedError, check_blocks
+from lmetric_vllm.checks import NotSupportedError, check_blocks, check_cuts
 from lmetric_vllm.measured import MeasuredScheduler
 from lmetric_vllm.room import Returned, Room
 from lmetric_vllm.settings import BoostSettings, SettingsError, number_of, read_settings
@@ -121,6 +121,7 @@ class UniBoostScheduler(MeasuredScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_blocks(type(self).__name__, self)
+        check_cuts(type(self).__name__, self)
         if self.policy != SchedulingPolicy.FCFS:
             raise NotSupportedError(
                 "lmetric_vllm.UniBoostScheduler has an order of its own: start the engine with "
@@ -298,8 +299,7 @@ class UniBoostScheduler(MeasuredScheduler):
         manager = self.kv_cache_manager
         done = request.num_computed_tokens or self._known[request.request_id].cached_tokens
         is_fetch = request.num_computed_tokens == 0 and fetched_tokens(self, request, done) > 0
-        # Blocks that vLLM leaves to running prompts before it starts a fetch.
-        reserved = self._inflight_prefill_reserved_blocks() if is_fetch else 0
+        reserved = self._reserved(ranked) if is_fetch else 0
         needed_tokens, needed, hits = self._needed(request, is_fetch)
         slots, tokens, blocks = room.slots, room.tokens, room.blocks - needed - reserved
         most = sum([ranked[at][1].num_computed_tokens for at in yielding]) // int(self.block_size)
@@ -336,6 +336,13 @@ class UniBoostScheduler(MeasuredScheduler):
             if request.lora_request is not None:
                 room.adapters.add(request.lora_request.lora_int_id)
         return True
+
+    def _reserved(self, ranked: list[tuple[Known, Request]]) -> int:
+        """Blocks that vLLM leaves to prompts in flight before it starts a fetch. Those of this step
+        are already taken off the room."""
+        prompts = [request for _, request in ranked if request.is_prefill_chunk]
+        taken = sum(self._use(request)[1] for request in prompts if request in self._inflight_prefills)
+        return max(0, self._inflight_prefill_reserved_blocks() - taken)
 
     def _needed(self, request: Request, is_fetch: bool) -> tuple[int, int, set[int]]:
         """Tokens and free blocks with which vLLM admits a waiting request, and the IDs of the

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    SlidingWindowManager,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +43,10 @@ def check_engine(name: str, config: VllmConfig) -> None:
 
 
 def check_cuts(name: str, scheduler: Scheduler) -> None:
-    """Refuses an engine that cannot cut a prompt at any token, as the scheduler `name` does.
+    """Refuses an engine that cannot cut a prompt at any token, as the scheduler `name` needs.
+
+    `SloScheduler` gives a step few tokens. `UniBoostScheduler` takes requests back for the tokens
+    that a step has left. A whole prompt may need more.
 
     Raises:
         NotSupportedError: the feature, and what to do.
@@ -59,8 +66,8 @@ def check_cuts(name: str, scheduler: Scheduler) -> None:
     ):
         if used:
             raise NotSupportedError(
-                f"lmetric_vllm.{name} cuts prompts at any token, and this engine computes {feature}; "
-                f"start it without --scheduler-cls for lmetric_vllm.{name}, or without that"
+                f"lmetric_vllm.{name} needs prompts that are cut at any token, and this engine computes "
+                f"{feature}; start it without --scheduler-cls for lmetric_vllm.{name}, or without that"
             )
 
 
@@ -75,11 +82,14 @@ def check_blocks(name: str, scheduler: Scheduler) -> None:
     # Not its subclasses, which give blocks back or hold more.
     if [type(manager) for manager in managers] == [FullAttentionManager]:
         return
+    types, full = {type(manager) for manager in managers}, {FullAttentionManager}
+    # Else vLLM keeps the windows (all layers have them), or does not start (Mamba).
+    is_local = full < types <= full | {SlidingWindowManager, ChunkedLocalAttentionManager}
+    flag = ", or with --disable-hybrid-kv-cache-manager" if is_local else ""
     kinds = ", ".join(type(manager).__name__.removesuffix("Manager") for manager in managers) or "none"
     raise NotSupportedError(
         f"lmetric_vllm.{name} counts the KV blocks of full attention alone, and this model's groups of "
-        f"layers are: {kinds}; start it without --scheduler-cls for lmetric_vllm.{name}, or, if the model "
-        "has layers with sliding windows, with --disable-hybrid-kv-cache-manager"
+        f"layers are: {kinds}; start it without --scheduler-cls for lmetric_vllm.{name}{flag}"
     )
 
 
