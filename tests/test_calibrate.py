@@ -33,6 +33,7 @@ from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import check_synthetic
+from test_doctor_client import altered
 
 TRUTH = load_profile("llama-3.1-8b-a100")
 SLOW = {
@@ -321,8 +322,9 @@ async def test_a_busy_engine_is_refused_unless_forced() -> None:
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 async def test_an_engine_of_several_ranks_is_refused(api: str) -> None:
     """Its queues were taken for one, and its batches for half of what they were."""
+    why = r"ranks 0, 1, .* --data-parallel-size 1, .* of a dense model fits"
     async with EmbeddedEngines(1, EngineOptions(api=api, ranks=2)) as engines:
-        with pytest.raises(CalibrationError, match=r"data-parallel ranks 0, 1, .* --data-parallel-size 1"):
+        with pytest.raises(CalibrationError, match=why):
             await Calibrator(engines.urls[0]).__aenter__()
 
 
@@ -335,6 +337,20 @@ async def test_no_budget_is_recommended_for_assumed_sequences(tmp_path: Path) ->
     assert (code, stdout, out.exists()) == (1, "", False)
     assert "256 or 1,024, depends on the GPU" in stderr
     assert "--max-sequences" in stderr
+
+
+async def test_sglangs_sequence_slots_are_on_its_load_page() -> None:
+    def without(_: str, body: bytes) -> bytes:
+        return body.replace(b"max_running_requests", b"other")
+
+    async with EmbeddedEngines(1, EngineOptions(api="sglang", max_sequences=48)) as engines:
+        async with Calibrator(engines.urls[0]) as calibrator:
+            assert calibrator.facts.max_sequences == 48
+            calibrator.check_sequences()
+        async with altered(engines.urls[0], without) as url, Calibrator(url) as calibrator:
+            why = "which --token-slo-ms needs: pass its --max-running-requests as --max-sequences"
+            with pytest.raises(CalibrationError, match=why):
+                calibrator.check_sequences()
 
 
 async def test_what_cannot_be_asked_is_an_error_of_one_line() -> None:

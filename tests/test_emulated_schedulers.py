@@ -139,9 +139,15 @@ def test_a_requests_own_time_is_read(given: Any, seconds: float | None) -> None:
 
 @pytest.mark.parametrize("given", ["x" * 10_000, ["x" * 10_000], 10**4000], ids=["text", "list", "number"])
 def test_a_long_value_is_cut_in_messages(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"token_slo_ms is .*\.\.\., not a number") as refused:
+    with pytest.raises(ValueError, match=r"token_slo_ms is .*\.\.\..*, not a number") as refused:
         own_token_slo({"token_slo_ms": given}, 0.05)
     assert len(str(refused.value)) < 200
+
+
+def test_a_message_reads_few_elements_of_a_list() -> None:
+    """The text of a million took 0.1 s of a step."""
+    with pytest.raises(ValueError, match=r"token_slo_ms is \[1, 1, 1, 1, 1, 1, \.\.\.\], not a number"):
+        own_token_slo({"token_slo_ms": [1] * 10**6}, 0.05)
 
 
 @pytest.mark.parametrize(

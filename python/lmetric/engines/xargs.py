@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ HANDICAP = "boost_handicap_seconds"
 """The handicap of the request's tenant, set by the router."""
 GAMMA = "boost_gamma"
 """The gamma that the router learned over all engines, 1/s."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring = 2, SHOWN
 
 
 def number_in(extra: Mapping[str, Any] | None, name: str) -> float | None:
@@ -34,7 +37,7 @@ def number_in(extra: Mapping[str, Any] | None, name: str) -> float | None:
 
 def shown(given: Any) -> str:
     """Returns a field's value for a message, cut to `SHOWN` characters."""
-    text = repr(given[:SHOWN] if isinstance(given, str) else given)
+    text = _SHORT.repr(given)  # a list may have a million elements
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

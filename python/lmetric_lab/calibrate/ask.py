@@ -12,6 +12,7 @@ import orjson
 from lmetric.engines.adapter import Adapter, Load, count_of
 from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
+from lmetric.engines.sglang import LOADS
 from lmetric_lab.calibrate.plan import CalibrationError
 
 # Endpoints with an engine's settings: vLLM in development mode, and SGLang.
@@ -25,6 +26,7 @@ class EngineFacts:
 
     model: str
     engine: str  # kind and version
+    kind: str  # name of the adapter
     max_model_len: int | None = None
     block_tokens: int | None = None
     cache_blocks: int | None = None
@@ -55,7 +57,7 @@ class Asker:
             raise CalibrationError(
                 f"{self._engine.url} has the data-parallel ranks {', '.join(map(str, can.ranks))}, each with "
                 "a queue and steps of its own: calibrate an engine with one rank (vLLM "
-                "--data-parallel-size 1, SGLang --dp-size 1); its profile fits each rank"
+                "--data-parallel-size 1, SGLang --dp-size 1); the profile of a dense model fits each rank"
             )
         self._load_path = can.load_path
         bases = [served.name for served in can.models if served.parent is None]
@@ -68,9 +70,12 @@ class Asker:
         served = {each.name: each for each in can.models}
         if model not in served:
             raise CalibrationError(f"{self._engine.url} serves {', '.join(served)}, not {model!r}")
-        settings = await self._settings()
+        settings = await self._settings(_SETTINGS)
+        if self._load_path == LOADS:  # SGLang's settings have max_running_requests only if a flag sets it
+            settings |= await self._settings(LOADS)
         return EngineFacts(
             model=model,
+            kind=can.engine,
             engine=f"{can.engine} {can.version or 'of unknown version'}",
             max_model_len=served[model].max_model_len or settings.get("context_length"),
             block_tokens=can.block_size,
@@ -97,10 +102,10 @@ class Asker:
                 return load
             await asyncio.sleep(0.1)
 
-    async def _settings(self) -> dict[str, int]:
-        """Integer settings: the first of each name at any depth, because versions differ in
+    async def _settings(self, path: str) -> dict[str, int]:
+        """Integers of a page: the first of each name at any depth, because versions differ in
         depth."""
-        status, body = await self._get(_SETTINGS)
+        status, body = await self._get(path)
         try:
             return dict(reversed(list(_counts(orjson.loads(body))))) if status == 200 else {}
         except orjson.JSONDecodeError:

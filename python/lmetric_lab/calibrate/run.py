@@ -39,7 +39,8 @@ _MOST_TRIES = 6
 _SEEN_OFTEN = 5  # samples of the load, 20 ms apart
 _ASSUMED_BLOCK_TOKENS = 16  # vLLM's default
 _ASSUMED_SEQUENCES = 256  # vLLM's smaller default
-SEQUENCES_DEFAULT = "vLLM's default, 256 or 1,024, depends on the GPU"
+_SEQUENCES_DEFAULTS = {"vllm": " (vLLM's default, 256 or 1,024, depends on the GPU)"}
+_SEQUENCES_FLAGS = {"vllm": "its --max-num-seqs", "sglang": "its --max-running-requests"}
 _ASSUMED_CACHE_TOKENS = 400_000
 _ASSUMED_LEN = 4096
 
@@ -135,10 +136,18 @@ class Calibrator:
                 "They would be slowed down and the figures wrong: take it out of service, or use --force"
             )
 
-    @property
-    def knows_sequences(self) -> bool:
-        """Whether the engine's sequence slots are reported or given, and not assumed."""
-        return "max_sequences" in self.overrides or self.facts.max_sequences is not None
+    def check_sequences(self) -> None:
+        """Checks that the engine's sequence slots are reported or given, and not assumed.
+
+        Raises:
+            CalibrationError: they are not, and which flag of the engine has them.
+        """
+        if "max_sequences" not in self.overrides and self.facts.max_sequences is None:
+            raise CalibrationError(
+                f"{self.url} does not report its sequence slots, which --token-slo-ms needs"
+                f"{_SEQUENCES_DEFAULTS.get(self.facts.kind, '')}: pass "
+                f"{_SEQUENCES_FLAGS.get(self.facts.kind, 'them')} as --max-sequences"
+            )
 
     async def run(self, progress: Callable[[Probe], None] = lambda _: None) -> Calibration:
         """Runs all probes, repeats those whose measurements disagree while the budget lasts, and
@@ -373,7 +382,7 @@ class Calibrator:
             "max_sequences",
             facts.max_sequences or self._most,
             _ASSUMED_SEQUENCES,
-            f"assumed ({SEQUENCES_DEFAULT})",
+            f"assumed{_SEQUENCES_DEFAULTS.get(facts.kind, '')}",
         )
         batch_tokens = size(
             "max_batch_tokens", facts.max_batch_tokens, fit.max_batch_tokens, fit.batch_tokens_from

@@ -184,16 +184,12 @@ def _run(calibrator: Calibrator, *, needs_sequences: bool) -> Calibration:
     import uvloop
 
     from lmetric.cli.show import note, progress
-    from lmetric_lab.calibrate.plan import ROUNDS, CalibrationError
-    from lmetric_lab.calibrate.run import SEQUENCES_DEFAULT
+    from lmetric_lab.calibrate.plan import ROUNDS
 
     async def run() -> Calibration:
         async with calibrator:
-            if needs_sequences and not calibrator.knows_sequences:
-                raise CalibrationError(
-                    f"{calibrator.url} does not report its sequence slots, which --token-slo-ms needs "
-                    f"({SEQUENCES_DEFAULT}): pass its --max-num-seqs as --max-sequences"
-                )
+            if needs_sequences:
+                calibrator.check_sequences()
             plan, facts = calibrator.plan, calibrator.facts
             note(
                 f"{facts.engine}, model {facts.model}: {len(plan.probes)} probes, {ROUNDS} times each, with "

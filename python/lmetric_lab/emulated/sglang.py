@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -291,6 +291,10 @@ class SglangApi(Api):
         }
         return web.json_response(info)
 
+    @cached_property
+    def _sequences(self) -> int:
+        return self._options.resolved_profile().max_sequences
+
     @property
     def _page(self) -> int:
         return int(self._ranks[0].metrics.cache_config["block_size"])
@@ -308,7 +312,8 @@ class SglangApi(Api):
             "accelerator": None,
             "num_accelerators": 1,
             "loads": [
-                {"timestamp": time.time(), "dp_rank": number} | self._counts(rank)
+                {"timestamp": time.time(), "dp_rank": number, "max_running_requests": self._sequences}
+                | self._counts(rank)
                 for number, rank in enumerate(self._ranks)
             ],
         }
