@@ -30,7 +30,7 @@ class Rank:
 
 
 def chosen(ranks: Sequence[Rank], header: str | None, start: int) -> Rank:
-    """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's weights, from rank
+    """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's score (0.32.0), from rank
     ``start`` on. Raises EngineError."""
     if header is not None:
         with contextlib.suppress(ValueError):
@@ -38,9 +38,10 @@ def chosen(ranks: Sequence[Rank], header: str | None, start: int) -> Rank:
                 return ranks[int(header)]
             raise EngineError(400, f"data_parallel_rank {header} is out of range [0, {len(ranks)}).")
 
-    def load(rank: Rank) -> int:
+    def load(rank: Rank) -> float:
         now = rank.driver.engine.load()
-        return 4 * int(now["waiting"]) + int(now["running"])
+        waiting, pressure = now["waiting"], max(0.0, now["kv_usage"] - 0.5)
+        return float(waiting + now["running"] + 6 * waiting * pressure)
 
     start %= len(ranks)
     return ranks[0] if len(ranks) == 1 else min([*ranks[start:], *ranks[:start]], key=load)
