@@ -1,6 +1,6 @@
 """Measures what the schedulers of `lmetric-vllm` add to a step of vLLM, in microseconds.
 
-    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 9]
+    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 9] [--cases leading]
 
 No model runs: each scheduler plans steps and gets made-up tokens back. The schedulers take turns,
 so that a busy machine slows all of them. Printed: the median time of `schedule` and of
@@ -10,6 +10,8 @@ with the least and the largest.
 - `decodes`: all requests decode.
 - `mixed`: one prompt more, of which each step computes a part.
 - `queued`: all places are taken, and as many requests wait.
+- `leading`: all places are taken, and a request leads that no step can admit: its LoRA adapter does
+  not fit.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "integrations" / "vllm"), str(R
 import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
@@ -36,6 +39,7 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
+from lmetric.engines.xargs import HANDICAP  # noqa: E402
 from lmetric_vllm import SloScheduler, UniBoostScheduler  # noqa: E402
 from vllm_process import model  # noqa: E402
 
@@ -43,6 +47,7 @@ BLOCK = 16
 BLOCKS = 65_536
 STEPS = 100  # per round
 PROMPT = 256  # tokens of a request
+CASES = ("decodes", "mixed", "queued", "leading")
 SETTINGS: dict[type[AsyncScheduler], dict[str, Any]] = {
     AsyncScheduler: {},
     SloScheduler: {"lmetric": {"token_slo_ms": 50}},
@@ -55,7 +60,8 @@ class Engine:
 
     def __init__(self, kind: type[AsyncScheduler], folder: Path, running: int, case: str) -> None:
         self.case, self.made = case, 0
-        places = running if case == "queued" else running + 1
+        places = running if case in ("queued", "leading") else running + 1
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8} if case == "leading" else {}
         config = EngineArgs(
             model=str(folder),
             max_num_seqs=places,
@@ -64,6 +70,7 @@ class Engine:
             block_size=BLOCK,
             async_scheduling=True,
             additional_config=SETTINGS[kind],
+            **adapters,
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = BLOCKS
         attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -82,14 +89,21 @@ class Engine:
         if case == "queued":
             for _ in range(running):
                 self.add(PROMPT)
+        if case == "leading":
+            self.add(PROMPT, adapter=2)
+            for _ in range(PROMPT):  # until running requests may go back
+                self.step()
 
-    def add(self, tokens: int) -> None:
+    def add(self, tokens: int, adapter: int = 1) -> None:
         self.made += 1
         prompt = [(self.made * 7919 + at) % 997 for at in range(tokens)]
-        parameters = SamplingParams(max_tokens=8000 - tokens, ignore_eos=True)
+        extra = {HANDICAP: -1000.0} if adapter == 2 else None
+        parameters = SamplingParams(max_tokens=8000 - tokens, ignore_eos=True, extra_args=extra)
         parameters.update_from_generation_config({}, 0)
         name = f"r{self.made}"
-        self.scheduler.add_request(Request(name, prompt, parameters, None, block_hasher=self.hasher))
+        lora = LoRARequest(str(adapter), adapter, "/nowhere") if self.case == "leading" else None
+        request = Request(name, prompt, parameters, None, lora_request=lora, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
 
     def step(self) -> tuple[float, float]:
         """Returns the seconds of `schedule` and of `update_from_output`."""
@@ -130,11 +144,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--running", type=int, default=256, metavar="N")
     parser.add_argument("--rounds", type=int, default=9, metavar="N")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     init_none_hash(sha256)
     folder = model(Path(sys.prefix))
-    for case in ("decodes", "mixed", "queued"):
+    for case in options.cases:
         engines = {kind: Engine(kind, folder, options.running, case) for kind in SETTINGS}
         rounds = []
         for number in range(options.rounds):
