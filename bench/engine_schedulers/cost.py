@@ -1,6 +1,6 @@
 """Measures what the schedulers of `lmetric-vllm` add to a step of vLLM, in microseconds.
 
-    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 9] [--cases leading]
+    VLLM_ENVIRONMENT/bin/python bench/engine_schedulers/cost.py [--running 256] [--rounds 9]
 
 No model runs: each scheduler plans steps and gets made-up tokens back. The schedulers take turns,
 so that a busy machine slows all of them. Printed: the median time of `schedule` and of
