@@ -342,7 +342,7 @@ class UniBoostScheduler(MeasuredScheduler):
         are already taken off the room."""
         prompts = [request for _, request in ranked if request.is_prefill_chunk]
         taken = sum(self._use(request)[1] for request in prompts if request in self._inflight_prefills)
-        return max(0, self._inflight_prefill_reserved_blocks() - taken)
+        return max(0, int(self._inflight_prefill_reserved_blocks()) - taken)
 
     def _needed(self, request: Request, is_fetch: bool) -> tuple[int, int, set[int]]:
         """Tokens and free blocks with which vLLM admits a waiting request, and the IDs of the
