@@ -465,20 +465,24 @@ fn an_idle_worker_keeps_no_rows_from_others() {
     assert!(busy.tidy(at(10.0)));
 }
 
+/// Each worker's count is in another sub-period, with a number in the upper half: there an empty
+/// word looks newer.
 #[test]
 fn counts_without_room_on_the_board_move_there_later() {
     let [mut one, mut two] = workers_with_keys();
-    (1..=40_000).for_each(|key| reserve_of(&mut one, 0, key, 1, 0.0).keep());
-    let open = reserve_of(&mut one, 1, 7, 20, 0.0);
-    reserve_of(&mut two, 1, 7, 4, 0.0).keep();
-    assert_eq!([used_of(&mut one, 1, 7, 0.0), used_of(&mut two, 1, 7, 0.0)], [20, 4]);
-    assert_eq!([one.tidy(at(0.0)), two.tidy(at(0.0))], [false, false]);
-    let tidy = |budgets: &mut Budgets| (0..800).fold(true, |_, _| budgets.tidy(at(100.0)));
+    let early = 1.78e9 - START;
+    let [first, second, later] = [0.0, 70.0, 170.0].map(|seconds| early + seconds);
+    (1..=40_000).for_each(|key| reserve_of(&mut one, 0, key, 1, first).keep());
+    let open = reserve_of(&mut one, 1, 7, 20, first);
+    reserve_of(&mut two, 1, 7, 4, second).keep();
+    assert_eq!([used_of(&mut one, 1, 7, first), used_of(&mut two, 1, 7, second)], [20, 4]);
+    assert_eq!([one.tidy(at(first)), two.tidy(at(second))], [false, false]);
+    let tidy = |budgets: &mut Budgets| (0..800).fold(true, |_, _| budgets.tidy(at(later)));
     assert_eq!([tidy(&mut one), tidy(&mut two)], [false, true]);
-    assert_eq!([used_of(&mut one, 1, 7, 100.0), used_of(&mut two, 1, 7, 100.0)], [20, 4]);
-    open.settle(&ask(0, 10), at(100.0));
+    assert_eq!([used_of(&mut one, 1, 7, later), used_of(&mut two, 1, 7, later)], [20, 4]);
+    open.settle(&ask(0, 10), at(later));
     assert!(tidy(&mut one));
-    assert_eq!([used_of(&mut one, 1, 7, 100.0), used_of(&mut two, 1, 7, 100.0)], [14, 14]);
+    assert_eq!([used_of(&mut one, 1, 7, later), used_of(&mut two, 1, 7, later)], [14, 14]);
 }
 
 /// Two threads reserve at once: above the budget is at most one reservation of the other worker.

@@ -100,9 +100,13 @@ impl Shape {
     }
 }
 
-/// Adds the word of another row: the newer sub-period stays, and amounts of the same one add up.
+/// Adds the word of another row: the newer sub-period stays, and amounts of the same one add up. A
+/// word without an amount has no sub-period, so it changes nothing.
 pub fn add_word(word: &AtomicU64, other: u64) {
     let sum = |known: u64| {
+        if other & MOST == 0 {
+            return None;
+        }
         let ahead = (other >> AMOUNT_BITS).wrapping_sub(known >> AMOUNT_BITS) as i64;
         match ahead.rem_euclid(TAGS) {
             0 => Some(known - (known & MOST) + ((known & MOST) + (other & MOST)).min(MOST)),
@@ -124,4 +128,27 @@ fn tag(part: i64) -> u64 {
 
 fn pack(part: i64, amount: u64) -> u64 {
     tag(part) << AMOUNT_BITS | amount
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_without_an_amount_erases_no_counts() {
+        let sum = |known: u64, other: u64| {
+            let word = AtomicU64::new(known);
+            add_word(&word, other);
+            word.into_inner()
+        };
+        // Up to half of all numbers, and beyond: there 0 looks newer.
+        for part in [1, TAGS / 2 - 1, TAGS / 2 + 1, 13_155_515, TAGS - 1] {
+            assert_eq!(sum(pack(part, 4), 0), pack(part, 4), "{part}");
+            assert_eq!(sum(pack(part, 4), pack(part + 61, 0)), pack(part, 4), "{part}");
+            assert_eq!(sum(0, pack(part, 4)), pack(part, 4), "{part}");
+            assert_eq!(sum(pack(part, 4), pack(part, 5)), pack(part, 9), "{part}");
+            assert_eq!(sum(pack(part, 4), pack(part + 61, 5)), pack(part + 61, 5), "{part}");
+            assert_eq!(sum(pack(part + 61, 5), pack(part, 4)), pack(part + 61, 5), "{part}");
+        }
+    }
 }
