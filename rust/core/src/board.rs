@@ -10,7 +10,7 @@ pub mod log;
 
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
-pub use budgets::BudgetRow;
+pub use budgets::{BudgetRow, NoRow};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -43,7 +43,7 @@ const NAMES: usize = 4096;
 /// Start of the log of programs, in words.
 const LOG_AT: usize = NAMES_AT + NAMES;
 /// Start of the budgets, in words.
-const BUDGETS_AT: usize = LOG_AT + log::WORDS;
+pub(crate) const BUDGETS_AT: usize = LOG_AT + log::WORDS;
 /// Size of the memory in bytes. Pages that nobody writes take none.
 pub const BYTES: usize = (BUDGETS_AT + budgets::ALL_WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
@@ -415,7 +415,7 @@ fn unlock(lock: &AtomicU64, writer: usize) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::sync::Arc;
 
@@ -427,11 +427,11 @@ mod tests {
         }
     }
 
-    pub(super) fn memory() -> Arc<Box<[AtomicU64]>> {
+    pub(crate) fn memory() -> Arc<Box<[AtomicU64]>> {
         Arc::new((0..BYTES / size_of::<u64>()).map(|_| AtomicU64::new(0)).collect())
     }
 
-    pub(super) fn board(memory: &Arc<Box<[AtomicU64]>>, writer: usize) -> Board {
+    pub(crate) fn board(memory: &Arc<Box<[AtomicU64]>>, writer: usize) -> Board {
         Board::new(Box::new(Shared(memory.clone())), writer).expect("an area")
     }
 

@@ -243,9 +243,9 @@ impl Reservation {
         for Charge { window, row, part, amount, .. } in std::mem::take(&mut self.charges) {
             let owed = window.amount(&used);
             if owed < amount {
-                window.shape().take(row.words(), part, amount - owed);
+                row.change(|words| window.shape().take(words, part, amount - owed));
             } else if owed > amount {
-                window.shape().add(row.words(), window.part(now), owed - amount);
+                row.change(|words| window.shape().add(words, window.part(now), owed - amount));
             }
         }
     }
@@ -261,7 +261,7 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         for Charge { window, row, part, amount, .. } in &self.charges {
-            window.shape().take(row.words(), *part, *amount);
+            row.change(|words| window.shape().take(words, *part, *amount));
         }
     }
 }
@@ -284,10 +284,15 @@ impl Budgets {
 
     /// Checks the next rows: those that count no longer are dropped, so that the board has room for
     /// other windows. Call it some times a second. Returns false if this worker counts some windows
-    /// for itself, because the board has no room for them.
+    /// for itself, because the board had no room for them, or a stopped worker has its lock.
     pub fn tidy(&mut self, now: Now) -> bool {
         self.rows.check(TIDY_ROWS, now);
         self.rows.is_shared()
+    }
+
+    /// Returns whether the last wait for the board's lock was in vain.
+    pub fn lock_lost(&self) -> bool {
+        self.rows.lock_lost()
     }
 
     /// Replaces the windows of all accounts. Counts stay, by the keys of their windows. Open
@@ -345,7 +350,8 @@ impl Budgets {
             return Err(refusal);
         }
         for charge in &mut charges {
-            charge.part = charge.window.shape().add(charge.row.words(), charge.part, charge.amount);
+            let Charge { window, row, part, amount, .. } = charge;
+            *part = row.change(|words| window.shape().add(words, *part, *amount));
         }
         Ok(Some(Reservation { asked, charges }))
     }

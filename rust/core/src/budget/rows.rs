@@ -3,14 +3,20 @@ use super::exchange::Sum;
 use super::message::Kind;
 use super::ring::{WORDS, add_word};
 use super::{Board, Now};
-use crate::board::BudgetRow;
+use crate::board::{BudgetRow, NoRow};
 use hashbrown::HashMap;
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Rows checked for each new row: more than one, so that rows are dropped sooner than they come.
 const CHECKS: usize = 2;
+/// Tries to get the board's lock: for some 20 ms. No request waits longer for a worker that has
+/// stopped.
+const TRIES: u32 = 640;
+/// Tries after all of these were in vain, until the board is free again: for about a microsecond.
+const FEW_TRIES: u32 = 64;
 
 /// Words of a window's counts.
 #[derive(Clone, Debug)]
@@ -18,7 +24,38 @@ pub enum Row {
     /// A row of the board.
     Shared(Arc<BudgetRow>),
     /// A row of this worker.
-    Own(Arc<[AtomicU64; WORDS]>),
+    Own(Arc<Own>),
+}
+
+/// Words of this worker, until the board has room for them. Reservations that have the row follow
+/// it to the board.
+#[derive(Debug)]
+pub struct Own {
+    words: [AtomicU64; WORDS],
+    /// The row of the board that has the counts.
+    moved: OnceLock<Arc<BudgetRow>>,
+    /// Locked during each change, and during the move: no change is lost in between.
+    changes: Mutex<()>,
+}
+
+impl Own {
+    pub(super) fn new() -> Own {
+        let words = std::array::from_fn(|_| AtomicU64::new(0));
+        Own { words, moved: OnceLock::new(), changes: Mutex::new(()) }
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        self.moved.get().map_or(&self.words[..], |row| row.words())
+    }
+
+    /// Moves the counts to a row of the board, which has them from now on.
+    pub(super) fn move_to(&self, row: Arc<BudgetRow>) {
+        let _changes = self.changes.lock();
+        for (own, all) in self.words.iter().zip(row.words()) {
+            add_word(all, own.swap(0, Ordering::AcqRel));
+        }
+        self.moved.get_or_init(|| row);
+    }
 }
 
 impl Row {
@@ -26,15 +63,24 @@ impl Row {
     pub fn words(&self) -> &[AtomicU64] {
         match self {
             Row::Shared(row) => row.words(),
-            Row::Own(words) => &words[..],
+            Row::Own(own) => own.words(),
         }
+    }
+
+    /// Changes its words, also while they move to the board.
+    pub fn change<T>(&self, change: impl FnOnce(&[AtomicU64]) -> T) -> T {
+        let _changes = match self {
+            Row::Shared(_) => None,
+            Row::Own(own) => Some(own.changes.lock()),
+        };
+        change(self.words())
     }
 
     /// Returns whether a reservation may still change the row here.
     fn is_open(&mut self) -> bool {
         match self {
             Row::Shared(row) => Arc::get_mut(row).is_none(),
-            Row::Own(words) => Arc::get_mut(words).is_none(),
+            Row::Own(own) => Arc::get_mut(own).is_none(),
         }
     }
 
@@ -53,25 +99,45 @@ pub struct Entry {
     pub others: Sum,
 }
 
+/// The board, and whether its lock can be had.
+#[derive(Debug)]
+struct Shared {
+    board: Arc<Board>,
+    /// Whether the last wait for the lock was in vain.
+    lock_lost: bool,
+}
+
+impl Shared {
+    /// Holds the row of a key.
+    fn hold(&mut self, key: u64, now: Now) -> Result<Arc<BudgetRow>, NoRow> {
+        let tries = if self.lock_lost { FEW_TRIES } else { TRIES };
+        let counts = |key: u64, word: u64| Kind::of(key).counts(word, now);
+        let row = BudgetRow::hold(&self.board, key, tries, counts);
+        self.lock_lost = matches!(row, Err(NoRow::Locked));
+        row.map(Arc::new)
+    }
+}
+
 /// This router's counts by the keys of their windows. A window with counts for each API key has a
 /// row for each key, so rows are dropped when they count no longer.
 #[derive(Debug, Default)]
 pub struct Rows {
-    board: Option<Arc<Board>>,
+    shared: Option<Shared>,
     by_key: HashMap<u64, Entry>,
     /// The keys, in the order of their checks.
     checks: VecDeque<u64>,
-    /// Number of rows for which the board had no room.
+    /// Number of rows that the board lacks.
     unshared: usize,
 }
 
 impl Rows {
     /// Creates no rows.
     pub fn new(board: Option<Arc<Board>>) -> Rows {
-        Rows { board, ..Rows::default() }
+        let shared = board.map(|board| Shared { board, lock_lost: false });
+        Rows { shared, ..Rows::default() }
     }
 
-    /// Returns the counts of a window. Without room on the board, new counts are this worker's own.
+    /// Returns the counts of a window. Without a row of the board, they are this worker's own.
     pub fn entry(&mut self, key: u64, now: Now) -> &mut Entry {
         if !self.by_key.contains_key(&key) {
             self.check(CHECKS, now);
@@ -81,11 +147,11 @@ impl Rows {
     }
 
     fn add(&mut self, key: u64, now: Now) {
-        let row = match hold(self.board.as_ref(), key, now) {
+        let row = match self.shared.as_mut().and_then(|shared| shared.hold(key, now).ok()) {
             Some(row) => Row::Shared(row),
             None => {
-                self.unshared += usize::from(self.board.is_some());
-                Row::Own(Arc::new(std::array::from_fn(|_| AtomicU64::new(0))))
+                self.unshared += usize::from(self.shared.is_some());
+                Row::Own(Arc::new(Own::new()))
             }
         };
         self.checks.push_back(key);
@@ -97,7 +163,7 @@ impl Rows {
         let is_new = !self.by_key.contains_key(&key);
         let row = &self.entry(key, now).row;
         for (place, word) in words {
-            add_word(&row.words()[usize::from(place)], word);
+            row.change(|words| add_word(&words[usize::from(place)], word));
         }
         if is_new && matches!(row, Row::Shared(_)) {
             self.by_key.remove(&key);
@@ -108,28 +174,25 @@ impl Rows {
     /// Checks the next rows: those that count no longer are dropped, and counts move to the board
     /// when it has room again. Few at a time: no request waits for a check of all rows.
     pub fn check(&mut self, rows: usize, now: Now) {
-        let mut board = self.board.as_ref();
+        let mut may_move = true;
         for _ in 0..rows.min(self.checks.len()) {
             let Some(key) = self.checks.pop_front() else { return };
             let Some(Entry { row, .. }) = self.by_key.get_mut(&key) else { continue };
+            let unshared = matches!(row, Row::Own(_)).then_some(self.shared.as_mut()).flatten();
             // Open reservations keep the row, and this worker must not hold it twice.
-            if !row.is_open() {
-                let is_unshared = matches!(row, Row::Own(_)) && self.board.is_some();
-                if !row.counts(Kind::of(key), now) {
-                    self.by_key.remove(&key);
-                    self.unshared -= usize::from(is_unshared);
-                    continue;
-                }
-                if is_unshared && board.is_some() {
-                    match hold(board, key, now) {
-                        Some(shared) => {
-                            let words = row.words().iter().zip(shared.words());
-                            words.for_each(|(own, all)| add_word(all, own.load(Ordering::Acquire)));
-                            *row = Row::Shared(shared);
-                            self.unshared -= 1;
-                        }
-                        None => board = None, // at most one search in vain
+            if !row.is_open() && !row.counts(Kind::of(key), now) {
+                self.unshared -= usize::from(unshared.is_some());
+                self.by_key.remove(&key);
+                continue;
+            }
+            if let (Row::Own(own), Some(shared), true) = (&*row, unshared, may_move) {
+                match shared.hold(key, now) {
+                    Ok(to) => {
+                        own.move_to(to.clone());
+                        *row = Row::Shared(to);
+                        self.unshared -= 1;
                     }
+                    Err(_) => may_move = false, // at most one search in vain
                 }
             }
             self.checks.push_back(key);
@@ -141,20 +204,19 @@ impl Rows {
         self.unshared == 0
     }
 
+    /// Returns whether the last wait for the board's lock was in vain.
+    pub fn lock_lost(&self) -> bool {
+        self.shared.as_ref().is_some_and(|shared| shared.lock_lost)
+    }
+
     /// Yields all rows of this router, also those that only other workers use: keys and words.
     pub fn iter(&self) -> impl Iterator<Item = (u64, [u64; WORDS])> {
         let own = self.by_key.iter().filter_map(|(key, entry)| match &entry.row {
-            Row::Own(words) => {
-                Some((*key, std::array::from_fn(|place| words[place].load(Ordering::Acquire))))
+            Row::Own(own) => {
+                Some((*key, std::array::from_fn(|place| own.words[place].load(Ordering::Acquire))))
             }
             Row::Shared(_) => None,
         });
-        self.board.iter().flat_map(|board| board.budgets()).chain(own)
+        self.shared.iter().flat_map(|shared| shared.board.budgets()).chain(own)
     }
-}
-
-/// Holds the row of a key on the board.
-fn hold(board: Option<&Arc<Board>>, key: u64, now: Now) -> Option<Arc<BudgetRow>> {
-    let counts = |key: u64, word: u64| Kind::of(key).counts(word, now);
-    BudgetRow::hold(board?, key, counts).map(Arc::new)
 }

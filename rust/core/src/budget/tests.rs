@@ -1,5 +1,10 @@
 //! Tests of rows that count no longer.
+use super::rows::Own;
 use super::*;
+use crate::board::tests::{board, memory};
+use crate::board::{BUDGETS_AT, BudgetRow};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 const ACCOUNT: u64 = 7;
 const LATER: f64 = 1e6;
@@ -8,14 +13,14 @@ fn at(seconds: f64) -> Now {
     Now { steady: seconds, unix: seconds }
 }
 
-/// Budgets with a window of a second for each API key.
-fn budgets() -> Budgets {
-    let window = Window {
-        key: 1 << 4,
+/// Windows for each API key, each of one of these periods.
+fn windows(periods: &[Period]) -> Vec<Window> {
+    let window = |(number, period): (u64, &Period)| Window {
+        key: number << 4,
         name: "window".into(),
         unit: Unit::OutputTokens,
         limit: 100,
-        period: Period::Second,
+        period: *period,
         zone: None,
         cached_weight: 1.0,
         per_model: false,
@@ -23,8 +28,13 @@ fn budgets() -> Budgets {
         slo_class: None,
         shadow: false,
     };
+    (1..).zip(periods).map(window).collect()
+}
+
+/// Budgets with a window of a second for each API key.
+fn budgets() -> Budgets {
     let mut budgets = Budgets::new(None);
-    budgets.set([(ACCOUNT, vec![window])]);
+    budgets.set([(ACCOUNT, windows(&[Period::Second]))]);
     budgets
 }
 
@@ -90,4 +100,58 @@ fn counts_that_routers_exchange_are_dropped_too() {
         base = Some(version);
     }
     assert_eq!(used(&mut second, 3000, LATER), 1);
+}
+
+/// A reservation is settled in one thread, while another thread moves its row.
+#[test]
+fn no_change_is_lost_while_a_row_moves_to_the_board() {
+    let board = Arc::new(board(&memory(), 0));
+    for key in 1..=200 {
+        let own = Arc::new(Own::new());
+        let row = Row::Own(own.clone());
+        let to = Arc::new(BudgetRow::hold(&board, key << 4, 1, |_, _| true).expect("room"));
+        let (ready, moved) = (AtomicBool::new(false), AtomicBool::new(false));
+        let changes = std::thread::scope(|scope| {
+            let changes = scope.spawn(|| {
+                let mut changes = 0;
+                while changes < 100 || !moved.load(Ordering::Acquire) {
+                    row.change(|words| ROLLING.add(words, 60, 1));
+                    changes += 1;
+                    ready.store(changes >= 50, Ordering::Release);
+                }
+                changes
+            });
+            while !ready.load(Ordering::Acquire) {
+                std::hint::spin_loop();
+            }
+            own.move_to(to.clone());
+            moved.store(true, Ordering::Release);
+            changes.join().expect("no panic")
+        });
+        assert_eq!(ROLLING.used(ROLLING.of(to.words()), 60), changes, "row {key}");
+    }
+}
+
+#[test]
+fn requests_wait_once_for_a_worker_that_stops_with_the_lock() {
+    let memory = memory();
+    let board = Arc::new(board(&memory, 0));
+    let lock = &memory[BUDGETS_AT];
+    let mut budgets = Budgets::new(Some(board));
+    budgets.set([(ACCOUNT, windows(&[Period::Second, Period::Hour, Period::Day]))]);
+    let wait = |budgets: &mut Budgets, keys: std::ops::Range<u64>| {
+        let start = Instant::now();
+        keys.for_each(|key| reserve(budgets, key << 4, 1, 0.0).keep());
+        start.elapsed()
+    };
+    let mut shortest = Duration::MAX;
+    for first in [10, 20, 30] {
+        lock.store(2, Ordering::Release);
+        shortest = shortest.min(wait(&mut budgets, first..first + 10));
+        assert!(!budgets.tidy(at(0.0)) && budgets.lock_lost());
+        lock.store(0, Ordering::Release);
+        budgets.tidy(at(0.0)); // of at most 90 rows, 64
+        assert!(budgets.tidy(at(0.0)) && !budgets.lock_lost(), "the counts move to the board");
+    }
+    assert!(shortest < Duration::from_millis(200), "{shortest:?}");
 }
