@@ -115,7 +115,17 @@ CASES = [
             "prefix_spill",
             {"e0": -0.5, "e1": 1.0},
             terms={"e0": {"kv_hit": 0.5, "bs": 3.0}, "e1": {"kv_hit": 0.0, "bs": 1.0}},
-            holder={"instance": "e0", "cached_tokens": 50, "bs": 3.0},
+            holder={"instance": "e0", "cached_tokens": 50, "saved_tokens": 50.0, "bs": 3.0},
+        ),
+        "because e0 had the largest cached share of the prompt: 50%; next best e1: 0%.",
+    ),
+    (
+        # Its prompt is in a lower tier: loading costs half.
+        made(
+            "prefix_spill",
+            {"e0": -0.5, "e1": 1.0},
+            terms={"e0": {"kv_hit": 0.5, "bs": 3.0}, "e1": {"kv_hit": 0.0, "bs": 1.0}},
+            holder={"instance": "e0", "cached_tokens": 100, "saved_tokens": 50.0, "bs": 3.0},
         ),
         "because e0 had the largest cached share of the prompt: 50%; next best e1: 0%.",
     ),
@@ -124,7 +134,7 @@ CASES = [
             "cache_aware",
             {"e1": 1.0, "e0": 70.0},
             terms={"e0": {"kv_hit": 0.9, "bs": 70.0}, "e1": {"kv_hit": 0.1, "bs": 1.0}},
-            holder={"instance": "e0", "cached_tokens": 90, "bs": 70.0},
+            holder={"instance": "e0", "cached_tokens": 90, "saved_tokens": 90.0, "bs": 70.0},
         ),
         "because e1 had 1 request, and e0 with 90% of the prompt in its cache had too much load (70).",
     ),
@@ -134,7 +144,7 @@ CASES = [
             "cache_aware",
             {"e1": 12.0, "e0": 40.0},
             terms={"e0": {"kv_hit": 0.2, "bs": 4.0}, "e1": {"kv_hit": 0.1, "bs": 1.0}},
-            holder={"instance": "e0", "cached_tokens": 20, "bs": 4.0},
+            holder={"instance": "e0", "cached_tokens": 20, "saved_tokens": 20.0, "bs": 4.0},
         ),
         "because no engine had enough of the prompt in its cache, and e1 had 1 request.",
     ),
@@ -144,7 +154,7 @@ CASES = [
             "ray_prefix",
             {"e1": 5.0, "e2": 11.0},
             terms={"e1": {"kv_hit": 0.0, "bs": 5.0}, "e2": {"kv_hit": 0.0, "bs": 11.0}},
-            holder={"instance": "e0", "cached_tokens": 99, "bs": 2.0},
+            holder={"instance": "e0", "cached_tokens": 99, "saved_tokens": 99.0, "bs": 2.0},
         ),
         "because e1 had 5 requests; e0 had the largest cached share of the prompt, 99%, and 2 requests.",
     ),
@@ -155,7 +165,7 @@ CASES = [
             first="e1",
             terms={"e1": {"hit_tokens": 0.0, "new_tokens": 100.0}},
             drawn_from=1,
-            holder={"instance": "e0", "cached_tokens": 40, "bs": 2.0},
+            holder={"instance": "e0", "cached_tokens": 40, "saved_tokens": 40.0, "bs": 2.0},
         ),
         "because no engine had enough of the prompt in its cache, and e1 had the least load.",
     ),
@@ -234,7 +244,7 @@ def test_the_busy_holder_of_a_large_fleet_is_named(policy: str) -> None:
     KEPT.append(ticket)
     record = router.explain(decision)
     assert record is not None
-    assert record["holder"] == {"instance": "e00", "cached_tokens": 1584, "bs": 100.0}
+    assert record["holder"] == {"instance": "e00", "cached_tokens": 1584, "saved_tokens": 1584.0, "bs": 100.0}
     assert "e00" not in [each["instance"] for each in record["best"]]
     assert because(record) == (
         f"because {decision.instance} had 0 requests, and e00 with 99% of the prompt in its cache had too "

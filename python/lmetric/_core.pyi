@@ -5,7 +5,7 @@ Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias, final
+from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -274,7 +274,8 @@ class Budgets:
         tokens: tuple[int, int],  # input and output
         times: tuple[float, float],
     ) -> BudgetReservation | BudgetRefusal | None: ...  # None: the tenant has no windows
-    def tidy(self, times: tuple[float, float]) -> bool: ...  # False: the board has no room for some
+    # Why this worker counts some windows alone.
+    def tidy(self, times: tuple[float, float]) -> Literal["full", "locked"] | None: ...
     MOST_SKEW_SECONDS: float  # between the clocks of two routers that share counts
     def share(self, router: str) -> None: ...  # ID of this start of the router
     def enter(self) -> int: ...  # the present counts as a new version

@@ -20,10 +20,11 @@ class Candidate(TypedDict):
 
 
 class Holder(TypedDict):
-    """The instance with the most cached tokens of a prompt, at the decision."""
+    """The instance whose cached tokens of a prompt save most, at the decision."""
 
     instance: str
-    cached_tokens: int
+    cached_tokens: int  # those of lower tiers included
+    saved_tokens: float  # of them, less what loading from lower tiers costs: what policies compare
     bs: float  # its requests
 
 

@@ -136,7 +136,8 @@ def _holder(
     """Returns the main clause for a policy that prefers the largest cached share of the prompt."""
     own, holder = terms.get(name) or {}, record.get("holder")
     hit, requests = _hit(own), own.get("bs")
-    most = holder["cached_tokens"] / record["prompt_tokens"] if holder is not None else 0.0
+    # As in the terms: less what loading from lower tiers costs.
+    most = holder["saved_tokens"] / record["prompt_tokens"] if holder is not None else 0.0
     if hit and hit >= most * (1 - 1e-9):  # the core rounds another way
         text = f"{name} had the largest cached share of the prompt: {hit:.0%}"
         return f"{text}; next best {following}: {_hit(terms.get(following) or {}) or 0:.0%}"

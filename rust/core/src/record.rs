@@ -25,13 +25,15 @@ pub struct Candidate {
     pub score: f64,
 }
 
-/// The instance with the most cached tokens of a prompt.
+/// The instance whose cached tokens of a prompt save most.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Holder {
     /// Slot.
     pub slot: u32,
     /// Leading prompt tokens in its cache, lower tiers included.
     pub hit_tokens: u32,
+    /// Of them, less what loading from a lower tier costs: what policies compare.
+    pub saved_tokens: f64,
     /// Its requests (`bs`) at the decision.
     pub requests: f64,
 }
@@ -178,7 +180,7 @@ pub struct DecisionRecord {
     /// Score of the best other instance minus the score of the chosen one; `None` with one
     /// candidate.
     pub margin: Option<f64>,
-    /// The candidate with the most cached tokens, if it has any and the policy reads them. The
+    /// The candidate whose cached tokens save most, if it has any and the policy reads them. The
     /// best instances may lack it.
     pub holder: Option<Holder>,
     /// Slot of the chosen instance.

@@ -126,9 +126,11 @@ impl Budgets {
     }
 
     /// Checks the next windows, so that the shared memory gets room for new ones. Call it some
-    /// times a second. Returns False if this worker counts some windows alone, for lack of room.
-    fn tidy(&self, times: (f64, f64)) -> bool {
-        self.inner.lock().tidy(self.now(times))
+    /// times a second. Returns why this worker counts some windows alone: `full` or `locked`.
+    fn tidy(&self, times: (f64, f64)) -> Option<&'static str> {
+        let mut budgets = self.inner.lock();
+        let is_shared = budgets.tidy(self.now(times));
+        (!is_shared).then(|| if budgets.lock_lost() { "locked" } else { "full" })
     }
 
     /// Most seconds between the clocks of two routers that share counts.

@@ -508,6 +508,7 @@ pub fn record_dict<'py>(py: Python<'py>, record: &DecisionRecord) -> Result<Boun
         let found = PyDict::new(py);
         found.set_item("instance", name(holder.slot))?;
         found.set_item("cached_tokens", holder.hit_tokens)?;
+        found.set_item("saved_tokens", holder.saved_tokens)?;
         found.set_item("bs", holder.requests)?;
         Ok::<_, PyErr>(found)
     });

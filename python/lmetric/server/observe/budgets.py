@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 from zoneinfo import ZoneInfo
 
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -38,10 +38,11 @@ class TenantBudgets(Observer):
         self.core.set(windows)
         self.limited = windows.keys()  # the tenants with budgets
 
-    def tidy(self) -> bool:
+    def tidy(self) -> Literal["full", "locked"] | None:
         """Makes room in the shared memory for new windows, a few at each call.
 
-        Returns False if this worker counts some windows for itself, for lack of room.
+        Returns why this worker counts some windows alone: the memory is full, or another worker has
+        stopped with its lock.
         """
         return self.core.tidy((time.monotonic(), time.time()))
 

@@ -35,6 +35,8 @@ UNANSWERED_UPDATES = 8  # of the live page, one each second
 RESULTS_SECONDS = 0.5  # time between two messages with results of canaries
 
 log = structlog.get_logger("lmetric.workers")
+# Why a worker counts budgets alone.
+_ALONE = {"full": "the shared memory is full", "locked": "another worker has stopped with its lock"}
 
 T = TypeVar("T")
 
@@ -101,7 +103,7 @@ class Worker:
         self.channel = channel
         self._models: list[Model] = []
         self._is_full = False
-        self._has_budgets = True  # the shared memory has room for all budgets of this worker
+        self._budgets_alone: str | None = None  # why this worker counts some budgets alone
         # Set by the server. Shows on the live page what the clients of a worker did.
         self.show: Callable[[int, Any], None] | None = None
         self._sending: set[asyncio.Task[None]] = set()  # updates of the live page
@@ -115,7 +117,7 @@ class Worker:
         # Set by the server. Returns the usage that this worker has counted since the last call.
         self.take_usage: Callable[[], Sequence[Any]] | None = None
         # Set by the server. Makes room for budgets. Returns whether the memory has room for all.
-        self.tidy_budgets: Callable[[], bool] | None = None
+        self.tidy_budgets: Callable[[], str | None] | None = None
         self.issued = IssuedKeys(stored=start.config.state_folder is not None)
         self.router = router_id(start.secret)
         # Set by the server. Applies a load message that another worker has received; returns the
@@ -182,10 +184,10 @@ class Worker:
                 engines=sum(len(model.engines) for model in self._models),
             )
         self._is_full = not has_room
-        has_budgets = self.tidy_budgets is None or self.tidy_budgets()
-        if not has_budgets and self._has_budgets:
-            log.error("this worker counts some budgets alone: the shared memory is full", worker=self.number)
-        self._has_budgets = has_budgets
+        alone = None if self.tidy_budgets is None else self.tidy_budgets()
+        if alone is not None and self._budgets_alone is None:
+            log.error(f"this worker counts some budgets alone: {_ALONE[alone]}", worker=self.number)
+        self._budgets_alone = alone
 
     def forget(self, name: str) -> None:
         """Forgets a model that was removed."""

@@ -120,8 +120,8 @@ impl State {
 }
 
 impl State {
-    /// Returns the eligible instance with the most cached tokens of a prompt: among several, the
-    /// chosen instance, else the least busy one.
+    /// Returns the eligible instance whose cached tokens of a prompt save most, as policies see it:
+    /// among several, the chosen instance, else the least busy one.
     fn best_holder(
         &self,
         matched: Matched<'_>,
@@ -130,27 +130,35 @@ impl State {
         chosen: InstanceId,
     ) -> Option<Holder> {
         let Matched { hit_blocks, tier_blocks, .. } = matched;
-        let blocks = |slot: usize| {
-            let (gpu, tier) = matched.blocks_on(slot);
-            gpu + tier
+        // Less the cost of loading.
+        let saved = |slot: usize| {
+            let (all, tier) = self.reusable_tokens(request, matched.blocks_on(slot));
+            if tier == 0.0 { all } else { all - tier * self.tier_load_ratio(slot, matched.tiers[slot]) }
         };
-        let most = if tier_blocks.is_empty() {
-            most_blocks(hit_blocks, eligible)
+        let tiered = !tier_blocks.is_empty();
+        let rank = |slot: usize| if tiered { saved(slot) } else { f64::from(hit_blocks[slot]) };
+        let most = if tiered {
+            (0..eligible.len()).filter(|slot| eligible[*slot]).map(rank).fold(0.0, f64::max)
         } else {
-            (0..eligible.len()).filter(|slot| eligible[*slot]).map(blocks).max().unwrap_or(0)
+            f64::from(most_blocks(hit_blocks, eligible))
         };
-        if most == 0 {
+        if most == 0.0 {
             return None;
         }
         let requests = self.ledger.columns().get(Indicator::Bs);
-        let slot = if blocks(chosen.index()) == most {
+        let slot = if rank(chosen.index()) == most {
             chosen.index()
         } else {
-            let holders = (0..eligible.len()).filter(|slot| eligible[*slot] && blocks(*slot) == most);
+            let holders = (0..eligible.len()).filter(|slot| eligible[*slot] && rank(*slot) == most);
             holders.min_by(|a, b| requests[*a].total_cmp(&requests[*b]))?
         };
         let (hit, _) = self.reusable_tokens(request, matched.blocks_on(slot));
-        Some(Holder { slot: slot as u32, hit_tokens: hit as u32, requests: requests[slot] })
+        Some(Holder {
+            slot: slot as u32,
+            hit_tokens: hit as u32,
+            saved_tokens: saved(slot),
+            requests: requests[slot],
+        })
     }
 }
 
@@ -246,6 +254,7 @@ mod tests {
     use super::*;
     use crate::Registry;
     use crate::fleet::Role;
+    use crate::kv::tier::Tier;
     use crate::router::{Router, RouterConfig};
 
     /// The holder: among equals the chosen instance, else the least busy one; never an ineligible
@@ -254,6 +263,7 @@ mod tests {
     fn the_best_holder_is_eligible_and_the_chosen_instance_comes_first() {
         let policy = Registry::CORE.policy("filter", &[]).unwrap();
         let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        router.state.config.tiers.load_ratio = 0.5;
         let request = Request { prompt_tokens: 100, tokens_per_block: 16.0, ..Request::default() };
         // Instance a gets two requests, b one, and the others none.
         for (name, requests) in [("a", 2), ("b", 1), ("c", 0), ("d", 0)] {
@@ -263,7 +273,8 @@ mod tests {
             });
         }
         let holder = |blocks: &[u32], tiers: &[u32], eligible: &[bool], chosen| {
-            let matched = Matched { hit_blocks: blocks, tier_blocks: tiers, tiers: &[] };
+            let kinds = [Tier::Cpu; 4];
+            let matched = Matched { hit_blocks: blocks, tier_blocks: tiers, tiers: &kinds };
             let found = router.state.best_holder(matched, &request, eligible, InstanceId(chosen));
             found.map(|found| (found.slot, found.hit_tokens, found.requests))
         };
@@ -272,9 +283,16 @@ mod tests {
         assert_eq!(holder(&[3, 3, 1, 2], &[], &all, 2), Some((1, 48, 1.0)));
         assert_eq!(holder(&[3, 3, 1, 2], &[], &all, 0), Some((0, 48, 2.0)));
         assert_eq!(holder(&[3, 3, 1, 2], &[], &[false, false, true, true], 2), Some((3, 32, 0.0)));
-        let tiers = [0, 0, 4, 1];
-        assert_eq!(holder(&[3, 3, 1, 2], &tiers, &all, 1), Some((2, 80, 0.0)));
-        assert_eq!(holder(&[3, 3, 1, 2], &tiers, &[true, true, false, true], 3), Some((3, 48, 0.0)));
+        // A token of a lower tier saves half: c is as good as a and b with 4 of them.
+        assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 4, 1], &all, 1), Some((1, 48, 1.0)));
+        assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 4, 1], &all, 3), Some((2, 80, 0.0)));
+        assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 3, 1], &all, 3), Some((1, 48, 1.0)));
+        let without_c = [true, true, false, true];
+        assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 5, 3], &without_c, 1), Some((3, 80, 0.0)));
+        let matched =
+            Matched { hit_blocks: &[0, 0, 1, 0], tier_blocks: &[0, 0, 4, 0], tiers: &[Tier::Cpu; 4] };
+        let found = router.state.best_holder(matched, &request, &all, InstanceId(0)).unwrap();
+        assert_eq!((found.slot, found.hit_tokens, found.saved_tokens), (2, 80, 48.0));
     }
 
     /// rust 7.17: without any finite score, the record names the chosen instance alone.
