@@ -99,7 +99,7 @@ async def record(w: World, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def learned(w: World) -> None:
-    await w.until(lambda: model(w).images.waiting == 0)
+    await w.until(lambda: model(w).images_waiting == 0)
 
 
 async def test_an_image_is_rendered_once_and_then_known(folder: Path) -> None:
@@ -140,7 +140,7 @@ async def test_an_image_in_flight_is_not_rendered_again(folder: Path) -> None:
         for _ in range(3):
             await record(w, chat(image(FACE), image(FACE)))
         await w.until(lambda: len(renderer.bodies) == 1)
-        assert model(w).images.waiting == 1
+        assert model(w).images_waiting == 1
         renderer.gate.set()
         await learned(w)
         assert len(renderer.bodies) == 1
@@ -221,7 +221,7 @@ async def test_an_engine_without_render_is_asked_once_a_minute(
             await record(w, chat(image(url)))
             await learned(w)
         assert len(renderer.bodies) == 1
-        monkeypatch.setattr(model(w).images, "_off_until", 0.0)
+        monkeypatch.setattr(model(w)._images, "_off_until", 0.0)
         renderer.answers = {}
         await record(w, chat(image(FACE)))
         await learned(w)
@@ -234,13 +234,13 @@ async def test_images_that_wait_are_bounded(folder: Path, monkeypatch: pytest.Mo
     async with rendering(folder) as (w, renderer):
         renderer.gate.clear()
         await record(w, chat(*(image(f"{FACE}{number}") for number in range(9))))
-        assert model(w).images.waiting == 3
+        assert model(w).images_waiting == 3
         renderer.gate.set()
         await learned(w)
         assert len(renderer.bodies) == 3
         monkeypatch.setattr(learning, "MOST_WAITING_BYTES", 1)
         await record(w, chat(image(HILL)))
-        assert model(w).images.waiting == 0
+        assert model(w).images_waiting == 0
 
 
 async def test_a_large_image_is_read_in_a_thread(folder: Path) -> None:

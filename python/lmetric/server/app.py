@@ -482,8 +482,7 @@ class Server:
         for engine in self.fleet.engines():
             engine.upstream.close()
         for model in self.fleet.models:
-            model.kv.close()
-            model.images.close()
+            model.close()
         log.info("stopped")
 
 
@@ -608,8 +607,7 @@ def check_config(config: ServerConfig) -> None:
     server = Server(config)
     server.build()
     for model in server.fleet.models:
-        model.kv.close()
-        model.images.close()
+        model.close()
 
 
 def _warn_ignored(config: ServerConfig) -> None:

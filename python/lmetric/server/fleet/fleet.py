@@ -283,8 +283,7 @@ class Fleet:
         for number, (since, model) in enumerate(unserved):
             if number >= MOST_UNSERVED or now - since >= UNSERVED_SECONDS or model.is_passing:
                 self.models.remove(model)
-                model.kv.close()
-                model.images.close()
+                model.close()
                 self._names_changed(model.names.known)
                 for forget in self.on_model_removed:
                     forget(model.name)

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ from lmetric.server.fleet.admission import HeldRequests
 from lmetric.server.fleet.canary import Canary
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
-from lmetric.server.fleet.images import Images
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix, flags_for
@@ -55,7 +54,9 @@ from lmetric.server.fleet.weights import RequestWeights, Weights
 
 if TYPE_CHECKING:
     from lmetric.server.fleet.changes import FleetChanges
+    from lmetric.server.fleet.images import Images
     from lmetric.server.fleet.rebalancer import Rebalancer
+    from lmetric.tokens.images import Image
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -158,12 +159,7 @@ class Model:
                 self.changes = FleetChanges(name, self.router, self.engines, mover=self.mover)
         self.ratio = BytesPerToken()
         self.tokenizers = Tokenizers(name, settings)
-        self.images = Images(
-            name,
-            self.engines,
-            tokenizer=lambda: self.tokenizers.current,
-            name_for=self.names.name_for,
-        )
+        self._images: Images | None = None  # made by the first request with an unknown image
         self.activity = Activity()
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
@@ -224,6 +220,30 @@ class Model:
         """Takes the settings of policies that are installed, or equal to the installed ones."""
         policies.also_reads(self.trials.canary.built)
         self.policies = policies
+
+    def learn_images(self, images: Iterable[Image], call: ParsedRequest) -> None:
+        """Starts to learn unknown images of a request."""
+        if self._images is None:
+            from lmetric.server.fleet.images import Images
+
+            self._images = Images(
+                self.name,
+                self.engines,
+                tokenizer=lambda: self.tokenizers.current,
+                name_for=self.names.name_for,
+            )
+        self._images.learn(images, call)
+
+    @property
+    def images_waiting(self) -> int:
+        """The number of images that are not learned yet."""
+        return 0 if self._images is None else self._images.waiting
+
+    def close(self) -> None:
+        """Ends the background work of the model."""
+        self.kv.close()
+        if self._images is not None:
+            self._images.close()
 
     def formula(self, arm: str, at: float) -> str | None:
         """Returns the score expression that decided at a time, seconds on the monotonic clock.

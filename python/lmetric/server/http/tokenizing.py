@@ -89,7 +89,7 @@ def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt)
         return
     call.images = prompt
     if prompt.unknown:
-        model.images.learn(prompt.unknown, call)
+        model.learn_images(prompt.unknown, call)
     if prompt.tokens is None:
         count_text_prompt(model, NotPredictable("media", "no engine has rendered an image yet"))
     elif len(prompt.images) < prompt.image_count:

@@ -77,5 +77,5 @@ def _tokenizer(model: Model, engine: Engine) -> dict[str, Any]:
         "compared": known is not None and engine.compared is known,
         "differs": engine.tokens_differ,
         "images": len(known.images) if known is not None else 0,
-        "images_waiting": model.images.waiting,
+        "images_waiting": model.images_waiting,
     }
