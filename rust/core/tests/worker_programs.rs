@@ -466,7 +466,8 @@ fn workers_share_the_programs_of_any_number_of_models_that_follow_each_other() {
         two.follow(1.0);
         assert!(one.is_present() && two.is_present());
         assert_eq!((one.programs().iter().count(), two.programs().iter().count()), (1, 1), "of {model}");
-        (one.leave(), two.leave());
+        one.leave();
+        two.leave();
     }
 }
 

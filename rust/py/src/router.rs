@@ -940,7 +940,10 @@ impl Router {
     /// Ends the exchange with the other workers (`join`). Call it when the process goes on without
     /// this router, so that others do not wait for its agent programs.
     fn leave(&self, py: Python<'_>) -> Result<()> {
-        self.with_core(py, |router| Ok(router.leave()))
+        self.with_core(py, |router| {
+            router.leave();
+            Ok(())
+        })
     }
 
     /// Writes this router's load to the board as of now. Call it some times a second, because load
