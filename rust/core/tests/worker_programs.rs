@@ -436,6 +436,11 @@ fn a_model_that_returns_after_all_workers_removed_it_gets_its_programs_again() {
     assert_eq!(seen(&mut one.router, 1.2), seen(&mut two.router, 1.2));
 }
 
+/// The first turn of a program.
+fn arrival(chain: &[u64]) -> Arrival<'_> {
+    Arrival { chain, prompt_tokens: 480, tokens_per_block: 16.0, weight: 1.0, ..Arrival::default() }
+}
+
 /// Over time, workers serve many more models than the log has groups.
 #[test]
 fn workers_share_the_programs_of_any_number_of_models_that_follow_each_other() {
@@ -443,13 +448,7 @@ fn workers_share_the_programs_of_any_number_of_models_that_follow_each_other() {
     let router = Worker::new(&memory, 5).router;
     let boards = [0, 1].map(|number| board(&memory, number));
     let chain = chain(1000, 30);
-    let arrival = Arrival {
-        chain: &chain,
-        prompt_tokens: 480,
-        tokens_per_block: 16.0,
-        weight: 1.0,
-        ..Arrival::default()
-    };
+    let arrival = arrival(&chain);
     for model in 0..1500 {
         let [mut one, mut two] = boards.clone().map(|board| {
             let config = ProgramConfig { min_tokens: 16, ..ProgramConfig::default() };
@@ -494,13 +493,7 @@ fn a_request_whose_worker_misses_events_as_it_arrives_ends() {
         one.follow(0.2);
     }
     let chain = chain(1000, 30);
-    let arrival = Arrival {
-        chain: &chain,
-        prompt_tokens: 480,
-        tokens_per_block: 16.0,
-        weight: 1.0,
-        ..Arrival::default()
-    };
+    let arrival = arrival(&chain);
     assert_eq!(two.arrive(&arrival, 1.0), (None, lmetric_core::program::Verdict::Free));
     read(&mut one, &mut two, 3.0);
     assert!(two.is_present() && two.take_copied());

@@ -197,26 +197,24 @@ fn the_work_of_a_batch_is_bounded() {
 /// A malformed event costs what was read of it.
 #[test]
 fn a_malformed_event_is_no_free_work() {
-    let mut event = Vec::new();
-    pack::write_map_len(&mut event, 3).unwrap();
-    text(&mut event, "type");
-    text(&mut event, "BlockStored");
-    text(&mut event, "extra_keys");
-    pack::write_array_len(&mut event, 4_000_000).unwrap();
-    event.resize(event.len() + 4_000_000, 0xc0);
+    let long = |fields, kind, field, values: u32| {
+        let mut event = Vec::new();
+        pack::write_map_len(&mut event, fields).unwrap();
+        text(&mut event, "type");
+        text(&mut event, kind);
+        text(&mut event, field);
+        pack::write_array_len(&mut event, values).unwrap();
+        event.resize(event.len() + values as usize, 0xc0);
+        event
+    };
+    let mut event = long(3, "BlockStored", "extra_keys", 4_000_000);
     text(&mut event, "block_hashes");
     text(&mut event, "none");
     let mut bed = Bed::new();
     assert_eq!(bed.apply(&[event]), MAX_STEPS);
     assert!(bed.applier.take_over_limit().is_some());
     // Bytes that are only skipped count as well.
-    let mut event = Vec::new();
-    pack::write_map_len(&mut event, 2).unwrap();
-    text(&mut event, "type");
-    text(&mut event, "AllBlocksCleared");
-    text(&mut event, "further");
-    pack::write_array_len(&mut event, 1_000_000).unwrap();
-    event.resize(event.len() + 1_000_000, 0xc0);
+    let event = long(2, "AllBlocksCleared", "further", 1_000_000);
     let before = bed.applier.steps();
     bed.applier.apply(&batch(&[event]));
     assert_eq!(bed.applier.steps() - before, 1 + 1_000_000 / 256);

@@ -116,7 +116,7 @@ class Worker:
         self._own: asyncio.Server | None = None
         # Set by the server. Returns the usage that this worker has counted since the last call.
         self.take_usage: Callable[[], Sequence[Any]] | None = None
-        # Set by the server. Makes room for budgets. Returns whether the memory has room for all.
+        # Set by the server. Makes room for budgets. Returns why some count in this worker alone.
         self.tidy_budgets: Callable[[], str | None] | None = None
         self.issued = IssuedKeys(stored=start.config.state_folder is not None)
         self.router = router_id(start.secret)
