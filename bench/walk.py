@@ -284,8 +284,9 @@ class Scene:
         assert mover is not None
         ((ticket, request),) = list(mover.running.items())
         target = next(name for name in self.model.engines if name != request.instance)
-        if not self.router.call(mover.begin, ticket, target, now):
-            raise RuntimeError("the request did not begin to move")
+        self.router.call(mover.begin, ticket, target, now)
+        if not mover.moves:
+            raise RuntimeError(f"the request did not begin to move: {dict(mover.outcomes)}")
 
     def walk(self) -> Walk:
         """Traces a request after the warm-up."""

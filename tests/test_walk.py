@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Files of features that the router of the walk does not use.
 UNUSED = (
     *("server/api/jwks.py", "server/api/jwt.py", "server/api/issued.py", "server/api/key_source.py"),
@@ -17,11 +19,12 @@ WALK = Path(__file__).parents[1] / "bench" / "walk.py"
 PACKAGE = WALK.parents[1] / "python" / "lmetric"
 
 
-def test_a_walk_lists_the_calls_of_its_request_alone() -> None:
-    command = [sys.executable, str(WALK), "stream", "--json", "--names"]
+@pytest.mark.parametrize("kind", ["stream", "migration"])
+def test_a_walk_lists_the_calls_of_its_request_alone(kind: str) -> None:
+    command = [sys.executable, str(WALK), kind, "--json", "--names"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    walk = json.loads(done.stdout)["stream"]
+    walk = json.loads(done.stdout)[kind]
     names = walk.pop("names")
     files = [each["file"] for each in names]
     assert files[0] == "server/http/connection.py"
