@@ -10,7 +10,7 @@ pub mod log;
 
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
-pub use budgets::{BudgetRow, NoRow};
+pub use budgets::{BudgetRow, NoRow, RowView};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -47,7 +47,7 @@ pub(crate) const BUDGETS_AT: usize = LOG_AT + log::WORDS;
 /// Size of the memory in bytes. Pages that nobody writes take none.
 pub const BYTES: usize = (BUDGETS_AT + budgets::ALL_WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
-const LAYOUT: u64 = 0x6c6d_6574_7269_6334;
+const LAYOUT: u64 = 0x6c6d_6574_7269_6335;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
 /// afterwards.
 const TRIES: u32 = 64;

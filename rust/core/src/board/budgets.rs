@@ -13,12 +13,14 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 const ROWS: usize = 1 << 14;
 /// Places in which a key's row may be.
 const PLACES: usize = 64;
-/// Words of this part: the lock, then the keys, the holders as masks, and the counts of all rows.
+/// Words of this part: the lock, then the keys of all rows, their holders as masks, the numbers of
+/// their changes, and their counts.
 pub(super) const ALL_WORDS: usize = COUNTS + ROWS * WORDS;
 const LOCK: usize = 0;
 const KEYS: usize = 8;
 const HOLDERS: usize = KEYS + ROWS;
-const COUNTS: usize = HOLDERS + ROWS;
+const CHANGES: usize = HOLDERS + ROWS;
+const COUNTS: usize = CHANGES + ROWS;
 /// An odd number that spreads keys.
 const MIX: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -67,6 +69,11 @@ impl BudgetRow {
     pub fn words(&self) -> &[AtomicU64] {
         counts_of(self.board.budget_words(), self.row)
     }
+
+    /// Returns the number of changes. Whoever changes the counts then raises it.
+    pub fn changes(&self) -> &AtomicU64 {
+        &self.board.budget_words()[CHANGES + self.row]
+    }
 }
 
 impl Drop for BudgetRow {
@@ -76,20 +83,35 @@ impl Drop for BudgetRow {
     }
 }
 
+/// A row as another worker sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct RowView<'b> {
+    /// The key at the time of the view.
+    pub key: u64,
+    /// The number of changes before [`RowView::read`].
+    pub changes: u64,
+    words: &'b [AtomicU64],
+    key_now: &'b AtomicU64,
+}
+
+impl RowView<'_> {
+    /// Returns the counts; `None`: another key has taken the row.
+    pub fn read(&self) -> Option<[u64; WORDS]> {
+        let counts = std::array::from_fn(|place| self.words[place].load(Ordering::Acquire));
+        fence(Ordering::Acquire);
+        (self.key_now.load(Ordering::Relaxed) == self.key).then_some(counts)
+    }
+}
+
 impl Board {
-    /// Yields the keys of all rows, and their counts. A row that another key takes meanwhile is
-    /// left out.
-    pub fn budgets(&self) -> impl Iterator<Item = (u64, [u64; WORDS])> {
+    /// Yields all rows that have a key.
+    pub fn budgets(&self) -> impl Iterator<Item = RowView<'_>> {
         let words = self.budget_words();
         (0..ROWS).filter_map(move |row| {
-            let key = words[KEYS + row].load(Ordering::Acquire);
-            if key == 0 {
-                return None;
-            }
-            let row_words = counts_of(words, row);
-            let counts = std::array::from_fn(|place| row_words[place].load(Ordering::Acquire));
-            fence(Ordering::Acquire);
-            (words[KEYS + row].load(Ordering::Relaxed) == key).then_some((key, counts))
+            let key_now = &words[KEYS + row];
+            let key = key_now.load(Ordering::Acquire);
+            let changes = words[CHANGES + row].load(Ordering::Acquire);
+            (key != 0).then(|| RowView { key, changes, words: counts_of(words, row), key_now })
         })
     }
 
@@ -179,7 +201,7 @@ mod tests {
         held.push(hold(&one, keys[3]).expect("its row"));
         let row = held.last().expect("rows");
         assert_eq!(row.words()[60].swap(0, Ordering::Relaxed), 5);
-        let known: Vec<u64> = two.budgets().map(|(key, _)| key).collect();
+        let known: Vec<u64> = two.budgets().map(|row| row.key).collect();
         assert_eq!(known, keys[..PLACES]);
         // Two workers hold it.
         let other = hold(&two, keys[3]).expect("its row");
@@ -190,7 +212,7 @@ mod tests {
         let place = other.row;
         drop(other);
         assert_eq!(hold(&one, keys[PLACES]).map(|row| row.row), Ok(place));
-        assert!(one.budgets().all(|(key, _)| key != keys[3]));
+        assert!(one.budgets().all(|row| row.key != keys[3]));
     }
 
     #[test]
@@ -268,7 +290,7 @@ mod tests {
             });
             let mut read = 0;
             while read < 1000 {
-                for (key, words) in two.budgets() {
+                for (key, words) in two.budgets().filter_map(|row| Some((row.key, row.read()?))) {
                     if !words.iter().all(|word| [0, key].contains(word)) {
                         done.store(true, Ordering::Release);
                         panic!("{key}: {words:?}");

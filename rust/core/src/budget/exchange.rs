@@ -7,6 +7,7 @@
 //! router learns the counts of routers that are gone.
 use super::message::{Kind, Part, Words, read, write};
 use super::ring::{Shape, WORDS};
+use super::rows::AnyRow;
 use super::{Budgets, Now};
 use crate::error::CoreError;
 use crate::ids::Seconds;
@@ -42,8 +43,18 @@ pub struct Sum {
 pub(super) struct Published {
     words: [u64; WORDS],
     versions: [u64; WORDS],
+    /// The latest of these versions.
+    latest: u64,
     /// Version that last had the row.
     seen: u64,
+    /// Number of changes of the row, as of its words.
+    changes: Option<u64>,
+}
+
+impl Published {
+    fn new() -> Published {
+        Published { words: [0; WORDS], versions: [0; WORDS], latest: 0, seen: 0, changes: None }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -171,9 +182,12 @@ impl Exchange {
     }
 
     /// Returns the published counts of this router, as of the last change.
-    fn own(&self, base: Option<u64>, now: Now) -> Part {
+    pub(super) fn own(&self, base: Option<u64>, now: Now) -> Part {
         let mut own = Part { origin: self.origin, version: self.changed, base, rows: Vec::new() };
-        for (key, Published { words, versions, .. }) in &self.published {
+        for (key, Published { words, versions, latest, .. }) in &self.published {
+            if base.is_some_and(|base| *latest <= base) {
+                continue;
+            }
             let kind = Kind::of(*key);
             let is_part = |place: &usize| match base {
                 Some(base) => versions[*place] > base,
@@ -222,19 +236,19 @@ impl Budgets {
         let Some(exchange) = &mut self.exchange else { return 0 };
         exchange.version += 1;
         let version = exchange.version;
-        for (key, words) in self.rows.iter() {
-            let published = exchange.published.entry(key).or_insert_with(|| Published {
-                words: [0; WORDS],
-                versions: [0; WORDS],
-                seen: version,
-            });
-            published.seen = version;
-            for (place, word) in words.into_iter().enumerate() {
-                if published.words[place] != word {
-                    (published.words[place], published.versions[place]) = (word, version);
-                    exchange.changed = version;
+        for row in self.rows.iter() {
+            let published = exchange.published.entry(row.key()).or_insert_with(Published::new);
+            if published.changes != Some(row.changes()) {
+                let Some(words) = row.read() else { continue };
+                published.changes = Some(row.changes());
+                for (place, word) in words.into_iter().enumerate() {
+                    if published.words[place] != word {
+                        (published.words[place], published.versions[place]) = (word, version);
+                        (published.latest, exchange.changed) = (version, version);
+                    }
                 }
             }
+            published.seen = version;
         }
         exchange.published.retain(|_, published| published.seen == version);
         version
@@ -295,11 +309,12 @@ impl Budgets {
             parts.extend(exchange.parts());
             parts.push(exchange.own(None, now));
         } else {
-            let counting = |(key, words): (u64, [u64; WORDS])| {
-                let words = (0..).zip(words).filter(|(_, word)| Kind::of(key).counts(*word, now));
-                (key, words.collect())
+            let counting = |row: AnyRow<'_>| {
+                let kind = Kind::of(row.key());
+                let words = (0..).zip(row.read()?).filter(|(_, word)| kind.counts(*word, now));
+                Some((row.key(), words.collect()))
             };
-            let rows: Vec<(u64, Words)> = self.rows.iter().map(counting).collect();
+            let rows: Vec<(u64, Words)> = self.rows.iter().filter_map(counting).collect();
             let rows = rows.into_iter().filter(|(_, words)| !words.is_empty()).collect();
             parts.push(Part { origin: 0, version: 0, base: None, rows });
         }

@@ -3,7 +3,7 @@ use super::exchange::Sum;
 use super::message::Kind;
 use super::ring::{WORDS, add_word};
 use super::{Board, Now};
-use crate::board::{BudgetRow, NoRow};
+use crate::board::{BudgetRow, NoRow, RowView};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
@@ -32,16 +32,18 @@ pub enum Row {
 #[derive(Debug)]
 pub struct Own {
     words: [AtomicU64; WORDS],
+    /// The number of their changes.
+    changes: AtomicU64,
     /// The row of the board that has the counts.
     moved: OnceLock<Arc<BudgetRow>>,
     /// Locked during each change, and during the move: no change is lost in between.
-    changes: Mutex<()>,
+    changing: Mutex<()>,
 }
 
 impl Own {
     pub(super) fn new() -> Own {
         let words = std::array::from_fn(|_| AtomicU64::new(0));
-        Own { words, moved: OnceLock::new(), changes: Mutex::new(()) }
+        Own { words, changes: AtomicU64::new(0), moved: OnceLock::new(), changing: Mutex::new(()) }
     }
 
     fn words(&self) -> &[AtomicU64] {
@@ -50,11 +52,48 @@ impl Own {
 
     /// Moves the counts to a row of the board, which has them from now on.
     pub(super) fn move_to(&self, row: Arc<BudgetRow>) {
-        let _changes = self.changes.lock();
+        let _changing = self.changing.lock();
         for (own, all) in self.words.iter().zip(row.words()) {
             add_word(all, own.swap(0, Ordering::AcqRel));
         }
+        row.changes().fetch_add(1, Ordering::AcqRel);
         self.moved.get_or_init(|| row);
+    }
+}
+
+/// A row of this router: of this worker, or of any.
+pub enum AnyRow<'r> {
+    /// A row of the board.
+    Shared(RowView<'r>),
+    /// A row of this worker: its key, the number of changes so far, and its counts.
+    Own(u64, u64, &'r Own),
+}
+
+impl AnyRow<'_> {
+    /// Returns its key.
+    pub fn key(&self) -> u64 {
+        match self {
+            AnyRow::Shared(row) => row.key,
+            AnyRow::Own(key, ..) => *key,
+        }
+    }
+
+    /// Returns the number of changes: the counts that [`AnyRow::read`] returns have at least these.
+    pub fn changes(&self) -> u64 {
+        match self {
+            AnyRow::Shared(row) => row.changes,
+            AnyRow::Own(_, changes, _) => *changes,
+        }
+    }
+
+    /// Returns its counts; `None`: another key has taken the row.
+    pub fn read(&self) -> Option<[u64; WORDS]> {
+        match self {
+            AnyRow::Shared(row) => row.read(),
+            AnyRow::Own(.., own) => {
+                Some(std::array::from_fn(|place| own.words[place].load(Ordering::Acquire)))
+            }
+        }
     }
 }
 
@@ -69,11 +108,21 @@ impl Row {
 
     /// Changes its words, also while they move to the board.
     pub fn change<T>(&self, change: impl FnOnce(&[AtomicU64]) -> T) -> T {
-        let _changes = match self {
+        let _changing = match self {
             Row::Shared(_) => None,
-            Row::Own(own) => Some(own.changes.lock()),
+            Row::Own(own) => Some(own.changing.lock()),
         };
-        change(self.words())
+        let changed = change(self.words());
+        // Then: whoever read the number before, and some of the new words, reads them again.
+        self.changes().fetch_add(1, Ordering::AcqRel);
+        changed
+    }
+
+    fn changes(&self) -> &AtomicU64 {
+        match self {
+            Row::Shared(row) => row.changes(),
+            Row::Own(own) => own.moved.get().map_or(&own.changes, |row| row.changes()),
+        }
     }
 
     /// Returns whether a reservation may still change the row here.
@@ -209,14 +258,12 @@ impl Rows {
         self.shared.as_ref().is_some_and(|shared| shared.lock_lost)
     }
 
-    /// Yields all rows of this router, also those that only other workers use: keys and words.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, [u64; WORDS])> {
+    /// Yields all rows of this router, also those that only other workers use.
+    pub fn iter(&self) -> impl Iterator<Item = AnyRow<'_>> {
         let own = self.by_key.iter().filter_map(|(key, entry)| match &entry.row {
-            Row::Own(own) => {
-                Some((*key, std::array::from_fn(|place| own.words[place].load(Ordering::Acquire))))
-            }
+            Row::Own(own) => Some(AnyRow::Own(*key, own.changes.load(Ordering::Acquire), own)),
             Row::Shared(_) => None,
         });
-        self.shared.iter().flat_map(|shared| shared.board.budgets()).chain(own)
+        self.shared.iter().flat_map(|shared| shared.board.budgets()).map(AnyRow::Shared).chain(own)
     }
 }

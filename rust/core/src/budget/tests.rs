@@ -102,6 +102,33 @@ fn counts_that_routers_exchange_are_dropped_too() {
     assert_eq!(used(&mut second, 3000, LATER), 1);
 }
 
+/// So a message costs little while most windows are idle.
+#[test]
+fn only_rows_that_changed_are_read_for_a_message() {
+    let board = Arc::new(board(&memory(), 0));
+    for mut budgets in [Budgets::new(None), Budgets::new(Some(board))] {
+        budgets.set([(ACCOUNT, windows(&[Period::Second]))]);
+        budgets.share(1);
+        (1..=3).for_each(|key| reserve(&mut budgets, key << 4, 1, 0.0).keep());
+        let first = budgets.enter();
+        let rows_after = |budgets: &mut Budgets, base: u64| {
+            budgets.enter();
+            budgets.exchange.as_ref().expect("shared").own(Some(base), at(0.0)).rows.len()
+        };
+        assert_eq!(rows_after(&mut budgets, first), 0);
+        // A change that is not counted stays unread.
+        let scope = Scope { key: 2 << 4, ..Scope::default() };
+        let key = windows(&[Period::Second])[0].key_in(scope);
+        let row = budgets.rows.entry(key, at(0.0)).row.clone();
+        ROLLING.add(row.words(), 0, 1);
+        assert_eq!(rows_after(&mut budgets, first), 0);
+        row.change(|words| ROLLING.add(words, 0, 1));
+        let second = budgets.enter();
+        assert_eq!(rows_after(&mut budgets, first), 1);
+        assert_eq!(rows_after(&mut budgets, second), 0);
+    }
+}
+
 /// A reservation is settled in one thread, while another thread moves its row.
 #[test]
 fn no_change_is_lost_while_a_row_moves_to_the_board() {
