@@ -28,6 +28,7 @@ from epp_world import (
     request_head,
     request_trailers,
     with_modes,
+    with_subset,
 )
 from lmetric.server.epp import stream as epp_stream
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -273,6 +274,69 @@ async def test_the_engine_that_served_gets_the_counts() -> None:
         assert world.server.picker is not None
         assert world.server.picker.shared.counts["fallbacks"] == 1
         assert first != second
+
+
+def served(place: str) -> Any:
+    """The head of an answer, and the engine that gave it."""
+    head = answer_head(200, content_type="application/json")
+    head.metadata_context.filter_metadata["envoy.lb"].update({f"{DESTINATION}-served": place})
+    return head
+
+
+async def test_only_engines_that_refused_are_blamed() -> None:
+    """By now, the policy prefers another engine than the gateway's second one."""
+    async with (
+        picking(3, policy="least_requests") as world,
+        exchange(world.target) as stream,
+        exchange(world.target) as other,
+    ):
+        names = {place: f"e{number}" for number, place in enumerate(world.places)}
+        first, second = (await stream.ask())[0].split(",")
+        await other.ask(head=with_subset(request_head(), [second]))
+        await stream.send(served(second))
+        await stream.next()
+        assert {each.name for each in world.server.fleet.engines() if not each.healthy} == {names[first]}
+        assert world.running() == {name: 2 * (name == names[second]) for name in names.values()}
+        model = world.server.fleet.models[0]
+        assert model.retried == {"refused": 1}
+        assert world.stats()["retries"] - model.hedging.uncounted["retries"] == 1
+
+
+@pytest.mark.parametrize("other", ["another engine", "a hop of a mesh", "a draining engine"])
+async def test_an_engine_outside_the_pick_blames_none_and_ends_no_answer(
+    other: str, monkeypatch: Any
+) -> None:
+    """Such as the engine of Envoy's `fallback_policy`, or the address of a sidecar."""
+    monkeypatch.setattr(epp_stream, "IDLE_SECONDS", 0.2)
+    async with picking(3, policy="least_requests") as world, exchange(world.target) as stream:
+        place, _, _ = await stream.ask()
+        (third,) = set(world.places) - set(place.split(","))
+        names = {place: f"e{number}" for number, place in enumerate(world.places)}
+        first, engine = names[place.split(",")[0]], world.server.fleet.models[0].engines[names[third]]
+        engine.draining = other == "a draining engine"
+        engine.hold()
+        await stream.send(served("10.9.9.9:1" if "mesh" in other else third))
+        added = changed((await stream.next()).response_headers.response.header_mutation)
+        counted = {"another engine": engine.name, "a hop of a mesh": first}.get(other)
+        assert world.running() == {name: int(name == counted) for name in names.values()}
+        assert added.get("x-lmetric-instance") == counted
+        await stream.send(answer_body(WHOLE[:9], False))
+        await asyncio.sleep(0.5)
+        await stream.send(answer_body(WHOLE[9:], True))
+        assert await stream.body("response_body") == WHOLE
+        if counted is None:  # a gateway that does not end such a stream
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert await stream.call.code() is grpc.StatusCode.ABORTED
+            assert await stream.call.details() == "the request has ended"
+        else:
+            await stream.end()
+        await world.settled()
+        assert all(each.healthy for each in world.server.fleet.engines())
+        assert world.stats()["finished"] == int(counted is not None)
+        assert world.server.picker is not None
+        counts = world.server.picker.shared.counts
+        outcome = "unknown" if "mesh" in other else "not_followed"
+        assert (counts[outcome], counts["fallbacks"]) == (1, 0)
 
 
 async def test_load_reports_in_answers_are_read() -> None:

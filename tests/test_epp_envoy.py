@@ -60,6 +60,24 @@ async def test_envoy_follows_the_picks_and_the_picker_follows_the_answers() -> N
         assert (await post(client, url, {**PROMPT, "model": "other"}))[0] == 404
 
 
+async def test_an_engine_that_envoy_does_not_know_yet_is_not_blamed() -> None:
+    """Envoy's `fallback_policy` then takes another engine than the picked one."""
+    async with (
+        picking(3) as world,
+        envoy([world.target], world.places[:1]) as url,
+        aiohttp.ClientSession() as client,
+    ):
+        for _ in range(6):
+            status, _, fields = await post(client, url)
+            assert (status, fields["x-lmetric-instance"]) == (200, "e0")
+        await world.settled()
+        assert all(each.healthy for each in world.server.fleet.engines())
+        assert world.stats()["finished"] == 6
+        assert world.server.picker is not None
+        counts = world.server.picker.shared.counts
+        assert (counts["not_followed"], counts["fallbacks"]) == (4, 0)
+
+
 async def test_a_client_that_leaves_ends_its_request() -> None:
     async with (
         picking([FakeEngine(behave=hang)]) as world,

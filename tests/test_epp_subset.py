@@ -21,6 +21,7 @@ from epp_world import (
     with_subset,
 )
 from lmetric.server.api.stored import Holder
+from lmetric.server.fleet.subset import shortest
 from waiting import until
 
 
@@ -150,3 +151,17 @@ def test_a_set_without_scores_takes_the_fewest_requests() -> None:
 def test_names_are_a_sequence() -> None:
     with pytest.raises(TypeError):
         lm.Request(prompt_tokens=8, instances="abc")
+
+
+@pytest.mark.parametrize(
+    ("address", "short"),
+    [
+        ("[fd00:0:0:0:0:0:0:1]:8000", "[fd00::1]:8000"),
+        ("[FD00::1]:8000", "[fd00::1]:8000"),
+        ("10.0.0.1:80", "10.0.0.1:80"),
+        ("engine:80", "engine:80"),
+        ("", ""),
+    ],
+)
+def test_addresses_compare_in_their_shortest_spelling(address: str, short: str) -> None:
+    assert shortest(address) == short

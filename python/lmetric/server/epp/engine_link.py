@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lmetric.server.execution.plan import ServedBy
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.upstream.connection import Connection, Sink
 
@@ -71,12 +72,12 @@ class EngineLink(Connection):
         if sink is not None:
             sink.lost()
 
-    def refuse(self, reason: str) -> None:
-        """Fails the attempt: the engine did not take the request, and the next engine gets it."""
+    def leave(self, other: ServedBy) -> None:
+        """Ends the attempt: the gateway has its answer from another engine."""
         sink: Any = self.detach()
         self._on_drop = None
         if sink is not None:
-            sink.fail("refused", reason)
+            sink.served_by(other)
 
 
 class _Request(asyncio.Transport):

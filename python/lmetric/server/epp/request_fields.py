@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -144,19 +144,33 @@ def of_answer(headers: HeaderMap) -> tuple[int, list[tuple[bytes, bytes]]]:
     return status, fields
 
 
-def served(message: ProcessingRequest) -> str | None:
-    """Returns IP:PORT of the engine that answers; None: the gateway does not report it.
+class Served(NamedTuple):
+    """The engine that answers, as its gateway reports it.
 
-    It reports metadata, as the extension has it, or Envoy's attribute `upstream.address`.
+    ``address``: IP:PORT. ``tries``: engines that the gateway tried; None: not reported.
+    """
+
+    address: str
+    tries: int | None = None
+
+
+def served(message: ProcessingRequest) -> Served | None:
+    """Returns the engine that answers; None: the gateway does not report it.
+
+    It reports metadata, as the extension has it, or Envoy's attributes `upstream.address` and
+    `upstream.request_attempt_count`.
     """
     metadata = message.metadata_context.filter_metadata
     if messages.LB in metadata:
         reported = metadata[messages.LB].fields
         if messages.SERVED in reported:
-            return str(reported[messages.SERVED].string_value)
+            return Served(str(reported[messages.SERVED].string_value))
     for attributes in message.attributes.values():
-        if "upstream.address" in attributes.fields:
-            return str(attributes.fields["upstream.address"].string_value) or None
+        fields = attributes.fields
+        if "upstream.address" in fields and (address := str(fields["upstream.address"].string_value)):
+            counted = "upstream.request_attempt_count" in fields
+            tries = fields["upstream.request_attempt_count"].number_value if counted else None
+            return Served(address, None if tries is None else int(tries))
     return None
 
 

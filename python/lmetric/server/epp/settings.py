@@ -17,9 +17,9 @@ _NEEDS_DATA = {
 
 
 class GatewayRetries(Retries):
-    """Retries by a gateway: it tries the next engine of the list if one refuses its connection."""
+    """No retries by the router: the gateway itself tries the next engine of the list."""
 
-    failures: ClassVar[frozenset[str]] = frozenset({"refused"})
+    failures: ClassVar[frozenset[str]] = frozenset()
     statuses: ClassVar[frozenset[int]] = frozenset()
 
 
@@ -73,6 +73,6 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
     for engine in (*config.engines, *(each for model in config.models for each in model.engines)):
         check_address(engine.url)
     pool_changes: dict[str, Any] = {"stream_failover": False, "handover": "sidecar"}
-    retries = GatewayRetries(attempts=1 + config.epp.fallbacks)
+    retries = GatewayRetries(attempts=1)
     models = [model.model_copy(update=pool_changes) for model in config.models]
     return config.model_copy(update={"retries": retries, "models": models, **pool_changes})

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from lmetric._core import Peer
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import stored_response
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap
-from lmetric.server.epp.request_fields import RequestFields
+from lmetric.server.epp.request_fields import RequestFields, Served
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.plan import ServedBy
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.subset import address_of
+from lmetric.server.fleet.subset import address_of, shortest
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.observe.histograms import SHORT_SECONDS, Histogram
 
 _MODELS = "/v1/models"
 
+log = structlog.get_logger("lmetric.epp")
+
 
 class Shared:
     """The fleet, counts and metrics of all streams of gateways.
 
-    ``counts``: requests by outcome: picked or refused. ``fallbacks``: requests that another engine
-    of the list answered.
+    ``counts``: requests by outcome: picked or refused. Picked requests that the first pick did not
+    answer count again, by the engine that did. ``fallbacks``: a replacement in the list.
+    ``not_followed``: another engine of the model. ``unknown``: no engine of the router.
     """
 
     def __init__(self, front: Frontend) -> None:
@@ -87,9 +92,9 @@ class Shared:
         """Returns IP:PORT of an engine."""
         return address_of(engine)
 
-    def endpoints(self, engine: Engine, relay: InFlightRequest | None) -> list[str]:
-        """Returns IP:PORT of the chosen engine, and of the next ones that may replace it."""
-        found = [address_of(engine)]
+    def endpoints(self, engine: Engine, relay: InFlightRequest | None) -> dict[str, Engine]:
+        """Returns the chosen engine and the next ones that may replace it, by IP:PORT."""
+        found = {address_of(engine): engine}
         more = self.front.config.epp.fallbacks
         if not more or not isinstance(relay, RequestRunner):
             return found
@@ -102,19 +107,51 @@ class Shared:
             if len(found) > more:
                 break
             if other is not None and other is not engine and other.unusable is None:
-                found.append(address_of(other))
+                found.setdefault(address_of(other), other)
         return found
+
+    def served_by(self, served: Served, picks: Mapping[str, Engine]) -> ServedBy | None:
+        """Returns the engine that answers a gateway; None: the first pick, or an unknown engine.
+
+        A gateway tries the picks in order, so the picks before that engine have refused. It may
+        also choose an engine itself, for example while it does not know the picks yet.
+
+        Args:
+            picks: the engines in the gateway's list, by IP:PORT, best first.
+        """
+        address = shortest(served.address)
+        first, *_ = places = list(picks)
+        if address == first:
+            return None
+        if address in picks and (served.tries is None or served.tries > 1):
+            self.counts["fallbacks"] += 1
+            return ServedBy(picks[address], tuple(picks[each] for each in places[: places.index(address)]))
+        model = picks[first].model
+        for engine in () if model is None else model.engines.values():
+            if address_of(engine) == address:
+                self.counts["not_followed"] += 1
+                return ServedBy(engine, ())
+        self.counts["unknown"] += 1
+        if self.counts["unknown"] == 1:
+            log.warning(
+                "a gateway reports an answer of an engine that the router does not know; requests count at "
+                "the picked engines. Report the engine's own IP:PORT in response_attributes or metadata",
+                reported=address[:64],
+                picked=first,
+            )
+        return None
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics of the picker."""
         yield GaugeMetricFamily("lmetric_epp_streams", "Requests of gateways in flight", self.streams)
         counter = CounterMetricFamily(
             "lmetric_epp_requests",
-            "Requests of gateways by outcome: picked, refused (answered by the router), or fallbacks "
-            "(also picked; the gateway's second engine answered)",
+            "Requests of gateways by outcome: picked or refused (answered by the router). Picked requests "
+            "that another engine answered count again: fallbacks (a replacement in the list), not_followed "
+            "(another engine of the model), unknown (the router does not know its address)",
             labels=("outcome",),
         )
-        for outcome in ("picked", "refused", "fallbacks"):
+        for outcome in ("picked", "refused", "fallbacks", "not_followed", "unknown"):
             counter.add_metric((outcome,), self.counts[outcome])
         yield counter
         seconds = self.decision_seconds

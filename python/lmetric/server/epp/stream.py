@@ -19,6 +19,7 @@ from lmetric.server.epp.subset import subset_of
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.http.client_load import Client
 from lmetric.server.http.protocol import no_room_error
 
@@ -62,7 +63,7 @@ class GatewayStream:
         self._routed = False  # the request is whole: the execution has it, or it was refused
         self._prefill: str | None = None  # address of the engine that computes the prompt
         self._link: EngineLink | None = None
-        self._picks: list[str] = []  # IP:PORT, best first
+        self._picks: dict[str, Engine] = {}  # by IP:PORT, best first
         self._received_at = 0.0  # end of the request; seconds on the monotonic clock
         self.answer_ended = False
 
@@ -163,6 +164,9 @@ class GatewayStream:
             self._deadline = None
         if seconds is not None:
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._abort, reason)
+
+    def _await_end(self) -> None:
+        self._await_step(IDLE_SECONDS, "the request has ended")
 
     # -- the request -------------------------------------------------------------------------------
 
@@ -339,18 +343,17 @@ class GatewayStream:
         if headers.end_of_stream:
             self._answer_ended()
 
-    def _follow(self, served: str | None) -> None:
-        """Moves the request to the engine that answers, if the gateway had to try a second one."""
-        if served is None or self._link is None:
+    def _follow(self, served: request_fields.Served | None) -> None:
+        """Moves the request to the engine that answers, if that is not the first pick."""
+        link = self._link
+        if served is None or link is None or not self._picks:
             return
-        for _ in self._picks:
-            link = self._link
-            if link is None or self._shared.address(link.engine) == served:
-                return
-            self._shared.counts["fallbacks"] += 1
-            link.refuse("the gateway got its answer from another engine")
-            if self._link is link:  # no engine is left: the request is no longer counted
-                self._link = None
+        other = self._shared.served_by(served, self._picks)
+        if other is None or other.engine is link.engine:
+            return
+        link.leave(other)
+        if self._link is link:  # the router's ledger cannot count the request at that engine
+            self._link = None
 
     def _answer_part(self, part: bytes, ends: bool) -> None:
         link = self._link
@@ -364,6 +367,8 @@ class GatewayStream:
         link, self._link = self._link, None
         if link is not None:
             link.end()
+        elif self.relay is None:
+            self._await_end()
 
     # -- the client's connection (called by the frontend and the runner) ---------------------------
 
@@ -380,7 +385,8 @@ class GatewayStream:
     def answered(self, _: bool) -> None:
         """Called at the end of the request."""
         self.relay = None
-        self._await_step(IDLE_SECONDS, "the request has ended")
+        if self.answer_ended or not self._picks:  # else the gateway still forwards its answer
+            self._await_end()
         if self.body_size:
             self.release_body()
 

@@ -21,7 +21,7 @@ from lmetric._core import (
 from lmetric.server.api.paths import GENERATING
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
-from lmetric.server.execution.plan import Attempt, AttemptEvent, Step
+from lmetric.server.execution.plan import Attempt, AttemptEvent, ServedBy, Step
 from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
@@ -360,6 +360,15 @@ class EngineAttempt(Attempt):
             guarded(self.trace.failed, self, kind)  # before `cancel`, which knows no reason
         self.cancel()
         self._listener.on_attempt_event("failed", self, (kind, reason))
+
+    def served_by(self, other: ServedBy) -> None:
+        """Ends the attempt: its gateway has the answer from another engine."""
+        if self.over:
+            return
+        if self.trace is not None and self.step.engine in other.refused:
+            guarded(self.trace.failed, self, "refused")
+        self.cancel()
+        self._listener.on_attempt_event("elsewhere", self, other)
 
     def cancel(self) -> None:
         """Ends the attempt without an event. The engine aborts the request."""

@@ -1,4 +1,4 @@
-"""Another engine continues a running request: after a failure, or in a migration."""
+"""Another engine runs a request: after a failure, in a migration, or by a gateway's choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmetric._core import NoInstanceError, TicketError, UnknownNameError
 from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_ineligibility
-from lmetric.server.execution.plan import Ended, MergeError, Write
+from lmetric.server.execution.plan import Ended, MergeError, ServedBy, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import KvTransfer
@@ -163,4 +163,28 @@ def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> 
     p.count_move(outcome)
     if outcome == "migrated":
         p.note("migration", source, following, outcome=outcome, moved=(p.total,))
+    return following
+
+
+def follow_gateway(p: Progress, by: ServedBy) -> str:
+    """Moves the open segment to the engine that answers the gateway. Returns its name.
+
+    Only engines that refused the gateway are blamed. Raises Ended if that engine gets no new
+    requests: the gateway forwards its answer, but the router's ledger does not count it.
+    """
+    p.abandon()
+    source, target = p.ticket.instance, by.engine.name
+    for engine in by.refused:
+        engine.failed("refused", "the gateway got its answer from another engine")
+        p.model.retried["refused"] += 1
+    following: str | None = source
+    tries = 0
+    while following is not None and following != target:
+        following = p.ticket.failed("refused")
+        tries += following is not None
+    p.model.hedging.uncounted["retries"] += tries - len(by.refused)
+    if following is None:
+        p.model.hedging.uncounted["refused"] += 1
+        raise Ended(None, "cancelled")
+    p.note("retry", source, target, outcome="refused" if by.refused else "cancelled")
     return following

@@ -147,6 +147,8 @@ class Execution(Progress):
             if attempt is self.observing and not attempt.reader.aborted:
                 self.withheld = attempt.reader.withheld
             go(way.throw, step.lost(kind, reason))
+        elif event == "elsewhere":
+            go(way.throw, detail)
         else:
             assert step.kv is not None  # only steps that carry a KV transfer become stale
             step.kv.stale(late=detail)
@@ -271,4 +273,4 @@ class Execution(Progress):
 
 
 # Events after which nothing follows from an attempt.
-ENDS = frozenset({"ended", "failed", "stale"})
+ENDS = frozenset({"ended", "failed", "stale", "elsewhere"})

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 # collects it. "events": the way gets its events one by one. To add a reader (token ids in and
 # out, as in vLLM's `/inference/v1/generate`), add a name here and a branch in `EngineAttempt`.
 Reader = Literal["pass", "whole", "events"]
-# The events of an attempt. Nothing follows the last three, or a cancellation. "comments": lines of
+# The events of an attempt. Nothing follows the last four, or a cancellation. "comments": lines of
 # comments that came before "ready". "ready": the way may commit to the answer. Its detail is the
 # reader's flags. For the reader "pass", END without an error means that the answer is also whole,
 # and no "ended" follows. "events": a list of event data or comment lines. "unseen": the tokens of a
 # forwarded stream are no longer recorded. "ended": the answer is whole. "failed": no answer, or no
 # more of it; detail: kind of failure and reason. "stale": the step carries a KV transfer that must
 # not be sent on another connection. The engine may have fetched it already, or (detail True) it has
-# expired.
-AttemptEvent = Literal["comments", "ready", "events", "unseen", "ended", "failed", "stale"]
+# expired. "elsewhere": a gateway has the answer from another engine; detail: `ServedBy`.
+AttemptEvent = Literal["comments", "ready", "events", "unseen", "ended", "failed", "stale", "elsewhere"]
 # Actions without arguments. "pause", "resume": stop and continue reading the client's answer from
 # its engine. "abort_client": closes the client's connection at once.
 Action = Literal["pause", "resume", "abort_client"]
@@ -212,6 +212,18 @@ class SwitchTo(Exception):
     def __init__(self, kv: KvTransfer) -> None:
         super().__init__()
         self.kv = kv
+
+
+class ServedBy(Exception):
+    """A gateway has the answer from another engine than the step's.
+
+    ``refused``: the engines that the gateway could not connect to.
+    """
+
+    def __init__(self, engine: Engine, refused: tuple[Engine, ...]) -> None:
+        super().__init__(engine.name)
+        self.engine = engine
+        self.refused = refused
 
 
 class Ended(Exception):

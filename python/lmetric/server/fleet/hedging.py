@@ -59,8 +59,9 @@ class Hedging:
         self.budget = HedgeBudget(settings.budget_ratio)
         self.outcomes: Counter[Outcome] = Counter()
         self.unsent: Counter[Unsent] = Counter()
-        # Metrics subtract these counts from the core router's: it counted hedges on the request's
-        # own engine, and hedges without an engine. No request was retried or failed.
+        # Metrics subtract these counts from the core router's: no request was retried or failed.
+        # It counted hedges on the request's own engine, and hedges without an engine. It also
+        # counted engines between the pick for a gateway and the engine that the gateway chose.
         self.uncounted: Counter[str] = Counter()
         self._others: OrderedDict[int, int] = OrderedDict()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from lmetric.server.api.errors import ApiError
@@ -15,7 +17,18 @@ def address_of(engine: Engine) -> str:
     """Returns IP:PORT of an engine; the host's name if its URL has no IP address."""
     parts = urlsplit(engine.config.url)
     host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
-    return f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS.get(parts.scheme, 80)}"
+    return shortest(f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS.get(parts.scheme, 80)}")
+
+
+@lru_cache(maxsize=4096)
+def shortest(address: str) -> str:
+    """Returns IP:PORT with the IP address in its shortest spelling. Other texts stay."""
+    host, _, port = address.rpartition(":")
+    try:
+        ip = ip_address(host.strip("[]"))
+    except ValueError:
+        return address
+    return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
 
 
 class Subset:
