@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
+from epp_world import picking
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server.epp.settings import for_gateway
 
@@ -56,3 +59,21 @@ def test_workers_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made(workers=1).workers == 1
     with pytest.raises(ConfigError, match="workers = 2: it is not possible in `epp` on this system"):
         made(workers=2)
+
+
+async def test_engines_without_an_ip_address_do_not_join(tmp_path: Path) -> None:
+    """Gateways cannot use the pick of a host name, and would balance such requests themselves."""
+    file = tmp_path / "engines.yaml"
+    file.write_text("[{url: 'http://vllm-0.vllm:8000'}, {url: 'http://10.0.0.1:8000'}]")
+    discovery = [{"file": str(file)}]
+    async with picking(discovery=discovery, admin={"enabled": True}) as world, ClientSession() as client:
+        names = {"e0", "10.0.0.1:8000"}
+        assert {engine.name for engine in world.server.fleet.engines()} == names
+        (source,) = world.server._discovery.state()
+        assert source["problem"].startswith("engine http://vllm-0.vllm:8000: expected an IP address")
+        url = f"http://127.0.0.1:{world.server.port}/admin/engines"
+        async with client.post(url, json={"url": "http://vllm-0.vllm:8000"}) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, "url")
+            assert "expected an IP address" in error["message"]
+        assert {engine.name for engine in world.server.fleet.engines()} == names

@@ -13,7 +13,7 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import SecretStr
 
-from lmetric.config import CONFIGURED, DiscoverySource, ServerConfig
+from lmetric.config import CONFIGURED, ConfigError, DiscoverySource, ServerConfig
 from lmetric.server.discovery.members import Members
 from lmetric.server.discovery.source import Found, Source, SourceError
 from lmetric.server.fleet.engine import Engine
@@ -77,13 +77,29 @@ class _Followed:
         """Replaces all engines of the source.
 
         ``problem``: the fault of entries left out, or None. Of reports that come while one is
-        applied, only the last one is applied.
+        applied, only the last one is applied. Leaves out engines whose URL the router cannot use.
         """
         self.updates += 1
         self.updated_at = time.monotonic()
-        self._waiting, self._problem = engines, problem
+        usable, wrong = self._usable(engines)
+        self._waiting, self._problem = usable, problem or wrong
         if self._applying is None:
             self._applying = asyncio.create_task(self._apply(), name=f"engines of {self.name}")
+
+    def _usable(self, engines: Sequence[Found]) -> tuple[Sequence[Found], str | None]:
+        """Returns the engines with a usable URL, and the first fault of another one."""
+        check = self._members.fleet.check_url
+        if check is None:
+            return engines, None
+        usable, wrong = [], None
+        for each in engines:
+            try:
+                check(each.config.url)
+            except ConfigError as error:
+                wrong = wrong or str(error)
+            else:
+                usable.append(each)
+        return usable, wrong
 
     async def _apply(self) -> None:
         try:

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from lmetric.config import ServerConfig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import stored_response
+from lmetric.server.epp.addresses import check_address
 from lmetric.server.epp.ext_proc_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
@@ -59,6 +60,7 @@ class Picker:
 
     def __init__(self, config: ServerConfig, front: Frontend, shared_port: int | None = None) -> None:
         self._config = config
+        front.fleet.check_url = check_address
         self.shared = Shared(front)
         self._shared_port = shared_port
         self.port = 0

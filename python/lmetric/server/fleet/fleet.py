@@ -90,6 +90,8 @@ class Fleet:
     # Called with each engine that must be checked at once, with the name of each model that was
     # removed, and with each new model.
     check: Callable[[Engine], Awaitable[None] | None] = lambda engine: None
+    # Raises ConfigError if the URL of a new engine cannot be used; None: each can.
+    check_url: Callable[[str], None] | None = None
     # Returns the problems of the router itself.
     own_problems: Callable[[], Iterable[Problem]] = lambda: ()
     # By engine: its last move to another model, until it serves the model before it again.

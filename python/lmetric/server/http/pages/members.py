@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig, KvEvents, unix_path
+from lmetric.config import ADMIN, CONFIGURED, ConfigError, EngineConfig, KvEvents, unix_path
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.discovery import Found
 from lmetric.server.fleet.engine import Engine
@@ -19,8 +19,13 @@ async def add(front: Frontend, config: EngineConfig, model: str | None) -> Engin
 
     ``model``: the name of its model; None: as the engine reports.
     """
-    await _check_addresses(front, config)
     fleet, members = front.fleet, front.discovery.members
+    if fleet.check_url is not None:
+        try:
+            fleet.check_url(config.url)
+        except ConfigError as error:
+            raise bad(str(error), param="url") from None
+    await _check_addresses(front, config)
     added = Found(config, model)
     known = [Found(other.config, other.configured_model) for other in fleet.engines() if not other.leaving]
 
