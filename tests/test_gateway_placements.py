@@ -7,17 +7,29 @@ from typing import Any
 import pytest
 
 import lmetric as lm
-from lmetric.gateways.placements import Placement, Placements
+from lmetric.gateways.placements import ENDED_SECONDS, UNSENT_SECONDS, Placement, Placements
 
 K = ("k", 1)
 
 
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def placements() -> Placements:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def placements(clock: Clock) -> Placements:
     router = lm.Router("lmetric")
     for name in ("a", "b"):
         router.add_instance(name)
-    return Placements(router)
+    return Placements(router, clock)
 
 
 def batch(placements: Placements) -> dict[str, float]:
@@ -119,10 +131,47 @@ def test_each_call_of_a_request_ends_on_its_own_instance(placements: Placements)
     assert placements.router.in_flight() == len(placements) == len(placements._keys) == 0
 
 
-def test_an_end_before_the_request_was_sent(placements: Placements) -> None:
-    first, _ = placements.place(K, fields())
+@pytest.mark.parametrize("at", [0, 1], ids=["first", "another"])
+def test_an_end_before_the_request_was_sent(placements: Placements, clock: Clock, at: int) -> None:
+    """Ray reports a sent request once its replica accepts it. A client may leave before that."""
+    for call in range(3):
+        instance = placements.place(("k", call), fields())[at]
+        placements.done("k", instance)
+    assert len(placements) == 3
+    assert placements.ends_soon
+    clock.now += ENDED_SECONDS + 1
+    placements.sweep()
+    assert placements.router.in_flight() == len(placements) == len(placements._keys) == 0
+    assert not placements.ends_soon
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rejected_try_does_not_end_the_next_one(placements: Placements, clock: Clock, again: bool) -> None:
+    """Ray reports the end of the rejected try after it has chosen another replica."""
+    first, second = placements.place(K, fields())
     placements.done("k", first)
+    if again:  # all replicas are full: Ray asks again and again
+        clock.now += ENDED_SECONDS - 1
+        placements.place(K, fields())
+        clock.now += ENDED_SECONDS - 1
+        placements.sweep()
+    assert placements.send(K, second) == (0, 150)
+    clock.now += 2 * UNSENT_SECONDS
+    placements.sweep()
+    assert batch(placements) == {first: 0, second: 1}
+    placements.done("k", second)
     assert placements.router.in_flight() == len(placements) == 0
+
+
+def test_requests_that_the_gateway_sends_unreported_end_in_time(placements: Placements, clock: Clock) -> None:
+    """Ray's direct streaming asks for replicas, and reports nothing."""
+    for call in range(3):
+        placements.place(("k", call), fields())
+        clock.now += UNSENT_SECONDS / 2
+    assert len(placements) == 3
+    clock.now += 1
+    placements.place(K, fields())
+    assert len(placements) == placements.router.in_flight() == 2
 
 
 def test_the_chosen_instance_left_in_the_meantime(placements: Placements) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmetric._core import Decision, NoInstanceError, Request, Router
@@ -10,6 +11,13 @@ from lmetric.options import Failure
 
 Key = tuple[str, int]
 """A gateway's request, and one of its calls."""
+
+# A placement that was not sent ends after these seconds: the gateway may report neither its sending
+# nor its end. Gateways that wait for an instance place the request again meanwhile.
+UNSENT_SECONDS = 600.0
+# An end on another instance may be the end of the request, or of a rejected try whose next try is
+# on its way. The placement ends unless it is sent, or placed again, within these seconds.
+ENDED_SECONDS = 5.0
 
 
 class Placement:
@@ -39,6 +47,11 @@ class Placement:
     def open(self) -> bool:
         """Whether the request has not ended."""
         return self._ticket.open
+
+    @property
+    def sent(self) -> bool:
+        """Whether the request was sent."""
+        return self._sent
 
     def send(self, instance: str | None = None) -> None:
         """Counts the request as sent, to ``instance`` if the gateway did not follow the choice.
@@ -93,16 +106,26 @@ class Placement:
 class Placements:
     """The open placements of a router, by keys that the gateway chooses.
 
-    Methods do nothing for an unknown key or request.
+    Methods do nothing for an unknown key or request. ``clock``: returns seconds.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
         self.router = router
+        self._clock = clock
+        # Times of placements that were not sent, the oldest first: when they were placed, and when
+        # an end was reported.
+        self._unsent: dict[Key, float] = {}
+        self._ended: dict[Key, float] = {}
         self._open: dict[Key, Placement] = {}
         self._keys: dict[str, set[Key]] = {}  # of open placements, by request
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether a placement ends within `ENDED_SECONDS`."""
+        return bool(self._ended)
 
     def place(self, key: Key, fields: Mapping[str, Any]) -> list[str]:
         """Places a request, and returns the instances, best first.
@@ -113,7 +136,9 @@ class Placements:
         Raises NoInstanceError: no instance accepts requests.
         """
         self.drop(key)
+        self.sweep()
         placement = self._open[key] = Placement(self.router, fields)
+        self._unsent[key] = self._clock()
         self._keys.setdefault(key[0], set()).add(key)
         return placement.decision.ranking()
 
@@ -125,6 +150,8 @@ class Placements:
         placement = self._open.get(key)
         if placement is None:
             return 0, 0
+        self._unsent.pop(key, None)
+        self._ended.pop(key, None)
         try:
             placement.send(instance)
         except NoInstanceError:  # it left in the meantime
@@ -140,11 +167,26 @@ class Placements:
 
     def done(self, request: str, instance: str) -> None:
         """Ends a call of a request on an instance: the answer is complete, or the gateway does not
-        know how it ended."""
+        know how it ended. If no call was sent there, a call that was not sent ends soon."""
+        unsent = []
         for key in self._keys.get(request, ()):
-            if self._open[key].decision.instance == instance:
+            placement = self._open[key]
+            if not placement.sent:
+                unsent.append((placement.decision.instance != instance, key))
+            elif placement.decision.instance == instance:
                 self._take(key).done()
                 return
+        for _, key in sorted(unsent):
+            if key not in self._ended:
+                self._ended[key] = self._clock()
+                return
+
+    def sweep(self) -> None:
+        """Ends the placements whose time is over."""
+        now = self._clock()
+        for times, seconds in ((self._unsent, UNSENT_SECONDS), (self._ended, ENDED_SECONDS)):
+            while times and now - times[key := next(iter(times))] > seconds:
+                self.drop(key)
 
     def drop(self, key: Key, failure: Failure = "cancelled") -> None:
         """Ends the request without an answer."""
@@ -157,6 +199,8 @@ class Placements:
             self.drop(key, "reset")
 
     def _take(self, key: Key) -> Placement:
+        self._unsent.pop(key, None)
+        self._ended.pop(key, None)
         keys = self._keys[key[0]]
         keys.remove(key)
         if not keys:

@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from lmetric._core import NoInstanceError, Router
 from lmetric.defaults import DEFAULT_POLICY
-from lmetric.gateways.placements import Key, Placements
+from lmetric.gateways.placements import ENDED_SECONDS, Key, Placements
 
 __all__ = ["LmetricRequestRouter"]
 
@@ -75,6 +75,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         self._names: dict[str, RunningReplica] = {}
         self._metrics = _Metrics(self._deployment_id.app_name, self._deployment_id.name)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._sweep: asyncio.TimerHandle | None = None
         for replica in self.curr_replicas.values():
             self._add(replica)
 
@@ -166,6 +167,13 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
 
     def _ended(self, name: str, internal_request_id: str) -> None:
         self._placements.done(internal_request_id, name)
+        self._metrics.requests.set(len(self._placements))
+        if self._loop is not None and self._sweep is None and self._placements.ends_soon:
+            self._sweep = self._loop.call_later(ENDED_SECONDS + 0.1, self._swept)
+
+    def _swept(self) -> None:
+        self._sweep = None
+        self._placements.sweep()
         self._metrics.requests.set(len(self._placements))
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
