@@ -118,12 +118,23 @@ async def test_buffered_bodies() -> None:
         assert (world.stats()["finished"], world.stats()["cached_tokens"]) == (1, 4)
 
 
-async def test_a_mode_that_does_not_show_the_body_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        (("NONE", "STREAMED"), "request_body_mode is NONE; set FULL_DUPLEX_STREAMED or BUFFERED"),
+        (("BUFFERED", "NONE"), "response_body_mode is NONE; set FULL_DUPLEX_STREAMED or STREAMED"),
+        (("BUFFERED", "BUFFERED"), "response_body_mode is BUFFERED; set FULL_DUPLEX_STREAMED or STREAMED"),
+    ],
+)
+async def test_modes_that_do_not_show_request_and_answer_are_refused(
+    modes: tuple[str, str], expected: str
+) -> None:
+    """Without the parts of answers, each request counts as canceled, and no engine as busy."""
     async with picking() as world, exchange(world.target) as stream:
-        await stream.send(with_modes(request_head(), "NONE", "NONE"))
+        await stream.send(with_modes(request_head(), *modes))
         status, _, error = await stream.refused()
         assert (status, error["code"]) == (500, "gateway_configuration")
-        assert "FULL_DUPLEX_STREAMED" in error["message"]
+        assert error["message"].startswith(expected)
 
 
 # -- refusals --------------------------------------------------------------------------------------

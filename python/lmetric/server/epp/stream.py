@@ -23,7 +23,11 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.http.client_load import Client
 from lmetric.server.http.protocol import no_room_error
 
-_BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
+# The modes that show the router a request, and each part of an answer.
+_MODES = (
+    ("request_body_mode", BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED),
+    ("response_body_mode", BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.STREAMED),
+)
 IDLE_SECONDS = 10.0  # until a stream's first message, and from the end of its request to its own
 
 
@@ -217,12 +221,11 @@ class GatewayStream:
 
     def _why_not(self, fields: request_fields.RequestFields, headers: HttpHeaders) -> ApiError | None:
         """Returns the error of a request that the picker does not serve."""
-        if not headers.end_of_stream and self._modes[0] not in _BODY_MODES:
-            name = BodySendMode.Name(self._modes[0])
-            text = (
-                f"request_body_mode is {name}; set FULL_DUPLEX_STREAMED or BUFFERED in the gateway's ext_proc"
-            )
-            return ApiError(500, text, code="gateway_configuration")
+        for mode, (name, *usable) in zip(self._modes, _MODES, strict=True):
+            if not headers.end_of_stream and mode not in usable:
+                names = " or ".join(map(BodySendMode.Name, usable))
+                text = f"{name} is {BodySendMode.Name(mode)}; set {names} in the gateway's ext_proc"
+                return ApiError(500, text, code="gateway_configuration")
         return self._shared.path_error(fields.method, fields.path)
 
     def _request_part(self, part: bytes, ends: bool) -> None:
