@@ -118,6 +118,19 @@ async def test_buffered_bodies() -> None:
         assert (world.stats()["finished"], world.stats()["cached_tokens"]) == (1, 4)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_trailers_behind_a_buffered_body(ends: bool) -> None:
+    """Envoy waits for the answer to the body before it sends the trailers."""
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.send(with_modes(request_head(), "BUFFERED", "FULL_DUPLEX_STREAMED"))
+        assert (await stream.next()).HasField("request_headers")
+        await stream.send(request_body(orjson.dumps(PROMPT), ends))
+        assert (await stream.next()).HasField("request_body")
+        await stream.send(request_trailers())
+        assert (await stream.next()).HasField("request_trailers")
+        await answered(stream)
+
+
 @pytest.mark.parametrize(
     ("modes", "expected"),
     [

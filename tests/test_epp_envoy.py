@@ -78,6 +78,26 @@ async def test_an_engine_that_envoy_does_not_know_yet_is_not_blamed() -> None:
         assert (counts["not_followed"], counts["fallbacks"]) == (4, 0)
 
 
+async def test_trailers_behind_a_buffered_request() -> None:
+    def buffer(config: dict[str, Any]) -> None:
+        (filter_, _) = manager(config)["http_filters"]
+        filter_["typed_config"]["processing_mode"]["request_body_mode"] = "BUFFERED"
+        manager(config)["http_protocol_options"] = {"enable_trailers": True}
+
+    async with picking() as world, envoy([world.target], world.places, change=buffer) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        body = orjson.dumps(PROMPT)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
+            b"trailer: x-end\r\n\r\n%x\r\n%b\r\n0\r\nx-end: 1\r\n\r\n" % (len(body), body)
+        )
+        async with asyncio.timeout(10):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        await world.settled()
+        assert world.stats()["finished"] == 1
+
+
 async def test_a_client_that_leaves_ends_its_request() -> None:
     async with (
         picking([FakeEngine(behave=hang)]) as world,

@@ -129,8 +129,11 @@ class GatewayStream:
         elif kind == "response_headers":
             self._answer_head(message)
         elif kind == "request_trailers":
-            self._has_trailers = True
-            self._complete()
+            if self._picks:  # they follow a buffered body
+                self._out.append(messages.CONTINUE_REQUEST_TRAILERS)
+            else:
+                self._has_trailers = True
+                self._complete()
         elif kind == "response_trailers":
             self._out.append(messages.CONTINUE_RESPONSE_TRAILERS)
             self._answer_ended()
@@ -240,7 +243,8 @@ class GatewayStream:
             self._front.refuse_request(self.request, no_room_error())
         else:
             self._parts.append(part)
-            if ends:
+            # A buffered body is one message, which is not the end if trailers follow.
+            if ends or self._modes[0] == BodySendMode.BUFFERED:
                 self._complete()
 
     def _hold(self, size: int) -> bool:
