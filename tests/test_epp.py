@@ -386,6 +386,21 @@ async def test_prefill_and_decode_engines_are_named_as_the_sidecar_reads_them() 
         assert world.running() == {"e0": 0, "e1": 0}
 
 
+async def test_fields_that_come_twice_reach_the_engine() -> None:
+    """The gateway would replace both lines by the value that the picker sets."""
+    twice = [("tracestate", b"a=1"), ("tracestate", b"b=2"), ("cookie", b"c=1"), ("cookie", b"d=2")]
+    async with picking() as world, exchange(world.target) as stream:
+        head = request_head(x_prefiller_host_port="6.6.6.6:6")
+        for name, value in twice:
+            head.request_headers.headers.headers.add(key=name, raw_value=value)
+        await stream.send(head, request_body(orjson.dumps(PROMPT), True))
+        mutation = (await stream.next()).request_headers.response.header_mutation
+        assert not {"tracestate", "cookie"} & {*changed(mutation), *mutation.remove_headers}
+        assert mutation.remove_headers == ["x-prefiller-host-port"]
+        await stream.body("request_body")
+        await answered(stream)
+
+
 # Fields with addresses or ranks that llm-d's sidecar follows, in both spellings.
 STEERING = [
     f"x_{prefix}{name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -120,17 +120,24 @@ class RequestFields:
         first, *lines = head.split(b"\r\n")
         target = first.split(b" ")[1]
         changed: list[messages.Field] = [] if target == self.target else [(":path", target)]
-        own = {name.decode("latin-1"): value for name, value in self.for_router}
-        kept = set()
-        for name, value in messages.fields_of(lines):
-            kept.add(name)
+        own = _grouped((name.decode("latin-1"), value) for name, value in self.for_router)
+        kept = _grouped(messages.fields_of(lines))
+        for name, values in kept.items():
             if name == "content-length":
                 if with_length:
-                    changed.append((name, value))
-            elif name not in _OF_GATEWAY and own.get(name) != value:
-                changed.append((name, value))
+                    changed.append((name, values[0]))
+            elif name not in _OF_GATEWAY and own.get(name) != values:
+                changed.append((name, (b"; " if name == "cookie" else b", ").join(values)))
         removed = [name for name in self._fields if name not in kept and name not in _OF_GATEWAY]
         return changed, removed
+
+
+def _grouped(fields: Iterable[tuple[str, bytes]]) -> dict[str, list[bytes]]:
+    """Returns the values of each field, in order."""
+    found: dict[str, list[bytes]] = {}
+    for name, value in fields:
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def of_answer(headers: HeaderMap) -> tuple[int, list[tuple[bytes, bytes]]]:
