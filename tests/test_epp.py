@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import grpc
@@ -537,6 +538,29 @@ async def test_an_engine_that_does_not_answer_ends_the_stream() -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert await stream.call.code() is grpc.StatusCode.ABORTED
         await world.settled()
+
+
+async def test_a_gateway_that_sends_no_parts_blames_no_engine(monkeypatch: Any) -> None:
+    """Its client may not read: then Envoy stops reading from the engine."""
+    async with (
+        picking(timeouts={"between_chunks": 0.1, "slow_client": 0.5}) as world,
+        exchange(world.target) as stream,
+    ):
+        blamed: list[Any] = []
+        model = world.server.fleet.models[0]
+        monkeypatch.setattr(model, "blame", lambda *given, **_: blamed.append(given))
+        await stream.ask({**PROMPT, "stream": True})
+        began = time.monotonic()
+        await stream.send(answer_head(200, content_type="text/event-stream"), answer_body(token("a"), False))
+        assert (await stream.next()).HasField("response_headers")
+        assert (await stream.next()).HasField("response_body")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert await stream.call.code() is grpc.StatusCode.ABORTED
+        assert time.monotonic() - began > 0.5
+        await world.settled()
+        assert blamed == []
+        failed = {kind: count for kind, count in world.stats()["failed"].items() if count}
+        assert failed == {"cancelled": 1}
 
 
 async def test_an_abort_during_a_write_sends_nothing_twice() -> None:

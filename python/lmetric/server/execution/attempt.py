@@ -438,7 +438,10 @@ class EngineAttempt(Attempt):
             self.fail("timeout", engine.last_error or "the engine has stopped generating")
         elif self.committed and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress
-            limit = self._rules.timeouts.between_chunks
+            limits = self._rules.timeouts
+            limit, kind = limits.between_chunks, "timeout"
+            if self._client_request.gateway is not None:  # its client may not read
+                limit, kind = max(limit, limits.slow_client), "cancelled"
             if self.reader.tokens:
                 engine.watchdog.stream(progress != self._progress)
             if progress != self._progress:
@@ -446,7 +449,7 @@ class EngineAttempt(Attempt):
                 self._since = now
             elif now - self._since > limit:
                 what = "token" if self.reader.event_stream else "data"
-                self.fail("timeout", f"no {what} for {limit:g} s")
+                self.fail(kind, f"no {what} for {limit:g} s")
         elif now - self._since <= self.step.limit_seconds:
             engine.watchdog.wait()
         else:

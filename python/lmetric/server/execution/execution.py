@@ -143,6 +143,8 @@ class Execution(Progress):
             self._unseen(attempt)
         elif event == "failed":
             kind, reason = detail
+            if kind == "cancelled":  # perhaps by no fault of the engine
+                return self.leave(reason)
             self.withheld = b""
             if attempt is self.observing and not attempt.reader.aborted:
                 self.withheld = attempt.reader.withheld
