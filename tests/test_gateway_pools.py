@@ -188,3 +188,23 @@ async def test_deployments_that_stay_unused_are_removed(monkeypatch: pytest.Monk
         await until(lambda: len(pool.modes) == 2)
         await pool.close()
         assert pool.router.in_flight() == 0
+
+
+async def test_a_pool_without_requests_asks_its_engines_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "IDLE_SECONDS", 0.3)
+    pool = Pool(Router("lmetric"), None)
+    async with EngineServer(EngineOptions(port=0)) as engine:
+        for _ in range(2):
+            pool.use([Deployment("one", engine.url)])
+            pool.keep()
+            placement = Placement(pool.router, pool.fields("chat", CHAT))
+            await until(lambda: len(pool.modes) == 1)
+            await asyncio.sleep(0.5)
+            assert pool.router.instances(), "a request is in flight"
+            placement.fail("cancelled")
+            keeper = pool._keeper
+            assert keeper is not None
+            async with asyncio.timeout(5):
+                await keeper
+            assert (pool.router.instances(), pool.modes) == ([], {})

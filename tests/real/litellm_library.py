@@ -41,6 +41,34 @@ def read_fields(strategy: gateway.LmetricStrategy, **fields: Any) -> Any:
     return call._fields
 
 
+async def pools_of_names() -> dict[str, list[str]]:
+    """The pools after requests for the names of one group, and for names that a client invents."""
+    strategy = gateway.LmetricStrategy("lmetric")
+    params = {"model": "hosted_vllm/emulated", "api_base": "http://127.0.0.1:9/v1", "api_key": "none"}
+    router = litellm.Router(
+        model_list=[
+            {"model_name": name, "litellm_params": params | {"model": model}}
+            for name, model in (("llama", "hosted_vllm/emulated"), ("vllm/*", "hosted_vllm/*"))
+            for _ in range(2)
+        ],
+        model_group_alias={"nick": "llama"},
+    )
+    strategy.install(router)
+    found, models = {}, {}
+    for names in (["llama", "nick"], [f"vllm/{number}" for number in range(50)]):
+        for name in names:
+            chosen = await strategy.async_get_available_deployment(name, MESSAGES, request_kwargs={})
+            models[name] = chosen["litellm_params"]["model"]
+        found[names[0]] = sorted(strategy._pools)
+    assert models["vllm/7"] == "hosted_vllm/7"
+    asked = Request(lora_name="vllm/7", **strategy._pools["vllm/*"].fields("chat", {"messages": MESSAGES}))
+    other = Request(lora_name="vllm/x", **strategy._pools["vllm/*"].fields("chat", {"messages": MESSAGES}))
+    cached = [max(strategy.router("vllm/*").cached_tokens(each)) > 0 for each in (asked, other)]
+    assert cached == [True, False], "models of a wildcard share no cache"
+    await strategy.close()
+    return found
+
+
 async def main() -> None:
     found: dict[str, Any] = {}
     strategy = gateway.LmetricStrategy("lmetric", tokenizer=TOKENIZER)
@@ -96,6 +124,7 @@ async def main() -> None:
         found["limited"] = read_fields(strategy, extra_body={"max_output_tokens": 7})["max_tokens"]
         found["session"] = read_fields(strategy, user="u")["session"]
         await strategy.close()
+    found["pools"] = await pools_of_names()
     print(json.dumps(found))
 
 

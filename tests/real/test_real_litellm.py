@@ -100,6 +100,10 @@ def test_fields_of_a_body_reach_the_core(library: dict[str, Any]) -> None:
     assert (library["limited"], library["session"]) == (7, "u")
 
 
+def test_names_that_clients_invent_make_no_pools(library: dict[str, Any]) -> None:
+    assert library["pools"] == {"llama": ["llama"], "vllm/0": ["llama", "vllm/*"]}
+
+
 def test_every_decision_has_a_record(found: dict[str, Any]) -> None:
     records = found["records"]
     assert len(records) == found["after_all"]["decisions"]

@@ -23,7 +23,7 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
     """Chooses deployments by a policy of this router, and follows each request to its end.
 
     LiteLLM keeps its own work: aliases, cooldowns, retries, fallbacks, limits. The strategy chooses
-    among the deployments that LiteLLM reports as healthy. Each model has its own router.
+    among the deployments that LiteLLM reports as healthy. Each `model_name` has its own router.
 
     Args:
         policy: name, expression or `Policy`, as for `lmetric.Router`.
@@ -159,13 +159,14 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if isinstance(healthy, dict):
             return healthy  # the caller named the deployment
         begun = time.perf_counter()
-        pool = self._pool(model)
+        group = _group(model, healthy)
+        pool = self._pool(group)
         by_id = {_deployment(each).id: each for each in healthy}
         failed = self._failed.get(str(kwargs.get("litellm_call_id")), set())
         # A repeated call goes to a deployment that has not failed it, if there is one.
         left = [each for each in healthy if _deployment(each).id not in failed] or healthy
         pool.use([_deployment(each) for each in left])
-        chosen = by_id[self._choose(pool, model, messages, input, kwargs)]
+        chosen = by_id[self._choose(pool, model, messages, input, kwargs, is_wildcard="*" in group)]
         self.decision_seconds += time.perf_counter() - begun
         self.decisions += 1
         return chosen
@@ -176,7 +177,16 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             "LmetricStrategy routes asynchronous calls only; use acompletion instead of completion"
         )
 
-    def _choose(self, pool: Pool, model: str, messages: Any, text: Any, kwargs: dict[str, Any]) -> str:
+    def _choose(
+        self,
+        pool: Pool,
+        model: str,
+        messages: Any,
+        text: Any,
+        kwargs: dict[str, Any],
+        *,
+        is_wildcard: bool = False,
+    ) -> str:
         call_id = str(kwargs.setdefault("litellm_call_id", str(uuid.uuid4())))
         if (old := self._calls.get(call_id)) is not None:  # LiteLLM tries again
             self._close(call_id, old, "reset")
@@ -185,6 +195,8 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         metadata = kwargs.get("metadata") or kwargs.get("litellm_metadata") or {}
         session = metadata.get("session_id") or kwargs.get("litellm_session_id")
         more = {"session": str(session)} if session else {}
+        if is_wildcard and self._tokenizer is None:  # models of one wildcard share no cache
+            more["lora_name"] = model[:256]
         route = str(metadata.get("user_api_key_request_route") or "")
         if messages and route.endswith("/completions") and "chat" not in route:
             # LiteLLM passes the prompt of a text completion as the only message.
@@ -204,11 +216,11 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         pool.keep()
         return call.deployment
 
-    def _pool(self, model: str) -> Pool:
-        if model not in self._pools:
-            router = Router(**self._options, domain=[model])
-            self._pools[model] = Pool(router, self._tokenizer, each_second=self._end_silent)
-        return self._pools[model]
+    def _pool(self, group: str) -> Pool:
+        if group not in self._pools:
+            router = Router(**self._options, domain=[group])
+            self._pools[group] = Pool(router, self._tokenizer, each_second=self._end_silent)
+        return self._pools[group]
 
     # -- the end of a request
 
@@ -336,7 +348,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         return sum(pool.router.in_flight() for pool in self._pools.values())
 
     def router(self, model: str) -> Router:
-        """The router of a model. Raises KeyError before its first request."""
+        """The router of a `model_name` of LiteLLM. Raises KeyError before its first request."""
         return self._pools[model].router
 
     def modes(self, model: str) -> dict[str, str]:
@@ -367,6 +379,19 @@ def _deployment(entry: Mapping[str, Any]) -> Deployment:
     url = None if base is None else str(base).rstrip("/").removesuffix("/v1")
     key = params.get("api_key")
     return Deployment(str((entry.get("model_info") or {}).get("id")), url, None if key is None else str(key))
+
+
+def _group(model: str, entries: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the name of a group of deployments in LiteLLM's configuration.
+
+    Clients may call it by an alias, or by any name that its wildcard matches. If the deployments
+    have several names, as in a routing group, the configuration has ``model`` itself.
+    """
+    names = {
+        str((each.get("model_info") or {}).get("team_public_model_name") or each.get("model_name"))
+        for each in entries
+    }
+    return names.pop() if len(names) == 1 else model
 
 
 def _has_token(chunk: Any) -> bool:

@@ -28,6 +28,8 @@ AGAIN_SECONDS = 10.0
 # A deployment that is unused for longer has left. Gateways pause failing deployments for seconds or
 # minutes; until then, the core keeps what their caches hold.
 UNUSED_SECONDS = 900.0
+# After so long without a request, a pool removes its deployments, and asks its engines for nothing.
+IDLE_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Pool:
         self._deployments: dict[str, Deployment] = {}
         self._adapters: dict[str, Adapter] = {}
         self._keeper: asyncio.Task[None] | None = None
+        self._used_at = time.monotonic()
 
     def fields(self, path: str, body: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """Returns the fields of `lmetric.Request` for a body. Prompts match as in `serve`.
@@ -114,6 +117,7 @@ class Pool:
 
     def use(self, deployments: Sequence[Deployment]) -> None:
         """Makes exactly these deployments eligible for the next decision."""
+        self._used_at = time.monotonic()
         usable = frozenset(each.id for each in deployments)
         if usable == self._usable:
             return
@@ -163,11 +167,22 @@ class Pool:
             self._feed.unsubscribe(name)
         self.router.remove_instance(name)
 
+    def _remove_all(self) -> None:
+        self._unused.update(dict.fromkeys(self._usable, 0.0))
+        self._usable = frozenset()
+        for each in list(self._unused):
+            self._remove(each)
+
     async def _run(self) -> None:
         tasks: dict[str, asyncio.Task[None]] = {}
         async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
             while True:
                 now = time.monotonic()
+                if now - self._used_at > IDLE_SECONDS and not self.router.in_flight():
+                    self._remove_all()
+                    for task in tasks.values():
+                        task.cancel()
+                    return
                 for each in [each for each, since in self._unused.items() if now - since > UNUSED_SECONDS]:
                     self._remove(each)
                 tasks = {name: task for name, task in tasks.items() if not task.done()}
