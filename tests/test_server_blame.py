@@ -156,6 +156,40 @@ async def test_a_failed_connection_is_no_matter_of_opinion() -> None:
         assert not +it.server.fleet.models[0].outliers.ejected
 
 
+# Bodies of a 4xx whose error has no number: of vLLM 0.32 on /v1/messages, of OpenAI, of proxies.
+NO_NUMBER: tuple[dict[str, Any], ...] = (
+    {"type": "error", "error": {"type": "invalid_request_error", "message": "too long"}},
+    {"error": {"message": "too long", "type": "invalid_request_error", "param": None, "code": None}},
+    {"error": {"message": "too long", "code": "context_length_exceeded"}},
+    {"error": {"message": "too long", "code": "400"}},
+    {"error": "too long"},
+)
+
+
+@pytest.mark.parametrize("said", NO_NUMBER, ids=["anthropic", "null", "word", "text_number", "text"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/completions"])
+async def test_mistakes_of_clients_are_no_failures_of_engines(path: str, said: dict[str, Any]) -> None:
+    """The error counted as a 500 if it had no code, so five clients could eject an engine."""
+    behave = poisoned(says(plain(400, said), then="keep"))
+    body = POISON | {"messages": [{"role": "user", "content": "POISON"}]}
+    tenants: dict[str, Any] = {f"tenant-{number}": {} for number in range(12)}
+    async with world([FakeEngine(behave=behave), FakeEngine(behave=behave)], tenants=tenants) as it:
+        for tenant in tenants:
+            status, _, got = await it.post(body, path, {"x-tenant": tenant})
+            assert (status, got) == (400, said)
+        assert states(it) == ["HEALTHY", "HEALTHY"]
+        services = [engine.service for engine in it.server.fleet.models[0].engines.values()]
+        assert [service.tally.failures for service in services] == [0, 0]
+        assert not +it.server.fleet.models[0].outliers.ejected
+
+
+async def test_errors_without_a_number_inside_a_whole_200_are_failures_of_the_engine() -> None:
+    async with world([FakeEngine(behave=says(plain(200, NO_NUMBER[1]), then="keep"))]) as it:
+        assert (await it.post())[0] == 200
+        (engine,) = it.server.fleet.models[0].engines.values()
+        assert engine.service.tally.failures == 1
+
+
 # -- saturation ------------------------------------------------------------------------------------
 
 

@@ -313,13 +313,15 @@ class EngineAttempt(Attempt):
     def _blame(self, status: int) -> None:
         """Counts an answer that reports a failure of the engine.
 
-        The ways judge answers with a status in `retries.statuses`.
+        The ways judge answers with a status in `retries.statuses`. The code of an error counts only
+        if the status is no error: many errors have none, or a word.
         """
-        code = (self.reader.error_code or 500) if self.error else status
+        inside = self.error and status < 400
+        code = (self.reader.error_code or 500) if inside else status
         model, client_request = self.step.engine.model, self._client_request
         judged = status in self._rules.statuses
         if model is not None and code >= 500 and code not in SATURATED and not judged:
-            reason = f"error {code} in its answer" if self.error else f"status {status}"
+            reason = f"error {code} in its answer" if inside else f"status {status}"
             model.blame(self.step.engine, client_request.client_key, reason, proven=False)
 
     # Failures.
