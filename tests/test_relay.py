@@ -13,6 +13,8 @@ import pytest
 from aiohttp import web
 
 import lmetric as lm
+from lmetric.relay import FINISHED_PATHS
+from lmetric.server.api.paths import GENERATING
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
 from waiting import until
@@ -33,9 +35,11 @@ async def engines(count: int = 2, **options: Any) -> AsyncIterator[dict[str, str
 
 
 @contextlib.asynccontextmanager
-async def fake(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+async def fake(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], path: str = PATH
+) -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post(PATH, handler)
+    app.router.add_post(path, handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -247,6 +251,69 @@ async def test_an_answer_that_breaks_off_is_an_error(end: str, failure: str) -> 
         assert (caught.value.failure, caught.value.begun) == (failure, True)
         assert b"".join(got).startswith(event("a"))
         assert totals(router) == {"finished": 0, "retries": 0, failure: 1}
+
+
+def named(kind: str, **more: Any) -> bytes:
+    """An event of Anthropic's or OpenAI's newer API."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
+
+
+# Whole streams of APIs whose events have no choices.
+STREAMS = {
+    "/v1/messages": [
+        named("message_start", message={"role": "assistant", "usage": {"input_tokens": 100}}),
+        named("content_block_delta", index=0, delta={"type": "text_delta", "text": "a"}),
+        named("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 1}),
+        named("message_stop"),
+    ],
+    "/v1/responses": [
+        named("response.created", response={"id": "r"}),
+        named("response.output_text.delta", delta="a"),
+        named("response.completed", response={"usage": {"input_tokens": 100, "output_tokens": 1}}),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("query", ["", "?beta=true"])
+async def test_streams_of_other_apis_end_without_a_finish_reason(path: str, query: str) -> None:
+    async def streams(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(asked)
+        for each in STREAMS[path]:
+            await response.write(each)
+        return response
+
+    async with fake(streams, path) as url, aiohttp.ClientSession() as http:
+        router = a_router({"gpu-0": url})
+        asked = body(stream=True)
+        async with lm.Relay(router, REQUEST, http, {"gpu-0": url}, asked, path=path + query) as answer:
+            assert await answer.read() == b"".join(STREAMS[path])
+        assert totals(router) == {"finished": 1, "retries": 0}
+
+
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [("", "/v1/chat/completions?a=b"), ("/v1", "/completions"), ("/proxy", "/inference/v1/generate")],
+)
+async def test_streams_with_choices_need_a_finish_reason_at_any_base_url(base: str, path: str) -> None:
+    async def breaks(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(asked)
+        await response.write(event("a"))
+        return response
+
+    async with fake(breaks, base + path.partition("?")[0]) as url, aiohttp.ClientSession() as http:
+        router, urls = a_router({"gpu-0": url}), {"gpu-0": url + base}
+        async with contextlib.AsyncExitStack() as stack:
+            relay = lm.Relay(router, REQUEST, http, urls, body(stream=True), path=path)
+            with pytest.raises(lm.RelayError, match="ends without a finish_reason"):
+                await (await stack.enter_async_context(relay)).read()
+        assert totals(router) == {"finished": 0, "retries": 0, "engine_error": 1}
+
+
+def test_relay_and_server_require_a_finish_reason_on_the_same_paths() -> None:
+    assert frozenset(FINISHED_PATHS) == GENERATING
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])

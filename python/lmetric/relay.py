@@ -35,6 +35,11 @@ from lmetric.options import Failure
 
 _UNFINISHED = "the answer holds an error or ends without a finish_reason"
 RETRY_STATUSES = frozenset({500, 502, 503, 504})
+# Ends of paths whose streams are incomplete without a finish_reason.
+FINISHED_PATHS = (
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
+    "/inference/v1/generate",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Relay:
         engines: base URL of each instance, ``{"gpu-0": "http://10.0.0.1:8000"}``, or its
         `EngineTarget`.
         body: the JSON body for the engine, as bytes or as a mapping.
-        path: path of the engine's API.
+        path: path of the engine's API. Streams of chats and completions need a finish_reason.
         headers: additional header fields for the engine.
         retry_statuses: HTTP statuses that count as a failure of the instance.
 
@@ -184,14 +189,13 @@ class Relay:
         headers = {**self._headers, **target.headers}
         if target.data_parallel_rank is not None:
             headers["x-data-parallel-rank"] = str(target.data_parallel_rank)
-        response = self._response = await self._http.post(
-            target.url.rstrip("/") + self._path, data=self._body, headers=headers
-        )
+        url = target.url.rstrip("/") + self._path
+        response = self._response = await self._http.post(url, data=self._body, headers=headers)
         self.status, self.content_type = response.status, response.content_type
         if response.status in self._retry_statuses:
             raise _EngineFailedError("status", f"status {response.status}")
         # The reader expects HTTP; aiohttp has already decoded transfer and content encodings.
-        self._reader.begin(self, ticket, False, True)
+        self._reader.begin(self, ticket, False, url.partition("?")[0].endswith(FINISHED_PATHS))
         head = f"HTTP/1.1 {response.status} \r\ncontent-type: {response.content_type}\r\nconnection: close"
         self._reader.data_received(head.encode() + b"\r\n\r\n")
         async for piece in response.content.iter_any():
