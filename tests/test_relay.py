@@ -137,7 +137,7 @@ async def test_a_bad_request_is_the_clients_and_is_not_tried_again(stream: bool)
         async with lm.Relay(router, REQUEST, http, urls, asked, path=PATH) as answer:
             assert answer.status == 400
             assert b"max_tokens" in await answer.read()
-        assert totals(router)["retries"] == 0
+        assert totals(router) == {"finished": 0, "retries": 0, "engine_error": 1}
 
 
 async def test_a_status_of_the_engines_own_trouble_is_tried_again() -> None:
@@ -151,6 +151,63 @@ async def test_a_status_of_the_engines_own_trouble_is_tried_again() -> None:
             assert answer.instance == "gpu-0"
             await answer.read()
         assert totals(router) == {"finished": 1, "retries": 1}
+
+
+def begins(first: bytes, content_type: str = "text/event-stream") -> Callable[[web.Request], Any]:
+    """An engine that answers 200 with these bytes, and ends."""
+
+    async def answers(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": content_type})
+        await response.prepare(asked)
+        await response.write(first)
+        return response
+
+    return answers
+
+
+def error_event(code: object) -> bytes:
+    return b"data: " + json.dumps({"error": {"message": "no", "code": code}}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("retry", [{}, {"retry_statuses": [507]}], ids=["default", "own"])
+async def test_a_stream_that_fails_before_a_token_is_tried_elsewhere(retry: dict[str, Any]) -> None:
+    """An engine reports its trouble of a stream as an event, after a head with status 200."""
+    code = 507 if retry else 503
+    for first in (error_event(code), error_event(code) + b"data: [DONE]\n\n", b": ping\n\n", b""):
+        async with fake(begins(first)) as url, engines(1) as urls, aiohttp.ClientSession() as http:
+            urls = {"bad": url, **urls}
+            router = a_router(urls)
+            async with lm.Relay(router, REQUEST, http, urls, body(stream=True), path=PATH, **retry) as answer:
+                assert (answer.decision.instance, answer.instance) == ("bad", "gpu-0")
+                text = await answer.read()
+            assert b"error" not in text
+            assert text.endswith(b"data: [DONE]\n\n")
+            assert totals(router) == {"finished": 1, "retries": 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "content_type"),
+    [
+        (error_event(400), "text/event-stream"),
+        (error_event(None), "text/event-stream"),
+        (b'{"error": {"message": "no", "code": 503}}', "application/json"),
+    ],
+    ids=["client", "no_code", "whole"],
+)
+async def test_other_errors_in_an_answer_are_not_tried_elsewhere(first: bytes, content_type: str) -> None:
+    """The client may be their cause, or the engine has already done the work."""
+    async with (
+        fake(begins(first, content_type)) as url,
+        engines(1) as urls,
+        aiohttp.ClientSession() as http,
+    ):
+        urls = {"bad": url, **urls}
+        router = a_router(urls)
+        with pytest.raises(lm.RelayError) as caught:
+            async with lm.Relay(router, REQUEST, http, urls, body(stream=True), path=PATH):
+                raise AssertionError("not entered")
+        assert (caught.value.failure, caught.value.begun) == ("engine_error", False)
+        assert totals(router) == {"finished": 0, "retries": 0, "engine_error": 1}
 
 
 @pytest.mark.parametrize("how", ["leave", "raise", "cancel"])

@@ -97,7 +97,8 @@ class Relay:
         body: the JSON body for the engine, as bytes or as a mapping.
         path: path of the engine's API. Streams of chats and completions need a finish_reason.
         headers: additional header fields for the engine.
-        retry_statuses: HTTP statuses that count as a failure of the instance.
+        retry_statuses: HTTP statuses that count as a failure of the instance. They are also codes
+        of errors that begin a stream.
 
     Raises (on entering and while the answer is read):
         RelayError: no engine answered, or the answer broke off.
@@ -205,6 +206,7 @@ class Relay:
                 break
         else:
             self._flags |= self._reader.eof()
+        self._raise_early()
         self._raise_errors()
         self._reader.commit(b"", True)
         self._flags &= ~READY
@@ -227,8 +229,22 @@ class Relay:
             if ticket.open:
                 ticket.failed(failure, retry=False)
             raise RelayError(failure, self.instance, reason, begun=True) from error
-        if ticket.open:
+        if not ticket.open:
+            return
+        if self.status >= 400:
+            ticket.failed("engine_error", retry=False)
+        else:
             self._reader.finish_ticket()
+
+    def _raise_early(self) -> None:
+        """Raises the failure of a stream without a token. Another instance may still answer."""
+        reader = self._reader
+        if self.status != 200 or not reader.event_stream or reader.tokens:
+            return
+        if self._flags & INCOMPLETE:
+            raise _EngineFailedError("reset", "the stream ended without a token")
+        if self._flags & ENGINE_ERROR and reader.error_code in self._retry_statuses:
+            raise _EngineFailedError("status", f"error {reader.error_code} as the first event")
 
     def _raise_errors(self) -> None:
         if self._flags & (ENGINE_ERROR | INCOMPLETE) and self.status == 200:
