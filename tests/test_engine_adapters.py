@@ -286,6 +286,19 @@ def test_endpoints_are_made_reachable(tmp_path: Path) -> None:
     assert at_rank("ipc:///kv", 1) == "ipc:///kv"
 
 
+async def test_an_engine_with_another_owner_is_not_vllm_for_its_version() -> None:
+    """TensorRT-LLM 1.2 refuses fields that it does not know, so it must not get vLLM's."""
+    card = {"id": "tiny", "object": "model", "created": 1, "owned_by": "tensorrt_llm"}
+    pages = {"/v1/models": json.dumps({"object": "list", "data": [card]}), "/version": '{"version": "1.2.0"}'}
+    adapter, told = await of(pages | {"/metrics": "[]"})
+    assert adapter is UNKNOWN
+    assert (told.token_ids, told.full_report, adapter.cache_salt) == (False, None, False)
+    del card["owned_by"]  # a proxy may leave it out
+    adapter, told = await of(pages | {"/v1/models": json.dumps({"object": "list", "data": [card]})})
+    assert isinstance(adapter, Vllm)
+    assert told.token_ids
+
+
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 async def test_emulated_engines_need_no_adapter_of_their_own(api: str) -> None:
     options = EngineOptions.model_validate(

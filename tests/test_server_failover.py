@@ -24,6 +24,7 @@ from server_world import (
     FakeEngine,
     Request,
     World,
+    answer,
     chunk,
     event,
     plain,
@@ -348,6 +349,26 @@ async def test_engines_without_token_ids_get_the_request_unchanged(kind: str) ->
             [],
             [orjson.dumps(body)],
         )
+
+
+async def test_tensorrt_llm_gets_no_field_that_it_refuses() -> None:
+    async def strict(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if unknown := request.json.keys() - {"model", "prompt", "max_tokens", "stream"}:
+            writer.write(plain(400, {"object": "error", "message": f"Extra inputs: {unknown}", "code": 400}))
+            return True
+        return await answer(engine, request, writer)
+
+    engine = FakeEngine(
+        behave=strict,
+        cards=[{"id": "tiny", "object": "model", "owned_by": "tensorrt_llm"}],
+        extra_pages={"/version": (200, b'{"version": "1.2.0"}')},
+    )
+    async with world([engine], tokenizer=str(TOKENIZER_PATH.parent), model="tiny") as w:
+        await w.until(lambda: all(each.identified for each in model(w).engines.values()))
+        body = {"model": "tiny", "prompt": "a river", "max_tokens": 3}
+        for stream in ({}, {"stream": True}):
+            status, _, got = await w.post(body | stream)
+            assert status == 200, got
 
 
 async def test_sglang_is_not_asked_for_token_ids() -> None:

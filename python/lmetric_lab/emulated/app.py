@@ -452,7 +452,7 @@ class Api:
             "id": self._options.model,
             "object": "model",
             "created": self._created,
-            "owned_by": "lmetric",
+            "owned_by": "vllm",
             "root": str(TOKENIZER_PATH.parent),
             "parent": None,
             "max_model_len": self._max_model_len,
