@@ -9,7 +9,23 @@ import orjson
 import pytest
 
 from lmetric.server.fleet.engine import blocks_differ
-from server_world import FakeEngine, World, answer, plain, reset, says, usage, world
+from pd_world import nixl, pd
+from server_world import (
+    STREAM_HEAD,
+    FakeEngine,
+    World,
+    answer,
+    chunk,
+    event,
+    hang,
+    plain,
+    reset,
+    says,
+    usage,
+    world,
+)
+from test_server_failover import STORY_BODY, cut, fakes
+from test_server_hedging import AFTER, later, two
 
 PROMPT = {"model": "tiny", "prompt": [*range(640)], "max_tokens": 3}
 
@@ -87,17 +103,84 @@ async def test_a_request_has_the_version_with_which_it_began(stream: bool) -> No
         assert (await ask(it))[0]["x-lmetric-weights"] == "2"
 
 
-async def test_a_request_that_another_engine_repeats_names_both_versions() -> None:
+async def sent_to(it: World, first: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The head and the record of a request whose decision names this engine."""
+    for _ in range(10):
+        status, headers, _ = await it.post(PROMPT | changes)
+        assert status == 200
+        label = headers["x-lmetric-decision"]
+        record = orjson.loads((await it.get(f"/debug/decisions/{label}"))[1])
+        if (record.get("tried") or [record["instance"]])[0] == first:
+            return headers, record
+    raise AssertionError(f"no request was sent to {first} first")
+
+
+def beginnings() -> dict[str, Any]:
+    fault = event({"error": {"message": "no", "code": 503}})
+    return {
+        "reset": reset,
+        "status": says(plain(503, {"error": {"message": "no"}}), then="keep"),
+        "event": says(STREAM_HEAD + chunk(fault) + b"0\r\n\r\n", then="keep"),
+    }
+
+
+@pytest.mark.parametrize("how", ["reset", "status", "event"])
+@pytest.mark.parametrize("second", ["b", None])
+async def test_a_repeated_request_has_the_version_of_the_engine_that_answers(
+    how: str, second: str | None
+) -> None:
+    """It had the version of the failed engine, although each token is of the other one."""
     async with world(2, admin=True) as it:
         await announce(it, version="a", engines=["e0"])
-        await announce(it, version="b", engines=["e1"])
-        it.engines[0].behave = reset
-        for _ in range(4):
-            headers, record = await ask(it)
-            if len(record["weights"]) == 2:
-                break
-        assert record["weights"] == ["a", "b"]
+        if second is not None:
+            await announce(it, version=second, engines=["e1"])
+        it.engines[0].behave = beginnings()[how]
+        headers, record = await sent_to(it, "e0", stream=how == "event")
         assert headers["x-lmetric-instance"] == "e1"
+        assert headers.get("x-lmetric-weights") == second
+        assert record.get("weights") == (None if second is None else [second])
+
+
+async def test_a_stream_that_another_engine_continues_has_both_versions() -> None:
+    async with fakes(cut(7), cut(7), admin=True) as it:
+        await announce(it, version="a", engines=["e0"])
+        await announce(it, version="b", engines=["e1"])
+        _, headers, got = await it.post(STORY_BODY)
+        assert it.server.fleet.models[0].failovers == {"continued": 1}
+        assert b'"error"' not in got
+        record = orjson.loads((await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}"))[1])
+        first, second = record["weights"]
+        assert {first, second} == {"a", "b"}
+        assert headers["x-lmetric-weights"] == first == {"e0": "a", "e1": "b"}[record["tried"][0]]
+
+
+@pytest.mark.parametrize("winner", ["e0", "e1"])
+async def test_a_hedged_request_has_the_version_of_the_engine_that_answers(winner: str) -> None:
+    """A hedge that won had no version, because it has a decision of its own."""
+    behave = (hang, answer) if winner == "e1" else (later(2 * AFTER), hang)
+    async with two(*behave, admin=True) as it:
+        await announce(it, version="a", engines=["e0"])
+        await announce(it, version="b", engines=["e1"])
+        status, headers, _ = await it.post({**PROMPT, "stream": True})
+        assert (status, headers["x-lmetric-instance"]) == (200, winner)
+        version = {"e0": "a", "e1": "b"}[winner]
+        assert headers["x-lmetric-weights"] == version
+        record = orjson.loads((await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}"))[1])
+        assert record["weights"] == [version]
+        other = orjson.loads((await it.get(f"/debug/decisions/{record['other_attempt']}"))[1])
+        assert "weights" not in other  # its engine gave no token
+
+
+async def test_a_prefill_gives_its_version_too() -> None:
+    async with pd(nixl("prefill"), nixl("decode"), admin=True) as it:
+        await it.post({"version": "a", "engines": ["p0"]}, "/admin/weights")
+        status, headers, _ = await it.post()
+        assert (status, headers["x-lmetric-weights"]) == (200, "a")
+        await it.post({"version": "b", "engines": ["d0"]}, "/admin/weights")
+        status, headers, _ = await it.post()
+        assert (status, headers["x-lmetric-weights"]) == (200, "a")
+        async with it.client.get(f"{it.url}/debug/decisions/{headers['x-lmetric-decision']}") as page:
+            assert (await page.json())["weights"] == ["a", "b"]
 
 
 async def test_only_the_router_names_versions() -> None:

@@ -80,7 +80,7 @@ RESPONSE_HEADERS: Mapping[str, str] = {
     "x-lmetric-decision": "ID of the decision record: `GET /debug/decisions/ID` explains the decision.",
     "x-lmetric-prefill": "Engine that computed the prompt, if another one answers. Absent with "
     "`errors.show_engines: false`.",
-    "x-lmetric-weights": "Version of the weights with which the request began, if a trainer has announced "
+    "x-lmetric-weights": "Version of the weights with which the answer began, if a trainer has announced "
     "one (`POST /admin/weights`).",
     "x-request-id": "ID of the request.",
     "x-ratelimit-limit-requests": "Limit of the tenant's budget of requests with the least left, if there is "

@@ -88,6 +88,8 @@ class Runner(InFlightRequest):
             return
         if event in ENDS:  # a chat that is parsed has a call for each event, with its whole prompt
             self._attempts.pop(attempt.step, None)
+            if event == "ended" and attempt.step.reader == "whole" and attempt.reader.status == 200:
+                self._note_weights(attempt)
         try:  # the code of `_on`, inline because each request runs it
             for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
@@ -111,9 +113,8 @@ class Runner(InFlightRequest):
             execution.ticket if hedge is None or step is not hedge.step else hedge.ticket,
             step,
         )
-        weights = step.engine.weights  # the version that the attempt begins with
-        if weights is not None and not step.side and step.body:
-            execution.model.request_weights.note(execution.decision.id, weights)
+        if step.advances_ticket and not step.side:
+            attempt.weights = step.engine.weights
         if execution.stalled_at and step.for_client:
             attempt.pause(True)
         now = time.monotonic()
@@ -121,8 +122,14 @@ class Runner(InFlightRequest):
             attempt.trace = guarded(self.trace.sent, attempt, now)
         attempt.go(now)
 
+    def _note_weights(self, attempt: EngineAttempt) -> None:
+        """Records the version of an engine that gives a part of the answer."""
+        if attempt.weights is not None:
+            self.execution.model.request_weights.note(self.execution.decision.id, attempt.weights)
+
     def _commit(self, act: Commit) -> None:
         attempt, execution = self._attempts[act.attempt.step], self.execution
+        self._note_weights(attempt)
         if attempt.step.reader != "pass":
             attempt.begin()
             return

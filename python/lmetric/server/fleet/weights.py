@@ -91,7 +91,7 @@ class Weights:
 
 
 class RequestWeights:
-    """The announced versions of weights under which requests began, by decision.
+    """The announced versions of weights under which answers began, by decision.
 
     A request that continues at another engine may have several. The oldest requests are forgotten.
     """
@@ -100,7 +100,7 @@ class RequestWeights:
         self._versions: OrderedDict[int, list[str]] = OrderedDict()
 
     def note(self, decision: int, version: str) -> None:
-        """Remembers that a request was sent to an engine with these weights."""
+        """Remembers that an engine with these weights gave a part of the answer."""
         versions = self._versions.setdefault(decision, [])
         if version not in versions:
             versions.append(version)
