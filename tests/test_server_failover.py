@@ -530,6 +530,31 @@ async def test_a_stream_with_a_long_prompt_continues_more_than_once() -> None:
         assert model(w).failovers == {"continued": 2}
 
 
+@pytest.mark.parametrize("how", ["no_ids", "error", "other_ids", "abort"])
+async def test_a_third_engine_continues_if_the_second_cannot_be_merged(how: str) -> None:
+    """The ticket counted a first token of the second engine, so the third was never asked."""
+    continuations = 0
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal continuations
+        if request.path == COMPLETIONS and len(request.json["prompt"]) > len(START):
+            continuations += 1
+            if continuations == 1:
+                choice = {"index": 0, "text": " a"}
+                choice |= {"token_ids": {"no_ids": None, "other_ids": "5"}.get(how, [5])}
+                choice |= {"finish_reason": how if how in ("error", "abort") else None}
+                writer.write(STREAM_HEAD + chunk(event(FRAME | {"choices": [choice]})))
+                await writer.drain()
+                await engine.until_left(writer)
+                return False
+        return await cut(7)(engine, request, writer)
+
+    async with fakes(behave, behave, behave) as w:
+        is_whole(await story(w))
+        assert continuations == 2
+        assert model(w).failovers == {"continued": 1}
+
+
 GARBAGE = b"\xa7\x00garbage\r\n"
 
 

@@ -19,7 +19,7 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.execution.failures import check_beginning, continued, refuse
-from lmetric.server.execution.plan import Attempt, Commit, MergeError, Step, Way, Write
+from lmetric.server.execution.plan import Attempt, Commit, EngineLost, MergeError, Step, Way, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
@@ -76,17 +76,21 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
     if not ended:
         check_beginning(p, attempt, flags)
         p.acts.append(Commit(attempt))
-    while not ended:
-        _, events = yield None
-        try:
-            ended = events is None or _take(p, step, events)
-        except Aborted as lost:
-            if not (yield from aborts_by_order(p, engine)):
-                raise
+    try:
+        while not ended:
+            _, events = yield None
             try:
-                p.end_merged(p.merged().more(lost.choice))
-            except MergeError:
-                raise lost from None
+                ended = events is None or _take(p, step, events)
+            except Aborted as lost:
+                if not (yield from aborts_by_order(p, engine)):
+                    raise
+                try:
+                    p.end_merged(p.merged().more(lost.choice))
+                except MergeError:
+                    raise lost from None
+    except EngineLost:
+        p.has_tokens |= attempt.reader.tokens > 0  # the ticket has them: another engine must continue
+        raise
     p.end_merged()
     return None
 
