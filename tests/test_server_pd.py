@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import BODY, PROMPT, nixl, pd
-from server_world import FakeEngine, Request, answer, decision_id, plain, usage, world
+from server_world import FakeEngine, Request, answer, decision_id, plain, says, usage, world
 
 TWO_AND_TWO = [nixl("prefill"), nixl("prefill"), nixl("decode"), nixl("decode")]
 
@@ -342,3 +343,69 @@ async def test_slow_clients_and_the_stop_of_the_server() -> None:
             relay.stop()
         status, _, said = await asking
         assert (status, said["error"]["type"]) == (503, "overloaded_error")
+
+
+def development(role: str) -> tuple[int, bytes]:
+    """vLLM's report in development mode: NIXL, by which the decode engine keeps its cache, too."""
+    extra = {"kv_lease_duration": 30.0, "bidirectional_kv_xfer": True}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    return 200, orjson.dumps({"vllm_config": {"kv_transfer_config": transfer}})
+
+
+def with_logprobs(tokens: int, tail: bytes) -> bytes:
+    """An answer as vLLM gives it, with 20 logprobs for each token, and the address of its cache."""
+    top = [{"token": f"word {n}", "logprob": -1.2345678 - n, "bytes": [32, 97, 98]} for n in range(20)]
+    one = orjson.dumps({"token": "a", "logprob": -0.1, "bytes": [97], "top_logprobs": top})
+    content = b",".join([one] * tokens)
+    return (
+        b'{"id":"chatcmpl-1","choices":[{"index":0,"message":{"role":"assistant","content":"a"},'
+        b'"logprobs":{"content":[%b]},"finish_reason":"length"}],"usage":%b,%b}'
+    ) % (content, orjson.dumps(usage()), tail)
+
+
+ADDRESS = b'"kv_transfer_params":{"remote_host":"10.0.0.9","remote_port":1}'
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tail"),
+    [
+        (1, ADDRESS),
+        (14_000, ADDRESS),
+        (100, ADDRESS + b',"prompt_token_ids":null'),
+        (100, ADDRESS + b',"x":{"kv_transfer_params":{"a":1},"b":[2]}'),
+        (100, ADDRESS + b',"x":"\\"kv_transfer_params\\":1"'),
+        (100, b'"kv_transfer_params":null'),
+        (100, b'"x":1'),
+    ],
+    ids=["small", "large", "members", "nested", "text", "null", "none"],
+)
+async def test_a_large_answer_after_a_transfer_is_computed_once(tokens: int, tail: bytes) -> None:
+    """Above 16 MiB, it failed: the next engine computed prompt and answer again."""
+    first = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}], "usage": usage()}
+    last = with_logprobs(tokens, tail)
+    assert (len(last) > 16 << 20) == (tokens > 100)
+    assert (len(last) > 64 << 10) == (tokens > 1)
+    engines = [
+        FakeEngine(
+            behave=says(
+                plain(200, first | {"kv_transfer_params": PARAMS} if produces else last), then="keep"
+            ),
+            metrics=NIXL_PAGE,
+            extra_pages={"/server_info?config_format=json": development(role)},
+        )
+        for role, produces in (("kv_producer", True), ("kv_consumer", False), ("kv_consumer", False))
+    ]
+    async with world(engines) as it:
+        (model,) = it.server.fleet.models
+        await it.until(lambda: all(each.identified for each in model.engines.values()))
+        assert [each.role for each in model.engines.values()] == ["prefill", "decode", "decode"]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "logprobs": True}
+        status, headers, got = await it.post(body | {"top_logprobs": 20}, "/v1/chat/completions")
+        assert (status, headers["x-lmetric-prefill"]) == (200, "e0")
+        expected = orjson.loads(last)
+        assert got == expected | ({"kv_transfer_params": None} if "kv_transfer_params" in expected else {})
+        assert sorted(len(engine.requests) for engine in engines) == [0, 1, 1]
+        (asked,) = engines[int(headers["x-lmetric-instance"][1])].requests
+        assert asked.json["kv_transfer_params"]["do_remote_prefill"] is True
+        assert dict(model.kv_transfers) == {"transferred": 1}
+        assert all(each.service.tally.failures == 0 for each in model.engines.values())

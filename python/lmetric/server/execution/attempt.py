@@ -28,8 +28,9 @@ from lmetric.server.upstream.connection import Connection, UpstreamError
 
 # Bodies up to this size are written together with the head.
 JOIN_BYTES = 64 * 1024
-# Size limit of a collected answer.
+# Size limits of a collected answer: if the router parses it, and if it only removes an address.
 ANSWER_BYTES = 16 << 20
+CLIENT_ANSWER_BYTES = 64 << 20
 # Time from a stream's first comment until its client gets it, if no token has come. Most streams
 # with comments have a token by then, and keep the engine's own head.
 COMMENT_SECONDS = 0.5
@@ -268,8 +269,11 @@ class EngineAttempt(Attempt):
             self.answer = bytearray(reader.commit(b"", True).partition(b"\r\n\r\n")[2])
         else:
             self.answer += data if flags & PASS else reader.take()
-        if len(self.answer) > ANSWER_BYTES:
-            raise WireError(f"answer longer than {ANSWER_BYTES} bytes")
+        step = self.step
+        parses = not step.for_client or step.merges or step.checks_prompt
+        limit = ANSWER_BYTES if parses else CLIENT_ANSWER_BYTES
+        if len(self.answer) > limit:
+            raise WireError(f"answer longer than {limit} bytes")
 
     def _read_events(self, flags: int, data: bytes) -> None:
         reader = self.reader

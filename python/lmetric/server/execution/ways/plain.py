@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import orjson
+
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
 from lmetric.server.execution.failures import (
@@ -33,6 +35,8 @@ from lmetric.server.execution.transcript import object_of
 from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
+
+LARGE_BYTES = 64 << 10  # answers of at least this size are not parsed, if possible
 
 
 def plain(p: Progress, engine: Engine) -> Way[str | None]:
@@ -171,6 +175,11 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     attempt, _ = yield step
     if attempt.reader.status != 200:
         refuse(p, attempt)
+    if (body := _without_address(attempt)) is not None:
+        p.answered = attempt
+        p.write_whole(body, engine.name)
+        attempt.reader.finish_ticket()
+        return
     answer, choices = _choices_of(step, attempt.answer)
     if attempt.reader.aborted:
         # Meanwhile, its connection may serve another request: its reader must not be read again.
@@ -182,6 +191,23 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     p.answered = attempt
     p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
     attempt.reader.finish_ticket()
+
+
+def _without_address(attempt: Attempt) -> bytes | None:
+    """Returns a large answer without the address of the engine's cache; None: it must be parsed.
+
+    With logprobs, an answer may have many megabytes, which take seconds to parse. If the rest from
+    the field to the end is a list of members, the field is the answer's own.
+    """
+    answer = bytes(attempt.answer)
+    at = answer.rfind(b'"kv_transfer_params":')
+    if len(answer) < LARGE_BYTES or at < 0 or attempt.reader.aborted or attempt.step.checks_prompt:
+        return None
+    try:
+        members = orjson.loads(b"{" + answer[at:])
+    except orjson.JSONDecodeError:
+        return None
+    return answer[:at] + dumps(members | {"kv_transfer_params": None})[1:]
 
 
 def own_request(p: Progress, engine: Engine) -> Step:
