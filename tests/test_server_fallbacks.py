@@ -347,10 +347,11 @@ async def test_a_tenants_list_limits_its_fallbacks() -> None:
         assert (await w.post(body))[1]["x-lmetric-instance"] == "e1"
 
 
-async def test_a_reload_replaces_the_fallbacks() -> None:
-    async with world(fakes(LARGE), fallbacks={"gone": "large"}) as w:
+@pytest.mark.parametrize("before", [{"gone": "large"}, {}], ids=["others", "none"])
+async def test_a_reload_replaces_the_fallbacks(before: dict[str, str]) -> None:
+    async with world(fakes(LARGE), fallbacks=before) as w:
         values = w.server.fleet.config.model_dump(exclude_unset=True)
-        assert (await w.post({"model": "gone", "prompt": "x"}))[0] == 200
+        assert (await w.post({"model": "gone", "prompt": "x"}))[0] == (200 if before else 404)
         config = ServerConfig.model_validate({**values, "fallbacks": {"new": "large"}})
         await Reloads(w.server, lambda: config).reload()
         assert (await w.post({"model": "gone", "prompt": "x"}))[0] == 404

@@ -69,6 +69,7 @@ CONFIGURED = {
         {"tracing": {"endpoint": "http://127.0.0.1:9"}},
         (f"{SERVER}.observe.tracing.export", "opentelemetry"),
     ),
+    "fallbacks": Feature({"fallbacks": {"large": ["small"]}}, (f"{SERVER}.http.falling_back",)),
     "rebalance": Feature({"rebalance": "star"}, (f"{SERVER}.fleet.rebalancer",)),
     "fleet_changes": Feature(
         {"fleet_changes": "warm"}, (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes")

@@ -26,7 +26,6 @@ from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
-from lmetric.server.http.falling_back import FallingBack
 from lmetric.server.http.place import Placement
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import PendingWork, WorkThreads
@@ -45,6 +44,7 @@ from lmetric.server.http.tokenizing import (
 from lmetric.tokens.errors import NotPredictable
 
 if TYPE_CHECKING:
+    from lmetric.server.http.falling_back import FallingBack
     from lmetric.tokens.images import ImagePrompt
     from lmetric.tokens.prompt import Tokens
 
@@ -71,13 +71,18 @@ class Arrivals:
         self._stored = stored
         self._placement = placement
         self._threads = threads
-        self._falling_back = FallingBack(fleet.names, self._running, threads, serve=self._serve_model)
+        self._falling_back: FallingBack | None = None
         self.configure(config, isolation)
 
     def configure(self, config: ServerConfig, isolation: Isolation) -> None:
         """Applies settings to new requests."""
         self.paths = {**dict.fromkeys(config.paths, CONFIGURED_PATH), **RELAYED}
         self.isolation = isolation
+        if config.fallbacks and self._falling_back is None:
+            from lmetric.server.http.falling_back import FallingBack
+
+            names, running = self._fleet.names, self._running
+            self._falling_back = FallingBack(names, running, self._threads, serve=self._serve_model)
 
     def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Starts the request. `RunningRequests.ended` is called at its end."""
@@ -267,7 +272,7 @@ class Arrivals:
 
     def _place(self, intent: Intent, now: float) -> None:
         """Places a request whose prompt was read. Raises ApiError."""
-        if intent.client_request.fallback is not None:
+        if self._falling_back is not None:
             self._falling_back.check_length(intent)
         self._placement.place(intent, now)
 
