@@ -137,14 +137,29 @@ def test_a_module_is_found_and_reloaded(tmp_path: Path, monkeypatch: pytest.Monk
     sys.modules.pop("plugged.scores")
 
 
+def test_a_module_that_ends_the_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would end a server, which reads its policies again when their files change."""
+    for folder in ("ends", "within"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "within" / "ends.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "ends" / "__init__.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "ends" / "scores.py").write_text("def score(bs):\n    return bs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("within.ends", "ends.scores"):
+        with pytest.raises(lm.BadValueError, match="cannot be loaded: SystemExit: 3"):
+            lm.Router(f"{module}:score")
+    assert plugins.file_of("ends.scores:score") is None
+
+
 def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sold.py").write_text(LMETRIC)
     info = tmp_path / "sold-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sold\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[lmetric.policies]\nsold_score = sold:score\nbroken = sold:none\n"
+        "[lmetric.policies]\nsold_score = sold:score\nbroken = sold:none\nends = ends:score\n"
     )
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert fleet("sold_score").stats()["policy"] == "sold_score"
     assert isinstance(lm.Policy.from_config("sold_score"), lm.PolicyFunction)
@@ -152,6 +167,8 @@ def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lm.Policy.from_config("sold_score", references=False)
     with pytest.raises(lm.BadValueError, match="'broken': sold:none cannot be loaded: AttributeError"):
         lm.Router("broken")
+    with pytest.raises(lm.BadValueError, match="'ends': ends:score cannot be loaded: SystemExit: 3"):
+        lm.Router("ends")
 
 
 @pytest.mark.parametrize(
@@ -160,6 +177,7 @@ def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (LMETRIC, "scor", "has no 'scor'; did you mean 'score'"),
         ("1 / 0", "score", r"cannot be loaded: ZeroDivisionError.*mine\.py:1"),
         ("def score(:", "score", "cannot be loaded: SyntaxError"),
+        ("raise SystemExit(3)", "score", r"cannot be loaded: SystemExit: 3.*mine\.py:1"),
         ("def score(p_tokens): return 1", "score", "'p_tokens' is not an indicator; did you mean 'p_token'"),
         ("def score(): return 1", "score", "expected one parameter per indicator"),
         (None, "score", "cannot be loaded: FileNotFoundError"),

@@ -23,6 +23,9 @@ from lmetric import _core
 ENTRY_POINTS = "lmetric.policies"
 """Entry point group in which packages register policies."""
 
+# Errors of foreign code. A script of the command line may call `sys.exit` while it is imported.
+_ERRORS = (Exception, SystemExit)
+
 _FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _MODULE = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 
@@ -73,7 +76,7 @@ def file_of(text: str) -> Path | None:
         found = _MODULE.fullmatch(points[0].value) if points else None
     try:
         spec = importlib.util.find_spec(found["place"]) if found else None
-    except ImportError:
+    except _ERRORS:  # of a parent package, whose code this runs; `load_object` reports it
         return None
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
@@ -95,7 +98,7 @@ def load_object(text: str) -> object:
             raise _core.BadValueError(f"{text!r} is not valid; expected file.py:name or package.module:name")
     except _core.LmetricError:
         raise
-    except Exception as error:
+    except _ERRORS as error:
         raise _core.BadValueError(f"{text}: it cannot be loaded: {described(error)}") from error
     try:
         return getattr(module, found["name"])
@@ -121,7 +124,7 @@ def entry_point(name: str) -> object | None:
         raise _core.BadValueError(f"policy {name!r}: several packages register this name: {packages}")
     try:
         loaded: object = found[0].load()
-    except Exception as error:
+    except _ERRORS as error:
         raise _core.BadValueError(
             f"policy {name!r}: {found[0].value} cannot be loaded: {described(error)}"
         ) from error
@@ -160,7 +163,7 @@ def _import(name: str) -> ModuleType:
     return module
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """Type and text of an error, and the last line of the file's code in its traceback.
 
     The core calls it, too.
