@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import socket
@@ -21,6 +22,7 @@ from structlog.testing import capture_logs
 
 from lmetric.config import ServerConfig
 from lmetric.server.observe.tracing.context import is_sampled, read_parent, without_parent
+from lmetric.server.observe.tracing.spans import RequestTrace
 from log_watch import MARKED_PROMPT
 from otlp_world import receiver
 from pd_world import nixl, pd
@@ -243,6 +245,25 @@ async def test_spans_wait_until_the_collector_is_back() -> None:
         spans.status = 200
         await spans.trace(4)
         await until(lambda: w.server.metrics.spans["exported"] == 4)
+
+
+async def test_a_span_that_cannot_be_made_ends_no_export() -> None:
+    async with receiver() as spans, world(1, tracing={"endpoint": spans.url}) as w:
+        tracing = w.server.front.running.tracing
+        assert tracing is not None
+        sound = tracing.export
+
+        def broken(trace: RequestTrace) -> None:
+            trace.request.end = math.nan
+            sound(trace)
+
+        tracing.export = broken
+        await w.post({"prompt": "x"})
+        await until(lambda: w.server.metrics.spans["failed"] == 4)
+        assert not spans.spans
+        tracing.export = sound
+        await w.post({"prompt": "x"})
+        await spans.trace(4)
 
 
 # Parts.

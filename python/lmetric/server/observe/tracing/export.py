@@ -100,13 +100,14 @@ class SpanQueue:
     def _send(self, batch: list[RequestTrace]) -> None:
         # The wall clock minus the monotonic clock, ns.
         offset = time.time_ns() - int(time.monotonic() * 1e9)
-        spans = [self._readable(trace, span, offset) for trace in batch for span in trace.spans]
-        try:
+        count = sum(len(trace.spans) for trace in batch)
+        try:  # nothing may end the thread: further spans would be dropped
+            spans = [self._readable(trace, span, offset) for trace in batch for span in trace.spans]
             done = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception:
             log.exception("spans could not be sent")
             done = False
-        self._outcomes["exported" if done else "failed"] += len(spans)
+        self._outcomes["exported" if done else "failed"] += count
         if done != self._reachable:
             self._reachable = done
             if done:
