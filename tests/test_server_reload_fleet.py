@@ -275,6 +275,37 @@ async def test_of_reports_that_come_during_a_change_the_last_one_is_applied(tmp_
         assert sizes == {0, 9}
 
 
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_report_that_cannot_be_applied_is_a_problem_and_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """The next report of Kubernetes may come hours later."""
+    listed = tmp_path / "engines.json"
+    listed.write_text("[]")
+    async with large_fleet(discovery=[{"file": str(listed), "model": "m0"}]) as it:
+        (source,) = it.w.server.front.discovery._sources
+        await until(lambda: source.reported.is_set() and source._applying is None)
+        found = [
+            Found(EngineConfig(url=f"unix:///nowhere/{each}", name=f"e{each}"), "m0") for each in range(2)
+        ]
+        members = it.w.server.front.discovery.members
+        change = members.change
+
+        async def fails_once(*given: Any) -> list[str]:
+            monkeypatch.setattr(members, "change", change)
+            if again:
+                source.found(found)
+            raise KeyError("a defect")
+
+        monkeypatch.setattr(members, "change", fails_once)
+        source.found(found[:1])
+        await until(lambda: source._applying is None)
+        assert it.names == ({"e0", "e1"} if again else set())
+        assert source.wrong == (None if again else "cannot apply its engines: KeyError; see the log")
+        source.found(found)
+        await until(lambda: it.names == {"e0", "e1"} and source.wrong is None)
+
+
 async def test_a_shutdown_in_the_middle_of_a_reload_is_clean() -> None:
     async with large_fleet(range(SOME)) as it:
         kept = list(it.fleet.engines())

@@ -105,10 +105,13 @@ class _Followed:
         try:
             while self._waiting is not None:
                 engines, self._waiting = self._waiting, None
-                await self._members.change(self.name, partial(self._with_key, engines))
+                try:
+                    await self._members.change(self.name, partial(self._with_key, engines))
+                except Exception as error:
+                    log.exception("cannot apply the engines of a source", source=self.name)
+                    if self._waiting is None:  # else a later report has replaced the problem
+                        self._problem = f"cannot apply its engines: {type(error).__name__}; see the log"
                 self._say()
-        except Exception:
-            log.exception("cannot apply the engines of a source", source=self.name)
         finally:
             self._applying = None
 
