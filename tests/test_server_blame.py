@@ -355,11 +355,12 @@ class Pausing(FakeEngine):
     """A vLLM in development mode."""
 
     paused = False
+    version = "0.32.0"
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         pages: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "tiny", "owned_by": "vllm"}]},
-            "/version": {"version": "0.32.0"},
+            "/version": {"version": self.version},
             "/server_info?config_format=json": {"vllm_config": {}},
             "/is_paused": {"is_paused": self.paused},
             "/is_sleeping": {"is_sleeping": False},

@@ -131,3 +131,30 @@ async def test_a_page_of_metrics_that_fails_shows_a_pause() -> None:
         fake.turn(2)
         await it.until(lambda: not engine.healthy)
         assert (engine.last_failure, engine.asleep) == ("paused", False)
+
+
+async def test_an_engine_that_restarts_while_it_is_paused_is_identified_anew() -> None:
+    """It is down already when its process ends, and each end of a process empties its index."""
+    fake = Pausing()
+    async with world([fake], health={"interval": 0.05}, policy="lmetric") as it:
+        engine = it.server.fleet.engine("e0")
+        assert engine is not None
+        assert await told(it) == 0
+        assert await told(it) > 500
+        fake.paused = True
+        await it.until(lambda: engine.last_failure == "paused" and engine.identified)
+        await fake.stop()
+        await it.until(lambda: engine.last_failure == "refused")
+        fake.paused, fake.version = False, "0.33.0"
+        await fake.start()
+        await it.until(lambda: engine.healthy)
+        assert engine.capabilities.version == "0.33.0"
+        assert not engine.lost_blocks
+        assert await told(it) == 0
+        assert await told(it) > 500
+        await fake.stop()
+        await it.until(lambda: not engine.healthy)
+        assert engine.cold
+        await fake.start()
+        await it.until(lambda: engine.healthy)
+        assert await told(it) == 0

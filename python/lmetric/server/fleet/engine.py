@@ -372,7 +372,7 @@ class Engine:
         if self.healthy and (kind in AT_ONCE or self.failures >= self.health.down_after):
             self._turn(False, reason)
         if kind == "refused" and not self.lost_blocks:
-            self._forget()
+            self.restarted()
 
     async def generate(self, seconds: float) -> int:
         """Sends a request for one token. Returns the status of the answer. Raises UpstreamError.
@@ -462,12 +462,8 @@ class Engine:
         self.compared = None
 
     def restarted(self) -> None:
-        """Handles a new process at its address: the cache is gone, and its settings may differ."""
-        self._forget()
+        """Handles the end of its process: cache and load are gone, and a new one may differ."""
         self.ask_anew()
-
-    def _forget(self) -> None:
-        """Clears its blocks and load: no process listens there, so cache and requests are gone."""
         self.weights, self.asleep = None, False
         if self.model is not None:
             self.model.router.blocks_cleared(self.name)
