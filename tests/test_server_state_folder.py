@@ -1,21 +1,25 @@
-"""The lock of `state_folder`: one router at a time uses the folder."""
+"""The lock of `state_folder`: one router at a time uses the folder. Writes of its files."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from structlog.testing import capture_logs
 
 from lmetric.config import ConfigError
-from lmetric.server.observe.state import LOCK
+from lmetric.server.observe import state
+from lmetric.server.observe.state import LOCK, StateFiles
 from server_world import FakeEngine, world
 from test_server_process import Process, engine, router
 from test_workers import replaced, workers_of
+from waiting import until
 
 
 def configuration(folder: Path, fake: FakeEngine, **more: Any) -> str:
@@ -81,3 +85,40 @@ async def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=rf"state_folder: cannot use {tmp_path}/{LOCK}: Is a directory"):
         async with world(1, state_folder=str(tmp_path)):
             pass
+
+
+async def test_a_stop_waits_for_a_write_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writes at once would truncate the file that the other one is about to rename."""
+    fsync, replace_file = os.fsync, state.replace_file
+    count, writers, most = 0, 0, 0
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.1)
+        fsync(descriptor)
+
+    def counted(path: Path, content: bytes) -> None:
+        nonlocal writers, most
+        writers += 1
+        most = max(most, writers)
+        try:
+            replace_file(path, content)
+        finally:
+            writers -= 1
+
+    def save() -> dict[str, bytes]:
+        nonlocal count
+        count += 1
+        return dict.fromkeys(("a.bin", "b.bin"), b"%d" % count)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(state, "replace_file", counted)
+    monkeypatch.setattr(state, "WRITE_SECONDS", 0.01)
+    files = StateFiles(tmp_path, "*.bin", save, restore=lambda saved: None)
+    with capture_logs() as logs:
+        files.start()
+        await until(lambda: writers)
+        await files.stop()
+    assert not logs
+    assert most == 1
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}  # noqa: ASYNC240
+    assert written == dict.fromkeys(("a.bin", "b.bin"), b"%d" % count)

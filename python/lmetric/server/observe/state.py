@@ -44,6 +44,7 @@ class StateFiles:
         self._written: Mapping[str, bytes | None] = {}  # by the last write
         self._pending: dict[str, bytes | None] = {}
         self._failed = False
+        self._turn = asyncio.Lock()  # held by the one write that is in progress
         self._task: asyncio.Task[None] | None = None
 
     def read(self) -> None:
@@ -78,19 +79,24 @@ class StateFiles:
         self._task = periodic(f"state files {self._pattern}", WRITE_SECONDS, self.write)
 
     async def write(self) -> None:
-        """Writes the counts that the files do not have."""
-        saved = self._save()
-        self._pending |= {name: new for name, new in saved.items() if self._written.get(name, b"") != new}
-        if not self._pending:
-            return
-        try:
-            await asyncio.to_thread(self._write, self._pending)
-        except OSError as error:
-            if not self._failed:
-                log.error("cannot write a state file", folder=str(self._folder), reason=error.strerror)
-            self._failed = True
-        else:
-            self._written, self._pending, self._failed = saved, {}, False
+        """Writes the counts that the files do not have, after a write that is in progress."""
+        # The caller may be canceled (`stop`), but a write goes on in its thread.
+        await asyncio.shield(asyncio.create_task(self._write_changed(), name="state files"))
+
+    async def _write_changed(self) -> None:
+        async with self._turn:
+            saved = self._save()
+            self._pending |= {name: new for name, new in saved.items() if self._written.get(name, b"") != new}
+            if not self._pending:
+                return
+            try:
+                await asyncio.to_thread(self._write, self._pending)
+            except OSError as error:
+                if not self._failed:
+                    log.error("cannot write a state file", folder=str(self._folder), reason=error.strerror)
+                self._failed = True
+            else:
+                self._written, self._pending, self._failed = saved, {}, False
 
     def _write(self, contents: Mapping[str, bytes | None]) -> None:
         """Replaces files. A reader finds the old content or the new one."""
