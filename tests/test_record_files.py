@@ -20,12 +20,13 @@ import pytest
 
 from constants import with_constants
 from lmetric._core import BadValueError
-from lmetric.config import ConfigError, RecordsConfig, load_config
+from lmetric.config import ConfigError, RecordsConfig, ServerConfig, load_config
 from lmetric.record_files import convert_records, read_records
 from lmetric.record_schema import ENGINE, FLEET, HEADER, LINES, REQUEST, RecordError, Records, hashes_of
+from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe import record_writer
 from lmetric.server.observe.record_writer import RecordWriter
-from lmetric.server.observe.recorder import Hasher
+from lmetric.server.observe.recorder import Hasher, Recorder
 from log_watch import MARKED_PROMPT
 from server_world import FakeEngine, World, hang, plain, reset, says, world
 from test_server_process import engine, router
@@ -295,10 +296,10 @@ async def test_a_full_disk_costs_one_log_line_and_the_files_stay_readable(tmp_pa
     assert "truncated" in records.notes[0]
 
 
-def writer_of(folder: Path, line: Any = None, **settings: Any) -> RecordWriter:
+def writer_of(folder: Path, line: Any = None, workers: int = 1, **settings: Any) -> RecordWriter:
     config = with_constants(RecordsConfig, path=folder, **settings)
     head = [{"type": "header", "schema": 1, "router_version": "", "at": 1.0, "key_id": "", "sample": 1.0}]
-    return RecordWriter(config, folder, lambda: head, line or (lambda item: item))
+    return RecordWriter(config, folder, lambda: head, line or (lambda item: item), workers=workers)
 
 
 def request_line(number: int) -> dict[str, Any]:
@@ -354,6 +355,30 @@ def test_a_busy_writer_deletes_no_file_of_a_quiet_one(tmp_path: Path) -> None:
     assert [request["decision"] for request in read_records(tmp_path).requests] == [7]
     quiet._close_file()
     busy._close_file()
+
+
+def test_the_files_of_all_workers_stay_below_the_total(tmp_path: Path) -> None:
+    """Files that all workers open at the same time grow after the last look at the total."""
+    total = 1 << 17
+    writers = [writer_of(tmp_path, workers=4, file_bytes=1 << 12, total_bytes=total) for _ in range(4)]
+    sums = []
+    for number, writer in enumerate(writers):
+        writer._number = 1000 * number  # all have this process's ID in the names of their files
+    for number in range(500):
+        for writer in writers:
+            writer._write_lines([orjson.dumps(request_line(number)) + b"\n"])
+        sums.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    for writer in writers:
+        writer._close_file()
+    assert 0.75 * total < max(sums) <= total
+    decisions = {request["decision"] for request in read_records(tmp_path).requests}
+    assert min(decisions) > 0, "the oldest files are deleted"
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 64 << 20), (8, 16 << 20)])
+def test_many_workers_write_smaller_files(tmp_path: Path, workers: int, most: int) -> None:
+    config = ServerConfig.model_validate({"workers": workers, "records": {"path": tmp_path}})
+    assert Recorder(config.records, Fleet(config)).writer._file_bytes == most
 
 
 def test_a_full_disk_keeps_no_file_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ The router can write a record of each request to disk: the decision, its reasons
 generates this page. [Configuration](configuration.md#records) lists the settings; `serve --records DIR` sets the folder alone.
 
 - A folder belongs to one router. Its files have the names `records-TIME-PROCESS-NUMBER.jsonl`, and only the router's user can read them.
-- A new file begins when one is full. The oldest files are deleted so that all files together stay below `total_bytes`.
+- A new file begins when one is full. The oldest files are deleted so that all files together stay below `total_bytes`, also those that
+  workers still write.
 - Each file is complete in itself: a header, the state of the fleet, then one line of JSON per request, in the order of their ends.
 - Commands take files and folders, also files that you have compressed (`.jsonl.gz`). In Python, `lmetric.record_files.read_records` reads them.
 - If the queue of the writer is full, or the disk refuses a write, the router loses records, never requests. `lmetric_records_total`

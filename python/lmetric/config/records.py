@@ -26,7 +26,7 @@ class RecordsConfig(Strict):
         "needs all requests",
         json_schema_extra={"when": "records of all requests take too much space"},
     )
-    # Size at which a new file starts, bytes. The router deletes whole files, the oldest first.
+    # Most bytes of a file; less with many workers. The router deletes whole files, oldest first.
     file_bytes: ClassVar[int] = 64 << 20
     total_bytes: int = Field(
         1 << 30,

@@ -24,6 +24,7 @@ RETRY_SECONDS = 5.0  # pause after a failed write; records that come meanwhile a
 FLUSH_SECONDS = 0.5
 CLOSE_SECONDS = 5.0  # for the last records at the end of the router
 BATCH = 64  # records written at once
+OPEN_SHARE = 0.25  # of the total size, for the open files; most
 
 # A line of a file, as an object for JSON.
 Line = dict[str, Any]
@@ -58,14 +59,23 @@ class RecordWriter:
     """A bounded queue of records, and the thread that writes them.
 
     ``head`` returns the first lines of each file, and ``line`` makes the line of an item of the
-    queue; the thread calls both. Lines are lost, and counted in `outcomes`, if the queue is full or
-    the disk refuses them.
+    queue; the thread calls both. ``workers``: that write to the folder, each to files of its own.
+    Lines are lost, and counted in `outcomes`, if the queue is full or the disk refuses them.
     """
 
     def __init__(
-        self, config: RecordsConfig, folder: Path, head: Callable[[], list[Line]], line: Callable[[Any], Line]
+        self,
+        config: RecordsConfig,
+        folder: Path,
+        head: Callable[[], list[Line]],
+        line: Callable[[Any], Line],
+        workers: int = 1,
     ) -> None:
         self._config, self._folder = config, folder.absolute()
+        # Open files of all workers; a rolling restart has two processes for each of them.
+        files = 1 if workers == 1 else 2 * workers
+        self._file_bytes = min(config.file_bytes, int(OPEN_SHARE * config.total_bytes) // files)
+        self._closed_bytes = config.total_bytes - files * self._file_bytes  # all files before an opening
         self._head, self._line = head, line
         self.outcomes = Counter({"written": 0, "queue_full": 0, "disk": 0, "error": 0})
         self.written_bytes = 0
@@ -167,7 +177,7 @@ class RecordWriter:
                 log.info("records are written again", folder=str(self._folder), lost=self.outcomes["disk"])
 
     def _append(self, data: bytes) -> None:
-        if self._file is not None and (self._size + len(data) > self._config.file_bytes or self._is_deleted):
+        if self._file is not None and (self._size + len(data) > self._file_bytes or self._is_deleted):
             self._close_file()
         if self._file is None:
             self._open()
@@ -202,9 +212,10 @@ class RecordWriter:
             raise
 
     def _delete_oldest(self) -> None:
-        """Deletes the files with the oldest last record until one more fits into the total size.
+        """Deletes the files with the oldest last record until all open files fit into the total.
 
-        A file that another worker still writes is among the newest, even if it was opened long ago.
+        Other workers may open a file at the same moment, and the present ones grow. A file that
+        another worker still writes is among the newest, even if it was opened long ago.
         """
         found: list[tuple[int, Path, int]] = []
         for path in self._folder.glob(f"{PREFIX}*{SUFFIX}"):
@@ -213,7 +224,7 @@ class RecordWriter:
                 found.append((status.st_mtime_ns, path, status.st_size))
         total = sum(size for _, _, size in found)
         for _, path, size in sorted(found):
-            if total + self._config.file_bytes <= self._config.total_bytes:
+            if total <= self._closed_bytes:
                 return
             path.unlink(missing_ok=True)
             total -= size

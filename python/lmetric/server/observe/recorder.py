@@ -103,7 +103,8 @@ class Recorder(Observer):
         self._fleets: dict[str, Line] = {}  # the last state of each model
         fleet.on_model_removed.append(lambda model: self._fleets.pop(model, None))
         self._opened = False  # a file has begun, with the states until then
-        self.writer = RecordWriter(config, config.path, self._head, line=self._line)
+        workers = fleet.config.worker_count
+        self.writer = RecordWriter(config, config.path, self._head, line=self._line, workers=workers)
 
     def start(self) -> None:
         """Starts the writer."""
