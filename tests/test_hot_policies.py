@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 import pytest
 import yaml
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 import lmetric as lm
@@ -23,7 +24,7 @@ from lmetric.config import PoolSettings
 from lmetric.server.fleet import policies
 from lmetric.server.fleet.policies import build as build_policy
 from lmetric_lab.sim.setups import PolicyChoice
-from server_world import world
+from server_world import FakeEngine, world
 from test_server_process import engine, router
 from test_server_reload import logged
 
@@ -447,22 +448,64 @@ def test_a_policy_is_called_once_before_it_is_used(tmp_path: Path, body: str, pr
         build_policy(PoolSettings(), f"{file}:score", {})
 
 
-async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
-    def write(text: str) -> None:
-        mine.write_text(text)
+def write(file: Path, text: str) -> None:
+    file.write_text(text)
 
+
+async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
     async with world(2, policy=f"{mine}:score") as w:
         stats = w.server.fleet.models[0].router.stats
         assert stats()["policy"] == f"{mine}:score"
-        write("import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
+        write(mine, "import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
         await w.until(lambda: stats()["policy"] == "second")
         for wrong in ("def score(:", "def score(bs):\n    return bz\n"):
-            write(wrong)
+            write(mine, wrong)
             await asyncio.sleep(1.2)
             assert stats()["policy"] == "second"
         assert (await w.post())[0] == 200
-        write("import lmetric as lm\nscore = lm.Policy('bs', name='third')\n")
+        write(mine, "import lmetric as lm\nscore = lm.Policy('bs', name='third')\n")
         await w.until(lambda: stats()["policy"] == "third")
+
+
+FIRST = "import numpy as np\n\ndef score(bs):\n    return np.arange(len(bs), dtype=float)\n"
+
+
+async def test_a_reload_installs_a_file_that_could_not_be_loaded_before(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports a helper that is deployed later: the model showed a policy that did not decide."""
+    monkeypatch.syspath_prepend(mine.parent)
+    write(mine, FIRST)
+    async with world(2, policy=f"{mine}:score", policy_time_limit_seconds=1.0) as w:
+        (model,) = w.server.fleet.models
+
+        async def engines() -> set[str]:
+            return {(await w.post())[1]["x-lmetric-instance"] for _ in range(4)}
+
+        assert await engines() == {"e0"}
+        write(mine, "from deployed_later import score\n")
+        with capture_logs() as logs:
+            await w.server._monitor._watch_policies()
+        assert [line["log_level"] for line in logs] == ["error"]
+        assert await engines() == {"e0"}
+        write(mine.with_name("deployed_later.py"), FIRST.replace("np.arange", "-np.arange"))
+        await w.server.reload(w.server.config)
+        assert await engines() == {"e1"}
+        # A reload without a change neither installs nor shows what another import would give.
+        sys.modules["deployed_later"].score = lambda q_bs: q_bs  # type: ignore[attr-defined]
+        await w.server.reload(w.server.config)
+        assert model.policies.first.policy.reads == ["bs"]  # type: ignore[union-attr]
+        assert await engines() == {"e1"}
+    del sys.modules["deployed_later"]
+
+
+async def test_a_file_replaces_the_policies_of_all_models_after_a_reload(mine: Path) -> None:
+    write(mine, FIRST)
+    async with world([FakeEngine(), FakeEngine(model="other")], policy=f"{mine}:score") as w:
+        await w.server.reload(w.server.config)  # builds the policies of both models once
+        write(mine, "import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
+        await w.server._monitor._watch_policies()
+        assert [each.router.stats()["policy"] for each in w.server.fleet.models] == ["second", "second"]
 
 
 async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

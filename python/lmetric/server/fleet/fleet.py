@@ -175,7 +175,9 @@ class Fleet:
         the engines, one by one. Raises LmetricError; then nothing has changed.
         """
         self._make_contexts(config)
-        chosen = [(model, policies.get(model.name, policies[None])) for model in self.models]
+        chosen = [
+            (model, policies.get(model.name, policies[None]).kept(model.policies)) for model in self.models
+        ]
         before = {model.index: model.policies for model in self.models}
         with _installed([(model, new) for model, new in chosen if not model.policies.equals(new)]):
             for model, new in chosen:

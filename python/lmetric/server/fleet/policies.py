@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +97,7 @@ class Policies:
     def __init__(self, settings: PoolSettings, first: Built | None = None) -> None:
         """Builds the policies. ``first``: the first one, if it is built already."""
         self.files = _files(settings)  # stamps are taken before the files are read
+        self._seen = self.files  # by `changed`: loading the files of then may have failed
         for value in settings.policies.values():
             build(settings, value, {})  # unused policies must be valid, too
         self.settings = settings
@@ -142,12 +144,24 @@ class Policies:
         )
         return not same or self.files != other.files
 
+    def kept(self, before: Policies) -> Policies:
+        """Returns a copy for a model with ``before``, which keeps its installed policies if equal.
+
+        Else the model would show a policy that does not decide: a file may import others.
+        """
+        kept = copy(self)
+        if before.equals(self):
+            kept.first, kept.decode = before.first, before.decode
+            kept.also_reads(kept.first)
+            kept.also_reads(kept.decode)
+        return kept
+
     def changed(self) -> bool:
         """Returns whether a policy's file has changed since the last call."""
         files = {file: _stamp(file) for file in self.files}
-        if files == self.files:
+        if files == self._seen:
             return False
-        self.files = files
+        self._seen = files
         return True
 
 
