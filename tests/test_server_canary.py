@@ -192,13 +192,61 @@ async def test_a_changed_file_restarts_the_comparison(mine: dict[str, Any], tmp_
         file.write_text("def score(q_bs):\n    return q_bs\n")
         await w.server._monitor._watch_policies()
         assert trials.canary.running
-        assert trials.canary.run is not run
+        assert (trials.canary.run is run) is (key == "shadow"), "a canary does not compare the shadow"
         assert trials.shadow.built is not built
         assert not trials.shadow.outcomes
         run = trials.canary.run
         file.write_text("broken")
         await w.server._monitor._watch_policies()
         assert trials.canary.run is run, "the old policies stay in use"
+
+
+async def test_a_changed_file_restarts_a_canary_of_a_command(mine: dict[str, Any], tmp_path: Path) -> None:
+    """Its results were gone and its sessions moved back, also if another file had changed."""
+    own, shadow = tmp_path / "own.py", tmp_path / "shadow.py"
+    for file in (own, shadow):
+        file.write_text("def score(bs):\n    return bs\n")
+    settings = {**mine, "policy": f"{own}:score", "shadow": {"policy": f"{shadow}:score"}}
+    async with world(2, **settings) as w:
+        assert (await command(w, "start", policy="last", share=0.5))[0] == 200
+        canary, config = w.server.fleet.models[0].trials.canary, w.server.config
+        run, built = canary.run, canary.built
+        shadow.write_text("def score(q_bs):\n    return q_bs\n")
+        await w.server._monitor._watch_policies()
+        other = config.shadow.model_copy(update={"policy": f"{own}:score"})
+        await w.server.reload(config.model_copy(update={"shadow": other}))
+        assert (canary.state, canary.run) == (State.RUNNING, run)
+        own.write_text("def score(q_bs):\n    return q_bs\n")
+        with capture_logs() as logs:
+            await w.server._monitor._watch_policies()
+        assert [line["event"] for line in logs if "canary" in line["event"]] == [
+            "canary starts again: the code of a policy has changed",
+            "canary started",
+        ]
+        assert canary.running
+        assert canary.run is not run
+        assert canary.run.salt == run.salt, "sessions keep their arms"
+        assert canary.built is built
+        own.write_text("def score(p_token):\n    return p_token\n")
+        run = canary.run
+        await w.server.reload(config)
+        assert canary.running
+        assert canary.run is not run
+        await w.server.reload(config.model_copy(update={"policy": "vllm"}))
+        assert canary.state is State.OFF
+
+
+async def test_another_definition_of_a_canarys_name_restarts_it(mine: dict[str, Any]) -> None:
+    async with world(2, **mine, canary=QUICK) as w:
+        canary, config = w.server.fleet.models[0].trials.canary, w.server.config
+        run = canary.run
+        named = {**config.policies, "broken": "bs"}
+        await w.server.reload(config.model_copy(update={"policies": named}))
+        assert canary.run is run
+        await w.server.reload(config.model_copy(update={"policies": {**named, "last": "q_bs"}}))
+        assert canary.running
+        assert canary.run is not run
+        assert canary.built.formula == "q_bs"
 
 
 def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[str, Any]) -> None:
@@ -208,7 +256,7 @@ def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[st
     run = canary.run
     model.trials.configure(model.policies)
     assert canary.run is run
-    model.trials.configure(model.policies, policy_changed=True)
+    canary.configure(settings.canary, policy_changed=True)
     assert canary.running
     assert canary.run is not run, "it starts again against the new policy"
     canary.roll_back()

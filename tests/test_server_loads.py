@@ -74,7 +74,10 @@ CONFIGURED = {
     "fleet_changes": Feature(
         {"fleet_changes": "warm"}, (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes")
     ),
-    "policy": Feature({"policy": "bs + 1"}, ("lmetric.policies", "lmetric.expr", "lmetric.plugins")),
+    "policy": Feature(
+        {"policy": "bs + 1"},
+        (f"{SERVER}.fleet.policy_files", "lmetric.policies", "lmetric.expr", "lmetric.plugins"),
+    ),
     "indicators": Feature({"indicators": {"heat": {"source": "header"}}}, ("lmetric.expr",)),
     "profile": Feature({"profile": "independent-sim"}, ("lmetric.profiles",)),
     "tokenizer": Feature(
@@ -89,10 +92,10 @@ CALLED = {
     "/openapi.json": (f"{SERVER}.api.openapi", f"{SERVER}.http.pages.table"),
     "/debug/live": (f"{SERVER}.observe.live_view", f"{SERVER}.observe.hot"),
 }
-# Loaded by other commands, by several processes, and by the page of a decision.
+# Loaded by other commands, by several processes, by the page of a decision, by files of policies.
 OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
-    "lmetric.why",
+    *("lmetric.why", f"{SERVER}.background.policy_watch"),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
 WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")

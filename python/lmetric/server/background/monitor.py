@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from lmetric._core import LmetricError
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.engines.adapter import read_page
 from lmetric.server.api.errors import Unusable
@@ -23,7 +22,6 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.indicators import METRICS_PAGE
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
-from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.upstream.connection import UpstreamError
@@ -376,21 +374,10 @@ class Monitor:
 
     async def _watch_policies(self) -> None:
         """Replaces policies whose files have changed, also those on trial."""
-        for model in self.fleet.models:
-            if not model.policies.changed():
-                continue
-            try:
-                policies = Policies(model.policies.settings)
-                model.trials.check(policies)
-                model.install(policies)
-                # A comparison with what has changed begins anew.
-                model.trials.configure(policies, policy_changed=model.trials.canary.running)
-            except LmetricError as error:
-                log.error(
-                    "cannot use a changed policy file; the old policy stays in use",
-                    model=model.name,
-                    reason=str(error),
-                )
+        for model in [each for each in self.fleet.models if each.policies.files]:
+            from lmetric.server.background.policy_watch import replace_changed
+
+            await replace_changed(model)
 
     async def _watch_certificates(self) -> None:
         """Uses certificates whose files have changed."""

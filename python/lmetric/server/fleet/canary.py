@@ -145,13 +145,14 @@ class Canary:
             raise CanaryError(f"{self._model or 'the model'}: {_WHY_NOT[self.state, event]}")
         return after
 
-    def start(self, config: CanaryConfig, now: float | None = None) -> None:
+    def start(self, config: CanaryConfig, now: float | None = None, built: Built | None = None) -> None:
         """Begins to route a share of the requests under another policy.
 
-        Raises CanaryError, or another LmetricError for a policy that is not valid.
+        ``built``: the policy, if it is built already. Raises CanaryError, or another LmetricError
+        for a policy that is not valid.
         """
         after, policies = self.check(Event.START), self._policies()
-        built = build(policies.settings, config.policy, config.knobs)
+        built = built or build(policies.settings, config.policy, config.knobs)
         self._router.set_canary(built.policy, knobs=built.knobs)
         self.built = built
         policies.also_reads(built)
@@ -221,28 +222,41 @@ class Canary:
             "canary rolled back", model=self._model, policy=run.config.policy, reason=reason
         )
 
-    def configure(self, config: CanaryConfig | None, *, policy_changed: bool = False) -> None:
-        """Applies the configuration, at the start and after a reload.
+    def configure(
+        self,
+        config: CanaryConfig | None,
+        built: Built | None = None,
+        *,
+        policy_changed: bool = False,
+        code_changed: bool = False,
+    ) -> None:
+        """Applies the configuration, at the start and after a reload. ``built``: its policy.
 
         Unchanged settings leave the canary as it is. If the router's policy has changed, a running
-        canary starts again. Raises LmetricError.
+        canary of the configuration starts again, and that of a command ends. If only the code of a
+        compared policy has changed, both start again. Raises LmetricError.
         """
-        changed = config != self._configured
-        if not changed and not policy_changed:
+        was_running, run = self.running, self.run
+        changed = config != self._configured or policy_changed
+        if not changed and not (code_changed and was_running):
             return
-        was_running = self.running
+        starts = config if config != self._configured or was_running else None
         if self.state is not State.OFF:
-            if self.state is not State.ROLLED_BACK:  # such a canary has ended before
+            if not changed:
+                log.warning("canary starts again: the code of a policy has changed", model=self._model)
+            elif self.state is not State.ROLLED_BACK:  # such a canary has ended before
                 # A promoted policy belongs into the configuration: nothing is wrong.
                 report = log.warning if was_running else log.info
                 report("canary ended by the configuration", model=self._model, state=str(self.state))
             self._router.set_canary(None)
             self.state = self.check(Event.CONFIGURE)
-            if was_running and self.run is not None:
-                self.run.finish(self._policies().settings.policy)
+            if was_running and run is not None:
+                run.finish(self._policies().settings.policy)
+                if not changed and run.config != config:  # of a command: it keeps its code
+                    starts, built = run.config.model_copy(update={"salt": run.salt}), self.built
         self._configured = config
-        if config is not None and (changed or was_running):
-            self.start(config)
+        if starts is not None:
+            self.start(starts, built=built)
 
     def ended(self, request: CanaryRequest, began: float, outcome: Outcome) -> None:
         """Adds the result of a request. ``began``: its arrival, monotonic seconds."""

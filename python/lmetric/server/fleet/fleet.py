@@ -187,7 +187,7 @@ class Fleet:
             model.use(new)
             gone[model] = model.replace_indicators(new.settings.indicators)
             model.outliers.settings = config.health.ejection
-            model.trials.configure(new, policy_changed=new.differs(before[model.index]))
+            model.trials.configure(new, before[model.index])
             model.hedging.configure(new.settings.hedging)
             model.held.configure(new.settings.admission, config.tenants)
             model.retry_budget.configure(config.retries)

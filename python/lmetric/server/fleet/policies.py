@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmetric._core import BadValueError, LmetricError, Request, Router, check_policy, policy_table
+from lmetric._core import LmetricError, Router, check_policy, policy_table
 from lmetric.config import CanaryConfig, PoolSettings, ShadowConfig
 from lmetric.config.reload import POLICIES
 
 if TYPE_CHECKING:
     from lmetric.policies import Policy, PolicyFunction
+    from lmetric.server.fleet.policy_files import Stamps
 
 Value = str | dict[str, Any]
 
-# Time limit of the test call of a Python policy: more than in decisions, because a first call may
-# import modules. It ends a function that would hang the server.
-REHEARSAL_SECONDS = 5.0
 _REGISTERED = frozenset(row["name"] for row in policy_table())
 
 
@@ -47,11 +45,13 @@ def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
     from lmetric.policies import PolicyFunction
 
     if isinstance(built, PolicyFunction):
+        from lmetric.server.fleet.policy_files import rehearse
+
         fallback = _read(settings.policy_fallback, {})
         if isinstance(fallback, str):
             check_policy(fallback, {}, settings.offers)
         assert not isinstance(fallback, PolicyFunction)
-        _rehearse(built, fallback)
+        rehearse(built, fallback)
         built = built.with_fallback(fallback, settings.policy_time_limit_seconds)
     return Built(built, None)
 
@@ -67,24 +67,6 @@ def _read(
     return Policy.from_config(value, knobs=knobs, references=references)
 
 
-def _rehearse(policy: PolicyFunction, fallback: Policy | str) -> None:
-    """Calls a Python policy once, on an idle fleet of two engines.
-
-    Raises `BadValueError` if it fails. Without this call, an error in its body would show only
-    when its fallback decides.
-    """
-    from lmetric.policies import PolicyFunction
-
-    limit = max(policy.time_limit_seconds or 0.0, REHEARSAL_SECONDS)
-    timed = PolicyFunction(policy.fn, policy.reads, policy.name, policy.guard, fallback, limit)
-    router = Router(timed, block_size=16, index_bytes=1 << 20, offers="experimental")
-    for name in ("engine-0", "engine-1"):
-        router.add_instance(name, cache_blocks=1000)
-    router.score(Request(range(64), max_tokens=16))
-    if problem := router.policy_fallbacks()["problem"]:
-        raise BadValueError(f"a test call on two idle engines failed: {problem}")
-
-
 def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> None:
     """Raises LmetricError if a policy must not be set over HTTP: code outside the configuration."""
     if not (isinstance(policy, str) and policy in settings.policies):
@@ -96,7 +78,14 @@ class Policies:
 
     def __init__(self, settings: PoolSettings, first: Built | None = None) -> None:
         """Builds the policies. ``first``: the first one, if it is built already."""
-        self.files = _files(settings)  # stamps are taken before the files are read
+        arms = [settings.policy, *([settings.canary.policy] if settings.canary else [])]
+        others = [settings.decode_policy, *([settings.shadow.policy] if settings.shadow else [])]
+        self.files = _stamps(_files(settings, [*arms, *others]))  # before they are read
+        # The code of the policies that a canary compares: that of first segments, and its own.
+        self.compared = (
+            [_definition(settings, each) for each in arms[1:]],
+            [self.files[file] for file in _files(settings, arms)],
+        )
         self._seen = self.files  # by `changed`: loading the files of then may have failed
         for value in settings.policies.values():
             build(settings, value, {})  # unused policies must be valid, too
@@ -136,13 +125,9 @@ class Policies:
         )
 
     def differs(self, other: Policies) -> bool:
-        """Returns whether first segments have another policy than in other settings, or a policy's
-        file has changed."""
+        """Returns whether first segments have another policy than in other settings."""
         own, theirs = self.settings, other.settings
-        same = (
-            _definition(own, own.policy) == _definition(theirs, theirs.policy) and own.knobs == theirs.knobs
-        )
-        return not same or self.files != other.files
+        return _definition(own, own.policy) != _definition(theirs, theirs.policy) or own.knobs != theirs.knobs
 
     def kept(self, before: Policies) -> Policies:
         """Returns a copy for a model with ``before``, which keeps its installed policies if equal.
@@ -158,7 +143,7 @@ class Policies:
 
     def changed(self) -> bool:
         """Returns whether a policy's file has changed since the last call."""
-        files = {file: _stamp(file) for file in self.files}
+        files = _stamps(self.files)
         if files == self._seen:
             return False
         self._seen = files
@@ -185,26 +170,24 @@ def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:
     return {*policy.reads} | _reads(getattr(policy, "fallback", None))
 
 
-def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
-    """Returns the files with policies of these settings, with their stamps."""
-    trials = [each.policy for each in (settings.shadow, settings.canary) if each is not None]
-    values = (_definition(settings, each) for each in (settings.policy, settings.decode_policy, *trials))
+def _files(settings: PoolSettings, policies: Iterable[Value]) -> list[Path]:
+    """Returns the files with these policies."""
+    values = (_definition(settings, each) for each in policies)
     texts = [value for value in values if isinstance(value, str) and value.strip() not in _REGISTERED]
     if not texts:
+        return []
+    from lmetric.server.fleet.policy_files import files_of
+
+    return files_of(texts)
+
+
+def _stamps(files: Collection[Path]) -> Stamps:
+    """Returns the stamps of files."""
+    if not files:
         return {}
-    from lmetric import plugins
+    from lmetric.server.fleet.policy_files import stamps
 
-    files = map(plugins.file_of, texts)
-    return {file: _stamp(file) for file in files if file is not None}
-
-
-def _stamp(file: Path) -> tuple[int, int] | None:
-    """Returns modification time (ns) and size of a file; None if it does not exist."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return (status.st_mtime_ns, status.st_size)
+    return stamps(files)
 
 
 def _definition(settings: PoolSettings, policy: Value) -> Value:

@@ -36,11 +36,16 @@ class Trials:
                 install(new.policy, knobs=new.knobs)
                 install(present and present.policy, knobs=present and present.knobs)
 
-    def configure(self, policies: Policies, *, policy_changed: bool = False) -> None:
-        """Applies the settings of the model. Raises LmetricError."""
+    def configure(self, policies: Policies, before: Policies | None = None) -> None:
+        """Applies the settings of the model. ``before``: its last policies. Raises LmetricError."""
         settings = policies.settings
         self.shadow.configure(policies, settings.shadow)
-        self.canary.configure(settings.canary, policy_changed=policy_changed)
+        self.canary.configure(
+            settings.canary,
+            policies.canary,
+            policy_changed=before is not None and policies.differs(before),
+            code_changed=before is not None and policies.compared != before.compared,
+        )
 
     def route(
         self, request: Request, now: float, arrival: Arrival | None
