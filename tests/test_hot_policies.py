@@ -21,7 +21,7 @@ import lmetric as lm
 from lmetric import plugins
 from lmetric.cli.app import build
 from lmetric.config import PoolSettings
-from lmetric.server.fleet import policies
+from lmetric.server.fleet import policies, policy_files
 from lmetric.server.fleet.policies import build as build_policy
 from lmetric_lab.sim.setups import PolicyChoice
 from server_world import FakeEngine, world
@@ -506,6 +506,96 @@ async def test_a_file_replaces_the_policies_of_all_models_after_a_reload(mine: P
         write(mine, "import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
         await w.server._monitor._watch_policies()
         assert [each.router.stats()["policy"] for each in w.server.fleet.models] == ["second", "second"]
+
+
+class Turns:
+    """Measures the longest time between two turns of the event loop, while it is entered."""
+
+    longest = 0.0
+
+    async def __aenter__(self) -> "Turns":
+        self._task = asyncio.create_task(self._look())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0.01)
+        self._task.cancel()
+
+    async def _look(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            self.longest, last = max(self.longest, now - last), now
+
+
+SLOW = "import time\ntime.sleep(1.0)\ndef score(q_bs):\n    return q_bs\n"
+ENDLESS = "def score(bs):\n    while True:\n        pass\n"
+
+
+@pytest.mark.parametrize("way", ["watch", "put", "canary"])
+@pytest.mark.parametrize(("text", "works"), [(SLOW, True), (ENDLESS, False)])
+async def test_the_load_of_a_policy_blocks_no_request(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, way: str, text: str, works: bool
+) -> None:
+    """Imports and a test call of up to 5 s stopped all streams: peers took the router for lost."""
+    monkeypatch.setattr(policy_files, "REHEARSAL_SECONDS", 1.0)
+    own, named = mine.with_name("own.py"), f"{mine}:score"
+    write(own, LMETRIC)
+    settings = {"policy": f"{own}:score", "policies": {"named": named}, "admin": {"enabled": True}}
+    async with world(2, **settings) as w:
+        (model,) = w.server.fleet.models
+        first = model.policies.first
+        write(own if way == "watch" else mine, text)
+        async with Turns() as turns:
+            if way == "watch":
+                await w.server._monitor._watch_policies()
+            elif way == "put":
+                async with w.client.put(w.url + "/admin/policy", json={"policy": "named"}) as answer:
+                    assert answer.status == (200 if works else 400), await answer.text()
+            else:
+                status, _, body = await w.post({"policy": "named", "share": 0.5}, "/admin/canary/start")
+                assert status == (200 if works else 400), body
+        assert turns.longest < 0.8
+        assert (model.policies.first is first) is (way == "canary" or not works)
+        assert model.trials.canary.running is (way == "canary" and works)
+
+
+async def test_policies_that_were_replaced_during_a_load_stay(mine: Path) -> None:
+    """The changed file is loaded at the next look, and commands build the policies anew."""
+    other = mine.with_name("other.py")
+    write(other, SLOW)
+    settings = {"policies": {"slow": f"{other}:score"}, "admin": {"enabled": True}}
+    async with world(2, policy=f"{mine}:score", **settings) as w:
+        (model,) = w.server.fleet.models
+
+        async def put(**body: Any) -> int:
+            async with w.client.put(w.url + "/admin/policy", json=body) as answer:
+                return answer.status
+
+        write(mine, SLOW)
+        watch = asyncio.create_task(w.server._monitor._watch_policies())
+        await asyncio.sleep(0.1)
+        model.install(policies.Policies(model.policies.settings.model_copy(update={"policy": "vllm"})))
+        await watch
+        assert model.router.stats()["policy"] == "vllm"
+        slow = asyncio.create_task(put(policy="slow"))
+        await asyncio.sleep(0.1)
+        model.install(policies.Policies(model.policies.settings.model_copy(update={"decode_policy": "vllm"})))
+        assert await slow == 200
+        assert model.policies.settings.policy == "slow"
+        assert model.policies.settings.decode_policy == "vllm"
+        slow = asyncio.create_task(put(policy="slow"))
+        await asyncio.sleep(0.1)
+        assert await put(policy="vllm") == 200
+        assert slow.done(), "commands follow each other"
+        assert model.policies.settings.policy == "vllm"
+        slow = asyncio.create_task(put(policy="slow"))
+        await asyncio.sleep(0.1)
+        assert (await w.post({"policy": "bs", "share": 0.5}, "/admin/canary/start"))[0] == 200
+        assert await slow == 400
+        assert model.policies.settings.policy == "vllm"
 
 
 async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ CONFIGURED = {
     "admin.enabled": Feature(
         {"admin": True},
         (
-            f"{SERVER}.fleet.canary_run",
+            *(f"{SERVER}.fleet.canary_run", f"{SERVER}.fleet.replacement"),
             *(f"{SERVER}.http.pages.{name}" for name in ("administration", "admin", "canary", "keys")),
             *(f"{SERVER}.http.pages.{name}" for name in ("members", "usage", "workers")),
         ),

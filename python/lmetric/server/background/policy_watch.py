@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import structlog
 
 from lmetric._core import LmetricError
@@ -12,12 +14,17 @@ log = structlog.get_logger("lmetric.health")
 
 
 async def replace_changed(model: Model) -> None:
-    """Replaces the policies of a model if their files have changed, also those on trial."""
+    """Replaces the policies of a model if their files have changed, also those on trial.
+
+    A thread loads them: their imports and test calls may take seconds.
+    """
     before = model.policies
     if not before.changed():
         return
     try:
-        policies = Policies(before.settings)
+        policies = await asyncio.to_thread(Policies, before.settings)
+        if model.policies is not before:
+            return  # replaced meanwhile; the next look compares the files of the new ones
         model.trials.check(policies)
         model.install(policies)
         model.trials.configure(policies, before)

@@ -1,12 +1,13 @@
 """The canary: a share of the traffic under a second policy, compared with the other traffic.
 
 A canary is in one of the states of `State`. Commands and the automatic rollback change it by the
-table `TRANSITIONS`; every other change is an error. `Canary` alone writes the state. All of it runs
-on the event loop, so commands follow each other. A request keeps the arm with which it was routed.
+table `TRANSITIONS`; every other change is an error. `Canary` alone writes the state, on the event
+loop. A request keeps the arm with which it was routed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -112,6 +113,7 @@ class Canary:
         policies: Callable[[], Policies],
         install: Callable[[Policies], None],
     ) -> None:
+        self.turn = asyncio.Lock()  # held by the command that is carried out
         self._model = model
         self._router = router
         self._policies = policies

@@ -100,6 +100,7 @@ class Fleet:
     on_model_made: list[Callable[[Model], object]] = field(default_factory=list)
     # Returns the number of a new model. Arguments: its name, and the number of models so far.
     number_model: Callable[[str, int], int] = lambda _, made: made
+    replacing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by `replace_policies`
     search: NameSearch = field(init=False)
     catalog: Catalog = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
@@ -179,7 +180,7 @@ class Fleet:
             (model, policies.get(model.name, policies[None]).kept(model.policies)) for model in self.models
         ]
         before = {model.index: model.policies for model in self.models}
-        with _installed([(model, new) for model, new in chosen if not model.policies.equals(new)]):
+        with installed([(model, new) for model, new in chosen if not model.policies.equals(new)]):
             for model, new in chosen:
                 model.trials.check(new)
         gone = {}
@@ -213,23 +214,6 @@ class Fleet:
                 model.drop_indicators(engine, gone[model])
             yield
         self.contexts.keep(engine.upstream.tls for engine in self.engines())
-
-    def replace_policies(self, changes: Mapping[str, Any], model_name: str | None) -> list[Model]:
-        """Replaces policies of one model, or of all (None).
-
-        Returns the models. Raises LmetricError.
-        """
-        models = self.models if model_name is None else [self.catalog.find(model_name).model]
-        for model in models:
-            if model.trials.canary.running:
-                raise BadValueError(f"{model.name}: a canary runs; promote it or roll it back first")
-        update = dict(changes)
-        changed = [(model, Policies(model.policies.settings.model_copy(update=update))) for model in models]
-        with _installed(changed):
-            pass
-        if model_name is None:
-            self.config = self.config.model_copy(update=dict(changes))
-        return models
 
     def model_of(self, engine: Engine) -> Model | None:
         """Returns the model of an engine; None if its model is not known or it was removed."""
@@ -651,7 +635,7 @@ def _listed(models: Sequence[ModelCard]) -> str:
 
 
 @contextlib.contextmanager
-def _installed(changes: Sequence[tuple[Model, Policies]]) -> Iterator[None]:
+def installed(changes: Sequence[tuple[Model, Policies]]) -> Iterator[None]:
     """Installs new policies in models. After an LmetricError, all models have their old ones."""
     done: list[tuple[Model, Policies]] = []
     try:

@@ -32,6 +32,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
+from lmetric.server.fleet.replacement import replace_policies
 from lmetric.server.fleet.weights import begin_weights
 from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, unknown
@@ -336,7 +337,7 @@ async def _set_policy(call: Call) -> web.Response:
             settings = model.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
-        return json([_policy(model) for model in fleet.replace_policies(changes, model_name)])
+        return json([_policy(model) for model in await replace_policies(fleet, changes, model_name)])
     except LmetricError as error:
         raise ApiError(400, str(error), param="policy", code="bad_policy") from None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -13,8 +14,9 @@ from lmetric.config import CanaryConfig, CanaryStart
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import ARRAY, OBJECT, OwnPage, Pages, answer, schema
 from lmetric.server.api.request import read_object
-from lmetric.server.fleet.canary import CanaryError, State
+from lmetric.server.fleet.canary import CanaryError, Event, State
 from lmetric.server.fleet.model import Model
+from lmetric.server.fleet.policies import build
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages.call import Call, dumps, json
@@ -74,7 +76,9 @@ async def _roll_back(call: Call) -> web.Response:
     return await _command(call, _end)
 
 
-async def _command(call: Call, carry_out: Callable[[Model, dict[str, Any], bool], None]) -> web.Response:
+async def _command(
+    call: Call, carry_out: Callable[[Model, dict[str, Any], bool], Awaitable[None]]
+) -> web.Response:
     """Carries out a command on a model's canary. Answers with its state.
 
     Another worker that has carried it out may repeat it here.
@@ -84,7 +88,8 @@ async def _command(call: Call, carry_out: Callable[[Model, dict[str, Any], bool]
     worker = call.front.worker
     repeated = worker is not None and worker.is_repeated(call.request.headers.get(MARK))
     try:
-        carry_out(model, body, repeated)
+        async with model.trials.canary.turn:  # commands follow each other
+            await carry_out(model, body, repeated)
         call.taken = dumps(body)
     except CanaryError as error:
         raise ApiError(409, str(error), code="canary_state") from None
@@ -100,7 +105,7 @@ def _model(front: Frontend, model: object) -> Model:
     return front.fleet.catalog.find(model).model
 
 
-def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
+async def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
     try:
         given = CanaryStart.model_validate(body)
     except ValidationError as error:
@@ -109,13 +114,15 @@ def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
     canary = model.trials.canary
     if repeated and canary.running and canary.run is not None and canary.run.salt == config.salt:
         return
-    check_policy(model.policies.settings, config.policy, config.knobs)
-    canary.start(config)
+    settings = model.policies.settings
+    check_policy(settings, config.policy, config.knobs)
+    canary.check(Event.START)
+    canary.start(config, built=await asyncio.to_thread(build, settings, config.policy, config.knobs))
     if canary.run is not None:
         body["salt"] = canary.run.salt  # a session has the same arm in all workers
 
 
-def _make_policy(model: Model, body: dict[str, Any], repeated: bool) -> None:
+async def _make_policy(model: Model, body: dict[str, Any], repeated: bool) -> None:
     _check_fields(body)
     canary = model.trials.canary
     if repeated and canary.state is State.PROMOTED:
@@ -125,7 +132,7 @@ def _make_policy(model: Model, body: dict[str, Any], repeated: bool) -> None:
     canary.promote()
 
 
-def _end(model: Model, body: dict[str, Any], repeated: bool) -> None:
+async def _end(model: Model, body: dict[str, Any], repeated: bool) -> None:
     _check_fields(body)
     canary = model.trials.canary
     if not repeated or canary.state is not State.ROLLED_BACK:
