@@ -359,6 +359,18 @@ def test_old_records_give_no_advice(fitted: tuple[Twin, Records, Advice]) -> Non
         made.advise(records, NOW + 5_000.0)
 
 
+def test_a_failed_first_request_does_not_shift_the_clock(folder: Path) -> None:
+    """The recording's clock begins at the first complete request."""
+    records = read_records(folder).of(None)
+    early = records.requests[0] | {"at": AT - 60.0, "status": 503}
+    alone, after = (
+        twin(Question(GOAL)).advise(replace(records, requests=[*first, *records.requests[1:]]), NOW)
+        for first in ((), (early,))
+    )
+    assert after.rate_now == pytest.approx(alone.rate_now)
+    assert after.seconds == pytest.approx(alone.seconds)
+
+
 def call(*words: str) -> Any:
     return CliRunner().invoke(build(["advise"]), ["advise", *words], catch_exceptions=True)
 

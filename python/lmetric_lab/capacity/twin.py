@@ -67,11 +67,11 @@ class Twin:
                 "window"
             )
         recording = recording_of(replace(records, requests=recent), code=self.code)
-        start = min(float(each["at"]) for each in recent)
         usable = [each["name"] for each in records.fleets[-1]["engines"] if each["usable"]]
         return self.advise_recording(
-            recording, now - start, running=running, usable=usable, model=recent[0]["model"], at=now
-        )
+            recording, now - recording.started_at, running=running, usable=usable,
+            model=recent[0]["model"], at=now,
+        )  # fmt: skip
 
     def advise_recording(
         self,

@@ -55,6 +55,7 @@ class Recording:
     sessions: bool  # whether clients named sessions
     notes: tuple[str, ...]
     changes: tuple[FleetChange, ...] = ()  # engines that came and went, on the trace's clock
+    started_at: float = 0.0  # Unix time of the clock's zero: the first complete request's arrival
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -132,7 +133,8 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
     if cache is None:
         notes.append(f"the engines report no cache size: {DEFAULT_CACHE_TOKENS:,} tokens are assumed")
     trace, sessions = _trace(requests, block, notes)
-    changes = changes_of(records.fleets, names, float(requests[0]["at"]))
+    started_at = float(requests[0]["at"])
+    changes = changes_of(records.fleets, names, started_at)
     if changes:
         notes.append(f"{len(changes)} times an engine came or went; the simulation of the fit does the same")
     if any(each.get("migrations") for each in requests):
@@ -154,6 +156,7 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
         sessions=sessions,
         notes=tuple(notes),
         changes=changes,
+        started_at=started_at,
     )
 
 
