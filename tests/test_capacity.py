@@ -371,6 +371,37 @@ def test_a_failed_first_request_does_not_shift_the_clock(folder: Path) -> None:
     assert after.seconds == pytest.approx(alone.seconds)
 
 
+def failing(records: Records, status: int) -> Records:
+    """The records with every eleventh request failed at once: 44 of 480."""
+    lines = [
+        each | {"status": status, "e2e_seconds": 0.001} if index % 11 == 5 else each
+        for index, each in enumerate(records.requests)
+    ]
+    return replace(records, requests=lines)
+
+
+def test_failed_requests_are_demand_and_misses(folder: Path) -> None:
+    records = read_records(folder).of(None)
+
+    def advised(records: Records) -> tuple[Advice, float]:
+        """The advice, and the overspent hours since 1,000 s ago."""
+        made = twin(Question(Goal.of("ttft_p95=60s")))
+        made.budget.count(recording_of(records), NOW - 1000.0 - AT, NOW - 1000.0, spare=False)
+        return made.advise(records, NOW), float(made.budget.overspent_hours[0])
+
+    (whole, _), (refused, overspent) = advised(records), advised(failing(records, 503))
+    assert whole.within_now == 1.0
+    assert refused.within_now == pytest.approx(1 - 44 / 480)
+    assert refused.requests == 480
+    assert refused.rate_now == pytest.approx(whole.rate_now, rel=0.02)
+    assert overspent > 0
+    # A wrong request is neither: no engine would have served it.
+    wrong, overspent = advised(failing(records, 400))
+    assert wrong.within_now == 1.0
+    assert wrong.rate_now == pytest.approx(whole.rate_now * 436 / 480, rel=0.02)
+    assert overspent < 0
+
+
 def call(*words: str) -> Any:
     return CliRunner().invoke(build(["advise"]), ["advise", *words], catch_exceptions=True)
 

@@ -86,7 +86,7 @@ class Advice:
     at: float  # Unix time of the newest data
     model: str
     engines: int  # usable now
-    requests: int
+    requests: int  # failed ones included
     seconds: float  # of records
     within_now: float  # share of the recorded requests within all bounds
     rate_now: float
@@ -206,9 +206,9 @@ def advise(
         at=at,
         model=model,
         engines=len(names),
-        requests=len(recording),
+        requests=len(recording.all_arrivals()),
         seconds=now - float(arrivals[0]),
-        within_now=float(question.goal.kept(recording.times()).mean()),
+        within_now=float(question.goal.kept(recording.all_times()).mean()),
         rate_now=demand.now_per_second,
         rate_wanted=rate,
         rate_low=low,

@@ -59,7 +59,7 @@ class ErrorBudget:
         last, self._until = self._until, at
         if last is None or at <= last:
             return
-        ended = recording.trace.arrival_seconds + recording.e2e_seconds
+        ended = recording.all_arrivals() + recording.all_durations()
         new = (ended > now_seconds - (at - last)) & (ended <= now_seconds)
         count, kept = int(new.sum()), float(np.exp(-(at - last) / MEMORY_SECONDS))
         self._requests = kept * self._requests + count
@@ -67,7 +67,7 @@ class ErrorBudget:
         self.overspent *= kept
         if not count:
             return
-        shares = self.goal.shares({name: each[new] for name, each in recording.times().items()})
+        shares = self.goal.shares({name: each[new] for name, each in recording.all_times().items()})
         allowed = np.array([1 - each.share for each in self.goal.objectives])
         balance = ((1 - np.array(shares)) / allowed - 1) * count
         if spare:

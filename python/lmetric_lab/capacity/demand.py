@@ -71,7 +71,7 @@ def forecast(
     """Forecasts the rate of arrivals until ``now_seconds + horizon_seconds``.
 
     Args:
-        recording: the last minutes of requests.
+        recording: the last minutes of requests. Failed ones count, too.
         now_seconds: the present, on the recording's clock.
         horizon_seconds: how far ahead to look.
         running: requests that arrived and have not ended, which no record has yet; None: estimated
@@ -80,11 +80,10 @@ def forecast(
     Raises:
         WhatIfError: the recording is too short.
     """
-    arrivals = recording.trace.arrival_seconds
     check_covers(recording, now_seconds)
-    bins = int((now_seconds - float(arrivals[0])) // BIN_SECONDS)
+    bins = int((now_seconds - float(recording.trace.arrival_seconds[0])) // BIN_SECONDS)
     edges = now_seconds - BIN_SECONDS * np.arange(bins, -1, -1)
-    counts = np.histogram(arrivals, edges)[0].astype(np.float64)
+    counts = np.histogram(recording.all_arrivals(), edges)[0].astype(np.float64)
     middle = (edges[1:] + edges[:-1]) / 2 - now_seconds
     missing = _missing(recording, counts, -middle, running)
     counts += missing
@@ -115,7 +114,7 @@ def forecast(
 
 def _missing(recording: Recording, counts: Floats, ages: Floats, running: int | None) -> Floats:
     """Arrivals by bin that no record has yet, because they have not ended."""
-    durations = np.sort(recording.e2e_seconds)
+    durations = np.sort(recording.all_durations())
     alive = 1 - np.searchsorted(durations, ages, side="right") / len(durations)
     # Of a request with this age, a record exists with probability 1 - alive.
     expected = np.minimum(alive, 0.95) / (1 - np.minimum(alive, 0.95)) * counts
@@ -262,7 +261,8 @@ def part(recording: Recording, begin_seconds: float, end_seconds: float) -> Reco
         number for number, there in state.items() if not there and all(c.instance != number for c in changes)
     ]
     shifted = replace(taken, arrival_seconds=taken.arrival_seconds - start)
-    made = replace(recording, trace=shifted, changes=tuple(changes), **columns)
+    left_out = recording.left_out.part(begin_seconds, end_seconds, start)
+    made = replace(recording, trace=shifted, changes=tuple(changes), left_out=left_out, **columns)
     return _without(made, gone)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
 from lmetric.policies import is_code
-from lmetric.record_schema import Records, hashes_of
+from lmetric.record_schema import Records, failed, hashes_of
 from lmetric_lab.sim.churn import FleetChange
 from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.traces import Trace
@@ -23,12 +23,43 @@ MIN_REQUESTS = 100
 MAX_LEFT_OUT = 0.1  # share of the requests that may have no complete answer
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_CACHE_TOKENS = 400_000  # of an engine that reports no cache size
+TOO_MANY, CLIENT_LEFT = 429, 499  # HTTP statuses
 
 Floats = NDArray[np.float64]
 
 
 class WhatIfError(LmetricError):
     """Records that cannot answer the question. The message has the reason and what to do."""
+
+
+def _none() -> Floats:
+    return np.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Requests without a complete answer, in order of arrival: demand and misses, but no load.
+
+    The arrays have the shape (requests,). Times are infinite if the request failed, NaN if
+    unknown.
+    """
+
+    arrival_seconds: Floats = field(default_factory=_none)  # on the trace's clock; may be negative
+    duration_seconds: Floats = field(default_factory=_none)
+    ttft_seconds: Floats = field(default_factory=_none)
+    tpot_seconds: Floats = field(default_factory=_none)
+    e2e_seconds: Floats = field(default_factory=_none)
+
+    def part(self, begin_seconds: float, end_seconds: float, start_seconds: float) -> LeftOut:
+        """The requests that arrived in a time, with ``start_seconds`` as the clock's zero."""
+        kept = (self.arrival_seconds >= begin_seconds) & (self.arrival_seconds <= end_seconds)
+        return LeftOut(
+            self.arrival_seconds[kept] - start_seconds,
+            self.duration_seconds[kept],
+            self.ttft_seconds[kept],
+            self.tpot_seconds[kept],
+            self.e2e_seconds[kept],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +87,7 @@ class Recording:
     notes: tuple[str, ...]
     changes: tuple[FleetChange, ...] = ()  # engines that came and went, on the trace's clock
     started_at: float = 0.0  # Unix time of the clock's zero: the first complete request's arrival
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -70,6 +102,20 @@ class Recording:
     def times(self) -> dict[Metric, Floats]:
         """The times of the requests, seconds, each of shape (n,)."""
         return {"ttft": self.ttft_seconds, "tpot": self.tpot_seconds, "e2e": self.e2e_seconds}
+
+    def all_arrivals(self) -> Floats:
+        """Arrivals of the complete requests, then of `left_out`, on the trace's clock."""
+        return np.concatenate((self.trace.arrival_seconds, self.left_out.arrival_seconds))
+
+    def all_durations(self) -> Floats:
+        """Times from arrival to end of the requests of `all_arrivals`, seconds."""
+        return np.concatenate((self.e2e_seconds, self.left_out.duration_seconds))
+
+    def all_times(self) -> dict[Metric, Floats]:
+        """The times of the requests of `all_arrivals`, seconds; infinite if they failed."""
+        out = self.left_out
+        lost = {"ttft": out.ttft_seconds, "tpot": out.tpot_seconds, "e2e": out.e2e_seconds}
+        return {name: np.concatenate((each, lost[name])) for name, each in self.times().items()}
 
     def closed_loop(self) -> Trace:
         """The trace with think times: a turn follows the end of the previous turn.
@@ -119,7 +165,7 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
             "the simulator has no failures: choose files of a time with fewer errors"
         )
     requests.sort(key=lambda each: float(each["at"]))
-    notes = [f"{lost} requests without a complete answer are left out"] if lost else []
+    notes = [f"{lost} requests without a complete answer are left out of simulations"] if lost else []
     if (keys := len({header["key_id"] for header in records.headers})) > 1:
         notes.append(
             f"the files have {keys} hash keys, so equal prompts and sessions under different keys are not "
@@ -157,7 +203,25 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
         notes=tuple(notes),
         changes=changes,
         started_at=started_at,
+        left_out=_left_out(all_of_them, started_at),
     )
+
+
+def _left_out(requests: Sequence[Mapping[str, Any]], started_at: float) -> LeftOut:
+    """The requests without a complete answer that engines should have served."""
+    found = [each for each in requests if not _complete(each) and not _invalid(each)]
+    found.sort(key=lambda each: float(each["at"]))
+    lost = np.array([failed(each) for each in found], np.bool_)
+    times = [
+        np.where(lost, np.inf, _column(found, name))
+        for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds")
+    ]
+    return LeftOut(_column(found, "at") - started_at, _column(found, "e2e_seconds"), *times)
+
+
+def _invalid(request: Mapping[str, Any]) -> bool:
+    """Whether the request itself was at fault: no engine would have served it."""
+    return 400 <= request["status"] < 500 and request["status"] not in (TOO_MANY, CLIENT_LEFT)
 
 
 def _complete(request: Mapping[str, Any]) -> bool:
