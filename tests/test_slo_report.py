@@ -127,6 +127,33 @@ def test_a_bound_of_the_whole_duration(tmp_path: Path, trace: Trace, run: Run) -
     assert report.whole.causes == {"queue": 100, "decode": 100}
 
 
+def test_engines_with_new_names_count_once(tmp_path: Path, trace: Trace, run: Run) -> None:
+    """Four engines that a rolling update replaces at once are a fleet of four."""
+
+    def updated(index: int, line: dict[str, Any]) -> None:
+        line["instance"] = ("n" if index >= 200 else "") + line["instance"]
+
+    path = write_records(tmp_path, trace, run, updated)
+    fleet = json.loads(path.read_bytes().splitlines()[1])
+    fleet["at"] += (trace.arrival_seconds[199] + trace.arrival_seconds[200]) / 2
+    for engine in fleet["engines"]:
+        engine["name"] = "n" + engine["name"]
+    with path.open("a") as file:
+        file.write(json.dumps(fleet) + "\n")
+    records = read_records(tmp_path).of(None)
+    recording = recording_of(records)
+    assert (len(recording.engines), len(recording.changes), recording.most_engines) == (8, 8, 4)
+    goal = Goal.of("ttft_p99=1ms")
+    fit, check = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0), FitCheck("round_robin", 100, (), 0.0, {})
+    report = simulate_options(
+        slo_report(records, goal), goal, recording, fit, check, [recording.policy], seeds=1
+    )
+    assert [each.fleet for each in report.options] == [
+        "at most 4 engines (as recorded)",
+        *(f"{number} engines" for number in (4, 5, 6, 7, 8)),
+    ]
+
+
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()

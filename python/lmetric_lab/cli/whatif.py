@@ -169,7 +169,8 @@ def command(
         raise typer.BadParameter("the pools are the engines: omit --instances", param_hint="--roles")
     pools = fleets([] if roles is None else [roles], transfer, kv_bytes_per_token)
     recording = read(records, model, allow_code=allow_code)
-    fleet = pools[0] if pools else Fleet(instances or len(recording.engines))
+    recorded = Fleet.recorded(recording)
+    fleet = pools[0] if pools else recorded if instances is None else Fleet(instances)
     choices = chosen(policy or COMPARED, recording.policy)
     fit, check = fitted(
         recording, seeds, max_error, batch=max_batch_tokens, sequences=max_sequences, blocks=cache_blocks,
@@ -287,7 +288,7 @@ def _print_fit(recording: Recording, fit: EngineFit, check: FitCheck) -> None:
 
     seconds = recording.trace.duration_seconds
     print_text(
-        f"{len(recording)} requests in {seconds:.0f} s on {len(recording.engines)} engines under "
+        f"{len(recording)} requests in {seconds:.0f} s on {recording.most_engines} engines under "
         f"{check.policy}. The fit used the first {fit.requests}; the other {check.requests} check it:"
     )
     body = []

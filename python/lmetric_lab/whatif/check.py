@@ -33,19 +33,31 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Engines of a simulation. ``roles``: None: all are whole engines. ``transfer``: KV transfers
-    between pools, as `lmetric_lab.sim.pools.Transfer` reads them; None: its default."""
+    """Engines of a simulation.
+
+    ``instances``: the largest number at once. ``roles``: None: all are whole engines. ``transfer``:
+    KV transfers between pools, as `lmetric_lab.sim.pools.Transfer` reads them; None: its default.
+    ``changing``: whether engines come and go as recorded.
+    """
 
     instances: int
     roles: Roles | None = None
     transfer: str | None = None
+    changing: bool = False
 
     @classmethod
     def of(cls, roles: Roles, transfer: str | None = None) -> Fleet:
         """Pools for prefill and decode."""
         return cls(roles.instances, roles, transfer)
 
+    @classmethod
+    def recorded(cls, recording: Recording) -> Fleet:
+        """The recorded fleet."""
+        return cls(recording.most_engines, changing=bool(recording.changes))
+
     def __str__(self) -> str:
+        if self.changing:
+            return f"at most {self.instances} engines (as recorded)"
         return f"{self.instances} engines" + (f" ({self.roles})" if self.roles else "")
 
 
@@ -213,21 +225,21 @@ def plan(
     ``trace``: None: recorded arrivals. ``fleet``: None: as recorded. Arrivals differ by up to
     `JITTER_SECONDS` between seeds, as they differ between real runs.
     """
-    fleet = fleet or Fleet(len(recording.engines))
+    fleet = fleet or Fleet.recorded(recording)
     played = recording.trace if trace is None else trace
     if not recording.sessions:
         played = replace(played, sessions=None)  # a router would not know them either
     scenario = fleet_scenario(recording, fit)
     if fleet.roles is not None and fleet.transfer is not None:
         scenario = scenario.replace(transfer=fleet.transfer)
-    if recording.changes and fleet == Fleet(len(recording.engines)):
+    if fleet.changing:
         changes = ",".join(f"{each.at_seconds:f} {each.kind} {each.instance}" for each in recording.changes)
         scenario = scenario.replace(changes=changes)
     setups = [
         Setup(
             trace=TraceChoice("records", "records"),
             policy=policy,
-            instances=fleet.instances,
+            instances=len(recording.engines) if fleet.changing else fleet.instances,
             roles=None if fleet.roles is None else str(fleet.roles),
             seed=seed,
             settings=scenario.given,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class Recording:
     tpot_seconds: Floats
     e2e_seconds: Floats
     cached_tokens: Floats
-    engines: tuple[str, ...]  # engines of the fleet, in the order of their first request
+    engines: tuple[str, ...]  # engines that were in the fleet at any time
     policy: PolicyChoice  # policy that ran
     guard: Mapping[str, Any] | None  # settings of the hot-spot guard; None: the policy decides
     block_tokens: int  # of the engines
@@ -98,6 +99,20 @@ class Recording:
         known = ~np.isnan(self.cached_tokens)
         tokens = float(self.trace.input_tokens[known].sum())
         return float(self.cached_tokens[known].sum()) / tokens if tokens else None
+
+    @property
+    def most_engines(self) -> int:
+        """The largest number of engines at once."""
+        first: dict[int, FleetChange] = {}
+        for change in self.changes:
+            first.setdefault(change.instance, change)
+        there = set(range(len(self.engines))) - {number for number, each in first.items() if each.joins}
+        most = len(there)
+        for _, changes in groupby(self.changes, key=lambda change: change.at_seconds):
+            for change in changes:
+                (there.add if change.joins else there.discard)(change.instance)
+            most = max(most, len(there))
+        return most
 
     def times(self) -> dict[Metric, Floats]:
         """The times of the requests, seconds, each of shape (n,)."""

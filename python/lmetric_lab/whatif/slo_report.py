@@ -156,12 +156,16 @@ def simulate_options(
 ) -> SloReport:
     """The report with simulated policies on the recorded fleet and ``fleets``, then on larger ones.
 
+    If engines came and went, the first of these always has the largest recorded number of engines.
+
     Without a good fit, it has the reason instead.
     """
     if not check.good:
         return _with(report, [], check.reason())
     options: list[Option] = []
-    recorded, *larger = (Fleet(size) for size in _sizes(len(recording.engines)))
+    recorded = Fleet.recorded(recording)
+    constant = [Fleet(size) for size in _sizes(recording.most_engines)]
+    larger = [fleet for fleet in constant if fleet != recorded]
     for group in ([recorded, *fleets], *([fleet] for fleet in larger)):
         for fleet in group:
             options += _options(recording, fit, policies, fleet, goal, seeds, jobs)
