@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typer.testing import CliRunner
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
 from lmetric_lab.sim.result import Run
+from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.summary import Slo
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.slo import Goal
 from lmetric_lab.whatif import EngineFit, FitCheck, compare, recording_of
-from lmetric_lab.whatif.slo_report import simulate_options, slo_report
+from lmetric_lab.whatif.slo_report import SloReport, simulate_options, slo_report
 from record_world import PROFILE, make_trace, simulated, write_records
 
 
@@ -103,13 +105,9 @@ def test_the_first_tenth_by_arrival_fills_the_caches(tmp_path: Path, trace: Trac
         line["session"] = f"s{index % 40}"
 
     write_records(tmp_path, trace, run, turns)
-    records = read_records(tmp_path).of(None)
-    recording = recording_of(records)
-    goal = Goal.of("ttft_p1=250ms")
+    recording = recording_of(read_records(tmp_path).of(None))
     fit = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0)
-    check = FitCheck("round_robin", 100, (), 0.0, {})
-    report = slo_report(records, goal)
-    (option,) = simulate_options(report, goal, recording, fit, check, [recording.policy], seeds=1).options
+    option = simulated_report(tmp_path, "ttft_p1=250ms").options[0]
     (result,) = compare(recording, fit, [recording.policy], seeds=1, slo=Slo(0.25))
     assert 0.1 < option.met[0] < 0.9
     assert option.met[0] == pytest.approx(result.figures.goodput.share)
@@ -140,18 +138,59 @@ def test_engines_with_new_names_count_once(tmp_path: Path, trace: Trace, run: Ru
         engine["name"] = "n" + engine["name"]
     with path.open("a") as file:
         file.write(json.dumps(fleet) + "\n")
-    records = read_records(tmp_path).of(None)
-    recording = recording_of(records)
+    recording = recording_of(read_records(tmp_path).of(None))
     assert (len(recording.engines), len(recording.changes), recording.most_engines) == (8, 8, 4)
-    goal = Goal.of("ttft_p99=1ms")
-    fit, check = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0), FitCheck("round_robin", 100, (), 0.0, {})
-    report = simulate_options(
-        slo_report(records, goal), goal, recording, fit, check, [recording.policy], seeds=1
-    )
+    report = simulated_report(tmp_path, "ttft_p99=1ms")
     assert [each.fleet for each in report.options] == [
         "at most 4 engines (as recorded)",
         *(f"{number} engines" for number in (4, 5, 6, 7, 8)),
     ]
+
+
+def simulated_report(folder: Path, slo: str, *policies: str) -> SloReport:
+    """A report with simulations of the true engines."""
+    records, goal = read_records(folder).of(None), Goal.of(slo)
+    recording = recording_of(records)
+    choices = [recording.policy, *(choice for each in policies for choice in PolicyChoice.parse(each))]
+    fit, check = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0), FitCheck("round_robin", 100, (), 0.0, {})
+    return simulate_options(slo_report(records, goal), goal, recording, fit, check, choices, seeds=1)
+
+
+def failing(every: int) -> Callable[[int, dict[str, Any]], None]:
+    """One request of so many fails at once."""
+
+    def change(index: int, line: dict[str, Any]) -> None:
+        if index % every == 5:
+            line |= {"status": 503, "e2e_seconds": 0.001}
+
+    return change
+
+
+def test_no_change_is_recommended_against_failures(tmp_path: Path, trace: Trace, run: Run) -> None:
+    """The simulation has no failures, so each change would seem to help."""
+    write_records(tmp_path, trace, run, failing(11))
+    report = simulated_report(tmp_path, "ttft_p95=60s", "lmetric")
+    assert not report.reached
+    assert report.options == []
+    assert "No change was simulated: 36 of 400 requests failed, more than the SLO allows" in report.advice()
+
+
+def test_the_recorded_fleet_is_no_change_and_failures_count_as_missed(
+    tmp_path: Path, trace: Trace, run: Run
+) -> None:
+    def change(index: int, line: dict[str, Any]) -> None:
+        failing(40)(index, line)
+        if index % 20 == 6:
+            line["ttft_seconds"] = 61.0
+
+    write_records(tmp_path, trace, run, change)
+    report = simulated_report(tmp_path, "ttft_p95=60s")
+    assert not report.reached  # 2.5% failed, and 5% were late
+    kept, larger = report.options
+    assert (kept.change, kept.enough, kept.fleet) == (False, True, "4 engines")
+    assert (larger.change, larger.enough, larger.fleet) == (True, True, "5 engines")
+    assert kept.met == larger.met == pytest.approx((0.975,) * 3)
+    assert "round_robin on 5 engines would have met it: 97.5%" in report.advice()
 
 
 class Page(HTMLParser):

@@ -66,14 +66,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A simulated change: share of requests within all bounds, mean over seeds, with least and
-    most."""
+    """A simulation: share of requests within all bounds, mean over seeds, with least and most.
+
+    The recorded share of failed requests counts as missed, because simulations have no failures.
+    """
 
     policy: str
     fleet: str  # "8 engines", "8 engines (3P5D)"
     instances: int
     met: tuple[float, float, float]
     enough: bool  # whether it meets every objective with each seed
+    change: bool = True  # false: the recorded policy on the recorded fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +102,12 @@ class SloReport:
         missed = f"The records miss the SLO: {shares}."
         if self.why_none is not None:
             return f"{missed} No change was simulated: {self.why_none}"
-        if not self.options:
+        changes = [each for each in self.options if each.change]
+        if not changes:
             return missed
-        enough = [each for each in self.options if each.enough]
+        enough = [each for each in changes if each.enough]
         if not enough:
-            best = max(self.options, key=lambda each: each.met[0])
+            best = max(changes, key=lambda each: each.met[0])
             return (
                 f"{missed} No simulated change meets it; the best is {best.policy} on {best.fleet}, with "
                 f"{best.met[0]:.1%} of the requests within all bounds."
@@ -158,8 +162,16 @@ def simulate_options(
 
     If engines came and went, the first of these always has the largest recorded number of engines.
 
-    Without a good fit, it has the reason instead.
+    Without a good fit, or if failures alone miss the SLO, it has the reason instead.
     """
+    lost = report.whole.failed / max(1, report.whole.requests)
+    if any(lost > 1 - each.share for each in goal.objectives):
+        return _with(
+            report,
+            [],
+            f"{report.whole.failed} of {report.whole.requests} requests failed, more than the SLO allows, "
+            "and the simulation has no failures: find their cause first (`reason` in the records)",
+        )
     if not check.good:
         return _with(report, [], check.reason())
     options: list[Option] = []
@@ -168,8 +180,8 @@ def simulate_options(
     larger = [fleet for fleet in constant if fleet != recorded]
     for group in ([recorded, *fleets], *([fleet] for fleet in larger)):
         for fleet in group:
-            options += _options(recording, fit, policies, fleet, goal, seeds, jobs)
-        if any(option.enough for option in options):
+            options += _options(recording, fit, policies, fleet, goal, seeds, jobs, lost)
+        if any(option.enough and option.change for option in options):
             break
     return _with(report, options, None)
 
@@ -192,20 +204,31 @@ def _options(
     goal: Goal,
     seeds: int,
     jobs: int | None,
+    lost: float,
 ) -> list[Option]:
+    """``lost``: recorded share of failed requests."""
+
     def outcome(setup: Setup, workload: Trace | Workload) -> tuple[float, float]:
         run = play(setup, workload)
         kept = measured(run.arrival_seconds, (WARM_UP, 1.0))
         times = {name: each[kept] for name, each in times_of(run, fit.request_seconds).items()}
-        return float(goal.kept(times).mean()), goal.margin(times)
+        shares = zip(goal.shares(times), goal.objectives, strict=True)
+        margin = min((1 - lost) * share - each.share for share, each in shares)
+        return (1 - lost) * float(goal.kept(times).mean()), margin
 
     results = each_run(recording, fit, policies, outcome, seeds=seeds, fleet=fleet, jobs=jobs)
     found = []
     for index, policy in enumerate(policies):
         met, margins = zip(*results[index * seeds : (index + 1) * seeds], strict=True)
+        same = policy.label == recording.policy.label and fleet == Fleet.recorded(recording)
         found.append(
             Option(
-                policy.label, str(fleet), fleet.instances, (fmean(met), min(met), max(met)), min(margins) >= 0
+                policy.label,
+                str(fleet),
+                fleet.instances,
+                (fmean(met), min(met), max(met)),
+                min(margins) >= 0,
+                not same,
             )
         )
     return found
