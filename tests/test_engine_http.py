@@ -522,6 +522,7 @@ async def test_refusals(http: aiohttp.ClientSession) -> None:
 # -- bad input
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GENERATE = "/inference/v1/generate"
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,21 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
             {"prompt": "a", "max_tokens": 9999},
             400,
             "BadRequestError",
-            "maximum context length is 4096",
+            "max_tokens=9999 cannot be greater than max_model_len=4096. Please request fewer output tokens.",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 9999},
+            400,
+            "BadRequestError",
+            "max_completion_tokens=9999 cannot be greater than max_model_len=4096.",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": [50] * 4096},
+            400,
+            "BadRequestError",
+            "max_tokens must be at least 1, got 0.",
         ),
         (COMPLETIONS, {"prompt": [50] * 5000}, 400, "BadRequestError", "maximum context length is 4096"),
         (
@@ -612,6 +627,39 @@ COMPLETION = {"prompt": WORDS, "max_tokens": 12}
 def text_of(chunks: list[dict[str, Any]]) -> list[str]:
     choices = [chunk["choices"][0] for chunk in chunks]
     return [c["text"] if "text" in c else c["delta"].get("content", "") for c in choices]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": [50] * 4080, "max_tokens": 40}),
+        (COMPLETIONS, {"prompt": [50] * 4080, "max_tokens": 4096}),
+        (GENERATE, {"token_ids": [50] * 4080, "sampling_params": {"max_tokens": 9999}}),
+    ],
+)
+async def test_an_answer_ends_at_the_models_length(
+    engine: EngineServer, http: aiohttp.ClientSession, path: str, body: Any
+) -> None:
+    """vLLM 0.32 refuses no prompt because the prompt and max_tokens together are too long."""
+    status, answer = await post(http, engine.url + path, body)
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+async def test_a_chat_without_max_tokens_gets_what_is_left(http: aiohttp.ClientSession) -> None:
+    async with EngineServer(options(max_model_len=300)) as engine:
+        messages = [{"role": "user", "content": "a " * 250}]
+        status, answer = await post(http, engine.url + CHAT, {"messages": messages})
+        assert status == 200, answer
+        prompt = answer["usage"]["prompt_tokens"]
+        assert 300 - 128 < prompt < 300
+        assert answer["usage"]["completion_tokens"] == 300 - prompt
+        status, answer = await post(
+            http, engine.url + GENERATE, {"token_ids": [50] * 300, "sampling_params": {}}
+        )
+        assert status == 400
+        assert "plus the number of requested output tokens (at least 1)" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -154,6 +154,21 @@ async def test_higher_priority_runs_first() -> None:
         assert ended == [0, 9, 1]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        (64, 1, "The input (64 tokens) is longer than the model's context length (64 tokens)."),
+        (60, 5, "Requested token count exceeds the model's maximum context length of 64 tokens"),
+    ],
+)
+async def test_a_prompt_and_an_answer_that_are_too_long(prompt: int, max_tokens: int, message: str) -> None:
+    """SGLang refuses what vLLM cuts."""
+    async with EngineServer(options(max_model_len=64)) as engine:
+        status, answer, _ = await post(engine.url, {"prompt": [7] * prompt, "max_tokens": max_tokens})
+    assert status == 400
+    assert message in answer["message"]
+
+
 def test_only_sglang_pushes_its_load() -> None:
     with pytest.raises(ValueError, match="only with api sglang"):
         EngineOptions(load_publish_endpoint="tcp://*:0")

@@ -35,7 +35,11 @@ OTHER = {"id": "other", "root": "/other", "max_model_len": 9000}
 FALLBACKS = {"small": ["large", "other"], "gone": ["large"], "mixed": "other"}
 ALIASES = {"mixed": {"small": 1}, "mini": "small"}
 VLLM_TOO_LONG = (
-    "This model's maximum context length is 1000 tokens. However, you requested 1500 tokens in the messages."
+    "This model's maximum context length is 1000 tokens. However, your prompt contains 1500 input tokens."
+)
+VLLM_ANSWER_TOO_LONG = "max_tokens=1500 cannot be greater than max_model_len=1000."
+VLLM_RESPONSES_TOO_LONG = (
+    "The engine prompt length 1500 exceeds the max_model_len 1000. Please reduce prompt."
 )
 SGLANG_TOO_LONG = "The input (1500 tokens) is longer than the model's context length (1000 tokens)."
 
@@ -134,7 +138,9 @@ async def test_the_next_model_follows_if_one_cannot_serve_either() -> None:
         assert body["error"]["code"] in ("refused", "no_engine")
 
 
-@pytest.mark.parametrize("message", [VLLM_TOO_LONG, SGLANG_TOO_LONG])
+@pytest.mark.parametrize(
+    "message", [VLLM_TOO_LONG, VLLM_ANSWER_TOO_LONG, VLLM_RESPONSES_TOO_LONG, SGLANG_TOO_LONG]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engines_error_for_a_context_that_is_too_long_leads_to_the_fallback(
     message: str, stream: bool

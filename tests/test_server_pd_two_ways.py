@@ -64,7 +64,7 @@ async def test_a_decode_engine_that_dies_and_one_that_refuses() -> None:
         assert w.outcomes == {"transferred": 1, "spent": 1}
     async with pd(*engines(max_model_len=400)) as w:
         await identified(w)
-        status, _, said = await w.post(body | {"max_tokens": 399})
+        status, _, said = await w.post(body | {"max_tokens": 401})
         assert (status, said["error"]["type"]) == (400, "BadRequestError")
 
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from importlib.metadata import version
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 from aiohttp import web
@@ -31,6 +31,7 @@ from lmetric_lab.emulated.protocol import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    Kind,
     Shape,
     TokenizeChat,
     TokenizePrompt,
@@ -165,27 +166,24 @@ class Api:
             raise EngineError(400, "prompt: this engine takes text only", "prompt")
         else:
             tokens = self._check_ids(prompt, "prompt")
-        return await self._generate(request, body, tokens, body.max_tokens or _COMPLETION_MAX_TOKENS, "cmpl")
+        return await self._generate(request, body, tokens, "cmpl")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, ChatBody)
         tokens = await self._encode(self._render(body))
-        max_tokens = body.max_completion_tokens or body.max_tokens or self._options.default_max_tokens
-        return await self._generate(request, body, tokens, max_tokens, "chatcmpl")
+        return await self._generate(request, body, tokens, "chatcmpl")
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, GenerateBody)
         tokens = self._check_ids(body.token_ids, "token_ids")
-        max_tokens = body.max_tokens or max(1, self._max_model_len - len(tokens))
-        return await self._generate(request, body, tokens, max_tokens, "generate-tokens")
+        return await self._generate(request, body, tokens, "generate-tokens")
 
     async def _generate(
         self,
         request: web.Request,
         body: Body,
         prompt: array[int],
-        max_tokens: int,
-        kind: Literal["cmpl", "chatcmpl", "generate-tokens"],
+        kind: Kind,
     ) -> web.StreamResponse:
         options = self._options
         if options.fail_status is not None:
@@ -195,15 +193,14 @@ class Api:
         body.refuse_unsupported()
         if body.model not in (None, "", options.model):
             raise EngineError(404, f"The model `{body.model}` does not exist.", "model")
-        chat = kind == "chatcmpl"
-        self._check_length(len(prompt), max_tokens, chat)
+        max_tokens = self._answer_limit(len(prompt), body, kind)
         rank = self._rank_of(request.headers.get("X-data-parallel-rank"), body)
         rejected = self._queue_is_full(rank)
         if rejected and not body.stream:
             raise EngineError(503, _BUSY)
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         shape = (TokensShape if kind == "generate-tokens" else Shape)(
-            chat=chat,
+            chat=kind == "chatcmpl",
             request_id=f"{kind}-{request_id}",
             model=options.model,
             prompt=prompt,
@@ -384,19 +381,46 @@ class Api:
         rank.metrics.rejected += full
         return full
 
-    def _check_length(self, prompt_tokens: int, max_tokens: int, chat: bool) -> None:
-        if prompt_tokens == 0:
-            raise EngineError(400, "prompt: at least one token is needed", "prompt")
-        limit = self._max_model_len
-        if prompt_tokens + max_tokens > limit:
-            what = "messages" if chat else "prompt"
+    def _answer_limit(self, prompt_tokens: int, body: Body, kind: Kind) -> int:
+        """The largest answer: at most the rest of the model's length, as in vLLM 0.32.
+
+        Raises EngineError for a prompt, or a limit of the answer, that alone is too long.
+        """
+        model, (name, wanted) = self._max_model_len, body.limit
+        if kind != "generate-tokens" and wanted is not None and wanted > model:
             raise EngineError(
                 400,
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {what}, {max_tokens} in the "
-                f"completion). Please reduce the length of the {what} or completion.",
-                "input_tokens" if prompt_tokens >= limit else "max_tokens",
+                f"{name}={wanted} cannot be greater than max_model_len={model}. Please request fewer output "
+                "tokens.",
+                name,
             )
+        if prompt_tokens == 0:
+            raise EngineError(400, "prompt: at least one token is needed", "prompt")
+        if prompt_tokens >= model:
+            raise self._no_room(prompt_tokens, kind)
+        defaults = {"cmpl": _COMPLETION_MAX_TOKENS, "chatcmpl": self._options.default_max_tokens}
+        return min(wanted or defaults.get(kind, model), model - prompt_tokens)
+
+    def _no_room(self, prompt_tokens: int, kind: Kind) -> EngineError:
+        """The error of vLLM 0.32 for a prompt that leaves no room for an answer."""
+        model = self._max_model_len
+        if kind == "generate-tokens":
+            more = (
+                "plus the number of requested output tokens (at least 1) " if prompt_tokens == model else ""
+            )
+            return EngineError(
+                400,
+                f"The decoder prompt (length {prompt_tokens}) {more}is longer than the maximum model length "
+                f"of {model}.",
+            )
+        if prompt_tokens == model:
+            return EngineError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
+        return EngineError(
+            400,
+            f"This model's maximum context length is {model} tokens. However, your prompt contains "
+            f"{prompt_tokens} input tokens. Please reduce the length of the input prompt.",
+            "input_tokens",
+        )
 
     def _check_ids(self, tokens: list[int], param: str) -> array[int]:
         vocabulary = self._text.vocabulary

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from lmetric_lab.emulated.errors import EngineError
+
+Kind = Literal["cmpl", "chatcmpl", "generate-tokens"]  # begins the ids of the answers
 
 _PRIORITY = 2**63
 
@@ -68,6 +70,11 @@ class Body(BaseModel):
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value, tokens."""
+        return "max_tokens", self.max_tokens
 
     def refuse_unsupported(self) -> None:
         """400 for what the engine cannot do."""
@@ -167,6 +174,13 @@ class ChatBody(Body, _Messages):
     """A body of /v1/chat/completions."""
 
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31)
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value, tokens."""
+        if self.max_completion_tokens is None:
+            return super().limit
+        return "max_completion_tokens", self.max_completion_tokens
 
 
 class TokenizePrompt(BaseModel):

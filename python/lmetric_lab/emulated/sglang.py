@@ -28,7 +28,7 @@ from lmetric_lab.emulated.generation import Generation
 from lmetric_lab.emulated.handover import PeerError, Rooms, fetch
 from lmetric_lab.emulated.kv_feed import open_socket
 from lmetric_lab.emulated.metrics import EngineMetrics
-from lmetric_lab.emulated.protocol import Body
+from lmetric_lab.emulated.protocol import Body, Kind
 from lmetric_lab.emulated.ranks import Rank, consecutive_ports
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 
@@ -223,6 +223,23 @@ class SglangApi(Api):
             body=orjson.dumps({"object": "error", **fields}),
             content_type="application/json",
         )
+
+    def _answer_limit(self, prompt_tokens: int, body: Body, kind: Kind) -> int:
+        """SGLang refuses a prompt and an answer that together are too long."""
+        model, wanted = self._max_model_len, body.limit[1] or 0
+        if prompt_tokens >= model:
+            raise EngineError(
+                400,
+                f"The input ({prompt_tokens} tokens) is longer than the model's context length ({model} "
+                "tokens).",
+            )
+        if prompt_tokens + wanted > model:
+            raise EngineError(
+                400,
+                f"Requested token count exceeds the model's maximum context length of {model} tokens: "
+                f"{prompt_tokens} of the prompt and {wanted} of the completion.",
+            )
+        return super()._answer_limit(prompt_tokens, body, kind)
 
     @staticmethod
     def _priority(_request: web.Request, priority: int) -> int:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from lmetric.server.execution.trace import RequestTrace
 
 CONTEXT = "context_length_exceeded"  # the code of OpenAI's error, and the reason of a fallback
-# The messages of vLLM and SGLang for a prompt, or a prompt and an answer, beyond `max_model_len`.
-_TOO_LONG = re.compile(r"(maximum|model's) (context|model) length|context_length_exceeded")
+# The messages of vLLM and SGLang for a prompt, an answer, or both, beyond `max_model_len`.
+_TOO_LONG = re.compile(
+    r"(maximum|model's) (context|model) length|(than|the) max_model_len|context_length_exceeded"
+)
 
 
 class FallbackStep(NamedTuple):
