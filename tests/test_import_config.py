@@ -170,6 +170,27 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         },
         ["prefix-based-pd-decider", "lruCapacityPerServer"],
     ),
+    "llmd_affinity.yaml": (
+        "llm-d",
+        {
+            "policy": "llmd_affinity",
+            "knobs": {
+                "affinity": 0.75,
+                "max_ttft_seconds": 5.0,
+                "peak_prefill_tokens_per_second": 33821,
+                "full_load_tokens": 1000000,
+            },
+        },
+        [
+            "prefix-affinity.explorationProbability 0.01",
+            "prefix-affinity.ttftSource prefillThroughput",
+            "weight of queue-scorer 5",
+            "weight of load-aware-scorer 3",
+            "load-aware-scorer: threshold",
+            "InferenceObjective batch: priority, poolRef",
+            "InferenceModel chat: modelName, criticality, targetModels",
+        ],
+    ),
     "llmd_session.yaml": (
         "llm-d",
         {"knobs": {"queue": 0, "usage": 0, "prefix": 50}},
@@ -463,6 +484,26 @@ def test_fallbacks_of_another_shape_are_refused(tmp_path: Path, fallbacks: str, 
     given.write_text(f"model_list: []\nrouter_settings: {{fallbacks: {fallbacks}}}\n")
     with pytest.raises(ConfigError, match=said):
         import_config(given)
+
+
+def test_a_profile_of_llm_d_has_the_parameters_of_its_own_plugins(tmp_path: Path) -> None:
+    """The decode profile has no affinity filter, and a penalty of 0 ms is no limit."""
+    given = tmp_path / "epp.yaml"
+    given.write_text(
+        """
+kind: EndpointPickerConfig
+plugins:
+  - {type: prefix-cache-affinity-filter, parameters: {maxTTFTPenaltyMs: 0}}
+  - {type: token-load-scorer}
+schedulingProfiles:
+  - {name: prefill, plugins: [{pluginRef: prefix-cache-affinity-filter}, {pluginRef: token-load-scorer}]}
+  - {name: decode, plugins: [{pluginRef: token-load-scorer}]}
+"""
+    )
+    settings = import_config(given).settings
+    assert settings["knobs"] == {"max_ttft_seconds": 1e6}
+    assert settings["decode_policy"] == "llmd_affinity"
+    assert "decode_knobs" not in settings
 
 
 def test_rewrites_of_llm_d_become_aliases(tmp_path: Path) -> None:

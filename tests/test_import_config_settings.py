@@ -48,6 +48,8 @@ WHOLE = {
     "indexerConfig",
     "vllm",
     "deciders",
+    "poolRef",
+    "targetModels",
 }
 # Parts of llm-d's scheduler that this router has by itself, and that no setting changes.
 PARTS = {
@@ -75,7 +77,8 @@ WITHOUT_EFFECT = {
         "spec.ports.0.protocol",
     },
     "litellm_vllm.yaml": {"model_list.1.litellm_params.api_key"},
-    "llmd_precise.yaml": {"schedulingProfiles.0.name"},  # the only profile
+    "llmd_affinity.yaml": {"schedulingProfiles.0.name"},  # the only profile
+    "llmd_precise.yaml": {"schedulingProfiles.0.name"},
     "llmd_prefix.yaml": {"schedulingProfiles.0.name"},
     "llmd_session.yaml": {"schedulingProfiles.0.name"},
     "production_stack_disaggregated.yaml": {

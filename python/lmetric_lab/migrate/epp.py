@@ -22,6 +22,16 @@ _SCORERS = {
     "kv-cache-scorer": "usage",
     "kv-cache": "usage",
 }
+# Plugins of `llmd_affinity`: its parameter for each of theirs, and the factor between their units.
+_AFFINITY: dict[str, dict[str, tuple[str, float]]] = {
+    "prefix-cache-affinity-filter": {
+        "affinityThreshold": ("affinity", 1),
+        "maxTTFTPenaltyMs": ("max_ttft_seconds", 0.001),
+        "peakPrefillThroughput": ("peak_prefill_tokens_per_second", 1),
+    },
+    "token-load-scorer": {"queueThresholdTokens": ("full_load_tokens", 1)},
+}
+_NO_LIMIT_SECONDS = 1e6  # the largest `max_ttft_seconds`
 _NEAR = {"load-aware-scorer": "queue"}  # another formula on the same signal
 _STRUCTURE = {
     "max-score-picker",
@@ -74,6 +84,14 @@ _REASONS = {
 }
 
 
+# Kinds of documents in a file that are read, or have no settings of a router.
+_READ = {KIND, "InferencePool", "InferenceModelRewrite", "ConfigMap"}
+_DOCUMENTS = {
+    "InferenceModel": "write its targets in `aliases`; classes have levels (docs/how-to/priorities.md)",
+    "InferenceObjective": "classes and tenants have levels (docs/how-to/priorities.md)",
+}
+
+
 def translate(draft: Draft, config: dict[str, Any], documents: list[Any]) -> None:
     """Fills the draft from an EndpointPickerConfig and the InferencePools in `documents`."""
     plugins: dict[str, Mapping[str, Any]] = {}
@@ -87,9 +105,9 @@ def translate(draft: Draft, config: dict[str, Any], documents: list[Any]) -> Non
     types = {name: str(plugin["type"]) for name, plugin in plugins.items()}
     splits = "prefill" in profiles and "decode" in profiles
     first = profiles["prefill"] if splits else next(iter(profiles.values()))
-    _policy(draft, "policy", _weights(draft, first, types), plugins, types)
+    _policy(draft, "policy", first, plugins, types)
     if splits:
-        _policy(draft, "decode_policy", _weights(draft, profiles["decode"], types), plugins, types)
+        _policy(draft, "decode_policy", profiles["decode"], plugins, types)
     for name, kind in types.items():
         parameters = plugins[name].get("parameters") or {}
         _plugin(draft, name, kind, parameters)
@@ -105,6 +123,7 @@ def translate(draft: Draft, config: dict[str, Any], documents: list[Any]) -> Non
     for key in sorted(config.keys() - _KEYS):
         draft.remark(key, "no equivalent known", config[key])
     _aliases(draft, documents)
+    _other_documents(draft, documents)
     _pools(draft, documents, separate=splits or bool(_ROLE_FILTERS & set(types.values())))
 
 
@@ -127,22 +146,22 @@ def _weights(draft: Draft, profile: Mapping[str, Any], types: Mapping[str, str])
 def _policy(
     draft: Draft,
     key: str,
-    weights: dict[str, float],
+    profile: Mapping[str, Any],
     plugins: Mapping[str, Mapping[str, Any]],
     types: Mapping[str, str],
 ) -> None:
+    weights = _weights(draft, profile, types)
     own_default = DEFAULT_POLICY if key == "policy" else "least_requests"
     knobs_key = "knobs" if key == "policy" else "decode_knobs"
-    if "prefix-cache-affinity-filter" in weights or "token-load-scorer" in weights:
+    if _AFFINITY.keys() & weights.keys():
         _experimental(draft)
         draft.set(key, "llmd_affinity")
-        given = next(
-            (p.get("parameters") or {} for p in plugins.values() if "affinity-filter" in p["type"]), {}
-        )
-        names = {"affinityThreshold": "affinity", "maxTTFT": "max_ttft_seconds"}
-        knobs = {names[k]: v for k, v in given.items() if k in names and isinstance(v, int | float)}
-        if knobs:
-            draft.set(knobs_key, knobs)
+        names = [str(each.get("pluginRef")) for each in profile.get("plugins") or []]
+        if found := _affinity(draft, {name: plugins[name] for name in names}):
+            draft.set(knobs_key, found)
+        for kind, weight in weights.items():
+            if kind in _SCORERS or kind in _NEAR:
+                draft.remark(f"weight of {kind}", f"`llmd_affinity` has no further scores ({key})", weight)
         return
     knobs = dict.fromkeys(("queue", "usage", "prefix"), 0.0)
     known = False
@@ -171,13 +190,28 @@ def _policy(
             draft.remark(f"profile for {key}", f"no scorer with an equivalent; `{own_default}` decides")
 
 
+def _affinity(draft: Draft, plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The parameters of `llmd_affinity` from a profile's plugins; the others become remarks."""
+    found: dict[str, float] = {}
+    for name, plugin in plugins.items():
+        known = _AFFINITY.get(str(plugin["type"]), {})
+        for key, value in (plugin.get("parameters") or {}).items() if known else ():
+            if key not in known:
+                draft.remark(f"{name}.{key}", "`llmd_affinity` has no such parameter", value)
+                continue
+            knob, factor = known[key]
+            number = draft.number(f"{name}.{key}", value) * factor
+            no_limit = knob == "max_ttft_seconds" and number == 0
+            found[knob] = _NO_LIMIT_SECONDS if no_limit else number
+    return found
+
+
 def _experimental(draft: Draft) -> None:
     if "experimental" not in draft.settings:
         draft.settings = {"experimental": True, **draft.settings}
 
 
 def _plugin(draft: Draft, name: str, kind: str, parameters: Mapping[str, Any]) -> None:
-    used = {"prefix-cache-affinity-filter", "token-load-scorer"}
     if kind == "token-producer" and "/" in str(model := parameters.get("modelName", "")):
         if not str(model).startswith("hf-repo/"):  # the placeholder of the examples
             draft.set("tokenizer", str(model))
@@ -197,10 +231,12 @@ def _plugin(draft: Draft, name: str, kind: str, parameters: Mapping[str, Any]) -
             draft.remark(
                 f"{name}: {', '.join(parameters)}", "sessions come in the header x-session-id, not a cookie"
             )
-    elif kind not in _STRUCTURE | _ROLE_FILTERS | used | _NEAR.keys():
+    elif kind not in _STRUCTURE | _ROLE_FILTERS | _AFFINITY.keys() | _NEAR.keys():
         draft.remark(f"{name} ({kind})" if name != kind else name, _REASONS.get(kind, "no equivalent known"))
-    elif parameters and kind in _STRUCTURE:
+    elif parameters and kind in _STRUCTURE | _ROLE_FILTERS:
         draft.remark(f"{name}: {', '.join(parameters)}", _WIRING)
+    elif parameters and kind in _NEAR:
+        draft.remark(f"{name}: {', '.join(parameters)}", "`llmd_scorers` has no such parameter")
 
 
 def _aliases(draft: Draft, documents: list[Any]) -> None:
@@ -227,6 +263,15 @@ def _aliases(draft: Draft, documents: list[Any]) -> None:
         draft.remark(f"rewrite of {name}", "a model has this name, so it stays; give clients another name")
         del found[name]
     draft.set_aliases(found)
+
+
+def _other_documents(draft: Draft, documents: list[Any]) -> None:
+    for each in documents:
+        kind = each.get("kind", KIND) if isinstance(each, Mapping) else KIND
+        if kind not in _READ:
+            name = (each.get("metadata") or {}).get("name", "")
+            keys = ", ".join(each.get("spec") or {})
+            draft.remark(f"{kind} {name}: {keys}", _DOCUMENTS.get(kind, "no part of the router's settings"))
 
 
 def _pools(draft: Draft, documents: list[Any], *, separate: bool) -> None:
