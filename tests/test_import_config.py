@@ -271,6 +271,17 @@ def test_secrets_are_not_printed(tmp_path: Path) -> None:
     assert "sk-" not in import_config(script).render()
 
 
+def test_the_engines_key_of_production_stack_has_a_remark(tmp_path: Path) -> None:
+    (file := tmp_path / "values.yaml").write_text(
+        "servingEngineSpec: {vllmApiKey: sk-one, runtimeClassName: nvidia, modelSpec: [{name: m}]}\n"
+        "routerSpec: {routingLogic: roundrobin}\n"
+    )
+    printed = import_config(file).render()
+    assert "servingEngineSpec.vllmApiKey: not copied; set `api_key` of the engines" in printed
+    assert "servingEngineSpec (m, runtimeClassName)" in printed
+    assert "sk-" not in printed
+
+
 def test_litellms_limits_of_new_keys_are_budgets_to_write_for_each_tenant(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -426,6 +437,34 @@ def test_nginx_settings_come_from_the_blocks_around_the_proxy_pass(tmp_path: Pat
     assert (
         remarks["proxy_connect_timeout 7s"] == "another line has this setting, too, and counts in its place"
     )
+
+
+@pytest.mark.parametrize(
+    ("location", "passed", "engine"),
+    [
+        ("/", "http://vllm", "http://10.0.0.1:8000"),
+        ("/", "http://vllm/", "http://10.0.0.1:8000"),
+        ("/", "http://vllm:8000$request_uri", "http://10.0.0.1:8000"),
+        ("/", "http://vllm/llm/api/", "http://10.0.0.1:8000/llm/api"),
+        ("/v1/", "http://vllm/llm/v1/", "http://10.0.0.1:8000/llm"),
+        ("^~ /v1/", "http://vllm/llm/v1/", "http://10.0.0.1:8000/llm"),
+        ("/llm/", "http://vllm/", None),
+        ("/", "http://vllm/llm", None),
+        ("/", "http://vllm/$host$uri", None),
+    ],
+)
+def test_the_path_of_nginxs_proxy_pass_is_a_part_of_the_engines_urls(
+    tmp_path: Path, location: str, passed: str, engine: str | None
+) -> None:
+    """nginx replaces the location's path by that of proxy_pass. None: a remark names it."""
+    (file := tmp_path / "nginx.conf").write_text(
+        "upstream vllm { server 10.0.0.1:8000; }\n"
+        f"server {{ listen 80; location {location} {{ if ($a) {{ proxy_pass {passed}; }} }} }}\n"
+    )
+    draft = import_config(file)
+    assert draft.settings["engines"] == [{"url": engine or "http://10.0.0.1:8000"}]
+    named = [what for what, _ in draft.remarks if what.startswith("proxy_pass")]
+    assert named == ([] if engine else [f"proxy_pass {passed}"])
 
 
 def test_losses_come_first_and_an_nginx_file_needs_an_upstream(tmp_path: Path) -> None:

@@ -39,15 +39,16 @@ def translate(draft: Draft, file: Path, text: str) -> None:
             f"{file}: an nginx configuration without upstream; expected `upstream NAME {{ server HOST; }}`. "
             "If an included file has it, import that file. For one engine, use `serve --engine URL`"
         )
-    scheme, name = "http", next(iter(upstreams))
+    scheme, name, base = "http", next(iter(upstreams)), ""
     around: tuple[_Block, ...] | None = None
     for each, blocks in _walk(top):
         if each["directive"] == "proxy_pass":
-            parts = re.match(r"(https?)://([^/:]+)", each["args"][0])
+            parts = re.match(r"(https?)://([^/:$]+)(?::\d+)?(.*)", each["args"][0])
             if parts and parts[2] in upstreams:
                 scheme, name, around = parts[1], parts[2], blocks
+                base = _base(draft, each["args"][0], parts[3], _location(top, blocks))
                 break
-    _upstream(draft, upstreams[name], scheme)
+    _upstream(draft, upstreams[name], scheme, base)
     for other in upstreams.keys() - {name}:
         draft.remark(f"upstream {other}", "one fleet per import; write it as an entry of `models`")
     of_upstreams = {id(each) for block in upstreams.values() for each in block}
@@ -78,7 +79,30 @@ def _walk(
             yield from _walk(each.get("block") or [], around)
 
 
-def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
+def _location(top: _Block, around: tuple[_Block, ...]) -> list[str]:
+    """The arguments of the inner location around a directive."""
+    owners = {id(each["block"]): each for each, _ in _walk(top) if "block" in each}
+    found = (owners.get(id(block), {}) for block in around)
+    return next((each["args"] for each in found if each.get("directive") == "location"), ["/"])
+
+
+def _base(draft: Draft, proxy_pass: str, uri: str, location: list[str]) -> str:
+    """The path in front of the clients' paths at the engines; none and a remark if there is no such
+    path. nginx replaces the location's path by ``uri``."""
+    if uri in ("", "$request_uri"):
+        return ""
+    path = location[-1]
+    if location[0] not in ("~", "~*", "=") and "$" not in uri and uri.endswith(path):
+        return uri.removesuffix(path)
+    draft.remark(
+        f"proxy_pass {proxy_pass}",
+        f"it replaces {path} of the clients' paths; the router adds a path to the URL of each engine, as in "
+        "http://HOST/PATH, or none",
+    )
+    return ""
+
+
+def _upstream(draft: Draft, block: _Block, scheme: str, base: str) -> None:
     policy, note = "round_robin", None
     for each in block:
         what, args = each["directive"], each["args"]
@@ -104,7 +128,7 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
     limits: dict[str, list[Any]] = {"max_fails": [], "fail_timeout": [], "max_conns": []}
     for each in block:
         if each["directive"] == "server":
-            _server(draft, each["args"], scheme, limits)
+            _server(draft, each["args"], (scheme, base), limits)
     if fails := [int(value) for value in limits["max_fails"]]:
         if max(fails) > 0:
             draft.set("health.ejection.consecutive_failures", max(fails))
@@ -118,8 +142,9 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
         draft.remark(f"max_conns={count}", "`admission` limits the requests of an engine by its load")
 
 
-def _server(draft: Draft, args: list[str], scheme: str, limits: dict[str, list[Any]]) -> None:
-    address, options = args[0], args[1:]
+def _server(draft: Draft, args: list[str], url: tuple[str, str], limits: dict[str, list[Any]]) -> None:
+    """``url``: scheme, and the path in front of the clients' paths."""
+    address, options, (scheme, base) = args[0], args[1:], url
     for flag in ("backup", "down"):
         if flag in options:
             draft.remark(
@@ -135,10 +160,13 @@ def _server(draft: Draft, args: list[str], scheme: str, limits: dict[str, list[A
         elif key != "weight":
             draft.remark(f"server {address} {option}", "no equivalent known")
     if address.startswith("unix:"):
-        draft.add_engine(address, "server")
+        if base:
+            draft.remark(f"server {address} with {base}", "an engine at a Unix socket has no path")
+        else:
+            draft.add_engine(address, "server")
         return
     port = "" if re.search(r":\d+$", address) else ":443" if scheme == "https" else ":80"
-    draft.add_engine(f"{scheme}://{address}{port}", "server")
+    draft.add_engine(f"{scheme}://{address}{port}{base}", "server")
 
 
 def _directives(draft: Draft, directives: _Block, around: tuple[_Block, ...] | None) -> None:

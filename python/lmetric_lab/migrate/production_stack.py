@@ -74,9 +74,14 @@ def translate_values(draft: Draft, values: dict[str, Any], _: list[Any]) -> None
             f"routerSpec: {', '.join(sorted(router))}",
             "settings of the router's deployment; see deploy/kubernetes.yaml",
         )
+    if engines.pop("vllmApiKey", None):
+        draft.remark(
+            "servingEngineSpec.vllmApiKey",
+            "not copied; set `api_key` of the engines or of their `discovery` source",
+        )
     models = [each.get("name") for each in engines.get("modelSpec") or [] if isinstance(each, Mapping)]
     if engines:
-        named = ", ".join(str(name) for name in models) or ", ".join(sorted(engines))
+        named = ", ".join([*map(str, models), *sorted(engines.keys() - {"modelSpec"})])
         draft.remark(
             f"servingEngineSpec ({named})", "keep the chart for the engines; they report their models"
         )
