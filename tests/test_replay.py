@@ -169,6 +169,17 @@ CUT = [
 ]
 
 
+COUNTS = '{"prompt_tokens": %s, "completion_tokens": %s, "prompt_tokens_details": {"cached_tokens": %s}}'
+CUT += [
+    (
+        "malformed",
+        "is no count of tokens",
+        [token("a", "length"), f'data: {{"choices": [], "usage": {COUNTS % counts}}}\n\n', DONE],
+    )
+    for counts in ((5, '"3"', 0), (5, -1, 0), (2**70, 3, 0), (5, 3, "2.5"), (5, "true", 0))
+]
+
+
 @pytest.mark.parametrize(("kind", "detail", "pieces"), CUT)
 async def test_answers_that_are_not_whole(kind: str, detail: str, pieces: list[str | float]) -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -179,6 +190,21 @@ async def test_answers_that_are_not_whole(kind: str, detail: str, pieces: list[s
     assert not record.completed
     assert record.error == kind
     assert detail in record.detail
+    assert summarize([record], 1.0, slo=Slo()).failed == 1
+
+
+async def test_a_count_that_is_null_is_not_reported() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        counts = COUNTS % ("null", "null", "null")
+        return await stream(
+            request, token(), token("a", "length"), f'data: {{"choices": [], "usage": {counts}}}\n\n', DONE
+        )
+
+    async with served(handler) as url:
+        record = await one(url)
+    assert record.completed, record
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (None, None, 2)
+    assert summarize([record], 1.0, slo=Slo()).output_tokens == 2
 
 
 async def test_refusals_and_broken_connections() -> None:

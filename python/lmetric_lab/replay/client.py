@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from lmetric._core import LmetricError
+from lmetric.engines.adapter import MOST_COUNT
 from lmetric.engines.errors import error_text
 from lmetric.engines.http import EngineClient, Unanswered
 
@@ -207,10 +208,21 @@ class Client:
                     record.fail("aborted", f"finish reason {reason}")
                     return False
             if usage := event.get("usage"):
-                record.prompt_tokens = usage["prompt_tokens"]
-                record.output_tokens = usage["completion_tokens"]
-                record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                details = usage.get("prompt_tokens_details") or {}
+                record.prompt_tokens = _count(usage["prompt_tokens"])
+                record.cached_tokens = _count(details.get("cached_tokens"))
+                if (output := _count(usage["completion_tokens"])) is not None:
+                    record.output_tokens = output
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             record.fail("malformed", f"{type(error).__name__} {error} in {data[:120]!r}")
             return False
         return True
+
+
+def _count(value: object) -> int | None:
+    """A count of tokens; None: not reported. Raises ValueError for another value."""
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value <= MOST_COUNT:
+        raise ValueError(f"{value!r} is no count of tokens")
+    return value
