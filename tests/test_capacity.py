@@ -402,6 +402,24 @@ def test_failed_requests_are_demand_and_misses(folder: Path) -> None:
     assert overspent < 0
 
 
+def test_files_before_the_window_have_no_part_in_the_advice(
+    folder: Path, tmp_path: Path, trace: Trace, run: Run
+) -> None:
+    """The old file is a sample under another key."""
+
+    def old(_: int, line: dict[str, Any]) -> None:
+        line["at"] -= 10_000.0
+
+    write_records(tmp_path, trace, run, old, sample=0.1, key_id="old")
+    whole = read_records([folder, tmp_path]).of(None)
+    made = twin(Question(GOAL))
+    advice = made.advise(whole, NOW)
+    assert not any("hash keys" in note for note in advice.notes)
+    assert advice.requests == 480
+    with pytest.raises(WhatIfError, match=r"a sample of 0\.1"):
+        replace(made, window_seconds=20_000.0).advise(whole, NOW)
+
+
 def call(*words: str) -> Any:
     return CliRunner().invoke(build(["advise"]), ["advise", *words], catch_exceptions=True)
 

@@ -482,3 +482,19 @@ def test_the_newest_requests_of_all_files_are_kept(
     write(tmp_path / "b", lines[:60])
     found = Tail([tmp_path / "a", tmp_path / "b"], 1e6).read(float(lines[89]["at"]) + 1.0)
     assert found.requests == lines[70:90]
+
+
+def test_headers_of_files_without_recent_requests_do_not_count(
+    tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
+    """A sample of all requests counts as soon as the window has no other."""
+    sampled = [lines[0] | {"sample": 0.1, "key_id": "old"}, *lines[1:60]]
+    write(tmp_path / "r", sampled, "records-1.jsonl")
+    write(tmp_path / "r", [*lines[:2], *lines[60:]], "records-2.jsonl")
+    tail, now = Tail([tmp_path / "r"], 600.0), float(lines[-1]["at"]) + 1.0
+    assert tail.read(now).between(now - 600.0, now).sample == 0.1
+    now = float(lines[60]["at"]) + 600.0
+    found = tail.read(now).between(now - 600.0, now)
+    assert found.requests == lines[60:]
+    assert found.sample == 1.0
+    assert len(found.headers) == 1

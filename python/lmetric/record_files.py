@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 
 from lmetric.record_parquet import read_parquet, write_parquet
-from lmetric.record_schema import RecordError, Records, parse_line
+from lmetric.record_schema import RecordError, Records, newest_of, parse_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 MAX_LINE_BYTES = 16 << 20  # longer than any request: its prompt has 16 bytes of hash per block
@@ -33,11 +33,16 @@ def read_records(paths: str | Path | Iterable[str | Path]) -> Records:
     """
     read = Records([], [], [])
     for path in record_paths([paths] if isinstance(paths, str | Path) else list(paths)):
+        before = len(read.requests)
         if path.suffix == ".parquet":
             read_parquet(path, read)
         else:
             _read_file(path, read)
-    for lines in (read.headers, read.fleets, read.requests):
+        newest = newest_of(read.requests[before:])
+        read.newest.extend(newest for _ in range(len(read.headers) - len(read.newest)))
+    files = sorted(zip(read.headers, read.newest, strict=True), key=lambda file: float(file[0]["at"]))
+    read.headers[:], read.newest[:] = [header for header, _ in files], [newest for _, newest in files]
+    for lines in (read.fleets, read.requests):
         lines.sort(key=lambda line: float(line["at"]))
     return read
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +200,7 @@ class Records:
     fleets: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)  # skipped lines, with file, line and reason
+    newest: list[float] = field(default_factory=list)  # last arrival in the file of each header
 
     @property
     def models(self) -> list[str]:
@@ -246,7 +247,24 @@ class Records:
             [fleet for fleet in self.fleets if fleet["model"] == name],
             [request for request in self.requests if request["model"] == name],
             self.notes,
+            self.newest,
         )
+
+    def between(self, begin: float, end: float) -> Records:
+        """The requests that arrived in a time, Unix time, with the headers of files since then."""
+        files = list(zip(self.headers, self.newest, strict=True))
+        return Records(
+            [header for header, newest in files if newest >= begin],
+            self.fleets,
+            [request for request in self.requests if begin <= request["at"] <= end],
+            self.notes,
+            [newest for _, newest in files if newest >= begin],
+        )
+
+
+def newest_of(requests: Sequence[Mapping[str, Any]]) -> float:
+    """The last arrival of requests, Unix time; -infinite without any."""
+    return max((float(request["at"]) for request in requests), default=-math.inf)
 
 
 def failed(request: Mapping[str, Any]) -> bool:

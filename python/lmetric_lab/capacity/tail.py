@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class _File:
     offset: int = 0
     header: dict[str, Any] | None = None
     foreign: str | None = None  # why the file is not read
+    newest: float = -inf  # last arrival, Unix time
 
 
 @dataclass
@@ -60,9 +62,9 @@ class Tail:
                 if path in self._files or path.stat().st_mtime >= begin:
                     self._read(path, begin)
         self._files = {path: state for path, state in self._files.items() if path in set(paths)}
-        headers = [state.header for state in self._files.values() if state.header is not None]
+        files = [(each.header, each.newest) for each in self._files.values() if each.header is not None]
         foreign = [state.foreign for state in self._files.values() if state.foreign is not None]
-        if foreign and not headers:
+        if foreign and not files:
             raise RecordError(foreign[0])
         self._keep_newest(begin)
         kept = self._requests.copy()
@@ -72,7 +74,13 @@ class Tail:
             notes.append(f"{self.skipped} lines of records are not valid and are skipped")
         if len(kept) == KEPT_REQUESTS:
             notes.append(f"only the newest {KEPT_REQUESTS:,} requests are used; a shorter window has fewer")
-        return Records(headers, sorted(self._fleets, key=lambda each: each["at"]), kept, notes)
+        return Records(
+            [header for header, _ in files],
+            sorted(self._fleets, key=lambda each: each["at"]),
+            kept,
+            notes,
+            [newest for _, newest in files],
+        )
 
     def _found(self) -> Iterator[Path]:
         """Yields the files. Raises FileNotFoundError for a missing path."""
@@ -109,9 +117,12 @@ class Tail:
                     continue
                 if state.header is None:
                     state.header = line
-                elif line["type"] == "fleet":
+                    continue
+                if line["type"] == "fleet":
                     self._fleets.append(line)
-                elif line["at"] >= begin:
+                    continue
+                state.newest = max(state.newest, line["at"])
+                if line["at"] >= begin:
                     self._requests.append(line)
                     if len(self._requests) >= 2 * KEPT_REQUESTS:  # the files are not in order of time
                         self._keep_newest(begin)

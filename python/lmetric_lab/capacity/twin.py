@@ -60,17 +60,17 @@ class Twin:
             WhatIfError: the records cannot answer, or the fit is poor.
         """
         begin = now - self.window_seconds
-        recent = [each for each in records.requests if begin <= float(each["at"]) <= now]
-        if not recent:
+        recent = records.between(begin, now)
+        if not recent.requests:
             raise WhatIfError(
                 f"no request arrived in the last {self.window_seconds:.0f} s; send requests, or set a longer "
                 "window"
             )
-        recording = recording_of(replace(records, requests=recent), code=self.code)
+        recording = recording_of(recent, code=self.code)
         usable = [each["name"] for each in records.fleets[-1]["engines"] if each["usable"]]
         return self.advise_recording(
             recording, now - recording.started_at, running=running, usable=usable,
-            model=recent[0]["model"], at=now,
+            model=recent.requests[0]["model"], at=now,
         )  # fmt: skip
 
     def advise_recording(
