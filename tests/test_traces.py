@@ -416,6 +416,28 @@ def test_equal_arrivals_are_read_again(tmp_path: Path, arrivals: list[float]) ->
     assert load_trace(path, bucket_seconds=3).arrival_seconds.tolist() != [0.0] * 6
 
 
+@pytest.mark.parametrize("reference", [{"previous": 3}, {"joins": [0, 9]}])
+def test_lines_that_wait_for_no_request_are_named_or_skipped(
+    tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    request = {"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1], "delay": 5}
+    last = request | {"previous": 1}
+    lines = [request, request | reference, last]
+    (path := tmp_path / "trace.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    with pytest.raises(
+        TraceError, match=r"line 2: waits for request \d, but the file has 3, numbered from 0"
+    ):
+        load_trace(path)
+    trace = load_trace(path, on_bad_line="skip")
+    assert len(trace) == 2
+    assert [bad.line for bad in trace.bad_lines] == [2]
+    assert trace.previous is not None
+    assert trace.previous.tolist() == [-1, -1]  # its own previous turn is skipped
+    path.write_text(json.dumps(request | {"previous": 1}) + "\n")
+    with pytest.raises(TraceError, match="no request in it; first bad line"):
+        load_trace(path, on_bad_line="skip")
+
+
 def test_a_mark_of_exact_arrivals_is_checked(tmp_path: Path) -> None:
     wrong = json.dumps(json.loads(line(0)) | {"exact": 1})
     with pytest.raises(TraceError, match="exact must be true or false, got 1"):

@@ -171,6 +171,8 @@ class _Rows:
     chained: bool = False  # some line names a chat or a parent
     waits: bool = False  # some line waits for another
     first_line_has_ids: tuple[int, bool] | None = None
+    later: dict[int, int] = field(default_factory=dict)  # largest later number that a row refers to
+    refused: set[int] = field(default_factory=set)  # rows that refer to no request
     requests: int = 0  # with refused requests, so that later references stay valid
 
     def read(self, shape: TraceFormat, block_tokens: int) -> None:
@@ -182,7 +184,14 @@ class _Rows:
                 note = "" if line.endswith(b"\n") else " (last line, no line end: half-written?)"
                 self._take(number, partial(parser.read, number, line), note)
         self._take(number, parser.end, "")
-        if not self.lines:
+        for row, named in self.later.items():
+            if named >= self.requests:
+                self.refused.add(row)
+                self._refuse(
+                    self.lines[row],
+                    f"waits for request {named}, but the file has {self.requests}, numbered from 0",
+                )
+        if len(self.lines) == len(self.refused):
             raise TraceError(
                 f"{self.path}: no request in it" + (f"; first bad line: {self.bad[0]}" if self.bad else "")
             )
@@ -234,6 +243,10 @@ class _Rows:
         self.from_start.append(row.from_start)
         if row.joins:
             self.joins[len(self.lines) - 1] = row.joins
+        if row.key is None:  # so the row refers to others by their numbers
+            named = max((each for each in (row.parent, *row.joins) if isinstance(each, int)), default=-1)
+            if named > self.requests:
+                self.later[len(self.lines) - 1] = named
 
     def _refuse(self, number: int, reason: str) -> None:
         self.bad.append(BadLine(str(self.path), number, reason))
@@ -344,7 +357,8 @@ class _Rows:
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
         refused = np.zeros(len(order), dtype=np.bool_)
-        for row in order.tolist():
+        refused[list(self.refused)] = True
+        for row in np.delete(order, place[list(self.refused)]).tolist():
             parent = self.parents[row]
             before = -1 if parent is None else self.by_key.get(parent, -1)
             if before >= 0 and place[before] >= place[row]:
