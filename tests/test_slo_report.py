@@ -157,7 +157,7 @@ def simulated_report(folder: Path, slo: str, *policies: str) -> SloReport:
 
 
 def failing(every: int) -> Callable[[int, dict[str, Any]], None]:
-    """One request of so many fails at once."""
+    """One request of ``every`` fails at once."""
 
     def change(index: int, line: dict[str, Any]) -> None:
         if index % every == 5:

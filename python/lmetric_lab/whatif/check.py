@@ -37,7 +37,7 @@ class Fleet:
 
     ``instances``: the largest number at once. ``roles``: None: all are whole engines. ``transfer``:
     KV transfers between pools, as `lmetric_lab.sim.pools.Transfer` reads them; None: its default.
-    ``changing``: whether engines come and go as recorded.
+    ``changing``: whether engines join and leave as recorded.
     """
 
     instances: int
