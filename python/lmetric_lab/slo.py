@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Metric = Literal["ttft", "tpot", "e2e"]
 
 DEFAULT_SHARE = 0.95
-_OBJECTIVE = re.compile(r"(ttft|tpot|e2e)(?:_p(\d{1,2}(?:\.\d+)?))?=(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?")
+_OBJECTIVE = re.compile(r"(ttft|tpot|e2e)(?:_p(\d{1,2}(?:\.\d{1,4})?))?=(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?")
 
 
 @dataclass(frozen=True, slots=True)
