@@ -5,9 +5,12 @@
 //! makes the list of prefixes to fetch. [`Warming`] starts these fetches one after another, within
 //! limits. Nothing here does I/O: the simulator and the server make the fetches.
 mod demand;
+mod paths;
 pub mod plan;
 mod progress;
 mod settings;
+#[cfg(test)]
+mod tests;
 
 pub use demand::{Demand, Prompt};
 pub use plan::{Fetch, Fleet};

@@ -1,10 +1,12 @@
 //! Plans of fetches: the prefixes that an instance needs when it joins, and the prefixes that other
 //! instances need when one leaves.
+//!
+//! Plans take time per prompt, not per block, because fleet changes must not delay decisions.
 use super::demand::{Demand, Prompt};
+use super::paths::{NodeId, Paths};
 use super::settings::WarmConfig;
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::index::KvIndex;
-use hashbrown::{HashMap, HashSet};
 
 /// A planned fetch: `target` copies a prefix from `source`.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,6 +74,8 @@ struct Held<'a> {
     weight: f64,
     holder: usize,
     blocks: usize,
+    /// Its last node.
+    node: NodeId,
 }
 
 fn by_weight(held: &mut [Held<'_>]) {
@@ -95,8 +99,7 @@ pub fn join(
     let slots = fleet.ready.len();
     let mut hits = vec![0; slots.max(target.index() + 1)];
     let (mut held, mut totals, mut prompts_of) = (Vec::new(), vec![0.0; slots], vec![0u32; slots]);
-    // Weight and number of the prompts behind each block.
-    let mut behind: HashMap<u64, (f64, u32)> = HashMap::new();
+    let mut paths = Paths::default();
     for (prompt, weight) in demand.prompts(now) {
         fleet.index.match_prefix(&prompt.chain, &mut hits);
         let others = fleet.ready_slots().filter(|slot| *slot != target.index());
@@ -106,40 +109,40 @@ pub fn join(
         let blocks = hits[holder] as usize;
         prompts_of[holder] += 1;
         totals[holder] += weight;
-        for hash in &prompt.chain[..blocks] {
-            let (all, count) = behind.entry(*hash).or_default();
-            (*all, *count) = (*all + weight, *count + 1);
-        }
-        held.push(Held { prompt, weight, holder, blocks });
+        let node = paths.enter(&prompt.chain[..blocks], weight);
+        held.push(Held { prompt, weight, holder, blocks, node });
     }
     let share = 1.0 / (fleet.ready_slots().filter(|slot| *slot != target.index()).count() + 1) as f64;
-    let (mut shared, mut seen) = (Vec::new(), HashSet::new());
-    for Held { prompt, holder, blocks, .. } in &held {
-        let at = |block: usize| behind.get(&prompt.chain[block]).copied().unwrap_or_default();
-        for depth in 1..=*blocks {
-            let (weight, count) = at(depth - 1);
+    let (mut shared, mut path) = (Vec::new(), Vec::new());
+    let mut seen = vec![false; paths.len()];
+    for Held { prompt, holder, node, .. } in &held {
+        path.clear();
+        path.extend(paths.back(*node));
+        for &node in path.iter().rev() {
+            let (weight, count) = paths.chains(node);
             if count < 2 || f64::from(count) * share < 1.0 {
                 break; // prompts only part along a chain
             }
-            let parts = depth == *blocks || at(depth).1 < count;
-            if parts && seen.insert(prompt.chain[depth - 1]) {
-                shared.push(Held { prompt, weight, holder: *holder, blocks: depth });
+            if !std::mem::replace(&mut seen[node], true) {
+                shared.push(Held { prompt, weight, holder: *holder, blocks: paths.depth(node), node });
             }
         }
     }
     by_weight(&mut shared);
     by_weight(&mut held);
     let mut plan = Vec::new();
-    let mut planned: HashSet<u64> = HashSet::new();
+    let mut planned = vec![false; paths.len()];
     let mut room = fleet.room(target, config);
     let mut add = |each: &Held<'_>| {
-        let chain = &each.prompt.chain[..each.blocks];
-        let missing = chain.iter().filter(|hash| !planned.contains(*hash)).count();
+        let before = paths.back(each.node).find(|node| planned[*node]);
+        let missing = each.blocks - before.map_or(0, |node| paths.depth(node));
         if missing > room || !fleet.pays(target, each.prompt, missing, config) {
             return missing == 0;
         }
         room -= missing;
-        planned.extend(chain);
+        for node in paths.back(each.node).take_while(|node| Some(*node) != before) {
+            planned[node] = true;
+        }
         plan.push(fleet.fetch(each.prompt, each.blocks, each.holder, target));
         true
     };
@@ -171,41 +174,53 @@ pub fn leave(
     let slots = fleet.ready.len().max(leaving.index() + 1);
     let mut hits = vec![0; slots];
     let others: Vec<usize> = fleet.ready_slots().filter(|slot| *slot != leaving.index()).collect();
-    let (mut alone, mut loads) = (Vec::new(), vec![0.0; slots]);
+    let (mut alone, mut loads, mut paths) = (Vec::new(), vec![0.0; slots], Paths::default());
     for (prompt, weight) in demand.prompts(now) {
         fleet.index.match_prefix(&prompt.chain, &mut hits);
         let Some(best) = others.iter().copied().max_by_key(|slot| hits[*slot]) else { return Vec::new() };
         let blocks = hits[leaving.index()] as usize;
         let missing = blocks.saturating_sub(hits[best] as usize);
         if fleet.pays(InstanceId(best as u32), prompt, missing, config) {
-            alone.push(Held { prompt, weight, holder: leaving.index(), blocks });
+            let node = paths.enter(&prompt.chain[..blocks], weight);
+            alone.push(Held { prompt, weight, holder: leaving.index(), blocks, node });
         } else {
             loads[best] += weight;
         }
     }
     by_weight(&mut alone);
     let mut plan = Vec::new();
-    let mut planned: HashSet<(usize, u64)> = HashSet::new();
+    // The slots that a plan gives a node's blocks to.
+    let mut planned: Vec<Vec<usize>> = vec![Vec::new(); paths.len()];
     let mut room: Vec<usize> = (0..slots as u32).map(|slot| fleet.room(InstanceId(slot), config)).collect();
+    let mut missing = vec![0; slots];
     for each in &alone {
-        let chain = &each.prompt.chain[..each.blocks];
-        fleet.index.match_prefix(chain, &mut hits);
-        let missing = |slot: usize| {
-            let held = hits[slot] as usize;
-            chain[held.min(chain.len())..].iter().filter(|hash| !planned.contains(&(slot, **hash))).count()
-        };
+        fleet.index.match_prefix(&each.prompt.chain[..each.blocks], &mut hits);
+        for &slot in &others {
+            missing[slot] = each.blocks - hits[slot] as usize;
+        }
+        for node in paths.back(each.node) {
+            for &slot in &planned[node] {
+                missing[slot] = missing[slot].min(each.blocks - paths.depth(node));
+            }
+        }
         let mean = others.iter().map(|slot| loads[*slot]).sum::<f64>() / others.len() as f64;
         let cost = |slot: usize| {
             let load = if mean > 0.0 { loads[slot] / mean } else { 0.0 };
-            load + missing(slot) as f64 / each.blocks as f64
+            load + missing[slot] as f64 / each.blocks as f64
         };
-        let able = others.iter().copied().filter(|slot| missing(*slot) <= room[*slot]);
-        let Some(to) = able.min_by(|a, b| cost(*a).total_cmp(&cost(*b))) else { continue };
-        let (lacks, target) = (missing(to), InstanceId(to as u32));
+        let able = others.iter().copied().filter(|slot| missing[*slot] <= room[*slot]);
+        let best = able.map(|slot| (cost(slot), slot)).min_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((_, to)) = best else { continue };
+        let (lacks, target) = (missing[to], InstanceId(to as u32));
         loads[to] += each.weight;
         if fleet.pays(target, each.prompt, lacks, config) {
             room[to] -= lacks;
-            planned.extend(chain.iter().map(|hash| (to, *hash)));
+            for node in paths.back(each.node) {
+                if planned[node].contains(&to) {
+                    break;
+                }
+                planned[node].push(to);
+            }
             plan.push(fleet.fetch(each.prompt, each.blocks, each.holder, target));
         }
     }
