@@ -1,12 +1,17 @@
 //! Plans of fetches: the prefixes that an instance needs when it joins, and the prefixes that other
 //! instances need when one leaves.
 //!
-//! Plans take time per prompt, not per block, because fleet changes must not delay decisions.
+//! Plans take time per prompt, not per block, and consider a limited number of prompts, because
+//! fleet changes must not delay decisions.
 use super::demand::{Demand, Prompt};
 use super::paths::{NodeId, Paths};
 use super::settings::WarmConfig;
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::index::KvIndex;
+
+/// Prompts that a plan considers at most: the most used. A fleet change lasts
+/// [`WarmConfig::max_seconds`], which is too short for as many fetches.
+const MAX_PROMPTS: usize = 4096;
 
 /// A planned fetch: `target` copies a prefix from `source`.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,6 +83,20 @@ struct Held<'a> {
     node: NodeId,
 }
 
+/// Returns the most used prompts with their weights, the latest first.
+fn most_used(demand: &Demand, now: Seconds) -> Vec<(&Prompt, f64)> {
+    let mut prompts: Vec<_> = demand.prompts(now).enumerate().collect();
+    if prompts.len() > MAX_PROMPTS {
+        // Of equal ones, the latest.
+        prompts.select_nth_unstable_by(MAX_PROMPTS, |(a, (_, of_a)), (b, (_, of_b))| {
+            of_b.total_cmp(of_a).then(a.cmp(b))
+        });
+        prompts.truncate(MAX_PROMPTS);
+        prompts.sort_unstable_by_key(|(place, _)| *place);
+    }
+    prompts.into_iter().map(|(_, prompt)| prompt).collect()
+}
+
 fn by_weight(held: &mut [Held<'_>]) {
     held.sort_by(|a, b| b.weight.total_cmp(&a.weight));
 }
@@ -100,7 +119,7 @@ pub fn join(
     let mut hits = vec![0; slots.max(target.index() + 1)];
     let (mut held, mut totals, mut prompts_of) = (Vec::new(), vec![0.0; slots], vec![0u32; slots]);
     let mut paths = Paths::default();
-    for (prompt, weight) in demand.prompts(now) {
+    for (prompt, weight) in most_used(demand, now) {
         fleet.index.match_prefix(&prompt.chain, &mut hits);
         let others = fleet.ready_slots().filter(|slot| *slot != target.index());
         // Among equal holders, the one with the fewest prompts so far.
@@ -175,7 +194,7 @@ pub fn leave(
     let mut hits = vec![0; slots];
     let others: Vec<usize> = fleet.ready_slots().filter(|slot| *slot != leaving.index()).collect();
     let (mut alone, mut loads, mut paths) = (Vec::new(), vec![0.0; slots], Paths::default());
-    for (prompt, weight) in demand.prompts(now) {
+    for (prompt, weight) in most_used(demand, now) {
         fleet.index.match_prefix(&prompt.chain, &mut hits);
         let Some(best) = others.iter().copied().max_by_key(|slot| hits[*slot]) else { return Vec::new() };
         let blocks = hits[leaving.index()] as usize;

@@ -190,7 +190,7 @@ fn world(requests: &[(usize, Vec<u64>, usize)], slots: usize) -> World {
         index.stored(InstanceId(*instance as u32), None, chain);
         let second = InstanceId(((instance + 1) % slots) as u32);
         index.stored(second, None, &chain[..(*elsewhere).min(chain.len())]);
-        demand.note(chain, 16 * chain.len() as u32, 16.0, NOW - (requests.len() - i) as f64);
+        demand.note(chain, 16 * chain.len() as u32, 16.0, NOW - 0.1 * (requests.len() - i) as f64);
     }
     World { index, demand, ready: vec![true; slots], cache_blocks: None, config }
 }
@@ -224,6 +224,23 @@ proptest! {
             prop_assert!(!fetch.chain.is_empty() && fetch.source != fetch.target);
         }
     }
+}
+
+#[test]
+fn plans_consider_the_most_used_prompts() {
+    let prompt = |n: u32| chained(&[((n / 256) as u8, 1), ((n % 256) as u8, 3)]);
+    let oldest = (0, prompt(0), 0);
+    // The oldest prompt had three requests, the others one each.
+    let others = (1..5000).map(|n| (0, prompt(n), 0));
+    let world =
+        world(&[oldest.clone(), oldest.clone(), oldest].into_iter().chain(others).collect::<Vec<_>>(), 2);
+    let plan = world.leave(0);
+    let fetched: HashSet<u64> = plan.iter().map(|fetch| fetch.prompt).collect();
+    assert_eq!((plan.len(), fetched.len()), (4096, 4096));
+    assert!(fetched.contains(&prompt(0)[3]), "the most used ones");
+    assert!((5000 - 4095..5000).all(|n| fetched.contains(&prompt(n)[3])), "the latest of equally used ones");
+    let joined = World { ready: vec![true, false], ..world }.join(1);
+    assert!(joined.len() > 1000 && joined.iter().all(|fetch| fetched.contains(&fetch.prompt)));
 }
 
 /// The shortest of three times.
