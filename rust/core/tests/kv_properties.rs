@@ -2,6 +2,7 @@
 //! and depths by linear scan.
 use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{Domain, chain};
+use lmetric_core::kv::index::copy::{PartCopy, Replaced};
 use lmetric_core::kv::index::{Copies, KvIndex};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
@@ -353,6 +354,13 @@ fn slots_out_of_range_and_unopened_are_left_alone() {
     assert_eq!(hits.iter().sum::<u32>(), 0);
 }
 
+/// Begins a copy of the part that has too much.
+fn begun(index: &mut KvIndex, bound: usize) -> PartCopy {
+    let mut copy = index.copy_within(bound).unwrap();
+    assert!(index.begin_copy(&mut copy));
+    copy
+}
+
 /// Parts added to a full index get memory by copies of the part that has it, and all bytes stay
 /// within the bound.
 #[test]
@@ -371,14 +379,14 @@ fn parts_share_the_bound_by_their_instances() {
     assert!(index.bytes() > bound / 10 * 9 && !index.is_crowded());
     (4096..8192).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
     assert!(index.is_crowded());
-    let mut copy = index.copy_within(bound).unwrap();
+    let mut copy = begun(&mut index, bound);
     while copy.look(&index, 100) {}
     copy.order();
     while copy.read(&index) {
         copy.store();
     }
     let evicted = index.evicted_blocks();
-    assert!(index.replace(&mut copy));
+    assert_eq!(index.replace(&mut copy), Replaced::Yes);
     assert!(index.evicted_blocks() >= evicted);
     assert!(index.bytes() <= bound / 2 && !index.is_crowded());
     let last = InstanceId(39_999 % 4096);
@@ -386,4 +394,85 @@ fn parts_share_the_bound_by_their_instances() {
     fill(&mut index, 4096..8192, 100_000);
     assert!(index.bytes() > bound / 10 * 9, "{}", index.bytes());
     assert!(index.holds(last, chain_of(&[39_999; 20])[19]));
+}
+
+/// Blocks that are stored while a part is copied are in the copy, too.
+#[test]
+fn a_copy_has_the_blocks_that_are_stored_meanwhile() {
+    let mut index = KvIndex::new(8 << 20);
+    (0..INSTANCES).for_each(|i| assert!(index.add_instance(instance(i), None)));
+    let prompt = |n: u64| chain_of(&[n; 20]);
+    let mut prompts = 0;
+    while index.bytes() < 6 << 20 {
+        index.stored(instance(prompts as usize % INSTANCES), None, &prompt(prompts));
+        prompts += 1;
+    }
+    // Of instance 0, recent enough to be copied.
+    let known = prompt((prompts - 1) / INSTANCES as u64 * INSTANCES as u64);
+    let longer = |blocks: usize| {
+        let mut symbols = vec![(prompts - 1) / INSTANCES as u64 * INSTANCES as u64; 20];
+        symbols.resize(blocks, 7);
+        chain_of(&symbols)
+    };
+    let mut copy = begun(&mut index, 4 << 20);
+    let mut new = Vec::new();
+    let mut store = |index: &mut KvIndex, from: u64, count: u64| {
+        for n in from..from + count {
+            assert_eq!(index.stored(instance(3), None, &prompt(1_000_000 + n)), 20);
+            new.push(prompt(1_000_000 + n)[19]);
+        }
+    };
+    assert!(copy.look(&index, 100));
+    store(&mut index, 0, 5);
+    while copy.look(&index, 100) {}
+    store(&mut index, 5, 5);
+    copy.order();
+    index.stored(instance(0), Some(known[19]), &longer(30)[20..]); // behind known blocks
+    index.stored(instance(1), None, &longer(40)); // on another instance, too
+    index.stored(instance(0), None, &known[..10]); // a second copy of the first ten blocks
+    for _ in 0..500 {
+        assert!(copy.read(&index));
+        copy.store();
+    }
+    store(&mut index, 10, 100);
+    let mut rounds = 0;
+    loop {
+        while copy.read(&index) {
+            copy.store();
+        }
+        if rounds == 0 {
+            store(&mut index, 110, 100);
+        }
+        store(&mut index, 1000 + rounds, 1);
+        rounds += 1;
+        match index.replace(&mut copy) {
+            Replaced::Yes => break,
+            Replaced::NotYet => assert!(rounds < 5),
+            Replaced::Failed => panic!("nothing was removed"),
+        }
+    }
+    assert!(rounds > 1, "many blocks are not copied at once");
+    assert!(index.bytes() <= 4 << 20);
+    assert!(new.iter().all(|last| index.holds(instance(3), *last)));
+    assert!(longer(30).iter().all(|hash| index.holds(instance(0), *hash)));
+    assert!(longer(40).iter().all(|hash| index.holds(instance(1), *hash)));
+    let mut hits = vec![0; SLOTS];
+    index.match_prefix(&longer(50), &mut hits);
+    assert_eq!((hits[0], hits[37]), (30, 40));
+    // Removing one copy of each block leaves the second copies.
+    let backwards: Vec<u64> = longer(30).into_iter().rev().collect();
+    assert_eq!(index.removed_all(instance(0), &backwards), 30);
+    index.match_prefix(&longer(50), &mut hits);
+    assert_eq!(hits[0], 10);
+
+    // A copy without the changes does not replace the part.
+    let mut copy = begun(&mut index, 2 << 20);
+    begun(&mut index, 2 << 20);
+    assert_eq!(index.replace(&mut copy), Replaced::Failed, "another copy has begun");
+    let mut copy = begun(&mut index, 2 << 20);
+    index.removed(instance(1), longer(40)[39]);
+    assert_eq!(index.replace(&mut copy), Replaced::Failed);
+    let mut copy = index.copy_within(2 << 20).unwrap();
+    index.removed(instance(1), longer(40)[38]);
+    assert!(!index.begin_copy(&mut copy));
 }

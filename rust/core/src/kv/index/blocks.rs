@@ -37,7 +37,7 @@ impl Part {
 
     /// Places consecutive blocks after `prev` and returns the number placed.
     pub(super) fn place(&mut self, instance: u32, mut prev: Id, chain: &[u64], copies: Copies) -> usize {
-        let mut placed = 0;
+        let (mut placed, mut noted) = (0, 0);
         while placed < chain.len() {
             self.prefetch_behind(chain, placed);
             if !self.make_room(prev, instance) {
@@ -62,10 +62,13 @@ impl Part {
             if self.cells.parent(node) != prev {
                 // The feed reported a wrong parent. The blocks keep their first position.
                 self.touch_open(prev, instance);
+                self.note(instance, prev, placed - 1 - noted);
+                noted = placed - 1;
             }
             prev = node;
         }
         self.touch_open(prev, instance);
+        self.note(instance, prev, placed - noted);
         self.prune(prev);
         placed
     }

@@ -2,11 +2,46 @@
 //!
 //! A part never gives memory back: its chunks do not move. To get smaller, it is copied: chain by
 //! chain, the least recently used first, so that a full copy has dropped these. The index may be
-//! used and changed between the steps.
+//! used and changed between the steps: the part notes the blocks that it stores meanwhile, and the
+//! copy gets them last.
 use super::cells::Id;
 use super::part::Part;
 use super::{Copies, KvIndex};
 use std::ops::Range;
+
+/// Most notes of stored blocks. A copy that takes longer fails.
+const MAX_NOTES: usize = 1 << 16;
+/// Number of notes that are copied at once, when the copy replaces the part.
+const LAST_NOTES: usize = 16;
+
+/// Consecutive blocks that a part has stored while it is copied.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Note {
+    instance: u32,
+    /// The last block.
+    last: u64,
+    blocks: u32,
+}
+
+/// The blocks that a part has stored since a copy began.
+#[derive(Debug)]
+pub(super) struct Notes {
+    /// The part's number of removals when the copy began. The copy fails if it has changed.
+    removals: u64,
+    notes: Vec<Note>,
+}
+
+/// Result of [`KvIndex::replace`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Replaced {
+    /// The copy has replaced the part.
+    Yes,
+    /// The part has stored many blocks meanwhile: read and store these, too.
+    NotYet,
+    /// Blocks were removed other than by eviction, an instance was added or removed, or another
+    /// copy began: the copy lacks the change.
+    Failed,
+}
 
 /// The end of a chain of blocks of an instance.
 #[derive(Clone, Copy, Debug)]
@@ -25,26 +60,29 @@ struct Suffix {
     parent: Option<u64>,
     /// Hashes and physical copies.
     blocks: Vec<(u64, u32)>,
+    /// Those of blocks that the copy holds already.
+    again: Vec<(u64, u32)>,
 }
 
-/// Copy of a part of an index, in progress. Call [`PartCopy::look`] until it returns false,
-/// [`PartCopy::order`], then [`PartCopy::read`] and [`PartCopy::store`] until reading returns
-/// false, then [`KvIndex::replace`].
-/// Only some of the calls need the index.
+/// Copy of a part of an index. Call [`KvIndex::begin_copy`], [`PartCopy::look`] until it returns
+/// false, [`PartCopy::order`], then [`PartCopy::read`] and [`PartCopy::store`] until reading returns
+/// false, then [`KvIndex::replace`]. Only some of the calls need the index.
 pub struct PartCopy {
     part: usize,
     copy: Part,
-    /// The part's number of removals at the start.
+    /// The part's number of removals once the copy had begun.
     removals: u64,
     /// Cells that remain to be searched for ends of chains.
     cells: Range<u32>,
     ends: Vec<ChainEnd>,
+    /// Blocks stored meanwhile, in reverse order.
+    notes: Vec<Note>,
     suffix: Suffix,
 }
 
 impl KvIndex {
-    /// Begins a copy of a part with more than its share, as if the index had this byte bound;
-    /// `None` if no part has more.
+    /// Makes an empty copy of a part with more than its share, as if the index had this byte bound;
+    /// `None` if no part has more. [`KvIndex::begin_copy`] begins it.
     pub fn copy_within(&self, byte_bound: usize) -> Option<PartCopy> {
         let shares = self.shares(byte_bound);
         let (part, of) = self.parts.iter().enumerate().find(|(at, part)| part.bytes() > shares[*at])?;
@@ -54,25 +92,46 @@ impl KvIndex {
             part,
             copy,
             removals: of.removals,
-            cells: 0..of.cells.capacity() as u32,
+            cells: 0..0,
             ends: Vec::new(),
+            notes: Vec::new(),
             suffix: Suffix::default(),
         })
     }
 
+    /// Begins a copy: the part notes from now on what it stores. Another copy of the part fails.
+    /// Returns false if the part has changed since the copy was made.
+    pub fn begin_copy(&mut self, copy: &mut PartCopy) -> bool {
+        let part = self.parts.get_mut(copy.part).filter(|part| part.removals == copy.removals);
+        let Some(part) = part else { return false };
+        part.removals += 1;
+        part.notes = Some(Box::new(Notes { removals: part.removals, notes: Vec::new() }));
+        copy.removals = part.removals;
+        copy.cells = 0..part.cells.capacity() as u32;
+        true
+    }
+
     /// Replaces a part by its copy. The copy is then the old part, because dropping it takes time.
-    /// Returns false if blocks were removed other than by eviction, or an instance was added or
-    /// removed, since the copy began: it lacks the change.
-    pub fn replace(&mut self, copy: &mut PartCopy) -> bool {
-        let Some(part) = self.parts.get_mut(copy.part) else { return false };
-        let unchanged = part.removals == copy.removals;
-        if unchanged {
-            std::mem::swap(part, &mut copy.copy);
-            part.removals = copy.removals + 1;
-            part.evicted += copy.copy.evicted;
-            self.divide();
+    pub fn replace(&mut self, copy: &mut PartCopy) -> Replaced {
+        let Some(part) = self.parts.get_mut(copy.part) else { return Replaced::Failed };
+        if part.removals != copy.removals {
+            return Replaced::Failed;
         }
-        unchanged
+        let Some(notes) = &mut part.notes else { return Replaced::Failed };
+        copy.notes = std::mem::take(&mut notes.notes);
+        copy.notes.reverse();
+        if copy.notes.len() > LAST_NOTES {
+            return Replaced::NotYet;
+        }
+        while copy.read(self) {
+            copy.store();
+        }
+        let part = &mut self.parts[copy.part];
+        std::mem::swap(part, &mut copy.copy);
+        part.removals = copy.removals + 1;
+        part.evicted += copy.copy.evicted;
+        self.divide();
+        Replaced::Yes
     }
 }
 
@@ -98,16 +157,19 @@ impl PartCopy {
         self.ends.sort_unstable_by_key(|end| end.age);
     }
 
-    /// Reads the next chain of the index. Returns whether there was one; then
-    /// [`PartCopy::store`] stores it.
+    /// Reads the next chain of the index, or the next blocks stored meanwhile. Returns whether
+    /// there were any; then [`PartCopy::store`] stores them.
     pub fn read(&mut self, index: &KvIndex) -> bool {
-        match (self.ends.pop(), index.parts.get(self.part)) {
-            (Some(end), Some(part)) => {
-                part.missing_in(&self.copy, end, &mut self.suffix);
-                true
-            }
-            _ => false,
+        let Some(part) = index.parts.get(self.part) else { return false };
+        if let Some(end) = self.ends.pop() {
+            part.missing_in(&self.copy, end, 0, &mut self.suffix);
+            return true;
         }
+        let Some(Note { instance, last, blocks }) = self.notes.pop() else { return false };
+        // 0: the block has been evicted.
+        let end = ChainEnd { age: 0, instance, node: part.find(last).unwrap_or(0) };
+        part.missing_in(&self.copy, end, blocks, &mut self.suffix);
+        true
     }
 
     /// Stores the chain that was read.
@@ -117,25 +179,40 @@ impl PartCopy {
 }
 
 impl Part {
-    /// Writes the blocks of a chain that `copy` lacks. Blocks behind a hole are left out, since the
-    /// copy has no holes.
-    fn missing_in(&self, copy: &Part, end: ChainEnd, suffix: &mut Suffix) {
+    /// Notes blocks that the part has stored, if it is copied.
+    pub(super) fn note(&mut self, instance: u32, last: Id, blocks: usize) {
+        let Some(notes) = &mut self.notes else { return };
+        if notes.removals != self.removals || notes.notes.len() == MAX_NOTES {
+            self.notes = None; // the copy will fail
+        } else if last != 0 && blocks > 0 {
+            notes.notes.push(Note { instance, last: self.cells.hash(last), blocks: blocks as u32 });
+        }
+    }
+
+    /// Writes the blocks of a chain that `copy` lacks, and the last `blocks` of the chain that it
+    /// holds. Blocks behind a hole are left out, since the copy has no holes.
+    fn missing_in(&self, copy: &Part, end: ChainEnd, blocks: u32, suffix: &mut Suffix) {
         suffix.blocks.clear();
+        suffix.again.clear();
         (suffix.instance, suffix.parent) = (end.instance, None);
-        let mut node = end.node;
+        let (mut node, mut left) = (end.node, blocks);
         // The cell may be another node's by now, or none.
         while node != 0
             && let Some((_, holder)) = self.cells.entry(node, end.instance)
         {
             let hash = self.cells.hash(node);
-            if holder.copies() == 0 {
+            if suffix.parent.is_some() || copy.holds(end.instance, hash) {
+                suffix.parent = suffix.parent.or(Some(hash));
+                if left == 0 {
+                    break;
+                }
+                suffix.again.push((hash, holder.copies()));
+            } else if holder.copies() == 0 {
                 suffix.blocks.clear();
-            } else if copy.holds(end.instance, hash) {
-                suffix.parent = Some(hash);
-                break;
             } else {
                 suffix.blocks.push((hash, holder.copies()));
             }
+            left = left.saturating_sub(1);
             node = self.cells.parent(node);
         }
         suffix.blocks.reverse();
@@ -145,9 +222,11 @@ impl Part {
     fn store_copy(&mut self, suffix: &Suffix) {
         let chain: Vec<u64> = suffix.blocks.iter().map(|(hash, _)| *hash).collect();
         let placed = self.store(suffix.instance, suffix.parent, &chain, Copies::Add);
-        for (hash, copies) in suffix.blocks[..placed].iter().filter(|(_, copies)| *copies > 1) {
+        let new = suffix.blocks[..placed].iter().filter(|(_, copies)| *copies > 1);
+        for (hash, copies) in new.chain(&suffix.again) {
             if let Some(node) = self.find(*hash)
                 && let Some((at, holder)) = self.cells.entry(node, suffix.instance)
+                && holder.copies() > 0
             {
                 self.cells.set_entry(node, at, holder.with_copies(*copies));
             }

@@ -8,6 +8,7 @@
 //! Nodes without holders and without blocks behind them are freed at once.
 use super::Copies;
 use super::cells::{CHUNK, Cell, Cells, Id};
+use super::copy::Notes;
 use super::holes::Holes;
 use super::lru::{Front, Queue};
 use super::search;
@@ -38,6 +39,8 @@ pub(super) struct Part {
     pub evicted: u64,
     /// Changes that a copy in progress lacks.
     pub removals: u64,
+    /// Stored blocks that a copy in progress lacks.
+    pub notes: Option<Box<Notes>>,
 }
 
 /// State of an instance.
@@ -125,6 +128,7 @@ impl Part {
             pairs: 0,
             evicted: 0,
             removals: 0,
+            notes: None,
         }
     }
 

@@ -2,6 +2,7 @@
 use super::event::{Applied, Refused, Source};
 use super::state::{KvFeed, State};
 use crate::ids::InstanceId;
+use crate::kv::index::copy::Replaced;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tier::Tier;
@@ -60,7 +61,7 @@ impl KvFeed {
     /// Reduces the GPUs' index to at most `bytes`, if it uses more, and keeps the recently used
     /// blocks. Takes about 0.1 µs per block, and the caches only for microseconds at a time; for
     /// that time, the index takes up to `bytes` more. Returns false if blocks were removed
-    /// meanwhile.
+    /// meanwhile; blocks stored meanwhile are copied, too.
     pub(super) fn shrink_index(&self, bytes: usize) -> bool {
         self.copy_parts(Some(bytes), |index| index.bytes() <= bytes)
     }
@@ -86,13 +87,20 @@ impl KvFeed {
                     None => return false,
                 }
             };
+            if !self.caches.write_behind().gpu_mut().begin_copy(&mut copy) {
+                return false;
+            }
             while copy.look(self.caches.read().gpu(), CELLS) {}
             copy.order();
-            while copy.read(self.caches.read().gpu()) {
-                copy.store();
-            }
             // The old part is dropped without the caches.
-            if !self.caches.write_behind().gpu_mut().replace(&mut copy) {
+            let mut replaced = Replaced::NotYet;
+            while replaced == Replaced::NotYet {
+                while copy.read(self.caches.read().gpu()) {
+                    copy.store();
+                }
+                replaced = self.caches.write_behind().gpu_mut().replace(&mut copy);
+            }
+            if replaced == Replaced::Failed {
                 return false;
             }
         }
