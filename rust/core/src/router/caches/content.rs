@@ -30,6 +30,8 @@ pub struct Caches {
     tiers: Tiers,
     /// KV cache groups apart from full attention.
     groups: Groups,
+    /// Bytes of the groups' index, taken from the GPUs' index once; 0: not taken yet.
+    groups_share: usize,
     /// By slot.
     owners: Vec<Owner>,
     /// Lower tiers that count in matches.
@@ -71,6 +73,7 @@ impl Caches {
             gpu: KvIndex::new(config.index_bytes),
             tiers: Tiers::default(),
             groups: Groups::default(),
+            groups_share: 0,
             owners: Vec::new(),
             counted: config.tiers.counted,
             partial_blocks: config.partial_blocks,
@@ -221,19 +224,23 @@ impl Caches {
         true
     }
 
-    /// Makes the index of KV cache groups, if there is none: it takes half the bytes of the GPUs'
-    /// index. Returns false if the GPUs' index has already grown beyond its half, or if the half is
-    /// below [`KvIndex::MIN_BYTES`].
+    /// Makes the index of KV cache groups, if there is none. The first one takes half the bytes of
+    /// the GPUs' index; later ones, after [`Caches::empty`], get the same bytes. Returns false if
+    /// the GPUs' index has already grown beyond its half, or if the half is below
+    /// [`KvIndex::MIN_BYTES`].
     pub(in crate::router) fn open_groups(&mut self) -> bool {
         if !self.groups.is_empty() {
             return true;
         }
-        let half = self.gpu.byte_bound() / 2;
-        if half < KvIndex::MIN_BYTES || !self.gpu.lower_bound(half) {
-            return false;
+        if self.groups_share == 0 {
+            let half = self.gpu.byte_bound() / 2;
+            if half < KvIndex::MIN_BYTES || !self.gpu.lower_bound(half) {
+                return false;
+            }
+            self.groups_share = half;
         }
         let live = self.live();
-        self.groups.open(half, live.into_iter());
+        self.groups.open(self.groups_share, live.into_iter());
         true
     }
 
