@@ -1,4 +1,5 @@
-//! KV events while others change the same data: key schemes.
+//! KV events while others change the same data: instances that leave, key schemes, other users of
+//! the feed.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::groups::Group;
@@ -6,6 +7,9 @@ use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
+use std::collections::BTreeSet;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const BLOCK: usize = 16;
 const WINDOW: Group = Group { id: 1, needed: 1, every: 1 };
@@ -39,10 +43,42 @@ fn stored<T>(feed: &KvFeed, hashes: &[u64], with: impl FnOnce(&Stored<'_>) -> T)
     })
 }
 
+fn store(feed: &KvFeed, source: Source, hashes: &[u64]) -> Applied {
+    stored(feed, hashes, |stored| feed.stored(source, stored))
+}
+
 fn store_in_window(feed: &KvFeed, source: Source, hashes: &[u64]) -> Applied {
     stored(feed, hashes, |stored| {
         feed.stored_in_group(source, (Tier::Gpu, WINDOW), stored, true, &mut Vec::new())
     })
+}
+
+#[test]
+fn events_of_a_gone_instance_leave_the_next_one_alone() {
+    let (feed, hashes) = (feed(8 << 20), engine(40));
+    let old = feed.source("a", 0).unwrap();
+    feed.remove_instance("a").unwrap();
+    feed.router().lock().add_instance("b", Role::Both, None).unwrap();
+    let new = feed.source("b", 0).unwrap();
+    assert_eq!(new.instance, old.instance, "of the same slot");
+    let done = Applied { done: 40, ..Applied::default() };
+    assert_eq!((store(&feed, new, &hashes), store_in_window(&feed, new, &hashes)), (done, done));
+    let names = feed.names();
+
+    let gone = Applied { gone: 40, ..Applied::default() };
+    assert_eq!(feed.removed(old, &hashes), gone);
+    assert_eq!(feed.removed_from_group(old, Tier::Gpu, WINDOW.id, &hashes), gone);
+    assert_eq!(feed.named_in(old, Tier::Cpu, &hashes), gone);
+    assert_eq!(feed.named_in_group(old, Tier::Gpu, WINDOW.id, &hashes), gone);
+    // A table of another rank would count as another cache of the new instance.
+    assert_eq!(store(&feed, Source { rank: 1, ..old }, &hashes), gone);
+    assert_eq!(store_in_window(&feed, Source { rank: 1, ..old }, &hashes), gone);
+    assert_eq!(feed.names(), names);
+
+    assert_eq!(feed.removed(new, &hashes), done);
+    assert_eq!(feed.removed_from_group(new, Tier::Gpu, WINDOW.id, &hashes), done);
+    let caches = feed.router().caches().read();
+    assert_eq!((caches.gpu().blocks(new.instance), caches.groups().blocks(new.instance)), (0, 0));
 }
 
 #[test]
@@ -59,5 +95,55 @@ fn a_changed_key_scheme_leaves_groups_and_gpus_their_bytes() {
         store_in_window(&feed, source, &hashes);
         assert!(!feed.router().caches().read().groups().is_empty());
         assert_eq!(bound(), before / 2);
+    }
+}
+
+/// Returns whether another user of the feed gets it while `run` applies an event.
+fn others_get_in(feed: &KvFeed, run: &dyn Fn()) -> bool {
+    let (begun, over) = (Barrier::new(2), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let mut seen = BTreeSet::from([feed.names().0]);
+            begun.wait();
+            while !over.load(Ordering::Relaxed) {
+                seen.insert(feed.names().0);
+            }
+            seen.insert(feed.names().0);
+            seen.len()
+        });
+        begun.wait();
+        run();
+        over.store(true, Ordering::Relaxed);
+        other.join().unwrap() > 2 // not only the numbers before and after the event
+    })
+}
+
+#[test]
+fn large_events_let_other_users_of_the_feed_in() {
+    let (feed, hashes) = (feed(256 << 20), engine(20_000));
+    let source = feed.source("a", 0).unwrap();
+    assert_eq!(store(&feed, source, &hashes).done, hashes.len());
+    store_in_window(&feed, source, &hashes[..1]);
+    feed.named_in(source, Tier::Cpu, &hashes[..1]);
+    let by_name = || assert!(feed.named_in_group(source, Tier::Gpu, WINDOW.id, &hashes).done >= 19_999);
+    let with_tokens = || assert_eq!(store_in_window(&feed, source, &hashes).done, 20_000);
+    let removed = || _ = feed.removed_from_group(source, Tier::Gpu, WINDOW.id, &hashes);
+    let in_tier = || assert_eq!(feed.named_in(source, Tier::Cpu, &hashes).done, 20_000);
+    let not_in_tier = || _ = feed.removed_from(source, Tier::Cpu, &hashes);
+    // Each event, and the event that undoes it. A busy machine may let nobody in by chance.
+    let kinds: [(&str, &dyn Fn(), &dyn Fn()); 4] = [
+        ("named_in_group", &by_name, &removed),
+        ("stored_in_group", &with_tokens, &removed),
+        ("removed_from_group", &removed, &by_name),
+        ("named_in", &in_tier, &not_in_tier),
+    ];
+    for (what, event, undo) in kinds {
+        undo();
+        let try_once = |_: &i32| {
+            let got_in = others_get_in(&feed, event);
+            undo();
+            got_in
+        };
+        assert!((0..50).any(|at| try_once(&at)), "{what}");
     }
 }

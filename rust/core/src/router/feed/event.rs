@@ -70,6 +70,13 @@ impl Applied {
         self.not_exact += other.not_exact;
     }
 
+    /// Returns the result of an event whose blocks are all ignored.
+    pub(super) fn refused(why: Refused, blocks: usize) -> Applied {
+        let mut applied = Applied::default();
+        applied.refuse(why, blocks);
+        applied
+    }
+
     pub(super) fn refuse(&mut self, why: Refused, blocks: usize) {
         *match why {
             Refused::Gone => &mut self.gone,

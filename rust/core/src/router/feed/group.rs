@@ -1,6 +1,6 @@
 //! Blocks of KV cache groups apart from full attention: windows and states.
 use super::event::{Applied, Refused, Source, Stored};
-use super::place::PIECE;
+use super::place::{PER_LOCK, PIECE};
 use super::state::{KvFeed, State};
 use crate::ids::InstanceId;
 use crate::kv::groups::{Group, GroupTier};
@@ -39,24 +39,27 @@ impl KvFeed {
         match self.take(source).map(|mut caches| caches.groups_mut().note(source.instance, group, full)) {
             Ok(true) => {}
             Ok(false) => return Applied { unplaced: blocks, ..Applied::default() },
-            Err(why) => return refused(why, blocks),
+            Err(why) => return Applied::refused(why, blocks),
         }
         let cache = Cache { rank: source.rank, tier, group: Some(group.id) };
         let (mut state, chain) = self.positions(source, group, stored);
-        let state = &mut *state;
+        let epoch = state.epoch_of(source.instance);
         let mut applied = Applied::default();
         for (at, engine) in stored.engine_hashes.iter().enumerate() {
+            if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
+                applied.unknown_name += blocks - at;
+                return applied;
+            }
             let known = state.names.find_on_rank(source.instance, source.rank, *engine);
             let Some(hash) = known.or_else(|| chain.get(at).copied()) else {
                 unplaced.push(*engine);
                 continue;
             };
-            match self.enter_group(state, source, cache, *engine, hash) {
+            match self.enter_group(&mut state, source, cache, *engine, hash) {
                 Ok(true) => applied.done += 1,
                 Ok(false) => applied.unplaced += 1,
                 Err(why) => {
-                    let left = stored.engine_hashes.len() - at;
-                    applied.refuse(why, left);
+                    applied.refuse(why, blocks - at);
                     break;
                 }
             }
@@ -67,15 +70,23 @@ impl KvFeed {
 
     /// Stores blocks of a group by their names in other caches of the rank.
     pub fn named_in_group(&self, source: Source, tier: Tier, group: u32, engine_hashes: &[u64]) -> Applied {
-        let state = &mut *self.state.lock();
+        let mut state = match self.lock_for(source) {
+            Ok(state) => state,
+            Err(why) => return Applied::refused(why, engine_hashes.len()),
+        };
+        let epoch = state.epoch_of(source.instance);
         let cache = Cache { rank: source.rank, tier, group: Some(group) };
         let mut applied = Applied::default();
         for (at, engine) in engine_hashes.iter().enumerate() {
+            if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
+                applied.unknown_name += engine_hashes.len() - at;
+                break;
+            }
             let Some(hash) = state.names.find_on_rank(source.instance, source.rank, *engine) else {
                 applied.unknown_name += 1;
                 continue;
             };
-            match self.enter_group(state, source, cache, *engine, hash) {
+            match self.enter_group(&mut state, source, cache, *engine, hash) {
                 Ok(true) => applied.done += 1,
                 Ok(false) => applied.unplaced += 1,
                 Err(why) => {
@@ -95,10 +106,20 @@ impl KvFeed {
         group: u32,
         engine_hashes: &[u64],
     ) -> Applied {
-        let state = &mut *self.state.lock();
+        let mut state = match self.lock_for(source) {
+            Ok(state) => state,
+            Err(why) => return Applied::refused(why, engine_hashes.len()),
+        };
+        let epoch = state.epoch_of(source.instance);
         let cache = Cache { rank: source.rank, tier, group: Some(group) };
         let mut applied = Applied::default();
-        for engines in engine_hashes.chunks(PIECE) {
+        for (at, engines) in engine_hashes.chunks(PIECE).enumerate() {
+            let at = at * PIECE;
+            if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
+                applied.unknown_removed += engine_hashes.len() - at;
+                break;
+            }
+            let state = &mut *state;
             state.chain.clear();
             let removed = engines.iter().filter_map(|e| state.names.remove(source.instance, cache, *e));
             state.chain.extend(removed.map(|hash| block_in(cache, hash)));
@@ -152,7 +173,7 @@ impl KvFeed {
             let before = |engine| state.names.find_on_rank(source.instance, source.rank, engine);
             stored.parent.map(|parent| before(parent).ok_or(())).transpose()
         };
-        match self.hashed(source, stored, begin) {
+        match self.hashed(source, stored, begin, |_| ()) {
             Ok((state, mut chain, _)) => {
                 let mut at = 0;
                 chain.retain(|_| {
@@ -209,10 +230,4 @@ impl KvFeed {
             }
         }
     }
-}
-
-fn refused(why: Refused, blocks: usize) -> Applied {
-    let mut applied = Applied::default();
-    applied.refuse(why, blocks);
-    applied
 }

@@ -209,10 +209,11 @@ impl KvFeed {
                 _ => Err(Applied { unknown_parent: all, ..Applied::default() }),
             }
         };
-        let (mut state, mut chain, mut last) = match self.hashed(source, stored, begin) {
-            Ok(hashed) => hashed,
-            Err(applied) => return applied,
-        };
+        let (mut state, mut chain, mut last) =
+            match self.hashed(source, stored, begin, |why| Applied::refused(why, all)) {
+                Ok(hashed) => hashed,
+                Err(applied) => return applied,
+            };
         let state = &mut *state;
         chain.truncate(all);
         for (engines, chain) in stored.engine_hashes.chunks(PIECE).zip(chain.chunks(PIECE)) {
@@ -235,19 +236,6 @@ impl KvFeed {
         applied
     }
 
-    /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the
-    /// position of the equally named block of another tier; blocks with unknown names are skipped.
-    pub fn named_in(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
-        self.ensure_room_for_names();
-        match self.tier_refuses(source, tier, engine_hashes.len()) {
-            Some(applied) => applied,
-            None => {
-                let state = &mut *self.state.lock();
-                self.place_named(state, source, Cache::new(source.rank, tier), engine_hashes)
-            }
-        }
-    }
-
     /// Removes one physical copy of each block from the GPU.
     pub fn removed(&self, source: Source, engine_hashes: &[u64]) -> Applied {
         self.removed_from(source, Tier::Gpu, engine_hashes)
@@ -255,7 +243,11 @@ impl KvFeed {
 
     /// Removes one physical copy of each block from a tier.
     pub fn removed_from(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
-        let state = &mut *self.state.lock();
+        let mut state = match self.lock_for(source) {
+            Ok(state) => state,
+            Err(why) => return Applied::refused(why, engine_hashes.len()),
+        };
+        let state = &mut *state;
         let mut applied = Applied::default();
         let cache = Cache::new(source.rank, tier);
         for engines in engine_hashes.chunks(PIECE) {

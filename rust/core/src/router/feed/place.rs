@@ -8,10 +8,13 @@ use crate::kv::names::{Cache, Means};
 use crate::kv::tier::Tier;
 use crate::router::caches::Caches;
 use hashbrown::HashMap;
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 /// Blocks per lock of the caches: about 2 µs, or twice as much for blocks that many instances hold.
 pub(super) const PIECE: usize = 16;
+/// Blocks of an event per lock of the feed: about a millisecond.
+pub(super) const PER_LOCK: usize = 64 * PIECE;
 /// Maximum blocks beyond an instance's capacity that are evicted per stored piece.
 const TRIMMED: u32 = 128;
 /// Cells of the index per lock of the caches.
@@ -26,6 +29,31 @@ struct Named {
     engine: u64,
     chain: u64,
     parent: Option<u64>,
+}
+
+/// Blocks of a lower tier whose names are known.
+#[derive(Default)]
+struct NamedBlocks {
+    /// Blocks that can be placed now, in order.
+    ready: VecDeque<Named>,
+    /// Blocks whose previous block must be placed first, by that block.
+    behind: HashMap<u64, Vec<Named>>,
+    applied: Applied,
+}
+
+impl NamedBlocks {
+    /// Returns the number of blocks that are not placed yet.
+    fn left(&self) -> usize {
+        self.ready.len() + self.behind.values().map(Vec::len).sum::<usize>()
+    }
+
+    /// Returns the result: `unnamed` of the remaining blocks have lost their names, and the blocks
+    /// before the others are unknown.
+    fn end(mut self, unnamed: usize) -> Applied {
+        self.applied.unknown_name += unnamed;
+        self.applied.unknown_parent += self.left() - unnamed;
+        self.applied
+    }
 }
 
 impl KvFeed {
@@ -117,6 +145,32 @@ impl KvFeed {
         engine_hashes.iter().all(|engine| names.find_in_any(source.instance, cache, *engine).is_some())
     }
 
+    /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the
+    /// position of the equally named block of another tier; blocks with unknown names are skipped.
+    pub fn named_in(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
+        self.ensure_room_for_names();
+        if let Some(applied) = self.tier_refuses(source, tier, engine_hashes.len()) {
+            return applied;
+        }
+        let mut state = match self.lock_for(source) {
+            Ok(state) => state,
+            Err(why) => return Applied::refused(why, engine_hashes.len()),
+        };
+        let (epoch, cache) = (state.epoch_of(source.instance), Cache::new(source.rank, tier));
+        let mut named = NamedBlocks::default();
+        let mut kept = true;
+        for engines in engine_hashes.chunks(PER_LOCK) {
+            self.find_named(&mut state, source, cache, engines, &mut named);
+            kept = kept && self.give_way(&mut state, source, epoch);
+        }
+        while kept && self.place_some(&mut state, source, cache, &mut named, PER_LOCK) {
+            kept = self.give_way(&mut state, source, epoch);
+        }
+        // If the instance's data was dropped meanwhile, the other names are unknown by now.
+        let unnamed = if kept { 0 } else { named.left() };
+        named.end(unnamed)
+    }
+
     /// Places blocks of a lower tier by their names in other tiers, in any order: a block is placed
     /// after the block before it.
     pub(super) fn place_named(
@@ -126,9 +180,21 @@ impl KvFeed {
         cache: Cache,
         engine_hashes: &[u64],
     ) -> Applied {
-        let mut applied = Applied::default();
-        let mut ready = Vec::new();
-        let mut behind: HashMap<u64, Vec<Named>> = HashMap::new();
+        let mut named = NamedBlocks::default();
+        self.find_named(state, source, cache, engine_hashes, &mut named);
+        while self.place_some(state, source, cache, &mut named, PER_LOCK) {}
+        named.end(0)
+    }
+
+    /// Finds the positions of blocks of a lower tier by their names in other tiers.
+    fn find_named(
+        &self,
+        state: &mut State,
+        source: Source,
+        cache: Cache,
+        engine_hashes: &[u64],
+        found: &mut NamedBlocks,
+    ) {
         for engine in engine_hashes {
             let chain = state.names.find_in_any(source.instance, cache, *engine);
             // Any index that knows the block knows the block before it.
@@ -138,32 +204,45 @@ impl KvFeed {
                 Some((chain, Tier::MEDIA.iter().find_map(|(_, tier)| index(*tier))?))
             });
             let Some((chain, parent)) = place else {
-                applied.unknown_name += 1;
+                found.applied.unknown_name += 1;
                 continue;
             };
             let named = Named { engine: *engine, chain, parent };
             match parent.filter(|parent| !self.knows(source.instance, cache.tier, *parent)) {
-                Some(parent) => behind.entry(parent).or_default().push(named),
-                None => ready.push(named),
+                Some(parent) => found.behind.entry(parent).or_default().push(named),
+                None => found.ready.push_back(named),
             }
         }
-        ready.reverse();
-        while let Some(Named { engine, chain, parent }) = ready.pop() {
+    }
+
+    /// Places up to `most` blocks. Returns whether more can be placed.
+    fn place_some(
+        &self,
+        state: &mut State,
+        source: Source,
+        cache: Cache,
+        blocks: &mut NamedBlocks,
+        most: usize,
+    ) -> bool {
+        for _ in 0..most {
+            let Some(Named { engine, chain, parent }) = blocks.ready.pop_front() else { return false };
             match self.place(state, source, cache, parent, &[engine], &[chain], Means::Report) {
-                Ok(0) => applied.unplaced += 1,
+                Ok(0) => blocks.applied.unplaced += 1,
                 Ok(_) => {
-                    applied.done += 1;
-                    ready.extend(behind.remove(&chain).into_iter().flatten());
+                    blocks.applied.done += 1;
+                    for next in blocks.behind.remove(&chain).into_iter().flatten() {
+                        blocks.ready.push_front(next);
+                    }
                 }
                 Err(why) => {
-                    let left = ready.len() + 1 + behind.values().map(Vec::len).sum::<usize>();
-                    applied.refuse(why, left);
-                    return applied;
+                    let left = blocks.left() + 1;
+                    blocks.applied.refuse(why, left);
+                    (blocks.ready, blocks.behind) = Default::default();
+                    return false;
                 }
             }
         }
-        applied.unknown_parent += behind.values().map(Vec::len).sum::<usize>();
-        applied
+        !blocks.ready.is_empty()
     }
 
     /// Places up to [`PIECE`] blocks; returns the number of placed blocks.

@@ -1,5 +1,5 @@
 //! The feed and the data received by events.
-use super::event::{Source, Stored};
+use super::event::{Refused, Source, Stored};
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 use crate::kv::names::Names;
@@ -50,23 +50,38 @@ impl State {
 pub(super) type Hashed<'a> = (MutexGuard<'a, State>, Vec<u64>, Option<u64>);
 
 impl KvFeed {
+    /// Takes the feed's lock for an event of a source. Refuses events of an instance that is gone:
+    /// the next instance in its slot may have blocks of the same names.
+    pub(super) fn lock_for(&self, source: Source) -> Result<MutexGuard<'_, State>, Refused> {
+        let state = self.state.lock();
+        if self.is_current(source) { Ok(state) } else { Err(Refused::Gone) }
+    }
+
+    /// Lets other users of the feed go first, if any wait. Returns whether the instance is still in
+    /// the router with the event data of this epoch.
+    pub(super) fn give_way(&self, state: &mut MutexGuard<'_, State>, source: Source, epoch: u64) -> bool {
+        MutexGuard::bump(state);
+        self.is_current(source) && state.epoch_of(source.instance) == epoch
+    }
+
     /// Hashes stored blocks without the feed's lock. Returns the lock, the hashes, and that of the
     /// block before them, which `begin` finds. Begins again if the instance's data is dropped
-    /// meanwhile.
+    /// meanwhile. `gone`: the error if the instance is no longer in the router.
     pub(super) fn hashed<E>(
         &self,
         source: Source,
         stored: &Stored<'_>,
         begin: impl Fn(&mut State) -> Result<Option<u64>, E>,
+        gone: impl Fn(Refused) -> E,
     ) -> Result<Hashed<'_>, E> {
         loop {
             let (last, epoch, mut chain) = {
-                let state = &mut *self.state.lock();
+                let state = &mut *self.lock_for(source).map_err(&gone)?;
                 (begin(state)?, state.epoch_of(source.instance), std::mem::take(&mut state.chain))
             };
             chain.clear();
             stored.hash(self.keys().block_size, last, &mut chain);
-            let state = self.state.lock();
+            let state = self.lock_for(source).map_err(&gone)?;
             if state.epoch_of(source.instance) == epoch {
                 return Ok((state, chain, last));
             }
