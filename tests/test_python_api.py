@@ -190,6 +190,17 @@ def test_a_list_is_copied_and_a_numpy_array_of_uint32_is_not() -> None:
     assert lm.Request(array).token_ids is array
 
 
+@pytest.mark.parametrize("length", [2**40, 2**62])
+def test_a_sequence_that_claims_any_length_is_refused(length: int) -> None:
+    router = one_instance()
+    with pytest.raises(
+        lm.BadValueError, match=f"token_ids: {length} integers is not valid; expected at most"
+    ):
+        router.route(lm.Request(range(length)))
+    with pytest.raises(lm.BadValueError, match=f"block_hashes: {length} integers"):
+        router.blocks_removed("gpu-0", range(length))
+
+
 def test_one_request_serves_all_calls() -> None:
     router = one_instance()
     request = lm.Request(TOKENS, max_tokens=20, request_id="r-1")

@@ -285,6 +285,19 @@ def test_exact_feed_by_engine_hashes() -> None:
         router.blocks_stored("e2", hashes, tokens[:40])
 
 
+def test_engines_may_send_signed_hashes() -> None:
+    router = fleet(kv_source="exact", block_size=16)
+    assert router.blocks_stored("e2", [-5], TOKENS[:16]) == 0
+    assert router.blocks_stored("e2", [-6], TOKENS[16:32], parent=-5) == 0
+    assert router.blocks_stored("e2", [2**64 - 7], TOKENS[32:48], parent=2**64 - 6) == 0
+    assert placed(router, token_ids=TOKENS[:64]).predicted_cached_tokens == 48
+    router.blocks_removed("e2", [-7])
+    assert placed(router, token_ids=TOKENS[:64]).predicted_cached_tokens == 32
+    for parent in ("5", 2**64, -(2**63) - 1, True, 1.0):
+        with pytest.raises(lm.BadValueError, match=r"parent: .* is not valid; expected an integer"):
+            router.blocks_stored("e2", [1], TOKENS[:16], parent=parent)  # type: ignore[arg-type]
+
+
 def test_tiers_below_the_gpu() -> None:
     router = fleet("tier_hit_tokens * 0 + p_token", kv_source="exact", block_size=16, tier_load_ratio=0.25)
     tokens, hashes = TOKENS[:65], np.array([11, 22, 33, 44], dtype=np.uint64)

@@ -143,6 +143,8 @@ fn in_place<'a, T: pyo3::buffer::Element>(_py: Python<'a>, buffer: &'a PyBuffer<
     unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<T>(), count) }
 }
 
+/// Longest sequence that is copied: ranges and objects of other types may claim any length.
+const MAX_ELEMENTS: usize = 1 << 28;
 const SEQUENCE: &str = "a sequence of integers (list, tuple, range, array, numpy array or bytes)";
 const TOKEN_IDS: &str = "an integer from 0 to 4294967295";
 const HASHES: &str = "an integer from -2^63 to 2^64 - 1";
@@ -187,9 +189,24 @@ impl FromElement for u64 {
     }
 }
 
+/// Returns one hash of an engine.
+pub fn hash_of(value: &Bound<'_, PyAny>, what: &str) -> Result<u64> {
+    let one = if value.is_instance_of::<PyBool>() { None } else { u64::of(value) };
+    one.ok_or_else(|| bad(value, what, HASHES))
+}
+
 /// Copies the elements of a sequence.
 fn elements<T: FromElement>(values: &Bound<'_, PyAny>, what: &str, expected: &str) -> Result<Vec<T>> {
-    let mut all = Vec::with_capacity(values.len()?);
+    let length = values.len()?;
+    if length > MAX_ELEMENTS {
+        return Err(CoreError::BadValue {
+            what: what.into(),
+            got: format!("{length} integers"),
+            expected: format!("at most {MAX_ELEMENTS}"),
+        }
+        .into());
+    }
+    let mut all = Vec::with_capacity(length);
     for (position, value) in values.try_iter()?.enumerate() {
         let value = value?;
         let one = if value.is_instance_of::<PyBool>() { None } else { T::of(&value) };

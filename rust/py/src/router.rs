@@ -3,7 +3,7 @@ mod decide;
 
 use crate::admission::{Arrival, Released};
 use crate::board::Board;
-use crate::buffers::{self, Ints};
+use crate::buffers::{self, Ints, hash_of};
 use crate::errors::{Result, to_python};
 use crate::expr::unknown_indicator;
 use crate::forecast::PythonForecast;
@@ -982,7 +982,7 @@ impl Router {
         name: &str,
         block_hashes: Bound<'_, PyAny>,
         token_ids: Bound<'_, PyAny>,
-        parent: Option<u64>,
+        parent: Option<Bound<'_, PyAny>>,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
         rank: u32,
@@ -991,6 +991,7 @@ impl Router {
         let (hashes, ids) =
             (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&token_ids, "token_ids")?);
         let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "token_ids")?);
+        let parent = parent.map(|parent| hash_of(&parent, "parent")).transpose()?;
         let (keys, tier) = (self.feed.keys(), tier_of(medium)?);
         let by_name = tier != Tier::Gpu && ids.is_empty();
         if hashes.len() * keys.block_size != ids.len() && !by_name {
