@@ -102,6 +102,9 @@ async def test_sglang_as_its_sources_have_it() -> None:
     assert told.root() == "/models/qwen"  # the list of models has only the name
     assert (lora.name, lora.root, lora.parent) == ("sql", "/adapters/sql", "qwen")
     assert (told.block_size, told.cache_blocks) == (64, 2 * 131072 // 64)
+    pages = sample("sglang-0.5.23")["pages"]
+    small = {path: page.replace("131072", "63") for path, page in pages.items()}
+    assert (await of(small))[1].cache_blocks == 2  # not 0, which no router accepts
     assert told.event_sources == (
         EventSource(0, "tcp://*:5557", "kv", "tcp://*:5559"),
         EventSource(1, "tcp://*:5558", "kv", "tcp://*:5560"),

@@ -298,6 +298,19 @@ def test_engines_may_send_signed_hashes() -> None:
             router.blocks_stored("e2", [1], TOKENS[:16], parent=parent)  # type: ignore[arg-type]
 
 
+def test_a_cache_has_blocks() -> None:
+    """The rebalancer divides by their number."""
+    router = fleet(n=2, rebalance=lm.Star())
+    message = "cache_blocks of {}: 0 is not valid; expected 1 or more"
+    with pytest.raises(lm.BadValueError, match=message.format("e0")):
+        router.update_instance("e0", cache_blocks=0)
+    with pytest.raises(lm.BadValueError, match=message.format("e9")):
+        router.add_instance("e9", cache_blocks=0)
+    assert router.instances() == ["e0", "e1"]
+    router.update_instance("e0", cache_blocks=1)
+    router.rebalance()
+
+
 def test_tiers_below_the_gpu() -> None:
     router = fleet("tier_hit_tokens * 0 + p_token", kv_source="exact", block_size=16, tier_load_ratio=0.25)
     tokens, hashes = TOKENS[:65], np.array([11, 22, 33, 44], dtype=np.uint64)

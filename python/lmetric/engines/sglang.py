@@ -96,7 +96,9 @@ class Sglang(Adapter):
             model_path=text_of(model, "tokenizer_path") or text_of(model, "model_path"),
             block_size=block_size,
             # Its pool of tokens is that of one rank.
-            cache_blocks=tokens // page * (ranks if self.rank is None else 1) if tokens and page else None,
+            cache_blocks=max(1, tokens // page) * (ranks if self.rank is None else 1)
+            if tokens and page
+            else None,
             revision=text_of(model, "weight_version"),
             prefix_caching=not info["disable_radix_cache"] if "disable_radix_cache" in info else None,
             ranks=tuple(range(ranks)),

@@ -398,7 +398,7 @@ impl Router {
     /// the instance. `role`: `"both"`, `"prefill"` or `"decode"`. `group`: instances with the same
     /// name here are one group in expressions (`group_max(tokens)`), such as data-parallel ranks
     /// that step together; None: a group of its own. Raises `BadValueError` if the name is taken or
-    /// empty, or if the fleet is full.
+    /// empty, if `cache_blocks` is 0, or if the fleet is full.
     #[pyo3(signature = (name, *, cache_blocks=None, role="both", group=None))]
     fn add_instance(
         &self,

@@ -6,7 +6,7 @@ use super::listeners::rebalancing::Rounds;
 use super::plan::planners::Split;
 use super::router::Router;
 use super::settings::{FetchConfig, IndexFeed, Rebalancing};
-use super::state::{ForecastReads, Selector, State};
+use super::state::{ForecastReads, Selector, State, check_cache_blocks};
 use super::tickets;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
@@ -97,8 +97,10 @@ impl Router {
     /// [`crate::kv::index::KvIndex::trim`] removes excess blocks from the index.
     ///
     /// # Errors
-    /// `BadValue` if the router has no such slot.
+    /// `BadValue` if the router has no such slot, or for 0 blocks.
     pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) -> Result<(), CoreError> {
+        self.state.fleet.check(id)?;
+        check_cache_blocks(self.state.fleet.name(id), cache_blocks)?;
         let old = std::mem::replace(&mut self.state.instance_mut(id)?.cache_blocks, cache_blocks);
         let mut caches = self.state.caches.write();
         if old != cache_blocks {

@@ -9,7 +9,7 @@ use super::listeners::{Listener, Listeners};
 use super::plan::TtftSource;
 use super::requests::Requests;
 use super::settings::RouterConfig;
-use super::state::State;
+use super::state::{State, check_cache_blocks};
 use crate::board::Board;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
@@ -84,13 +84,15 @@ impl Router {
     /// the KV index.
     ///
     /// # Errors
-    /// `BadValue` if the name is taken or empty, or if the fleet is full.
+    /// `BadValue` if the name is taken or empty, if its cache has no block, or if the fleet is
+    /// full.
     pub fn add_instance(
         &mut self,
         name: &str,
         role: Role,
         cache_blocks: Option<u32>,
     ) -> Result<InstanceId, CoreError> {
+        check_cache_blocks(name, cache_blocks)?;
         let id = self.state.fleet.add(name, role)?;
         self.change(Member::Added { id, cache_blocks });
         Ok(id)

@@ -296,3 +296,15 @@ impl State {
         (0..self.fleet.slots() as u32).map(InstanceId)
     }
 }
+
+/// Checks the number of blocks in an instance's cache: loads are divided by it.
+pub fn check_cache_blocks(name: &str, cache_blocks: Option<u32>) -> Result<(), CoreError> {
+    if cache_blocks != Some(0) {
+        return Ok(());
+    }
+    Err(CoreError::BadValue {
+        what: format!("cache_blocks of {name}"),
+        got: "0".into(),
+        expected: "1 or more, or None if it is not known".into(),
+    })
+}

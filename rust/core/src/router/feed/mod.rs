@@ -168,7 +168,7 @@ impl KvFeed {
     /// holds no more blocks of the instance.
     ///
     /// # Errors
-    /// `UnknownName`.
+    /// `UnknownName`, or `BadValue` for 0 blocks.
     pub fn set_cache_blocks(&self, instance: &str, blocks: Option<u32>) -> Result<(), CoreError> {
         let id = {
             let mut router = self.router.lock_behind();
