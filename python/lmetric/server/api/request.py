@@ -77,18 +77,18 @@ class ParsedRequest(Struct, eq=False, gc=False):
     body: bytes  # as the client sent it, until `replace`
     model: str | None
     stream: bool
-    session: str | None  # from `vllm_xargs.session_id` or `user`
-    session_id: str | None
-    salt: str | None
-    max_tokens: int | None
+    session: str | None = None  # from `vllm_xargs.session_id` or `user`
+    session_id: str | None = None
+    salt: str | None = None
+    max_tokens: int | None = None
     # The prompt as UTF-8 text or as tokens. The tokenizer of its model may turn the text into
     # tokens.
-    text: bytes | None
-    tokens: Tokens | None
+    text: bytes | None = None
+    tokens: Tokens | None = None
     # Sizes of the request's further prompts. They count as load and are not matched.
-    more_bytes: int
-    more_tokens: int
-    priority: float | None  # NaN: the field `priority` is not a number
+    more_bytes: int = 0
+    more_tokens: int = 0
+    priority: float | None = None  # NaN: the field `priority` is not a number
     # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
     images: ImagePrompt | None = None  # the prompt if it has images; `tokens` is None
