@@ -398,6 +398,10 @@ async def test_a_response_belongs_to_the_tenant_that_made_it(keys: Path) -> None
         # Nobody can overwrite a response by choosing its id.
         status, _, answer = await w.post(body | {"request_id": mine["id"]}, RESPONSES, BOB)
         assert (status, answer["error"]["param"]) == (400, "request_id")
+        # Engines take the last `store`, which is too long for the router's short reading.
+        twice = b'{"input": "b", "request_id": "%b", "store": false, "store": 1.%b}'
+        status, _, answer = await w.post(twice % (mine["id"].encode(), b"0" * 4200), RESPONSES, BOB)
+        assert (status, answer["error"]["param"]) == (400, "request_id")
         assert sum(len(engine.requests) for engine in w.engines) == sent
         assert (await ask(w, "GET", path))[0] == 401
         assert (await ask(w, "GET", path, ALICE))[2] == mine

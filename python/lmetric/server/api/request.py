@@ -117,7 +117,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
 
     @property
     def brief(self) -> JSON:
-        """The fields with short values.
+        """The fields with short values. Of fields with one name, it may lack the last.
 
         They are parsed on first use: for a large body, call `read_brief` before, in a thread.
         """

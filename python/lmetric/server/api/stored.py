@@ -78,22 +78,18 @@ def assign_id(call: ParsedRequest, *, tenants: bool) -> str | None:
     """Gives the response of a POST to /v1/responses an ID, unless it must not be stored.
 
     Returns the ID, or None. ``tenants``: the router serves several tenants, so clients may not
-    choose IDs. Raises ApiError (400).
+    choose IDs, whatever `store` says: engines may read another one. Raises ApiError (400).
     """
     fields = call.brief
+    given = fields.get("request_id")
+    if tenants and given is not None:
+        raise bad("the router serves several tenants and chooses request_id: leave it out", "request_id")
     if not fields.get("store", True):
         return None
-    given = fields.get("request_id")
     if given is None:
         response_id = f"resp_{token_hex(16)}"
         call.change(("request_id",), {"request_id": response_id})
         return response_id
-    if tenants:
-        raise bad(
-            "request_id is chosen by the router if it serves several tenants; leave it out, or set "
-            "store to false",
-            "request_id",
-        )
     if not isinstance(given, str):
         return None  # the engine refuses it
     if len(given) > MAX_ID_LENGTH:

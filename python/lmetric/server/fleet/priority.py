@@ -114,8 +114,8 @@ def _own(given: Any, fields: dict[str, float]) -> Any:
 
 def _value(body: bytes, name: str) -> Any:
     """Returns the value of a field. A body may have a long prompt beside it."""
-    short = orjson.loads(short_members(body, _SHORT_VALUE))
-    return short[name] if name in short else orjson.loads(body).get(name)
+    short = orjson.loads(short_members(body, _SHORT_VALUE)).get(name)
+    return short if isinstance(short, dict) else orjson.loads(body).get(name)
 
 
 def _with_value(body: bytes, name: str, value: Any) -> bytes:
