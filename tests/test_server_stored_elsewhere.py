@@ -48,12 +48,17 @@ async def test_an_unknown_response_is_asked_for_once_and_then_unknown() -> None:
         assert (status, answer["error"]["code"]) == (404, "response_not_found")
         body = {"model": "tiny", "input": "b", "previous_response_id": unknown}
         assert (await a.post(body, RESPONSES))[0] == 404
-        assert a.server.front.stored.others._searches == set()
+        assert not a.server.front.stored.others._searches
         # Long IDs are not sent.
         body["previous_response_id"] = "x" * 300
         assert (await a.post(body, RESPONSES))[0] == 404
         await a.settled()
         await b.settled()
+
+
+async def hang(*_: object, **__: object) -> bytes:
+    await asyncio.sleep(3600)
+    return b""
 
 
 async def test_a_router_that_does_not_answer_delays_only_unknown_responses(
@@ -62,16 +67,28 @@ async def test_a_router_that_does_not_answer_delays_only_unknown_responses(
     monkeypatch.setattr(stored_search, "ANSWER_SECONDS", 0.2)
     async with two([Responses()]) as (a, b):
         made, theirs = await created(a), await created(b)
-
-        async def hang(*_: object, **__: object) -> bytes:
-            await asyncio.sleep(3600)
-            return b""
-
         monkeypatch.setattr(a.server.front.replicas, "call", hang)
         async with asyncio.timeout(0.19):
             await created(a, previous_response_id=made["id"])
-        status, _, answer = await ask(a, "GET", f"{RESPONSES}/{theirs['id']}")
-        assert (status, answer["error"]["code"]) == (404, "response_not_found")
+        # A client would take a 404 as final.
+        path = f"{RESPONSES}/{theirs['id']}"
+        status, headers, answer = await ask(a, "GET", path)
+        assert (status, answer["error"]["code"]) == (503, "replicas_unreachable")
+        assert headers["retry-after"] == "1"
+        body = {"model": "tiny", "input": "b", "previous_response_id": theirs["id"]}
+        status, _, answer = await a.post(body, RESPONSES)
+        assert (status, answer["error"]["code"]) == (503, "replicas_unreachable")
+        await a.settled()
+
+
+async def test_a_router_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two([Responses()]) as (a, b):
+        path = f"{RESPONSES}/resp_{0:032x}"
+        await b.server.stop()
+        await a.until(lambda: any(each.lost_at for each in a.server.front.replicas.addresses.values()))
+        assert (await ask(a, "GET", path))[0] == 503
+        monkeypatch.setattr(stored_search, "GONE_SECONDS", 0.0)
+        assert (await ask(a, "GET", path))[0] == 404
 
 
 async def test_searches_of_invented_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,19 +100,43 @@ async def test_searches_of_invented_ids_are_bounded(monkeypatch: pytest.MonkeyPa
 
         async def counted(*args: object, **more: object) -> bytes:
             nonlocal most
-            most = max(most, len(search._searches))
+            most = max(most, search._searches.total())
             await asyncio.sleep(0.05)
             return await sent(*args, **more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(replicas, "call", counted)
         paths = [f"{RESPONSES}/resp_{number:032x}" for number in range(20)]
         answers = await asyncio.gather(*(ask(a, "GET", path) for path in paths))
-        assert {status for status, _, _ in answers} == {404}
+        codes = {(status, answer["error"]["code"]) for status, _, answer in answers}
+        assert codes == {(404, "response_not_found"), (503, "replicas_unreachable")}
         assert most == 3
         await a.settled()
 
 
-@pytest.mark.parametrize("page", [b"", b"[]", b"{}", b'{"model": 1, "engine": 2}', b"null", b"x" * 9000])
+async def test_a_tenant_has_a_share_of_the_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_search, "TENANT_SEARCHES", 2)
+    async with two([Responses()], **TENANTS) as (a, b):
+        theirs = await created(b, BOB)
+        replicas = a.server.front.replicas
+        sent = replicas.call
+
+        async def of_alice(*args: object, page: str = "", **more: object) -> bytes:
+            return await (hang() if "alice" in page else sent(*args, page=page, **more))  # type: ignore[arg-type]
+
+        monkeypatch.setattr(replicas, "call", of_alice)
+        paths = [f"{RESPONSES}/resp_{number:032x}" for number in range(4)]
+        asking = asyncio.gather(*(ask(a, "GET", path, ALICE) for path in paths))
+        await a.until(lambda: a.server.front.stored.others._searches["alice"] == 2)
+        assert (await ask(a, "GET", f"{RESPONSES}/{theirs['id']}", BOB))[0] == 200
+        said = sorted(answer["error"]["message"] for _, _, answer in await asking)
+        assert (
+            said
+            == ["1 of 1 routers that may know the response do not answer; retry"] * 2
+            + ["too many requests ask other routers for stored responses; retry"] * 2
+        )
+
+
+@pytest.mark.parametrize("page", [b"", b"[]", b'{"model": 1, "engine": 2}', b"null", b"x" * 9000])
 async def test_a_strange_answer_of_another_router_is_no_answer(
     page: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +147,7 @@ async def test_a_strange_answer_of_another_router_is_no_answer(
             return page
 
         monkeypatch.setattr(a.server.front.replicas, "call", strange)
-        assert (await ask(a, "GET", f"{RESPONSES}/{made['id']}"))[0] == 404
+        assert (await ask(a, "GET", f"{RESPONSES}/{made['id']}"))[0] == 503
 
 
 async def page(w: World, query: str, token: str) -> int:

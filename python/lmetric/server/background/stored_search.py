@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 import aiohttp
 import orjson
 
+from lmetric.server.api.errors import ApiError
 from lmetric.server.api.replica_pages import STORED_PAGE
 from lmetric.server.api.stored import MAX_ID_LENGTH, Holder
 from lmetric.server.background.addresses import Address
@@ -17,9 +19,13 @@ from lmetric.server.background.addresses import Address
 if TYPE_CHECKING:
     from lmetric.server.background.replicas import Replicas
 
-# Searches at once. Each sends a message to all routers, and clients may invent IDs.
+# Searches at once, of all clients and of one tenant. Each sends a message to all routers, and
+# clients may invent IDs.
 MOST_SEARCHES = 64
+TENANT_SEARCHES = 16
 ANSWER_SECONDS = 1.0
+# After this time without an answer to its messages, a router counts as gone, with its knowledge.
+GONE_SECONDS = 60.0
 
 
 class StoredSearch:
@@ -27,7 +33,7 @@ class StoredSearch:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._searches: set[asyncio.Task[Holder | None]] = set()
+        self._searches: Counter[str] = Counter()  # by tenant
 
     @property
     def on(self) -> bool:
@@ -37,39 +43,53 @@ class StoredSearch:
     def begin(self, tenant: str, response_id: str) -> asyncio.Task[Holder | None] | None:
         """Begins a search of a tenant's response; its result is None if no router knows it.
 
-        None: there are too many searches, or no response has this ID.
+        The search raises ApiError (503) if it cannot find that out now. None: no response has this
+        ID.
         """
-        if len(self._searches) >= MOST_SEARCHES:
-            return None
         if not 0 < len(response_id) <= MAX_ID_LENGTH:
             return None
-        task = asyncio.create_task(self._find(tenant, response_id), name="stored response")
-        self._searches.add(task)
-        task.add_done_callback(self._searches.discard)
-        return task
+        return asyncio.create_task(self._find(tenant, response_id), name="stored response")
 
     async def _find(self, tenant: str, response_id: str) -> Holder | None:
+        searches = self._searches
+        if searches.total() >= MOST_SEARCHES or (tenant and searches[tenant] >= TENANT_SEARCHES):
+            raise _not_now("too many requests ask other routers for stored responses")
         query = urlencode({"tenant": tenant, "id": response_id}, errors="surrogateescape")
-        async for holder in self._answers(f"{STORED_PAGE}?{query}"):
-            if holder is not None:
-                return holder
-        return None
-
-    async def _answers(self, page: str) -> AsyncIterator[Holder | None]:
         others = [each for each in self._replicas.addresses.values() if not each.own]
-        asked = [asyncio.create_task(self._ask(each, page), name="stored response") for each in others]
+        silent: list[Address] = []
+        asking = [self._ask(each, f"{STORED_PAGE}?{query}", silent) for each in others]
+        asked = [asyncio.create_task(each, name="stored response") for each in asking]
+        searches[tenant] += 1
         try:
             for answer in asyncio.as_completed(asked):
-                yield await answer
+                if (holder := await answer) is not None:
+                    return holder
         finally:
+            searches[tenant] -= 1
+            if not searches[tenant]:
+                del searches[tenant]
             for task in asked:
                 task.cancel()
+        if silent:
+            raise _not_now(f"{len(silent)} of {len(others)} routers that may know the response do not answer")
+        return None
 
-    async def _ask(self, address: Address, page: str) -> Holder | None:
+    async def _ask(self, address: Address, page: str, silent: list[Address]) -> Holder | None:
+        """Returns the holder that a router names. Without an answer, adds it to ``silent``."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 told = orjson.loads(await self._replicas.call(address, None, page=page))
+            if told == {}:
+                return None  # it does not know the response
             holder = Holder(told["model"], told["engine"])
+            if all(isinstance(each, str) for each in holder):
+                return holder
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError):
-            return None  # it does not know the response; the exchange of load reports lost routers
-        return holder if all(isinstance(each, str) for each in holder) else None
+            pass  # the exchange of load reports lost routers
+        if address.lost_at is None or time.time() - address.lost_at < GONE_SECONDS:
+            silent.append(address)
+        return None
+
+
+def _not_now(why: str) -> ApiError:
+    return ApiError(503, f"{why}; retry", code="replicas_unreachable", headers={"retry-after": "1"})

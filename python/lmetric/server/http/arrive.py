@@ -17,7 +17,6 @@ from lmetric.server.api.form import parse_form
 from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
-from lmetric.server.api.stored import Holder
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.fallback import Fallback
@@ -225,9 +224,7 @@ class Arrivals:
         if search is None:
             return False
 
-        def then(_: asyncio.Future[Holder | None], now: float) -> None:
-            self._serve_model(client_request, call, now, searched=True)
-
+        then = partial(self._serve_model, client_request, call, searched=True)
         self._running.add(client_request, self._stored.waiting(client_request, search, then))
         return True
 

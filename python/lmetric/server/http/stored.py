@@ -132,20 +132,23 @@ class StoredRequests:
             self._serve(client_request, target, method)
             return
 
-        def then(_: asyncio.Future[Holder | None], now: float) -> None:
-            self._serve(client_request, target, method)
-
-        self._running.add(client_request, self.waiting(client_request, search, then))
+        waiting = self.waiting(client_request, search, lambda _: self._serve(client_request, target, method))
+        self._running.add(client_request, waiting)
 
     def waiting(
         self,
         client_request: ClientRequest,
         search: asyncio.Task[Holder | None],
-        then: Callable[[asyncio.Future[Holder | None], float], None],
+        then: Callable[[float], None],
     ) -> PendingWork[Holder | None]:
-        """Returns a request that waits for a search of a stored response."""
+        """Returns a request that waits for a search of a stored response; its error ends both."""
+
+        def found(search: asyncio.Future[Holder | None], now: float) -> None:
+            search.result()
+            then(now)
+
         why = "; other routers were asked for the stored response"
-        return PendingWork(client_request, self._running, search, then=then, why=why)
+        return PendingWork(client_request, self._running, search, then=found, why=why)
 
     def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id

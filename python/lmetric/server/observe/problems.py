@@ -38,6 +38,7 @@ FIXES = {
     "failed_twice": "find the client in the access log (code=failed_twice): its requests break engines",
     "too_many_invalid_tokens": "find the client in the access log: its tokens have invalid signatures",
     "issuer_unreachable": "check that the router reaches the jwks address of auth.jwt",
+    "replicas_unreachable": "restart the routers that do not answer; /debug/replicas names them",
     "router_broken": "restart the router",
     "resources": "raise the limit of open files of the router, or start another router",
 }
