@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
@@ -138,6 +139,18 @@ async def test_vllm_reads_the_salt_of_messages(keys: Path) -> None:
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}, "uuid": "a"}
 NAMED_ITEM = {"type": "function_call_output", "call_id": "c", "output": [IMAGE]}
+
+
+async def test_a_tenants_name_in_a_header_is_utf_8() -> None:
+    async with world(tenants={"Süd": {"isolate": True}}) as w:
+        for encoding, named in (("utf-8", True), ("latin-1", False)):
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 15\r\n"
+            head += "x-tenant: Süd\r\nconnection: close\r\n\r\n".encode(encoding)
+            reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+            writer.write(head + b'{"prompt": "a"}')
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            assert ("cache_salt" in w.engines[0].requests[-1].json) is named
 
 
 @pytest.mark.parametrize(

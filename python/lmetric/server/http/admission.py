@@ -30,7 +30,8 @@ class Admission:
     def configure(self, config: ServerConfig, identity: Identity) -> None:
         """Applies settings to new requests."""
         self.identity = identity
-        self.tenants = frozenset(config.tenants)
+        # By the header x-tenant as `RequestHead` reads it: latin-1. Proxies send UTF-8.
+        self.tenants = {str(name.encode(), "latin-1"): name for name in config.tenants}
         self.cors = Cors(config.cors.origins) if config.cors.origins else None
         self._needs_address = config.log.access
         self._request_limit = config.limits.max_concurrent_requests
@@ -59,9 +60,9 @@ class Admission:
                     client=client_request.client,
                 )
                 client_request.tenant = caller.tenant
-            elif self.tenants and (named := client_request.head.tenant) in self.tenants:
-                client_request.tenant = named or ""  # without keys, the header is trusted
-                client_request.caller = Caller(client_request.tenant)
+            elif self.tenants and (named := self.tenants.get(client_request.head.tenant or "")):
+                client_request.tenant = named  # without keys, the header is trusted
+                client_request.caller = Caller(named)
         except UnknownKeyError as error:
             client_request.unknown_key = error
             return False
