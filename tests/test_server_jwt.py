@@ -99,6 +99,10 @@ async def test_api_keys_and_tokens_work_together(tmp_path: Path) -> None:
         assert (await post(w, "sk-key-of-blue-0001"))[0] == 200
         assert (await post(w, expired, **{"x-api-key": "sk-key-of-blue-0001"}))[0] == 200
         assert (requests["tiny", "red", 200], requests["tiny", "blue", 200]) == (1, 2)
+        # A key precedes a token, whether the token is remembered or not.
+        for both in (token, issuer.token(team="green"), token):
+            assert (await post(w, both, **{"x-api-key": "sk-key-of-blue-0001"}))[0] == 200
+        assert (requests["tiny", "red", 200], requests["tiny", "blue", 200]) == (1, 5)
         assert (await message(w, "sk-other-0000000001")) == (401, "unknown API key")
         assert "it expired" in (await message(w, expired))[1]
         assert (await w.post(PROMPT))[2]["error"]["message"].startswith("no API key or JWT; send it as")

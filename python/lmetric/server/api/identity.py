@@ -78,8 +78,6 @@ class Identity:
         if not self.on:
             return NOBODY
         token = bearer(authorization)
-        if token and self.tokens is not None and (caller := self.tokens.known(token)) is not None:
-            return caller
         given = [key for key in (token, *api_keys) if key]
         if not given:
             what = "API key" if self.keys.on else "JWT"
@@ -90,9 +88,11 @@ class Identity:
                 f"no {what}; send it as Authorization: Bearer {'KEY' if self.keys.on else 'TOKEN'}",
                 headers={"www-authenticate": "Bearer"},
             )
-        for key in given:
+        for key in given if self.keys.on else ():  # first: only a few tokens are remembered
             if (caller := self.keys.find(key)) is not None:
                 return caller
+        if token and self.tokens is not None and (caller := self.tokens.known(token)) is not None:
+            return caller
         if token and self.tokens is not None and self.tokens.is_token(token):
             return self.tokens.check(token, client)
         text = "unknown API key" if self.keys.on else "the bearer token is no JWT, and there are no API keys"
