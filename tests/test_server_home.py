@@ -119,7 +119,8 @@ async def test_recent_decisions_are_listed(closed: dict[str, Any]) -> None:
         assert got[0]["id"] == labels[-1]["x-lmetric-decision"]
         assert (got[0]["model"], got[0]["outcome"]) == ("tiny", "finished")
         assert len(await page(it, "/debug/decisions?limit=2")) == 2
-        for query in ("limit=0", "limit=201", "limit=x", "limit=", "limit=%C2%B2", "last=1"):
+        long = ("limit=0000001009999", "limit=" + "0" * 5000 + "1", "limit=1&limit=2")
+        for query in ("limit=0", "limit=201", "limit=x", "limit=", "limit=%C2%B2", "last=1", *long):
             assert (await it.get(f"/debug/decisions?{query}"))[0] == 400, query
     async with world(1, **closed) as it:
         await it.post(headers=ALICE)

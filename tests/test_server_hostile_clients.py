@@ -8,6 +8,7 @@ and sizes. `turn_guard.py` measures the time of the loop in all server tests.
 import asyncio
 import contextlib
 import gzip
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from turn_guard import of_reference
 
 from lmetric.server.http import connection as connection_module
 from lmetric.server.http import unpacking
@@ -173,6 +175,20 @@ async def test_long_heads_pass_whoever_reads_them() -> None:
         assert w.engines[0].requests[0].headers["authorization"] == f"Bearer {token}"
         assert w.engines[0].requests[-1].headers["x-249"] == "b"
         assert w.server.front.clients.body_bytes == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/responses/", "/v1/"])
+async def test_long_targets_take_little_time(path: str) -> None:
+    async with world(1) as w, client(w) as c:
+        for part in ("%", "%41", "/", "a&"):
+            head = GET.replace(b"/health", (path + part * (60_000 // len(part))).encode()) + b"\r\n"
+            seconds = []
+            for _ in range(3):
+                began = time.thread_time()
+                await c.send(head)
+                assert (await c.answer())[0] in (400, 404)
+                seconds.append(time.thread_time() - began)
+            assert of_reference(min(seconds)) < 0.004, part
 
 
 @pytest.mark.parametrize("first", [b"POST /v1/completions", b"GET /health", b"GET /v1/models", b"PUT /x"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from turn_guard import of_reference
 
+from lmetric.server.http.pages.call import only_value
 from server_world import FakeEngine, World, answer, plain, says, world
 from split_world import CHAT
 from test_server_programs import body, held, programs, small_cache
@@ -81,6 +84,23 @@ async def test_weights_are_announced_while_requests_run() -> None:
         await asking
         assert 0 <= min(seen) <= max(seen) <= version
         assert len(set(seen)) > 1
+
+
+async def test_the_query_has_one_session() -> None:
+    async with world(1) as it:
+        for query in (
+            "",
+            "?session_id=",
+            "?session_id=a&session_id=b",
+            "?session_id=" + "a&" * 32_000,
+            "?a=b",
+        ):
+            assert (await it.post(b"", f"/finish_session{query}"))[0] == 400, query[:80]
+        began = time.thread_time()
+        assert not only_value("session_id=" + "a&" * 32_000, "session_id")
+        assert not only_value("session_id=" + "%" * 64_000, "session_id")
+        assert only_value("session_id=" + "%C3%A9" * 600, "session_id") == "é" * 600
+        assert of_reference(time.thread_time() - began) < 0.005
 
 
 async def test_a_session_ends_while_its_request_waits() -> None:

@@ -1,5 +1,6 @@
 """Errors for clients, in the format of OpenAI's API."""
 
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -8,23 +9,13 @@ import orjson
 from pydantic import ValidationError
 
 from lmetric._core import NoInstanceError
+from lmetric.server.api.error_codes import ERROR_TYPES
 from lmetric.server.api.paths import MESSAGES, RESPONSES
 from lmetric.validation import expected
 
 _TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    426: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    503: "overloaded_error",
+    int(each): kind for kind, statuses in ERROR_TYPES.items() for each in re.findall("[0-9]+", statuses)
 }
-
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 

@@ -26,6 +26,7 @@ _GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
 # Prompts as text whose tokens a tokenizer can predict.
 _TOKENIZED = frozenset({"chat", "chat_batch", "completion", "messages", "responses"})
 _STREAMED = frozenset({"messages", "responses"})
+MAX_NAME_LENGTH = 4096  # with percent-encoding: to decode 64 kB takes 50 ms
 
 
 class RelayedPath(Struct, frozen=True, eq=False, gc=False):
@@ -104,4 +105,9 @@ def stored_response(path: str) -> StoredResponsePath | None:
         return None
     name, _, action = path.removeprefix(f"{RESPONSES}/").partition("/")
     methods = {"": ("GET", "DELETE"), "cancel": ("POST",)}.get(action)
-    return StoredResponsePath(unquote(name), methods) if name and methods else None
+    return StoredResponsePath(decoded(name), methods) if name and methods else None
+
+
+def decoded(name: str) -> str:
+    """Returns a name in a path without its percent-encoding, unless it is too long for a name."""
+    return unquote(name) if len(name) <= MAX_NAME_LENGTH else name

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
-from urllib.parse import parse_qs
 
 import orjson
 from aiohttp import web
@@ -23,6 +22,7 @@ from lmetric.server.api.own_pages import OwnPage
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.pages.call import only_value
 from lmetric.server.http.running import DRAINING
 from lmetric.server.observe.startup import sample_request, url_of
 
@@ -114,9 +114,9 @@ def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
 
     ``query``: `limit=N`, the number of decisions per model.
     """
-    given = parse_qs(query, keep_blank_values=True)
-    (text,) = given.pop("limit", [str(DECISIONS_LISTED)])[-1:]
-    if given or not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_DECISIONS_LISTED):
+    text = only_value(query, "limit", str(DECISIONS_LISTED))
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    if not (is_number and 1 <= int(text) <= MAX_DECISIONS_LISTED):
         raise bad(f"the query must be empty or limit=N (1 to {MAX_DECISIONS_LISTED})", "limit")
     return [each for model in front.fleet.models for each in _latest(model, int(text))]
 

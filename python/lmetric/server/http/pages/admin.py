@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any, get_args
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -35,7 +35,7 @@ from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.replacement import replace_policies
 from lmetric.server.fleet.weights import begin_weights
 from lmetric.server.http.pages import engines, members
-from lmetric.server.http.pages.call import Call, json, large_json, unknown
+from lmetric.server.http.pages.call import Call, json, large_json, only_value, unknown
 
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
@@ -115,11 +115,9 @@ async def _add(call: Call) -> web.Response:
 async def _remove(call: Call) -> web.Response:
     """Removes an engine. With ``drain=SECONDS``: once it is idle, or after that time."""
     front, engine = call.front, named(call)
-    given = parse_qs(call.query, keep_blank_values=True)
     try:
-        (text,) = given.pop("drain", ["0"])
-        seconds = float(text)
-        if given or not 0 <= seconds <= 86_400:
+        seconds = float(only_value(call.query, "drain", "0"))
+        if not 0 <= seconds <= 86_400:
             raise ValueError
     except ValueError:
         raise bad("the query must be empty or drain=SECONDS (0 to 86400)", "drain") from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable
-from urllib.parse import unquote
 
 from aiohttp import web
 
 from lmetric._core import LmetricError
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Pages, answer, in_path, schema
+from lmetric.server.api.paths import decoded
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.live import PAGE, static
@@ -114,7 +114,7 @@ async def _models(call: Call) -> web.Response:
     parameters=(in_path("model", "Name of the model or of an adapter"),),
 )
 async def _model(call: Call) -> web.Response:
-    fleet, name = call.front.fleet, unquote(call.name)
+    fleet, name = call.front.fleet, decoded(call.name)
     catalog, caller = fleet.catalog, call.front.access.caller(call.request)
     if not catalog.allows(caller, name):
         raise catalog.unknown(name, caller)

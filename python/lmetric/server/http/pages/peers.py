@@ -40,8 +40,8 @@ async def _receive(call: Call) -> web.Response:
     ),
 )
 async def _keys(call: Call) -> web.Response:
-    given = parse_qs(call.query)
     try:
+        given = parse_qs(call.query, max_num_fields=3)
         (after,), (copied,), (router,) = (given.pop(name) for name in ("after", "copied", "router"))
         if given:
             raise ValueError
@@ -62,8 +62,8 @@ async def _keys(call: Call) -> web.Response:
     ),
 )
 async def _stored(call: Call) -> web.Response:
-    given = parse_qs(call.query, keep_blank_values=True, errors="surrogateescape")
     try:
+        given = parse_qs(call.query, keep_blank_values=True, errors="surrogateescape", max_num_fields=2)
         (tenant,), (response_id,) = (given.pop(name) for name in ("tenant", "id"))
         if given:
             raise ValueError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from lmetric.server.api.errors import ApiError
+from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import OBJECT, TEXT, Pages, answer, in_query
-from lmetric.server.http.pages.call import Call, json, parameter
+from lmetric.server.http.pages.call import MAX_QUERY_LENGTH, Call, json, only_value
 from lmetric.server.http.place import session_key
 from lmetric.server.http.running import DRAINING
 
@@ -24,7 +24,9 @@ _DONE = answer("Done", OBJECT)
 async def _finish(call: Call) -> web.Response:
     """Ends a session. ``programs``: how many had not ended, so 0 for unknown and ended sessions."""
     front = call.front
-    session = parameter(call, "session_id")
+    session = only_value(call.query, "session_id")
+    if not session:
+        raise bad(f"the query must be session_id=ID, at most {MAX_QUERY_LENGTH} characters", "session_id")
     key = session_key(front.access.tenant(call.request), session)
     programs = 0
     for model in front.fleet.models:

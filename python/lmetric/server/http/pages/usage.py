@@ -11,14 +11,13 @@ import io
 import socket
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qs
 
 from aiohttp import web
 
 from lmetric.extras import install
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import ARRAY, JSON, TEXT, Pages, in_query
-from lmetric.server.http.pages.call import Call, json
+from lmetric.server.http.pages.call import Call, json, only_value
 from lmetric.server.observe.usage import COLUMNS, Row
 
 PAGES = Pages()
@@ -46,9 +45,8 @@ _TEXTS = 5  # the first columns
     ),
 )
 async def _usage(call: Call) -> web.Response:
-    given = parse_qs(call.query, keep_blank_values=True)
-    (shape, *more) = given.pop("format", ["json"])
-    if given or more or shape not in _FORMATS:
+    shape = only_value(call.query, "format", "json")
+    if shape not in _FORMATS:
         raise bad(f"the query must be empty or format=FORMAT, one of {', '.join(_FORMATS)}", "format")
     found = await call.front.usage_rows()
     config = call.front.config

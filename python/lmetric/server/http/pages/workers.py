@@ -13,13 +13,13 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric.config import EngineConfig
-from lmetric.server.api.errors import ApiError, not_valid
+from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import OBJECT, TEXT, OwnPage, Pages, answer, in_path, in_query
 from lmetric.server.api.request import read_object
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.http.pages import members
-from lmetric.server.http.pages.call import Call, json, parameter
+from lmetric.server.http.pages.call import Call, json, only_value
 
 PAGES = Pages()
 TAG = "workers"
@@ -91,11 +91,18 @@ async def _delete(call: Call) -> web.Response:
     return json({"success": True, "status": "accepted", "worker_id": engines[0].name, "message": text})
 
 
+def _url(call: Call) -> str:
+    """Returns the URL in the query. Raises ApiError (400)."""
+    if url := only_value(call.query, "url"):
+        return url
+    raise bad("the query must be url=URL, with one URL", "url")
+
+
 @_page("/add_worker").on(
     "POST", "Add an engine by its URL", answer("Added", TEXT, "text/plain"), 400, 401, 403, parameters=(_URL,)
 )
 async def _add(call: Call) -> web.Response:
-    url = parameter(call, "url")
+    url = _url(call)
     engine, known = await _added(call, {"url": url}, None)
     if known:
         raise _failed("ADD", f"Worker {engine.config.url} already exists", "url")
@@ -110,7 +117,7 @@ async def _add(call: Call) -> web.Response:
     parameters=(_URL,),
 )
 async def _remove(call: Call) -> web.Response:
-    url = parameter(call, "url")
+    url = _url(call)
     engines = _found(call.front.fleet, url)
     for engine in engines:
         await members.remove(call.front, engine, 0)
