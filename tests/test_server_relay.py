@@ -413,11 +413,13 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_http_1_0_clients_get_no_chunks(stream: bool) -> None:
+@pytest.mark.parametrize("field", [b"", b"connection: keep-alive\r\n"])
+async def test_http_1_0_clients_get_no_chunks(stream: bool, field: bytes) -> None:
     async with world(1) as w:
         reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
         body = orjson.dumps({"prompt": "hi", "stream": stream})
-        writer.write(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        line = b"POST /v1/completions HTTP/1.0\r\n%bcontent-length: %d\r\n\r\n" % (field, len(body))
+        writer.write(line + body)
         head, _, payload = (await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)).partition(b"\r\n\r\n")
         assert b"chunked" not in head
         assert b"connection: close" in head

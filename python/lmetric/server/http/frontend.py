@@ -231,14 +231,12 @@ class Frontend(web.Server):
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
         head = self.entrance.requests.sort(target.encode(), request.raw_headers)
-        client_request = ClientRequest(
-            client,
-            request.transport,
-            head,
-        )
+        client_request = ClientRequest(client, request.transport, head)
         client_request.http11 = request.version >= (1, 1)
+        # Engines' answers have no `connection: keep-alive`: clients of HTTP/1.0 wait for the end.
+        keep_alive = request.keep_alive and client_request.http11
         # After a refusal, the body still comes.
-        client_request.keep_alive = request.keep_alive and request.content.is_eof()
+        client_request.keep_alive = keep_alive and request.content.is_eof()
         client_request.done = lambda goes_on: None if ended.done() else ended.set_result(goes_on)
         client_request.method = request.method
         admitted = self.admission.admits(client_request)
@@ -246,7 +244,7 @@ class Frontend(web.Server):
             await client_request.unknown_key.read
             admitted = self.admission.admits_late(client_request)
         if admitted:
-            client_request.keep_alive = request.keep_alive
+            client_request.keep_alive = keep_alive
             try:
                 body = await self.bodies.read(request, self._body_limit)
             except ApiError as error:
