@@ -25,7 +25,10 @@ async def ask(w: World, key: str, **body: Any) -> tuple[int, str]:
     return status, headers["x-request-id"]
 
 
-async def test_a_refused_request_is_explained_to_its_tenant_and_to_administrators(tmp_path: Path) -> None:
+async def test_a_refused_request_is_explained_to_its_tenant_and_to_administrators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "KEPT", 2)
     (tmp_path / "keys.yaml").write_text(KEYS)
     auth = {"keys_file": tmp_path / "keys.yaml"}
     async with world([FakeEngine()], auth=auth, tenants=TENANTS, admin={"token": "secret"}) as w:
@@ -50,6 +53,14 @@ async def test_a_refused_request_is_explained_to_its_tenant_and_to_administrator
         status, unnamed = await ask(w, "no-key")
         assert status == 401
         assert (await read_decision(w.url, unnamed, "secret"))["status"] == 401
+        # Clients choose the IDs of their requests, and need no key for a refusal.
+        for key, request_id in (("key-b", refused), *(("no-key", each) for each in (refused, "1", "2", "3"))):
+            headers = {"authorization": f"Bearer {key}", "x-request-id": request_id}
+            assert (await w.post({"model": "none", "prompt": "x"}, headers=headers))[0] in (401, 404)
+        assert (await read_decision(w.url, refused, "key-a"))["status"] == 429
+        assert (await read_decision(w.url, refused, "key-b"))["status"] == 404
+        assert (await read_decision(w.url, "3", "secret"))["status"] == 401
+        assert (await w.get("/debug/decisions/1", {"authorization": "Bearer secret"}))[0] == 404
         assert (await w.get(f"/debug/decisions/{unnamed}", {"authorization": "Bearer key-a"}))[0] == 404
 
 

@@ -22,7 +22,6 @@ log = structlog.get_logger("lmetric.access")
 class Refusal(NamedTuple):
     """A request that the router refused."""
 
-    tenant: str
     model: str
     status: int
     code: str | int | None
@@ -34,18 +33,19 @@ class Refusals:
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str | int | None], tuple[float, int]] = {}  # last line, count
-        self._last: OrderedDict[str, Refusal] = OrderedDict()  # by the ID of the request
+        # By tenant and ID of the request. Clients without a key take no place of a tenant's.
+        self._of_tenants: OrderedDict[tuple[str, str], Refusal] = OrderedDict()
+        self._of_nobody: OrderedDict[tuple[str, str], Refusal] = OrderedDict()
 
     def add(self, request: ClientRequest, error: ApiError) -> None:
         """Adds a request that the router answered with an error."""
         model = request.model.name if request.model is not None else ""
-        request_id = request.head.request_id
-        self._last.pop(request_id, None)
-        self._last[request_id] = Refusal(
-            request.tenant, model, error.status, code=error.code, message=error.message[:MESSAGE_LENGTH]
-        )
-        if len(self._last) > KEPT:
-            self._last.popitem(last=False)
+        last = self._of_tenants if request.tenant else self._of_nobody
+        key = request.tenant, request.head.request_id
+        last.pop(key, None)
+        last[key] = Refusal(model, error.status, code=error.code, message=error.message[:MESSAGE_LENGTH])
+        if len(last) > KEPT:
+            last.popitem(last=False)
         if error.status in REFUSED:
             self._log(model, error, request.ended_at)
 
@@ -70,8 +70,11 @@ class Refusals:
 
         ``tenant``: sees its own requests; None: sees all.
         """
-        found = self._last.get(request_id)
-        if found is None or (tenant is not None and (not tenant or found.tenant != tenant)):
+        found = self._of_tenants.get((tenant or "", request_id))
+        if tenant is None:
+            every = (*self._of_tenants.items(), *self._of_nobody.items())
+            found = next((each for (_, known), each in every if known == request_id), None)
+        if found is None:
             return None
         shown = {"id": request_id, "model": found.model or None, "status": found.status, "code": found.code}
         because = f"the router refused it with status {found.status}: {found.message}"
