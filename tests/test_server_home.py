@@ -169,10 +169,16 @@ async def test_engines_of_administration_are_listed(closed: dict[str, Any]) -> N
         ("POST", "/" + "x" * 5000, "; to relay it to the engines, add it to paths in the configuration"),
         ("GET", "/debug/engine", "; did you mean /debug/engines?"),
         ("GET", "/my/own", ""),
+        ("GET", "/admin/policies", "; did you mean /admin/policy?"),
+        ("POST", "/admin/weights/", "; did you mean /admin/weights?"),
     ],
 )
 async def test_unknown_paths_have_a_hint(method: str, path: str, hint: str) -> None:
-    async with world(1) as it, it.client.request(method, it.url + path) as answer:
+    headers = {"authorization": "Bearer a"}
+    async with (
+        world(1, admin={"enabled": True, "token": "a"}) as it,
+        it.client.request(method, it.url + path, headers=headers) as answer,
+    ):
         error = (await answer.json())["error"]
         assert (answer.status, error["message"]) == (404, f"unknown path {path}{hint}")
 

@@ -57,8 +57,10 @@ _ENGINES = _page("/admin/engines")
 
 def at(call: Call) -> tuple[OwnPage, str]:
     """The page under /admin/engines at a path, and the name of its engine. Raises ApiError."""
-    name, verb = call.path.removeprefix("/admin/engines/"), ""
-    fleet = call.front.fleet
+    start, fleet = "/admin/engines/", call.front.fleet
+    if not call.path.startswith(start):
+        raise unknown(call)
+    name, verb = call.path.removeprefix(start), ""
     if fleet.engine(unquote(name)) is None:  # a name may contain slashes
         name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
     if fleet.engine(unquote(name)) is None:
