@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
 from turn_guard import of_reference
 
@@ -101,6 +102,19 @@ async def test_the_query_has_one_session() -> None:
         assert not only_value("session_id=" + "%" * 64_000, "session_id")
         assert only_value("session_id=" + "%C3%A9" * 600, "session_id") == "é" * 600
         assert of_reference(time.thread_time() - began) < 0.005
+
+
+@pytest.mark.parametrize("by_header", [True, False])
+async def test_a_session_off_ascii_ends(by_header: bool) -> None:
+    async with small_cache(forget_seconds=3600) as it:
+        content = orjson.dumps(body(1) | ({} if by_header else {"vllm_xargs": {"session_id": "é"}}))
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+        head += "x-session-id: é\r\n".encode() if by_header else b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.server.port)
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(content) + content)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        assert await finish(it, "é") == 1
 
 
 async def test_a_session_ends_while_its_request_waits() -> None:

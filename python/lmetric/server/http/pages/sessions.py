@@ -27,10 +27,11 @@ async def _finish(call: Call) -> web.Response:
     session = only_value(call.query, "session_id")
     if not session:
         raise bad(f"the query must be session_id=ID, at most {MAX_QUERY_LENGTH} characters", "session_id")
-    key = session_key(front.access.tenant(call.request), session)
+    tenant, spelled = front.access.tenant(call.request), str(session.encode(), "latin-1")
+    keys = [session_key(tenant, each) for each in {session, spelled}]  # of bodies, and of headers
     programs = 0
     for model in front.fleet.models:
-        programs += model.router.finish_session(key) or 0
+        programs += sum(model.router.finish_session(key) or 0 for key in keys)
         model.held.poke()
     return json({"status": "ok", "session_id": session, "programs": programs})
 
