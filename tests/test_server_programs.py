@@ -101,6 +101,17 @@ async def test_new_programs_beyond_the_longest_hold_are_refused_with_a_time() ->
         assert (await send(w, 1))[0] == 200  # the running program goes on
 
 
+async def test_programs_are_not_held_while_no_engine_takes_requests() -> None:
+    async with small_cache() as w:
+        assert (await send(w, 1))[0] == 200
+        waiting = asyncio.create_task(send(w, 2))
+        await held(w, 1)
+        w.server.fleet.models[0].router.update_instance("e0", draining=True)
+        for status, answer in [await send(w, 3), await waiting]:
+            assert (status, answer["error"]["code"]) == (503, "no_engine")
+        await w.settled()
+
+
 async def test_chats_are_never_held() -> None:
     async with small_cache() as w:
         assert (await send(w, 1))[0] == 200

@@ -18,7 +18,7 @@
 //! | --- | --- | --- |
 //! | (arrives) | its program has no place | `Cache` |
 //! | (arrives) | | `Room` |
-//! | `Cache` | its program gets a place | `Room` |
+//! | `Cache` | its program gets a place, or no instance takes requests | `Room` |
 //! | `Room` | an instance has room, and it is its turn | `Ready` |
 //! | `Room` | its deadline passes, or a longer line loses its end | (refused) |
 //! | `Ready` | the router places it | `Running` |
@@ -314,8 +314,9 @@ impl Admission {
         now: Seconds,
     ) -> (Option<ArrivalId>, Verdict) {
         let (turn, verdict) = match &mut self.programs {
-            Some(programs) => programs.arrive(turn, now),
-            None => (None, program::Verdict::Free),
+            Some(programs) if room.served => programs.arrive(turn, now),
+            // No instance takes requests: the decision says so.
+            _ => (None, program::Verdict::Free),
         };
         let home = match verdict {
             program::Verdict::Refused { retry_after_seconds } => {
@@ -471,6 +472,11 @@ impl Admission {
                 programs.end_unknown(|turn| turns.contains(&turn), now);
             }
         }
+        if !room.served {
+            // Their decisions say so.
+            ready.extend(self.by_turn.drain().map(|(_, id)| id));
+            ready.sort_unstable();
+        }
         ready.into_iter().for_each(|id| self.wait_for_room(id, now));
         self.round(room, now);
         std::mem::take(&mut self.released)
@@ -520,7 +526,7 @@ impl Admission {
     /// Returns whether an instance up to this fullness has room, or the router does not know any.
     fn has_room(&self, most: Fullness, room: &Room) -> bool {
         let seconds = self.load.as_ref().map_or(f64::INFINITY, |load| load.config.room());
-        seconds == f64::INFINITY || room.best(most).map_or(!room.is_served(), |(_, wait)| wait <= seconds)
+        seconds == f64::INFINITY || room.best(most).map_or(!room.served, |(_, wait)| wait <= seconds)
     }
 
     /// Returns the next request of a line with the instance that has room for it.
@@ -530,7 +536,6 @@ impl Admission {
         let may_take_kept = load.may_take_kept(key, line.weight(), now);
         let fullness = if may_take_kept { Fullness::Kept } else { Fullness::Free };
         let (best, most) = (room.best(fullness), load.config.room());
-        let served = room.is_served();
         line.iter().take(CANDIDATES).find_map(|id| {
             let home = self.arrivals[id].home.map(|home| home.index());
             let home = home.filter(|home| room.waits.get(*home).is_some_and(|wait| *wait < f64::INFINITY));
@@ -542,7 +547,7 @@ impl Admission {
                 }
                 (None, Some((slot, wait))) => (wait <= most).then_some((id, Some(slot))),
                 // No instance takes requests: the decision says so.
-                (None, None) => (!served).then_some((id, None)),
+                (None, None) => (!room.served).then_some((id, None)),
             }
         })
     }

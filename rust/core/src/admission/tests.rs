@@ -21,7 +21,7 @@ pub(super) fn admission(config: LoadConfig) -> Admission {
 
 /// One instance with this wait.
 pub(super) fn room(wait: f64) -> Room {
-    Room { waits: vec![wait], used: vec![(0.0, 0.0)], prior_rate: RATE }
+    Room { served: wait < f64::INFINITY, waits: vec![wait], used: vec![(0.0, 0.0)], prior_rate: RATE }
 }
 
 /// A prompt of 1,000 tokens, which takes a second.
@@ -67,7 +67,7 @@ fn a_round_counts_what_it_admits() {
     let ids: Vec<_> = (0..5).map(|_| held(&mut admission, 1, 0.0)).collect();
     // Each prompt takes a second, so each instance has room for one.
     let waits = vec![0.0, f64::INFINITY, 0.05];
-    let mut two = Room { waits, used: vec![(0.0, 0.0); 3], prior_rate: RATE };
+    let mut two = Room { served: true, waits, used: vec![(0.0, 0.0); 3], prior_rate: RATE };
     let ready: Vec<_> = admission.release(&mut two, 1.0).ready.into_iter().map(|(id, _)| id).collect();
     assert_eq!(ready, ids[..2]);
 }

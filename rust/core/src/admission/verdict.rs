@@ -90,6 +90,8 @@ pub struct Asked {
 /// State of the instances for a round of admission.
 #[derive(Clone, Debug, Default)]
 pub struct Room {
+    /// Whether any instance takes requests.
+    pub served: bool,
     /// Predicted seconds until the prefill of a further request starts, by slot; infinite: the
     /// instance takes no requests.
     pub waits: Vec<Seconds>,
@@ -144,11 +146,6 @@ impl Room {
     /// most after `seconds`.
     pub(crate) fn is_open(&self, slot: usize, seconds: Seconds) -> bool {
         self.waits[slot] <= seconds && self.fullness(slot) < Fullness::Full
-    }
-
-    /// Returns whether any instance takes requests.
-    pub(super) fn is_served(&self) -> bool {
-        self.waits.iter().any(|wait| *wait < f64::INFINITY)
     }
 }
 

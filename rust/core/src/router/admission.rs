@@ -127,8 +127,11 @@ mod tests {
     use crate::Registry;
     use crate::fleet::Role;
     use crate::plan::{Event, Usage};
+    use crate::program::tests::Returning;
+    use crate::program::{ProgramMode, ProgramRules};
     use crate::request::Allowed;
     use crate::router::RouterConfig;
+    use std::sync::Arc;
 
     /// Routes a request that has just arrived. In between, the arrival's results are replaced by
     /// results that nobody would compute, and `between` may change the router. Returns the chosen
@@ -161,6 +164,85 @@ mod tests {
     fn room_and_prefixes_are_computed_once_for_a_request() {
         assert_eq!(route(|_| {}), (1, 32));
         assert_eq!(route(|router| _ = router.fleet_mut()), (0, 0));
+    }
+
+    const CACHE_BLOCKS: u32 = 512;
+
+    /// A router of two instances with admission of programs, each always at its instance.
+    fn admitting(roles: [Role; 2]) -> (Router, [InstanceId; 2]) {
+        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        let mut number = 0;
+        let ids = roles.map(|role| {
+            number += 1;
+            router.add_instance(&format!("i{number}"), role, Some(CACHE_BLOCKS)).unwrap()
+        });
+        let (mode, rules) = (ProgramMode::Admit, Some(Arc::new(Returning) as Arc<dyn ProgramRules>));
+        router.set_programs(Some(ProgramConfig { mode, rules, ..ProgramConfig::default() })).unwrap();
+        (router, ids)
+    }
+
+    /// A prompt of a program with these blocks of 16 tokens.
+    fn prompt(program: u64, blocks: u64) -> Vec<u64> {
+        (0..blocks).map(|block| (program << 32 | block).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
+    }
+
+    fn asked(chain: &[u64]) -> Request<'_> {
+        let prompt_tokens = 16 * chain.len() as u32 + 1;
+        Request { chain, prompt_tokens, tokens_per_block: 16.0, ..Request::default() }
+    }
+
+    fn arrive(router: &mut Router, chain: &[u64], now: Seconds) -> (Option<ArrivalId>, Verdict) {
+        router.arrive(&asked(chain), now).unwrap().unwrap()
+    }
+
+    fn is_held(verdict: Verdict) -> bool {
+        matches!(verdict, Verdict::Held { .. })
+    }
+
+    /// Without an instance that takes requests, no request is held for a cache: the decision says
+    /// that there is none.
+    #[test]
+    fn programs_hold_nothing_while_no_instance_takes_requests() {
+        let (mut router, ids) = admitting([Role::Both; 2]);
+        let chains = [1, 2, 3, 4].map(|program| prompt(program, 300));
+        for chain in &chains[..2] {
+            let (arrival, _) = arrive(&mut router, chain, 0.0);
+            router.route(&Request { arrival, ..asked(chain) }, 0.0).unwrap();
+        }
+        let (held, verdict) = arrive(&mut router, &chains[2], 1.0);
+        assert!(is_held(verdict), "{verdict:?}");
+        let healthy = |router: &mut Router, healthy: bool| {
+            ids.iter().for_each(|id| router.fleet_mut().set_healthy(*id, healthy).unwrap());
+        };
+        healthy(&mut router, false);
+        let (arrival, verdict) = arrive(&mut router, &chains[3], 2.0);
+        assert_eq!(verdict, Verdict::Free);
+        let refused = router.route(&Request { arrival, ..asked(&chains[3]) }, 2.0).unwrap_err();
+        assert!(matches!(refused, CoreError::NoInstance(_)), "{refused:?}");
+        // The held one goes the same way.
+        let released = router.release_held(2.5);
+        assert_eq!((released.ready.len(), released.ready[0].0), (1, held.unwrap()));
+        let refused = router.route(&Request { arrival: held, ..asked(&chains[2]) }, 2.5).unwrap_err();
+        assert!(matches!(refused, CoreError::NoInstance(_)), "{refused:?}");
+        assert_eq!((router.waiting(), router.programs().unwrap().states()), (0, [2, 0, 0, 0]));
+        healthy(&mut router, true);
+        router.release_held(3.0);
+        let verdict = arrive(&mut router, &chains[3], 3.0).1;
+        assert!(is_held(verdict), "{verdict:?}");
+    }
+
+    #[test]
+    fn programs_run_on_decode_instances_if_no_other_takes_prompts() {
+        let (mut router, [prefills, decodes]) = admitting([Role::Prefill, Role::Decode]);
+        router.fleet_mut().set_healthy(prefills, false).unwrap();
+        let chains = [1, 2].map(|program| prompt(program, 300));
+        let (arrival, verdict) = arrive(&mut router, &chains[0], 0.0);
+        assert_eq!(verdict, Verdict::Run(decodes));
+        let decision = router.route(&Request { arrival, ..asked(&chains[0]) }, 0.0).unwrap();
+        assert_eq!(decision.segment.instance, decodes);
+        let verdict = arrive(&mut router, &chains[1], 1.0).1;
+        assert!(is_held(verdict), "its cache is full: {verdict:?}");
     }
 
     #[test]

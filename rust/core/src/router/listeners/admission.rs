@@ -90,7 +90,7 @@ pub fn arrive(
         ttft_seconds: request.ttft_slo_seconds,
         level: request.level,
     };
-    let mut room = Room::default();
+    let mut room = Room { served: able(state).1 > 0, ..Room::default() };
     if admission.load_config().is_some() {
         state.match_prefix(context, request);
         let most = largest(&context.hit_blocks);
@@ -185,7 +185,7 @@ pub fn release(admission: &mut Admission, state: &mut State, now: Seconds) -> Re
     }
     let mut room = match admission.load_config() {
         Some(_) => room(admission, state, now),
-        None => Room::default(),
+        None => Room { served: able(state).1 > 0, ..Room::default() },
     };
     admission.release(&mut room, now)
 }
@@ -199,10 +199,7 @@ pub fn room(admission: &Admission, state: &State, now: Seconds) -> Room {
     let rate = state.mean_prefill_rate();
     let config = admission.load_config();
     let max_tpot = config.and_then(|config| config.tpot_seconds).unwrap_or(f64::INFINITY);
-    let (mut able, mut count) = (state.fleet.eligible(), state.fleet.eligible_count());
-    if count == 0 && state.config.colocate {
-        (able, count) = (state.fleet.decoders(), state.fleet.decoder_count());
-    }
+    let (able, count) = able(state);
     let wait = |(slot, able): (usize, &bool)| {
         if !able {
             return f64::INFINITY;
@@ -233,7 +230,16 @@ pub fn room(admission: &Admission, state: &State, now: Seconds) -> Room {
     let idle = |slot: usize| state.ledger.in_flight(slot) <= 0.0;
     let used = |slot: usize| if idle(slot) { 0.0 } else { used(slot) };
     let used = (0..able.len()).map(|slot| (used(slot), each(slot))).collect();
-    Room { waits, used, prior_rate: rate * count.max(1) as f64 }
+    Room { served: count > 0, waits, used, prior_rate: rate * count.max(1) as f64 }
+}
+
+/// Returns which instances take prompts, and their number. If none does and `colocate` allows it,
+/// decode instances take whole requests.
+fn able(state: &State) -> (&[bool], usize) {
+    match state.fleet.eligible_count() {
+        0 if state.config.colocate => (state.fleet.decoders(), state.fleet.decoder_count()),
+        count => (state.fleet.eligible(), count),
+    }
 }
 
 /// Returns the seconds of a prefill that runs alone on an instance, with `hit` cached and `new`
@@ -254,7 +260,7 @@ fn update_capacities(programs: &mut Followed, state: &State, tokens_per_block: f
         caches.note_full(id, now);
         let capacity =
             cached_blocks_at_most(&caches, state, id).map(|blocks| blocks * tokens_per_block.max(1.0));
-        let available = state.fleet.eligible()[slot];
+        let available = able(state).0[slot];
         programs.set_instance(id, capacity, available, now);
     }
 }
