@@ -130,7 +130,7 @@ mod tests {
     use crate::program::tests::Returning;
     use crate::program::{ProgramMode, ProgramRules};
     use crate::request::Allowed;
-    use crate::router::RouterConfig;
+    use crate::router::{Carry, RouterConfig};
     use std::sync::Arc;
 
     /// Routes a request that has just arrived. In between, the arrival's results are replaced by
@@ -243,6 +243,26 @@ mod tests {
         assert_eq!(decision.segment.instance, decodes);
         let verdict = arrive(&mut router, &chains[1], 1.0).1;
         assert!(is_held(verdict), "its cache is full: {verdict:?}");
+    }
+
+    /// A request that moves takes its program along, and its tokens.
+    #[test]
+    fn a_program_is_where_its_request_has_moved() {
+        let (mut router, ids) = admitting([Role::Both; 2]);
+        let chain = prompt(1, 310);
+        let (arrival, _) = arrive(&mut router, &chain[..300], 0.0);
+        let decision = router.route(&Request { arrival, ..asked(&chain[..300]) }, 0.0).unwrap();
+        let source = decision.segment.instance;
+        let target = ids[1 - source.index()];
+        let tokens = |router: &Router, id: InstanceId| router.program_ledger(id).unwrap().expected_tokens();
+        router.advance(decision.ticket, Event::FirstToken, 1.0).unwrap();
+        router.begin_move(decision.ticket, target, Carry::Recompute, 1.0).unwrap();
+        assert!(tokens(&router, source) > 4800.0);
+        let moved = router.advance(decision.ticket, Event::Moved, 2.0).unwrap().unwrap();
+        assert_eq!((moved.instance, tokens(&router, source)), (target, 0.0));
+        assert!(tokens(&router, target) > 4800.0);
+        router.advance(decision.ticket, Event::Finished(Usage::default()), 3.0).unwrap();
+        assert_eq!(arrive(&mut router, &chain, 4.0).1, Verdict::Run(target));
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::error::CoreError;
 use crate::ids::InstanceId;
 use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
+use crate::router::listeners::Listener;
 use crate::router::tickets::{self, TicketId};
 
 /// Transfer of computed state to the target.
@@ -137,6 +138,7 @@ impl Lifecycle<'_> {
         }
         self.requests.tickets.get(ticket)?.later.push(bound);
         let segment = self.hand_over(ticket, Usage::default())?;
+        self.listeners.placed_again(self.requests.tickets.get(ticket)?, self.now);
         self.requests.totals.moved += 1;
         let name = self.state.fleet.name(segment.instance).clone();
         self.requests.records.update(decision, |r| r.moves.push((from, segment.instance.0, name)));

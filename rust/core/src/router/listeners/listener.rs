@@ -49,7 +49,8 @@ pub trait Listener {
     /// decision record, and keep something with the ticket.
     fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, kept: &mut Kept) {}
 
-    /// A request whose first segment failed was placed again; `ticket` has the new segment.
+    /// A request whose first segment failed was placed again, or a running request has moved.
+    /// `ticket` has the new segment.
     fn placed_again(&mut self, ticket: &TicketState, now: Seconds) {}
 
     /// A request ended: it succeeded, failed, or was dropped.
