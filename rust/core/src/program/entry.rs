@@ -47,10 +47,8 @@ pub struct Program {
     pub(super) came_back: bool,
     /// Whether one of its turns has run.
     pub(super) has_run: bool,
-    /// Number of its turns: running, held, or admitted and not placed yet.
-    pub(super) turns: u32,
-    /// Number of its running turns.
-    pub(super) running: u32,
+    /// Its turns: running, held, or admitted and not placed yet.
+    pub(super) turns: BTreeSet<TurnId>,
     /// Its held turns, oldest first.
     pub held: Vec<TurnId>,
     /// Tokens that count on its home.

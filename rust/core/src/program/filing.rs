@@ -2,6 +2,8 @@
 //! writers of a program's state and tokens: they keep the indexes complete.
 use super::entry::Program;
 use super::programs::Programs;
+#[cfg(test)]
+use super::programs::Turn;
 use super::sets::{CAME_BACK, ENDED, Filed, Share};
 use super::settings::ProgramMode;
 use super::types::{ProgramId, State};
@@ -32,6 +34,9 @@ impl Programs {
     pub(super) fn unfile(&mut self, id: ProgramId, program: &Program) {
         self.sets.refile(id, program.filed, None);
         self.sets.tokens -= program.tokens;
+        if let Some(session) = program.session {
+            self.sets.sessions.remove(&(session, id));
+        }
     }
 
     /// Changes the tokens of a program's context.
@@ -125,6 +130,12 @@ impl Programs {
         assert_eq!(placed, self.sets.placed);
         assert_eq!(resting, self.sets.gaps.iter().map(BTreeSet::len).sum::<usize>());
         assert_eq!(tokens, self.sets.tokens);
+        let named = self.programs.iter().filter_map(|(id, program)| Some((program.session?, id)));
+        assert_eq!(named.collect::<BTreeSet<_>>(), self.sets.sessions);
+        let live = |turn: &Turn| turn.program.is_some_and(|id| self.programs.contains_key(id));
+        let turns = self.turns.values().filter(|turn| live(turn));
+        let of_programs = self.programs.values().map(|program| program.turns.len()).sum::<usize>();
+        assert_eq!(turns.count(), of_programs);
         let counted: HashMap<u64, f64> =
             self.sets.shares.keys().map(|tenant| (*tenant, self.sets.share(*tenant))).collect();
         assert_eq!(shares, counted);

@@ -311,12 +311,14 @@ impl Followed {
     /// Ends the programs of a session, as [`Programs::finish_session`]. Returns how many had not
     /// ended.
     pub fn finish_session(&mut self, session: u64, now: Seconds) -> usize {
-        let ended = self.programs.of_session(session).len();
-        match self.shared {
-            None => self.programs.finish_session(session, now),
-            Some(_) => self.write(FINISHED, now, &[session]),
+        if self.shared.is_none() {
+            return self.programs.finish_session(session, now);
         }
-        ended
+        let programs = self.programs.of_session(session).len();
+        if programs > 0 {
+            self.write(FINISHED, now, &[session]);
+        }
+        programs
     }
 
     /// Runs periodic work ([`Programs::tick`]). All workers together do it as often as one alone.
@@ -631,7 +633,7 @@ impl Shared {
                 let finish = finish.map_or(Finish::Unknown, |(_, finish)| *finish);
                 programs.ended(turn_of(*turn), *tokens as u32, finish, now);
             }
-            (FINISHED, [session]) => programs.finish_session(*session, now),
+            (FINISHED, [session]) => _ = programs.finish_session(*session, now),
             (COMPUTES, [turn, new, hit, seconds]) => {
                 let [new_tokens, hit_tokens, seconds] = [new, hit, seconds].map(|bits| f64::from_bits(*bits));
                 programs.computes(turn_of(*turn), Work { new_tokens, hit_tokens, seconds }, now);

@@ -14,6 +14,8 @@ use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 use slotmap::{SecondaryMap, SlotMap};
+#[cfg(test)]
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Bound;
 
@@ -115,10 +117,10 @@ pub struct Programs {
     gone_forks: Vec<(ProgramId, (u64, ProgramId))>,
     /// The last program counted again, while a tick does not count all.
     counted: Option<ProgramId>,
-    /// Programs that loops went through.
+    /// Programs and turns that loops went through.
     #[cfg(test)]
     #[serde(skip)]
-    pub walked: usize,
+    pub walked: Cell<usize>,
     pub(super) births: u64,
     /// Tokens per block of the latest prompts.
     tokens_per_block: f64,
@@ -160,7 +162,7 @@ impl Programs {
             gone_forks: Vec::new(),
             counted: None,
             #[cfg(test)]
-            walked: 0,
+            walked: Cell::default(),
             births: 0,
             tokens_per_block: 0.0,
         })
@@ -342,7 +344,7 @@ impl Programs {
         };
         let turn = self.add_turn(Turn { program: Some(id), ..turn });
         let program = &mut self.programs[id];
-        program.turns += 1;
+        program.turns.insert(turn);
         if program.state != State::Held {
             program.level = arrival.level; // a held program keeps its place
         }
@@ -466,8 +468,7 @@ impl Programs {
             said_final: false,
             came_back: false,
             has_run: false,
-            turns: 0,
-            running: 0,
+            turns: BTreeSet::new(),
             held: Vec::new(),
             charge: None,
             share: None,
@@ -478,6 +479,9 @@ impl Programs {
         self.set_state(id, State::Held);
         self.join_parent(id); // its parent waits for it
         self.note_fork(id);
+        if let Some(session) = arrival.session {
+            self.sets.sessions.insert((session, id));
+        }
         if let (Some(session), None) = (arrival.session, parent) {
             self.sessions.insert(session, id);
         }
@@ -623,7 +627,6 @@ impl Programs {
         self.uncharge(id);
         let Some(program) = self.programs.get_mut(id) else { return };
         program.held.retain(|held| *held != turn);
-        program.running += u32::from(!was_running);
         program.home = Some(home);
         program.has_run = true;
         self.set_state(id, State::Running);
@@ -647,8 +650,7 @@ impl Programs {
             return;
         };
         let Some(program) = self.programs.get_mut(id) else { return };
-        program.turns -= 1;
-        program.running -= u32::from(at.running);
+        program.turns.remove(&turn);
         program.held.retain(|held| *held != turn);
         let tokens = program.tokens.max(at.tokens + output_tokens);
         self.set_tokens(id, tokens);
@@ -657,7 +659,7 @@ impl Programs {
             return; // the program keeps its place in the queue
         }
         self.queue.remove(id);
-        if program.turns > 0 {
+        if !program.turns.is_empty() {
             // The others run, or were admitted and are about to.
             self.set_state(id, State::Running);
             self.charge(id, now);
@@ -678,27 +680,35 @@ impl Programs {
 
     /// Returns the programs of a session whose client has not said that they ended.
     pub fn of_session(&self, session: u64) -> Vec<ProgramId> {
-        let goes_on = |id: ProgramId, program: &Program| {
-            let mut turns = self.turns.values().filter(|turn| turn.program == Some(id));
-            if program.state.rests() { !program.said_final } else { turns.any(|turn| !turn.last) }
+        let goes_on = |id: &ProgramId| {
+            self.note_walk(1);
+            let program = &self.programs[*id];
+            let mut turns = program.turns.iter().inspect(|_| self.note_walk(1));
+            if program.state.rests() {
+                !program.said_final
+            } else {
+                turns.any(|turn| !self.turns[*turn].last)
+            }
         };
-        let all = self.programs.iter().filter(|(_, program)| program.session == Some(session));
-        all.filter(|(id, program)| goes_on(*id, program)).map(|(id, _)| id).collect()
+        self.sets.of_session(session).filter(goes_on).collect()
     }
 
     /// Ends the programs of a session. Those between two requests lose their place at once, the
-    /// others when their requests end.
-    pub fn finish_session(&mut self, session: u64, now: Seconds) {
-        for id in self.of_session(session) {
-            if self.programs[id].state.rests() {
-                self.programs[id].said_final = true;
-                self.set_state(id, State::Paused);
-                self.charge(id, now);
+    /// others when their requests end. Returns how many had not ended.
+    pub fn finish_session(&mut self, session: u64, now: Seconds) -> usize {
+        let programs = self.of_session(session);
+        for id in &programs {
+            if self.programs[*id].state.rests() {
+                self.programs[*id].said_final = true;
+                self.set_state(*id, State::Paused);
+                self.charge(*id, now);
             }
-            for turn in self.turns.values_mut().filter(|turn| turn.program == Some(id)) {
-                turn.last = true;
+            self.note_walk(self.programs[*id].turns.len());
+            for turn in &self.programs[*id].turns {
+                self.turns[*turn].last = true;
             }
         }
+        programs.len()
     }
 
     /// Runs periodic work, about twice a second: forgets ended programs, counts again, pauses and
@@ -759,13 +769,11 @@ impl Programs {
         }
     }
 
-    /// Notes that a loop goes through programs.
+    /// Notes that a loop goes through programs or turns.
     #[inline]
-    fn note_walk(&mut self, _programs: usize) {
+    fn note_walk(&self, _many: usize) {
         #[cfg(test)]
-        {
-            self.walked += _programs;
-        }
+        self.walked.set(self.walked.get() + _many);
     }
 
     /// Returns whether a program may be held.

@@ -3,6 +3,7 @@ use super::types::{ProgramId, State};
 use crate::ids::Seconds;
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
+use slotmap::KeyData;
 use std::collections::BTreeSet;
 
 /// Programs between two turns, by the start of their gap.
@@ -36,6 +37,8 @@ pub(super) struct Sets {
     /// Programs between two turns, by whether they have come back before (1) and by whether their
     /// gap counts as an end (2).
     pub gaps: [ByGap; 4],
+    /// Programs whose requests name a session, by its hash.
+    pub sessions: BTreeSet<(u64, ProgramId)>,
     /// Sum of the contexts of all programs in tokens. Exact: contexts are whole numbers.
     pub tokens: f64,
     pub shares: HashMap<u64, Share>,
@@ -54,6 +57,13 @@ impl Sets {
     pub fn greatest_share_of_others(&self, tenant: u64) -> f64 {
         let others = self.shares.iter().filter(|(other, _)| **other != tenant);
         others.map(|(_, share)| share.tokens / share.weight).fold(0.0, f64::max)
+    }
+
+    /// Returns the programs of a session.
+    pub fn of_session(&self, session: u64) -> impl Iterator<Item = ProgramId> + '_ {
+        let first = KeyData::from_ffi(0).into();
+        let programs = self.sessions.range((session, first)..);
+        programs.take_while(move |(each, _)| *each == session).map(|(_, id)| *id)
     }
 
     /// Returns the programs of some sets whose gap is longer than `seconds`.

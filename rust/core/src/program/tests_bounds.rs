@@ -23,19 +23,19 @@ fn full(mode: ProgramMode, count: usize) -> (Programs, Seconds) {
 fn a_full_table_costs_a_decision_and_a_tick_no_more_than_a_small_one() {
     let (mut programs, mut now) = full(ProgramMode::Observe, MAX_PROGRAMS);
     assert_eq!(programs.iter().count(), MAX_PROGRAMS);
-    programs.walked = 0;
+    programs.walked.set(0);
     for name in 0..1000 {
         now += 1e-3;
         let turn = run(&mut programs, &chain(&[(name + 1_000_000, 16)]), now);
         finish(&mut programs, turn, now);
     }
-    assert_eq!((programs.walked, programs.iter().count()), (0, MAX_PROGRAMS));
+    assert_eq!((programs.walked.get(), programs.iter().count()), (0, MAX_PROGRAMS));
     programs.check_sets();
     for _ in 0..20 {
         now += 0.5;
-        programs.walked = 0;
+        programs.walked.set(0);
         programs.tick(now);
-        assert!(programs.walked <= 4096, "{}", programs.walked);
+        assert!(programs.walked.get() <= 4096, "{}", programs.walked.get());
     }
     // Each program is counted again within 16 ticks: the ledgers follow the probabilities.
     let expected: f64 = programs.instances().iter().map(|ledger| ledger.expected_tokens()).sum();
@@ -235,4 +235,29 @@ fn a_table_full_of_running_programs_refuses_or_counts() {
         }
         assert_eq!(programs.iter().count(), MAX_PROGRAMS);
     }
+}
+
+/// A client ends a session with thousands of programs and running requests.
+#[test]
+fn the_end_of_a_session_goes_through_its_own_programs_and_turns_once() {
+    let mut programs = programs(ProgramMode::Observe, &[1e9]);
+    let start = |programs: &mut Programs, session: u64, fork: u64| {
+        let chain = chain(&[(session, 32), (100 + fork, 32)]);
+        let (turn, _) = programs.arrive(&Arrival { session: Some(session), ..arrival(&chain) }, 1.0);
+        programs.placed(turn, InstanceId(0), 1.0);
+        turn
+    };
+    let turns: Vec<TurnId> = (0..4000).map(|fork| start(&mut programs, 1, fork)).collect();
+    let others: Vec<TurnId> = (0..4000).map(|fork| start(&mut programs, 2, fork)).collect();
+    assert_eq!((programs.iter().count(), programs.of_session(1).len()), (8000, 4000));
+    for (ended, session) in [(4000, 1), (0, 1), (0, 3)] {
+        programs.walked.set(0);
+        assert_eq!(programs.finish_session(session, 2.0), ended);
+        assert!(programs.walked.get() <= 12_000, "{}", programs.walked.get());
+    }
+    turns.into_iter().chain(others).for_each(|turn| finish(&mut programs, turn, 3.0));
+    assert_eq!((programs.states(), programs.of_session(2).len()), ([0, 4000, 4000, 0], 4000));
+    assert_eq!(programs.finish_session(2, 4.0), 4000);
+    assert_eq!(programs.states(), [0, 0, 8000, 0]);
+    programs.check_sets();
 }
