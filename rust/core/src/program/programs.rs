@@ -653,6 +653,9 @@ impl Programs {
         program.turns.remove(&turn);
         program.held.retain(|held| *held != turn);
         let tokens = program.tokens.max(at.tokens + output_tokens);
+        if at.running && at.slot == program.home {
+            self.follow_other_turn(id);
+        }
         self.set_tokens(id, tokens);
         let program = &mut self.programs[id];
         if !program.held.is_empty() {
@@ -676,6 +679,23 @@ impl Programs {
         let stays = at.running && !at.last || program.state.has_place() && !at.running;
         self.set_state(id, if stays { State::Gap } else { State::Paused });
         self.charge(id, now);
+    }
+
+    /// Moves a program to an instance on which a turn of it still runs, after a turn at its home
+    /// has ended: a second attempt that loses leaves nothing behind.
+    fn follow_other_turn(&mut self, id: ProgramId) {
+        let program = &self.programs[id];
+        let mut other = None;
+        for slot in program.turns.iter().filter_map(|turn| self.turns[*turn].slot) {
+            if Some(slot) == program.home {
+                return;
+            }
+            other = Some(slot).filter(|slot| self.instance_of(*slot).is_some()).or(other);
+        }
+        if other.is_some() {
+            self.uncharge(id);
+            self.programs[id].home = other;
+        }
     }
 
     /// Returns the programs of a session whose client has not said that they ended.

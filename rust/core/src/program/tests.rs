@@ -513,6 +513,36 @@ fn a_retry_elsewhere_releases_the_held_turns_of_its_program() {
     assert_eq!(programs.states(), [1, 1, 0, 0]);
 }
 
+/// A second attempt of a turn, on another instance, that loses.
+#[test]
+fn a_program_is_where_its_turn_runs_after_another_attempt_has_ended() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0, 10_000.0]);
+    let main = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    let home = programs.program_of(main).unwrap().home;
+    let first = home.unwrap().instance;
+    let (hedge, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
+    assert_eq!(verdict, Verdict::Run(first));
+    let other = InstanceId(1 - first.0);
+    programs.placed(hedge, other, 1.0);
+    assert!(programs.instances()[other.index()].expected_tokens() > 6000.0);
+    programs.ended(hedge, 0, Finish::Unknown, 2.0);
+    assert_eq!(programs.program_of(main).unwrap().home, home);
+    assert!(programs.instances()[first.index()].expected_tokens() > 6000.0);
+    assert_eq!(programs.instances()[other.index()].expected_tokens(), 0.0);
+    finish(&mut programs, main, 3.0);
+    let (next, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 4.0);
+    assert_eq!(verdict, Verdict::Run(first));
+    // If the second attempt wins, its instance has the context.
+    programs.placed(next, first, 4.0);
+    let (hedge, _) = programs.arrive(&arrival(&chain(&[(1, 110)])), 5.0);
+    programs.placed(hedge, other, 5.0);
+    programs.ended(next, 0, Finish::Unknown, 6.0);
+    finish(&mut programs, hedge, 7.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(1, 120)])), 8.0);
+    assert_eq!(verdict, Verdict::Run(other));
+    programs.check_sets();
+}
+
 #[test]
 fn a_client_holds_a_bounded_number_of_turns() {
     let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
