@@ -29,11 +29,21 @@ const FAIR_SECONDS: Seconds = 2.0;
 const FAIR_ROUND_SECONDS: Seconds = 0.5;
 const MAX_PER_FAIR_ROUND: usize = 64;
 impl Programs {
-    /// Decides what to do with a turn of a program that has just arrived.
+    /// Decides what to do with a turn of a program that has just arrived. A program with a place
+    /// keeps it from now on: its turn may wait for room on an instance.
     pub(super) fn admit(&mut self, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {
         let program = &self.programs[id];
         let home = self.home_of(program).filter(|home| self.instances[home.index()].available);
         let place = home.filter(|_| program.state.has_place());
+        let verdict = self.admit_to(place, id, turn, now);
+        if place.is_some() && self.programs[id].state == State::Gap {
+            self.set_state(id, State::Running);
+            self.charge(id, now);
+        }
+        verdict
+    }
+
+    fn admit_to(&mut self, place: Option<InstanceId>, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {
         if !self.holds() {
             // Only observed: the policy places every request.
             let limited = self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some());

@@ -543,6 +543,32 @@ fn a_program_is_where_its_turn_runs_after_another_attempt_has_ended() {
     programs.check_sets();
 }
 
+/// Its turn may run by its program, and waits for room on the instance.
+#[test]
+fn a_program_that_has_returned_is_not_between_two_turns() {
+    for mode in [ProgramMode::Observe, ProgramMode::Admit] {
+        let mut programs = programs(mode, &[10_000.0]);
+        let turn = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+        finish(&mut programs, turn, 1.0);
+        let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 2.0);
+        assert!(matches!(verdict, Verdict::Free | Verdict::Run(_)), "{verdict:?}");
+        let (other, _) = programs.arrive(&arrival(&chain(&[(2, 100)])), 5.0);
+        for now in [301.0, 400.0, 4000.0] {
+            programs.tick(now);
+            assert_eq!((programs.states()[State::Running as usize], programs.counters().forgotten), (1, 0));
+        }
+        assert!(programs.released().is_empty(), "its place is not free");
+        assert!(programs.instances()[0].expected_tokens() > 6000.0);
+        // Its client leaves before it is sent: from then on, the program is between two turns.
+        programs.ended(turn, 0, Finish::Unknown, 4001.0);
+        assert_eq!(programs.states()[State::Gap as usize], 1);
+        programs.ended(other, 0, Finish::Unknown, 4001.0);
+        programs.tick(4302.0);
+        assert_eq!(programs.counters().forgotten, 1);
+        programs.check_sets();
+    }
+}
+
 #[test]
 fn a_client_holds_a_bounded_number_of_turns() {
     let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
