@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from lmetric._core import BadValueError, BudgetReservation
+from lmetric._core import BadValueError, BudgetReservation, Request
 from lmetric.config import ServerConfig
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.budgets import TenantBudgets
@@ -63,6 +64,24 @@ async def test_a_model_that_returns_after_all_workers_removed_it_has_programs() 
                 model.unserved_since = 0.0
                 fleet.forget_unserved(time.monotonic() + 1e6)
                 assert fleet.models == []
+
+
+async def test_a_model_without_engines_stays_while_requests_wait_for_it() -> None:
+    async with workers(1) as [(_, fleet)]:
+        model = fleet.model("m")
+        model.router.add_instance("e")
+        model.router.set_admission({"tenants": {"t": {"max_concurrent": 1}}, "room_seconds": math.inf})
+        request = Request(prompt_tokens=10, tenant="t")
+        arrivals = [model.router.arrive(request) for _ in range(2)]
+        assert [each.verdict for each in arrivals if each is not None] == ["free", "held"]
+        model.unserved_since = 0.0
+        fleet.forget_unserved(time.monotonic() + 1e6)
+        assert fleet.models == [model]
+        for each in arrivals:
+            assert each is not None
+            each.drop()
+        fleet.forget_unserved(time.monotonic() + 1e6)
+        assert fleet.models == []
 
 
 async def test_a_model_for_which_the_memory_has_no_room_is_not_made() -> None:

@@ -7,7 +7,7 @@ mod common;
 use boards::{board, memory};
 use common::{STEP, chain, request};
 use lmetric_core::Registry;
-use lmetric_core::admission::{HeldFor, Verdict};
+use lmetric_core::admission::{HeldFor, RefusedFor, Verdict};
 use lmetric_core::board::Board;
 use lmetric_core::board::log::MOST_WORDS;
 use lmetric_core::fleet::Role;
@@ -434,6 +434,39 @@ fn a_model_that_returns_after_all_workers_removed_it_gets_its_programs_again() {
     assert!(one.router.has_programs_of_workers() && two.router.has_programs_of_workers());
     assert!(one.send(2, 10, 1.1).is_some());
     assert_eq!(seen(&mut one.router, 1.2), seen(&mut two.router, 1.2));
+}
+
+/// The other workers answer no hold of a router that has left them.
+#[test]
+fn a_router_that_leaves_the_workers_refuses_what_its_programs_held() {
+    let (_, mut one, mut two) = workers();
+    read([&mut one, &mut two], 0.0);
+    for program in 0..2 {
+        one.send(program, 50, 0.0);
+    }
+    assert!(matches!(two.send(7, 50, 0.1), Some(Verdict::Held { .. })));
+    two.router.leave();
+    assert_eq!(two.router.waiting(), 1);
+    let released = two.router.release_held(0.2);
+    let refused = [(two.held[0].2, RefusedFor::Programs, 1.0)];
+    assert_eq!((released.ready.len(), released.refused.as_slice()), (0, refused.as_slice()));
+    assert_eq!(two.router.waiting(), 0);
+    // Without workers, programs stay as they are.
+    let mut alone =
+        Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
+    alone.add_instance("x", Role::Both, Some(CACHE)).unwrap();
+    let programs = ProgramConfig { mode: ProgramMode::Admit, min_tokens: 16, ..ProgramConfig::default() };
+    alone.set_programs(Some(programs)).unwrap();
+    for program in 0..2 {
+        let chain = chain(1000 * program, 50);
+        let (arrival, verdict) = alone.arrive(&request(&chain), 0.0).unwrap().unwrap();
+        assert_eq!(matches!(verdict, Verdict::Held { .. }), program == 1, "{verdict:?}");
+        if program == 0 {
+            alone.route(&Request { arrival, ..request(&chain) }, 0.0).unwrap();
+        }
+    }
+    alone.leave();
+    assert_eq!((alone.release_held(0.1).refused.len(), alone.waiting()), (0, 1));
 }
 
 /// The first turn of a program.

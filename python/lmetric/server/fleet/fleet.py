@@ -265,7 +265,8 @@ class Fleet:
         for model in self.models:
             if old := model.names.forget(now - UNSERVED_SECONDS):
                 self._names_changed(old)
-            if model.unserved_since is not None and model.name not in named and not model.router.in_flight():
+            idle = not model.router.in_flight() and not model.router.waiting
+            if model.unserved_since is not None and model.name not in named and idle:
                 unserved.append((model.unserved_since, model))
         unserved.sort(key=lambda each: -each[0])
         for number, (since, model) in enumerate(unserved):

@@ -171,6 +171,17 @@ impl Admission {
         Ok(())
     }
 
+    /// Ends the sharing of programs. The requests that they held are refused: what these wait for
+    /// does not come any more.
+    pub fn leave(&mut self) {
+        if self.programs.as_mut().is_some_and(Followed::leave) {
+            for (_, id) in self.by_turn.drain() {
+                self.released.refused.push((id, RefusedFor::Programs, 1.0));
+                self.arrivals.remove(id);
+            }
+        }
+    }
+
     /// Follows what other workers' requests did to programs.
     #[inline]
     pub fn follow(&mut self, now: Seconds) {
@@ -461,9 +472,7 @@ impl Admission {
                 self.arrivals.remove(id);
             }
             if programs.take_copied() {
-                let gone: Vec<TurnId> =
-                    self.by_turn.keys().filter(|turn| !programs.knows(**turn)).copied().collect();
-                for id in gone.iter().filter_map(|turn| self.by_turn.remove(turn)) {
+                for (_, id) in self.by_turn.extract_if(|turn, _| !programs.knows(*turn)) {
                     self.released.refused.push((id, RefusedFor::Programs, 1.0));
                     self.arrivals.remove(id);
                 }

@@ -197,14 +197,14 @@ impl Followed {
     }
 
     /// Ends the sharing: other workers no longer ask this one for a copy, and its requests end. Its
-    /// programs begin anew.
-    pub fn leave(&mut self) {
-        if let Some(shared) = self.shared.take() {
-            let writer = shared.board.writer() as u64;
-            shared.write(LEFT, shared.common.latest, &[&[writer]]);
-            shared.board.end_group(shared.group);
-            self.programs.begin_anew();
-        }
+    /// programs begin anew. Returns false if nothing was shared.
+    pub fn leave(&mut self) -> bool {
+        let Some(shared) = self.shared.take() else { return false };
+        let writer = shared.board.writer() as u64;
+        shared.write(LEFT, shared.common.latest, &[&[writer]]);
+        shared.board.end_group(shared.group);
+        self.programs.begin_anew();
+        true
     }
 
     /// Returns whether the programs are those of all workers.

@@ -142,9 +142,7 @@ impl Router {
         if let Some(workers) = self.workers.take() {
             workers.leave();
         }
-        if let Some(programs) = self.listeners.admission.followed_mut() {
-            programs.leave();
-        }
+        self.listeners.admission.leave();
     }
 
     /// Returns whether this router has the agent programs of the other workers. Until then, its
