@@ -9,6 +9,8 @@ const MAX_TENANTS: usize = 65_536;
 /// Seconds for which room is kept for a tenant after its last request: longer than nearly all gaps
 /// between the requests of a client in use.
 const KEPT_SECONDS: Seconds = 300.0;
+/// Weight of the latest request in the mean time on engines.
+const LATEST: f64 = 0.1;
 
 /// Use of a tenant's limits.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +21,8 @@ struct Usage {
     limited: bool,
     /// The tenant's weight, as of its last request.
     weight: f64,
+    /// Mean time of its requests on engines.
+    seconds: Option<Seconds>,
 }
 
 /// The use of all tenants' limits, by the hash of their names.
@@ -127,13 +131,30 @@ impl Limits {
         f64::from(own) * others < f64::from(self.running) * weight
     }
 
+    /// Learns how long a request of a tenant was on engines.
+    pub fn ran(&mut self, tenant: u64, seconds: Seconds) {
+        if let Some(usage) = self.tenants.get_mut(&tenant) {
+            let mean = usage.seconds.get_or_insert(seconds);
+            *mean += (seconds - *mean) * LATEST;
+        }
+    }
+
+    /// Returns the predicted seconds until `waiting` requests of a tenant at its limit run: each
+    /// waits for the end of one on an engine. 0 until a request of the tenant has ended.
+    pub fn wait_seconds(&self, tenant: u64, waiting: usize) -> Seconds {
+        let usage = self.tenants.get(&tenant);
+        let seconds = usage.and_then(|usage| usage.seconds).unwrap_or(0.0);
+        // On average, half of the time until the next end has passed.
+        (waiting as f64 - 0.5).max(0.0) * seconds / f64::from(self.running(tenant).max(1))
+    }
+
     fn usage(&mut self, tenant: u64) -> &mut Usage {
         if self.tenants.len() >= self.sweep_at.max(MAX_TENANTS) && !self.tenants.contains_key(&tenant) {
             self.tenants.retain(|_, usage| usage.running > 0);
             // So that a table of tenants that stay is not walked through for each new one.
             self.sweep_at = 2 * self.tenants.len();
         }
-        self.tenants.entry(tenant).or_insert(Usage { running: 0, limited: false, weight: 1.0 })
+        self.tenants.entry(tenant).or_insert(Usage { running: 0, limited: false, weight: 1.0, seconds: None })
     }
 }
 

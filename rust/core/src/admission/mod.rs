@@ -90,6 +90,8 @@ struct Arrival {
     home: Option<InstanceId>,
     /// The slot that had room for it.
     slot: Option<usize>,
+    /// Time since which it may run.
+    began: Seconds,
     /// Levels by which its level had risen when it was its turn.
     aged_levels: u8,
     stage: Stage,
@@ -350,6 +352,7 @@ impl Admission {
             since: now,
             home,
             slot: None,
+            began: now,
             aged_levels: 0,
             stage: Stage::Ready(None),
         };
@@ -573,7 +576,7 @@ impl Admission {
         load.begin_level(key, weight);
         let share = load.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
-        arrival.slot = slot;
+        (arrival.slot, arrival.began) = (slot, now);
         if let Some(slot) = slot {
             room.take(slot, prefill_seconds.max(load.config.room() / MAX_PER_ROUND));
         }
@@ -662,6 +665,9 @@ impl Admission {
             (&mut self.load, arrival.stage)
         {
             load.limits.end(arrival.asked.tenant, now);
+            if let Stage::Running(_) = arrival.stage {
+                load.limits.ran(arrival.asked.tenant, now - arrival.began);
+            }
             load.end_level(arrival.key(), now);
             load.shares.charge(share, made);
             load.shares.end(share);
@@ -731,7 +737,12 @@ impl Load {
         // How long an instance stays full is unknown; the rate of service includes it.
         let best = room.best(Fullness::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
-        until_room
-            + self.queue.work_before(key, |other| self.may_run(other)) / self.service.rate(room.prior_rate)
+        let work = self.queue.work_before(key, |other| self.may_run(other));
+        let until_turn = until_room + work / self.service.rate(room.prior_rate);
+        match self.may_run(key.tenant) {
+            true => until_turn,
+            // The rate is that of lines that may run.
+            false => until_turn.max(self.limits.wait_seconds(key.tenant, self.queue.own_before(key))),
+        }
     }
 }

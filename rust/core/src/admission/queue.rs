@@ -147,6 +147,12 @@ impl Queue {
         lines.max_by_key(|(other, line)| (Reverse(other.level), line.len(), *other))?.1.last()
     }
 
+    /// Returns the number of waiting requests of a line's tenant that go no later than the line's.
+    pub fn own_before(&self, key: Key) -> usize {
+        let own = |other: Key| other.tenant == key.tenant && other.level >= key.level;
+        self.lines().filter(|(other, _)| own(*other)).map(|(_, line)| line.len()).sum()
+    }
+
     /// Returns the work that is taken up until the requests of a line are. All work of higher
     /// levels goes before. Tenants share a level by weight, so of each other tenant in it, at most
     /// the work of its share goes before. Only lines that `may_run` count.

@@ -220,6 +220,7 @@ fn the_hold_of_a_program_makes_no_request_late() {
         since: 10.0,
         home: None,
         slot: None,
+        began: 0.0,
         aged_levels: 0,
         stage: Stage::Cache,
     };
@@ -251,6 +252,62 @@ fn requests_above_a_tenants_concurrency_wait_for_an_end() {
     assert_eq!(admission.release(&mut room(0.0), 1.0), Released::default());
     admission.ended(running.unwrap(), 10, Finish::Stop, 2.0);
     assert_eq!(admission.release(&mut room(0.0), 2.0).ready, [(waiting.unwrap(), 2.0)]);
+}
+
+/// Each request of a tenant at its limit takes a minute, far longer than the fleet's rate says.
+#[test]
+fn the_wait_for_a_tenants_limit_is_by_the_ends_of_its_requests() {
+    for most in [1, 4] {
+        let limits = TenantLimits { max_concurrent: Some(most), max_waiting: Some(20) };
+        let mut admission = admission(limited(1, limits));
+        let (mut now, mut running) = (0.0, Vec::new());
+        for round in 0..3 {
+            for id in running.drain(..) {
+                admission.ended(id, 1000, Finish::Stop, now);
+            }
+            // Each round has room for one.
+            let ready = (0..=most).flat_map(|_| admission.release(&mut room(0.0), now).ready);
+            let ready: Vec<_> = ready.collect();
+            assert_eq!(ready.len(), if round == 0 { 0 } else { most as usize });
+            for (id, _) in ready {
+                admission.placed(id, InstanceId(0), now);
+                running.push(id);
+            }
+            loop {
+                let (id, verdict) = arrive(&mut admission, asked(1), 0.0, now);
+                match verdict {
+                    Verdict::Free => {
+                        admission.placed(id.unwrap(), InstanceId(0), now);
+                        running.push(id.unwrap());
+                    }
+                    Verdict::Held { by, .. } => assert_eq!(by, HeldFor::Concurrency),
+                    Verdict::Refused { by, retry_after_seconds } => {
+                        assert_eq!(by, RefusedFor::Queue);
+                        // 20 requests wait, and 1 or 4 of them begin each minute.
+                        let wait = 1200.0 / f64::from(most);
+                        let ratio = retry_after_seconds / wait;
+                        assert!(
+                            round == 0 || (0.8..1.25).contains(&ratio),
+                            "{retry_after_seconds} of {wait}"
+                        );
+                        break;
+                    }
+                    Verdict::Run(_) => panic!("{verdict:?}"),
+                }
+            }
+            now += 60.0;
+        }
+        // A deadline before the end of its requests is refused at once, a later one is not.
+        let with = |ttft: f64| Asked { ttft_seconds: Some(ttft), ..asked(1) };
+        let (_, verdict) = arrive(&mut admission, with(60.0), 0.0, now);
+        assert_eq!(refused(verdict).0, RefusedFor::Deadline);
+        let (_, verdict) = arrive(&mut admission, with(3600.0), 0.0, now);
+        assert!(!matches!(verdict, Verdict::Refused { by: RefusedFor::Deadline, .. }), "{verdict:?}");
+        // Others do not wait for it: 3,000 tokens of work at the fleet's rate.
+        let (_, verdict) = arrive(&mut admission, asked(2), 0.2, now);
+        let Verdict::Held { expected_seconds, .. } = verdict else { panic!("{verdict:?}") };
+        assert!(expected_seconds < 4.0, "{expected_seconds}");
+    }
 }
 
 #[test]
