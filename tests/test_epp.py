@@ -276,6 +276,27 @@ async def test_a_sheddable_request_does_not_wait() -> None:
         await world.settled()
 
 
+async def test_a_sheddable_request_takes_no_place_from_requests_that_wait() -> None:
+    tenants = {"t": {"max_concurrent": 1}, "u": {"max_concurrent": 1}}
+    admission = {"max_waiting": 2, "room_seconds": 1000.0}
+    async with picking(tenants=tenants, admission=admission, forwarded=TRUSTED) as world:
+        model = world.server.fleet.models[0]
+        world.server.fleet.objectives["batch"] = -1
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(exchange(world.target)) for _ in range(5)]
+            await streams[0].ask(head=request_head(x_tenant="t"))
+            await streams[1].ask(head=request_head(x_tenant="u"))
+            body = request_body(orjson.dumps(PROMPT), True)
+            for waiting in streams[2:4]:
+                await waiting.send(request_head(x_tenant="t"), body)
+            await until(lambda: model.router.waiting == 2)
+            await streams[4].send(request_head(x_tenant="u", x_llm_d_inference_objective="batch"), body)
+            assert (await streams[4].refused())[0] == 429
+            model.held.release(time.monotonic())
+            assert (model.router.waiting, model.held.waiting()) == (2, {"t": 2})
+        await world.settled()
+
+
 async def test_the_engine_that_served_gets_the_counts() -> None:
     async with picking(2, policy="least_requests") as world, exchange(world.target) as stream:
         place, _, _ = await stream.ask()

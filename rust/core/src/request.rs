@@ -40,6 +40,8 @@ pub struct Request<'a> {
     pub ttft_slo_seconds: Option<f64>,
     /// Priority level while it waits ([`crate::levels::LEVELS`]).
     pub level: i8,
+    /// Whether it is refused at its arrival if it would have to wait.
+    pub sheddable: bool,
     /// Whether the answer comes whole, so that its first token is not seen.
     pub whole_answer: bool,
     /// Whether the client says that this is the last request of its session.

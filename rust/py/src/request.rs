@@ -401,7 +401,8 @@ impl Request {
             instances: self.instances.as_ref(),
             arrival: None,
             ttft_slo_seconds: self.ttft_slo_seconds,
-            level: 0, // an argument of `Router.arrive`
+            level: 0, // an argument of `Router.arrive`, as the next one
+            sheddable: false,
             whole_answer: self.whole_answer,
             home: None,
             tenant: Tenant {

@@ -666,20 +666,22 @@ impl Router {
     /// if the router neither follows programs nor admits by load.
     ///
     /// A router that admits requests (`ProgramAdmission`, `set_admission`) routes only requests
-    /// with an arrival. `level`: its priority level, -10 to 10. Raises `BadValueError`.
-    #[pyo3(signature = (request, *, now=None, level=0))]
+    /// with an arrival. `level`: its priority level, -10 to 10. `sheddable`: it is refused if it
+    /// would have to wait, at no cost to requests that wait. Raises `BadValueError`.
+    #[pyo3(signature = (request, *, now=None, level=0, sheddable=false))]
     fn arrive(
         &self,
         py: Python<'_>,
         request: Bound<'_, PyAny>,
         now: Option<f64>,
         level: i8,
+        sheddable: bool,
     ) -> Result<Option<Arrival>> {
         let given = request::given(request, "Router.arrive")?;
         let arrived = self.with_request(py, given.get(), |request| {
             self.decide(py, request.chain.len(), |router| {
                 let now = self.clock.now(now, router)?;
-                let arrived = router.arrive(&CoreRequest { level, ..request }, now)?;
+                let arrived = router.arrive(&CoreRequest { level, sheddable, ..request }, now)?;
                 Ok(arrived.map(|arrived| (arrived, router.matches_arrivals())))
             })
         })?;

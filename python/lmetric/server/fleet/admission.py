@@ -90,12 +90,15 @@ class HeldRequests:
         """Whether requests must arrive before they are routed."""
         return self._settings is not None or isinstance(self._programs, ProgramAdmission)
 
-    def arrive(self, request: Request, tenant: str, slo_class: str, *, now: float) -> Arrival | None:
-        """Records the arrival of a request; None if every request runs."""
-        if self.levels.on:
-            arrival = self._router.arrive(request, now=now, level=self.levels.of(tenant, slo_class))
-        else:
-            arrival = self._router.arrive(request, now=now)
+    def arrive(
+        self, request: Request, tenant: str, slo_class: str, *, now: float, sheddable: bool = False
+    ) -> Arrival | None:
+        """Records the arrival of a request; None if every request runs.
+
+        A sheddable request is refused if it would have to wait.
+        """
+        level = self.levels.of(tenant, slo_class) if self.levels.on else 0
+        arrival = self._router.arrive(request, now=now, level=level, sheddable=sheddable)
         self.poke()  # its arrival may have let waiting requests run
         return arrival
 

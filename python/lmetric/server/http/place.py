@@ -124,8 +124,12 @@ class Placement:
             hedge_seconds = slo.hedge_after_seconds
         if hedge_seconds is not None:
             intent.hedge = _hedge(intent, hedge_seconds)
-        tenant, slo_class = client_request.tenant, client_request.slo_class
-        if held.admits and (arrival := held.arrive(asked, tenant, slo_class, now=now)) is not None:
+        arrival = None
+        if held.admits:
+            tenant, slo_class = client_request.tenant, client_request.slo_class
+            shed = client_request.sheddable
+            arrival = held.arrive(asked, tenant, slo_class, now=now, sheddable=shed)
+        if arrival is not None:
             intent.arrival = arrival
             if arrival.verdict == "refused":
                 reason = arrival.reason or ""
@@ -170,13 +174,9 @@ class Placement:
 
     def _hold(self, intent: Intent, arrival: Arrival, now: float) -> None:
         """Starts the request when the core router lets it run."""
-        client_request, model = intent.client_request, intent.model
-        if client_request.sheddable:
-            arrival.drop()
-            client_request.refused_because = "queue"
-            raise refusal(model.name, "queue", 1.0)
         start = partial(self._start, intent)
-        self._running.add(client_request, HeldRequest(intent, arrival, self._running, then=start, now=now))
+        held = HeldRequest(intent, arrival, self._running, then=start, now=now)
+        self._running.add(intent.client_request, held)
 
     def _start(
         self,

@@ -18,6 +18,7 @@
 //! | --- | --- | --- |
 //! | (arrives) | its program has no place | `Cache` |
 //! | (arrives) | | `Room` |
+//! | (arrives) | it would have to wait, and is sheddable | (refused) |
 //! | `Cache` | its program gets a place, or no instance takes requests | `Room` |
 //! | `Room` | an instance has room, and it is its turn | `Ready` |
 //! | `Room` | its deadline passes, or a longer line loses its end | (refused) |
@@ -358,10 +359,15 @@ impl Admission {
         };
         let id = self.arrivals.insert(arrival);
         if let (program::Verdict::Held(hold), Some(turn)) = (verdict, turn) {
+            let expected_seconds = hold.expected_seconds;
+            if asked.sheddable {
+                self.remove(id, now);
+                let retry_after_seconds = expected_seconds.clamp(1.0, 3600.0);
+                return (None, Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds });
+            }
             self.arrivals[id].stage = Stage::Cache;
             self.by_turn.insert(turn, id);
-            let by = HeldFor::Program(hold);
-            return (Some(id), Verdict::Held { by, expected_seconds: hold.expected_seconds });
+            return (Some(id), Verdict::Held { by: HeldFor::Program(hold), expected_seconds });
         }
         let verdict = self.arrive_at_room(id, room, now);
         let id = if let Verdict::Refused { .. } = verdict { None } else { Some(id) };
@@ -413,7 +419,7 @@ impl Admission {
         };
         let refused = match () {
             () if late => Some(RefusedFor::Deadline),
-            () if loses == Some(id) => Some(RefusedFor::Queue),
+            () if asked.sheddable || loses == Some(id) => Some(RefusedFor::Queue),
             () => None,
         };
         if let Some(by) = refused {

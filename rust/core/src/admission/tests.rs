@@ -26,7 +26,15 @@ pub(super) fn room(wait: f64) -> Room {
 
 /// A prompt of 1,000 tokens, which takes a second.
 pub(super) fn asked(tenant: u64) -> Asked {
-    Asked { tenant, weight: 1.0, new_tokens: 1000.0, prefill_seconds: 1.0, ttft_seconds: None, level: 0 }
+    Asked {
+        tenant,
+        weight: 1.0,
+        new_tokens: 1000.0,
+        prefill_seconds: 1.0,
+        ttft_seconds: None,
+        level: 0,
+        sheddable: false,
+    }
 }
 
 pub(super) fn arrive(
@@ -308,6 +316,20 @@ fn the_wait_for_a_tenants_limit_is_by_the_ends_of_its_requests() {
         let Verdict::Held { expected_seconds, .. } = verdict else { panic!("{verdict:?}") };
         assert!(expected_seconds < 4.0, "{expected_seconds}");
     }
+}
+
+#[test]
+fn a_sheddable_request_that_would_wait_costs_nobody_a_place() {
+    let mut admission = admission(LoadConfig { max_waiting: 3, ..config() });
+    let sheddable = Asked { sheddable: true, ..asked(2) };
+    assert_eq!(arrive(&mut admission, sheddable, 0.0, 0.0).1, Verdict::Free);
+    (0..3).for_each(|_| _ = held(&mut admission, 1, 0.0));
+    let (id, verdict) = arrive(&mut admission, sheddable, 1.0, 0.0);
+    assert_eq!((id, refused(verdict).0), (None, RefusedFor::Queue));
+    assert_eq!((admission.waiting(), admission.release(&mut room(1.0), 0.0)), (3, Released::default()));
+    // A request that may wait takes the place of the longest line's last one.
+    held(&mut admission, 2, 0.0);
+    assert_eq!(admission.release(&mut room(1.0), 0.0).refused.len(), 1);
 }
 
 #[test]

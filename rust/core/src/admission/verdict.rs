@@ -85,6 +85,8 @@ pub struct Asked {
     pub ttft_seconds: Option<Seconds>,
     /// Priority level; higher goes first. Without levels in the settings, it does not count.
     pub level: i8,
+    /// Whether it is refused if it would have to wait.
+    pub sheddable: bool,
 }
 
 /// State of the instances for a round of admission.

@@ -173,6 +173,7 @@ impl TicketState {
             arrival: self.arrival,
             ttft_slo_seconds: None, // it has been admitted
             level: 0,
+            sheddable: false,
             whole_answer: self.whole_answer,
             session_final: false, // its arrival says it
             home: None,

@@ -89,6 +89,7 @@ pub fn arrive(
         prefill_seconds: 0.0,
         ttft_seconds: request.ttft_slo_seconds,
         level: request.level,
+        sheddable: request.sheddable,
     };
     let mut room = Room { served: able(state).1 > 0, ..Room::default() };
     if admission.load_config().is_some() {
