@@ -27,6 +27,9 @@ const MAX_ERROR: f64 = 1.0;
 /// Regularization towards the current costs, as a fraction of a term's observations. It decides
 /// what the observations leave open.
 const HOLD: f64 = 1e-3;
+/// Minimum of a term's decayed sum of squares. Below it, the term keeps its cost until it is observed
+/// again. Rounding would stop the decay of smaller sums, and their ratio would be meaningless.
+const LEAST_SQUARES: f64 = 1e-200;
 /// Costs of a typical engine (the profile `llama-3.1-8b-a100`). Only their proportions count, until
 /// traffic separates the terms.
 const USUAL: Work = [0.01, 2e-5, 8e-8, 6e-5, 2.2e-9];
@@ -98,12 +101,26 @@ impl StepFit {
         self.seen = std::array::from_fn(|i| self.seen[i] + f64::from(u8::from(work[i] > 0.0)));
         let (seconds, weight) = (predicted * (1.0 + error), 1.0 / predicted);
         for i in 0..TERMS {
+            if 0.0 < self.products[i][i] && self.products[i][i] < LEAST_SQUARES {
+                self.forget(i);
+            }
+        }
+        for i in 0..TERMS {
             self.seconds[i] = self.seconds[i] * KEEP + weight * work[i] * seconds;
             for j in 0..TERMS {
                 self.products[i][j] = self.products[i][j] * KEEP + weight * work[i] * work[j];
             }
         }
         self.solve();
+    }
+
+    /// Removes a term from the sums at its present cost. The sums of other terms lose its part.
+    fn forget(&mut self, term: usize) {
+        for other in 0..TERMS {
+            self.seconds[other] -= self.products[other][term] * self.costs[term];
+            (self.products[other][term], self.products[term][other]) = (0.0, 0.0);
+        }
+        self.seconds[term] = 0.0;
     }
 
     /// Records that `tokens` prefill tokens were computed in `steps` steps: a lower bound on the
@@ -127,7 +144,7 @@ impl StepFit {
     /// Fits the costs to the observations. While a cost is negative, the term with the lowest cost
     /// is removed.
     fn solve(&mut self) {
-        // The system is scaled so that each observed term has diagonal 1. A term that was never
+        // The system is scaled so that each observed term has diagonal 1. A term that is not
         // observed keeps its cost, and its row is not read.
         let scale: Work = std::array::from_fn(|i| self.products[i][i].sqrt());
         let system = System {
@@ -178,7 +195,7 @@ impl StepFit {
 
     /// Returns whether the observations include prefills.
     pub fn knows_prefill(&self) -> bool {
-        self.products[3][3] > 0.0
+        self.seen[3] > 0.0
     }
 }
 
@@ -344,6 +361,30 @@ mod tests {
         prefills[..20].iter().for_each(|work| fit.observe(work, dot(work, &costs)));
         for work in &prefills {
             assert!((dot(work, &fit.costs) / dot(work, &costs) - 1.0).abs() < 0.02, "{:?}", fit.costs);
+        }
+    }
+
+    /// Sums of a term that is not observed for hours reach the smallest numbers, whose decay rounding
+    /// stops.
+    #[test]
+    fn a_term_that_traffic_lacks_for_hours_keeps_its_cost() {
+        let costs: Work = [0.012, 4e-5, 1e-7, 6e-5, 2.2e-9];
+        let decodes: Work = [8.0, 80.0, 80_000.0, 0.0, 0.0];
+        let prefill: Work = [1.0, 0.0, 0.0, 1000.0, 500_000.0];
+        for (usual, rare) in [(decodes, prefill), (prefill, decodes)] {
+            let mut fit = StepFit::default();
+            works(3)[..200].iter().for_each(|work| fit.observe(work, dot(work, &costs)));
+            for _ in 0..60_000 {
+                fit.observe(&usual, dot(&usual, &costs));
+                for work in [usual, rare] {
+                    assert!(
+                        (dot(&work, &fit.costs) / dot(&work, &costs) - 1.0).abs() < 0.02,
+                        "{:?}",
+                        fit.costs
+                    );
+                }
+            }
+            assert!(fit.knows_prefill());
         }
     }
 
