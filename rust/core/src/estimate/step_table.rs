@@ -167,7 +167,8 @@ impl StepTable {
         let mut points: Vec<Point> = Vec::with_capacity(2 + usize::from(half_octave(f64::from(most))));
         for cell in 0.. {
             // A cell ends before the first number of the next one.
-            let tokens = if cell == 0 { 0 } else { (end_of(cell).ceil() as u32 - 1).min(most) };
+            let last = (end_of(cell).ceil() - 1.0).min(f64::from(most)) as u32;
+            let tokens = if cell == 0 { 0 } else { last };
             if points.last().is_some_and(|last| last.tokens == tokens) && cell > 0 {
                 if tokens == most {
                     break;
@@ -278,6 +279,17 @@ mod tests {
         assert_eq!(table.prefill_within(10.0, &load(10, 10_000, 0), 0, 4096), Some(4096));
         assert_eq!(table.prefill_within(10.0, &load(10, 10_000, 0), 0, 0), Some(0));
         assert!((table.seconds(&load(10, 10_000, 100)).unwrap() - 0.031).abs() < 1e-9);
+    }
+
+    #[test]
+    fn any_number_can_be_the_most() {
+        let mut table = StepTable::new(Some(ENGINE));
+        record(&mut table, load(10, 10_000, 256), 1.0, 1);
+        for most in [1 << 20, u32::MAX - 1, u32::MAX] {
+            let within = table.prefill_within(0.05, &load(10, 10_000, 0), 0, most).unwrap();
+            assert!((288..=290).contains(&within), "{within}");
+            assert_eq!(table.prefill_within(1e9, &load(10, 10_000, 0), 0, most), Some(most));
+        }
     }
 
     #[test]
