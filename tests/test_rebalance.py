@@ -235,9 +235,10 @@ def test_a_move_that_would_pause_too_long_is_given_up() -> None:
     # The moves that remain leave nothing to compute: the answer has just filled its last block.
     assert never.moves.sum() < play("star", migration_by="recompute").moves.sum()
     assert np.isfinite(never.finished_seconds).all()
-    often = {"threshold": 0.0, "max_moves": 8, "period_seconds": 0.1}
-    one = play("star", often, migration_by="recompute", migration_max_concurrent=1)
-    many = play("star", often, migration_by="recompute", migration_max_concurrent=8)
+    # After some seconds, several requests must move at once.
+    several = {"threshold": 0.0, "max_moves": 8, "period_seconds": 4.0}
+    one = play("star", several, migration_by="recompute", migration_max_concurrent=1)
+    many = play("star", several, migration_by="recompute", migration_max_concurrent=8)
     assert one.moves.sum() > 0
     assert (one.finished_seconds != many.finished_seconds).any()
     for wrong, said in (

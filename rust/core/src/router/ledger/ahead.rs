@@ -193,7 +193,7 @@ impl Ahead {
         self.loads[slot].bind(key, prompt_tokens, entry.left(), start);
     }
 
-    /// Records the first token of a bound segment. `lag`: seconds since the end of the previous
+    /// Records the first token of a bound segment, which `entry` counts. `lag`: seconds since the end of the previous
     /// segment.
     pub fn start(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds, lag: Option<Seconds>) {
         self.loads[slot].unbind(key);
@@ -201,7 +201,7 @@ impl Ahead {
         if let Some(left) = &mut self.left {
             left[slot].put(entry.left(), entry.prompt_tokens + entry.output_tokens);
         }
-        self.survival.passed(0.0, 1.0);
+        self.survival.passed(entry.output_tokens - 1.0, entry.output_tokens);
         for pace in [&mut self.paces[slot], &mut self.pace] {
             pace.pass(now);
             pace.requests += 1.0;
@@ -324,6 +324,45 @@ impl Ahead {
 mod tests {
     use super::*;
     use crate::estimate::pressure;
+    use crate::kv::tier::Tier;
+
+    /// A segment that continues an answer, after a move or a cut, begins no other answer.
+    #[test]
+    fn an_answer_of_two_segments_is_one_answer() {
+        let entry = |output_tokens: f64| Entry {
+            prompt_tokens: 1000.0,
+            new_tokens: 0.0,
+            output_tokens,
+            expected_output_tokens: None,
+            stage: Stage::Decoding,
+            tier_tokens: 0.0,
+            tier: Tier::Gpu,
+            load_seconds: None,
+            lora: 0,
+            tenant: 0,
+            whole_answer: false,
+        };
+        let learned = |moved_at: Option<f64>| {
+            let mut ahead = Ahead::new(PROJECTED, 2, CurveSettings::default(), None);
+            for answer in 0..100 {
+                let key = (answer, 0);
+                let (mut slot, mut made) = (0, 1.0);
+                ahead.start(slot, key, &entry(made), 0.0, None);
+                if let Some(at) = moved_at {
+                    ahead.grow(slot, &entry(made), at - made, 0.0);
+                    ahead.end(slot, key, &entry(at), 0.0);
+                    (slot, made) = (1, at + 1.0);
+                    ahead.start(slot, key, &entry(made), 0.0, None);
+                }
+                ahead.grow(slot, &entry(made), 100.0 - made, 0.0);
+                ahead.end(slot, key, &entry(100.0), 0.0);
+                ahead.finished(100, 100.0, 0.0);
+            }
+            ahead.survival().product_limit().boundaries().to_vec()
+        };
+        assert_eq!(learned(Some(50.0)), learned(None));
+        assert_eq!(learned(Some(64.0)), learned(None));
+    }
 
     /// rust 7.20: the cost of a decode step, which walks through the instances, is needed once in
     /// [`REFRESH_SECONDS`], not for each output that ends.
