@@ -7,6 +7,11 @@ const KEEP: f64 = 0.98;
 const KEEP_ERROR: f64 = 0.95;
 /// Minimum decayed number of predictions before their error is returned: four predictions.
 const MIN_JUDGED: f64 = 3.0;
+/// Maximum seconds of a prefill, in multiples of its prediction, or the maximum that it adds to the
+/// sum of seconds beyond its prediction, as a fraction of the sum. The larger of the two applies, so
+/// that neither short prefills, which take mostly fixed costs, nor slow engines are outliers.
+const MAX_RATIO: f64 = 5.0;
+const MAX_PULL: f64 = 0.25;
 /// Token and pair costs are separated if at least this fraction of the pairs is not proportional to
 /// the tokens.
 const MIN_INDEPENDENT: f64 = 1e-3;
@@ -35,12 +40,16 @@ pub struct PrefillRate {
 
 impl PrefillRate {
     /// Records that `tokens` uncached prompt tokens with `pairs` attention pairs took `seconds`,
-    /// counted from the time at which the instance could begin.
-    pub fn observe(&mut self, tokens: f64, pairs: f64, seconds: Seconds) {
+    /// counted from the time at which the instance could begin. A stall has limited weight.
+    pub fn observe(&mut self, tokens: f64, pairs: f64, mut seconds: Seconds) {
         if tokens > 0.0 && seconds > 0.0 {
             if let Some(predicted) = self.seconds(tokens, pairs).filter(|predicted| *predicted > 0.0) {
                 let error = (seconds / predicted - 1.0).min(10.0);
                 self.errors = self.errors * KEEP_ERROR + error * error;
+                if self.judged >= MIN_JUDGED {
+                    let most = (MAX_RATIO * predicted).max(predicted + MAX_PULL * self.seconds);
+                    seconds = seconds.min(most);
+                }
                 self.judged = self.judged * KEEP_ERROR + 1.0;
             }
             for (sum, value) in [
@@ -112,6 +121,31 @@ mod tests {
         assert!(rate.relative_error().unwrap() < 1e-9);
         (0..200).for_each(|i| rate.observe(1000.0, 0.0, if i % 2 == 0 { 0.08 } else { 0.12 }));
         assert!((rate.relative_error().unwrap() - 0.2).abs() < 0.02);
+    }
+
+    #[test]
+    fn a_stall_does_not_change_the_rate_for_long() {
+        let rate_after = |stalls: u32, slow: f64| {
+            let mut rate = PrefillRate::default();
+            (0..100).for_each(|_| rate.observe(2000.0, 0.0, 0.2));
+            (0..stalls).for_each(|_| rate.observe(2000.0, 0.0, slow));
+            rate.tokens_per_second().unwrap()
+        };
+        assert!(rate_after(1, 60.0) > 10_000.0 / 1.5, "{}", rate_after(1, 60.0));
+        // An engine that has become slower, also by much, is learned.
+        assert!(rate_after(50, 2.0) < 1700.0, "{}", rate_after(50, 2.0));
+        assert!(rate_after(50, 60.0) < 70.0, "{}", rate_after(50, 60.0));
+    }
+
+    /// Fixed costs dominate a prefill of a few tokens.
+    #[test]
+    fn a_short_prefill_is_no_stall() {
+        let mut rate = PrefillRate::default();
+        (0..100).for_each(|_| rate.observe(2000.0, 0.0, 0.2));
+        rate.observe(16.0, 0.0, 0.02);
+        let (tokens, seconds) = (99_000.0_f64, 9.9_f64);
+        let close = rate.tokens_per_second().unwrap() / ((tokens + 16.0) / (seconds + 0.02)) - 1.0;
+        assert!(close.abs() < 1e-3, "{close}");
     }
 
     proptest! {
