@@ -363,6 +363,33 @@ fn an_instance_that_failed_a_running_request_is_not_asked_for_it_again() {
     is(&mut router, Indicator::Tokens, &[0.0; 3]);
 }
 
+/// A new engine takes the place of the one that failed the request, then the next one fails.
+#[test]
+fn a_new_instance_has_failed_no_request() {
+    let mut router = fleet(RouterConfig::default(), &[Both, Both]);
+    let d = route(&mut router, 0.0);
+    router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
+    let first = d.segment.instance;
+    let second = router.elsewhere(d.ticket, 1.0).unwrap();
+    router.begin_move(d.ticket, second, Carry::Recompute, 1.0).unwrap();
+    router.advance(d.ticket, Event::Moved, 1.0).unwrap();
+    router.advance(d.ticket, Event::FirstToken, 1.5).unwrap();
+    assert!(matches!(router.elsewhere(d.ticket, 2.0), Err(CoreError::NoInstance(_))), "both failed it");
+    router.remove_instance(&format!("e{}", first.0)).unwrap();
+    assert_eq!(router.add_instance("new", Both, None).unwrap(), first, "in the same slot");
+    assert_eq!(router.elsewhere(d.ticket, 3.0).unwrap(), first);
+
+    // A first segment, before its first token.
+    let mut router = fleet(RouterConfig::default(), &[Both, Both]);
+    let d = route(&mut router, 0.0);
+    let first = d.segment.instance;
+    let next = router.advance(d.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
+    router.remove_instance(&format!("e{}", first.0)).unwrap();
+    assert_eq!(router.add_instance("new", Both, None).unwrap(), first);
+    let last = router.advance(d.ticket, Event::Failed(Failure::Reset), 0.2).unwrap().unwrap();
+    assert_eq!((last.instance, next.instance == first), (first, false));
+}
+
 #[test]
 fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
     let mut router = fleet(RouterConfig::default(), &[Both, Both, Both]);

@@ -2,7 +2,7 @@
 use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::estimate::Turn;
-use crate::ids::{ArrivalId, Seconds};
+use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::plan::{PrefixFetch, Segment, Usage};
 use crate::priority::vtc::Place;
 use crate::request::{Allowed, Arm, Request, Tenant};
@@ -150,10 +150,10 @@ pub struct TicketState {
     pub arm: Arm,
     /// Data of listeners.
     pub kept: Kept,
-    /// Slots that failed the open segment.
-    pub failed: Vec<u32>,
-    /// Slots that failed the running request; they get no further segment of it.
-    pub lost: Vec<u32>,
+    /// Instances that failed the open segment, with their generations.
+    pub failed: Vec<(InstanceId, u32)>,
+    /// Instances that failed the running request; they get no further segment of it.
+    pub lost: Vec<(InstanceId, u32)>,
 }
 
 impl TicketState {

@@ -227,7 +227,7 @@ impl Lifecycle<'_> {
         let state = self.requests.tickets.get(ticket).ok()?;
         let old = state.open.clone();
         state.open.instance_generation = 0; // no longer in the ledger
-        state.failed.push(old.segment.instance.0);
+        state.failed.push((old.segment.instance, old.instance_generation));
         let later = std::mem::take(&mut state.later);
         let decision = state.decision;
         self.close_segment(key, &old);

@@ -10,7 +10,7 @@ use crate::ids::InstanceId;
 use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
 use crate::router::listeners::Listener;
-use crate::router::tickets::{self, TicketId};
+use crate::router::tickets::{self, PlacedSegment, TicketId};
 
 /// Transfer of computed state to the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,12 +83,12 @@ impl Lifecycle<'_> {
     /// The errors of [`Router::elsewhere`](crate::router::Router::elsewhere).
     pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
         let state = self.requests.tickets.get(ticket)?;
-        let source = state.open.segment.instance;
+        let PlacedSegment { segment: Segment { instance: source, .. }, instance_generation, .. } = state.open;
         if state.open.entry.stage != Stage::Decoding {
             let problem = "it cannot move: it has no token yet".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         }
-        state.lost.push(source.0);
+        state.lost.push((source, instance_generation));
         state.failed.clone_from(&state.lost);
         let (turn, now) = (self.state.turn_behind(source), self.now);
         self.plan_for(ticket, |state, context, request, failed| {

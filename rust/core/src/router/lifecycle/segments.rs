@@ -7,6 +7,7 @@ use crate::router::context::DecisionContext;
 use crate::router::ledger::Stage;
 use crate::router::state::State;
 use crate::router::tickets::{self, HandedOver, PlacedSegment, TicketId, TicketState};
+use smallvec::SmallVec;
 
 impl Lifecycle<'_> {
     /// Adds all segments of a new ticket to the ledger.
@@ -149,7 +150,7 @@ impl Lifecycle<'_> {
     }
 
     /// Calls `with` to plan for a ticket's request. Arguments: state, planning context, request,
-    /// and the slots that failed it.
+    /// and the slots that failed it. A new instance in the slot of a removed one has not failed it.
     ///
     /// # Errors
     /// `Ticket` if the ticket is closed.
@@ -161,7 +162,10 @@ impl Lifecycle<'_> {
         let ticket = self.requests.tickets.get(ticket)?;
         let request = ticket.request();
         self.listeners.restrict(&request, self.context);
-        let planned = with(self.state, self.context, &request, &ticket.failed);
+        let failed =
+            ticket.failed.iter().filter(|(id, generation)| self.state.fleet.is_current(*id, *generation));
+        let failed: SmallVec<[u32; 8]> = failed.map(|(id, _)| id.0).collect();
+        let planned = with(self.state, self.context, &request, &failed);
         self.context.count_unscored(&mut self.requests.totals);
         Ok(planned)
     }
