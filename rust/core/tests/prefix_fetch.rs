@@ -313,6 +313,36 @@ fn a_retry_fetches_anew() {
 }
 
 #[test]
+fn a_retry_fetches_nothing_from_an_instance_that_failed_the_request() {
+    for policy in ["least_requests", "lmetric_pull"] {
+        for holders in [1, 2] {
+            let (mut router, home, prompt) = held_by_one(policy, FETCH, 1 + holders);
+            let route_home = |router: &mut Router, id: InstanceId| {
+                for slot in 0..router.fleet().slots() as u32 {
+                    router.fleet_mut().set_draining(InstanceId(slot), InstanceId(slot) != id).unwrap();
+                }
+                router.route(&request(&prompt), 1.0).unwrap()
+            };
+            let other = InstanceId(1);
+            if holders == 2 {
+                let second = route_home(&mut router, other);
+                router.advance(second.ticket, Event::FirstToken, 1.1).unwrap();
+                router.advance(second.ticket, Event::Finished(Usage::default()), 1.2).unwrap();
+            }
+            let decision = route_home(&mut router, home);
+            assert_eq!((decision.segment.instance, decision.fetch), (home, None));
+            // Only the last instance, without the prompt, takes the retry.
+            let last = InstanceId(holders as u32);
+            router.fleet_mut().set_draining(last, false).unwrap();
+            let next = router.advance(decision.ticket, Event::Failed(Failure::Reset), 2.0).unwrap().unwrap();
+            assert_eq!(next.instance, last);
+            let holder = router.fetch_of(decision.ticket).map(|fetch| fetch.holder);
+            assert_eq!(holder, (holders == 2).then_some(other), "{policy}");
+        }
+    }
+}
+
+#[test]
 fn engines_must_be_able_to() {
     for (slot, cuts) in [(0, Cuts::Output), (1, Cuts::Output), (1, Cuts::Nowhere)] {
         let (mut router, _, prompt) = held_by_one("lmetric_pull", FETCH, 2);

@@ -109,7 +109,7 @@ impl State {
         let reads = IndicatorSet::of(&[Indicator::PredictedTtftSeconds]);
         let DecisionContext { hit_blocks, tier_blocks, tiers, first, .. } = context;
         let matched = Matched { hit_blocks, tier_blocks, tiers };
-        let kernels = self.kernels(matched, request, reads, None, now);
+        let kernels = self.kernels(matched, request, reads, None, &[], now);
         let mut of = |id: InstanceId| {
             let (hit, _) = self.reusable_tokens(request, matched.blocks_on(id.index()));
             let ttft = first.scores.scratch.computed();

@@ -199,17 +199,18 @@ impl RequestKernels<'_> {
 
 impl State {
     /// Returns the kernels of a request at `now`. `handoff`: expected seconds until a follow-up
-    /// segment starts to decode; `None` for a first segment.
+    /// segment starts to decode; `None` for a first segment. `failed`: slots that failed it.
     pub fn kernels<'a>(
         &'a self,
         matched: Matched<'a>,
         request: &'a Request<'a>,
         reads: IndicatorSet,
         handoff: Option<Seconds>,
+        failed: &[u32],
         now: Seconds,
     ) -> RequestKernels<'a> {
         let fetches = reads.intersects(FETCH) && handoff.is_none();
-        let reach = if fetches { self.reach(matched.hit_blocks, request) } else { 0.0 };
+        let reach = if fetches { self.reach(matched.hit_blocks, request, failed) } else { 0.0 };
         RequestKernels {
             state: self,
             request,
@@ -238,7 +239,7 @@ impl State {
         let slots = derived.slots();
         if slots > 0 {
             let kernels =
-                self.kernels(Matched { hit_blocks, tier_blocks, tiers }, request, reads, handoff, now);
+                self.kernels(Matched { hit_blocks, tier_blocks, tiers }, request, reads, handoff, &[], now);
             kernels.write_request(reads, able, derived);
             kernels.fill(reads, 0..slots, 0, derived);
         }

@@ -79,7 +79,7 @@ impl State {
             best[live.max(1) - 1] = (chosen_key, chosen.0);
         }
         let best = &best[..live.max(1)];
-        let kernels = self.kernels(matched, request, selector.reads, None, now);
+        let kernels = self.kernels(matched, request, selector.reads, None, &[], now);
         let computed = scratch.computed();
         kernels.write_request(selector.reads, *able, computed);
         let reads = selector.reads.and(IndicatorSet::COMPUTED);

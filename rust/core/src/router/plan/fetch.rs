@@ -75,14 +75,14 @@ impl State {
     }
 
     /// Returns the longest prefix of the prompt, in tokens, on the GPU of an instance that can
-    /// serve a fetch now; 0 if prefixes must not be fetched.
-    pub fn reach(&self, hit_blocks: &[u32], request: &Request<'_>) -> f64 {
+    /// serve a fetch now; 0 if prefixes must not be fetched. `failed`: slots to exclude.
+    pub fn reach(&self, hit_blocks: &[u32], request: &Request<'_>, failed: &[u32]) -> f64 {
         if self.fetches.is_none() || request.fetch_reason.is_some() {
             return 0.0;
         }
         let mut most = 0;
         for (slot, &blocks) in hit_blocks.iter().enumerate() {
-            if blocks > most && self.hands_over(slot) {
+            if blocks > most && self.hands_over(slot, failed) {
                 most = blocks;
             }
         }
@@ -97,11 +97,13 @@ impl State {
         self.instances[slot].cuts == Cuts::Anywhere && !full
     }
 
-    /// Returns whether a slot can serve a prefix fetch now.
-    fn hands_over(&self, slot: usize) -> bool {
+    /// Returns whether a slot can serve a prefix fetch now to a request that the slots `failed`
+    /// failed.
+    fn hands_over(&self, slot: usize, failed: &[u32]) -> bool {
         let id = InstanceId(slot as u32);
         let most = self.fetches.map_or(0, |fetches| fetches.config.max_fetches);
-        self.fleet.is_live(id)
+        !failed.contains(&id.0)
+            && self.fleet.is_live(id)
             && self.fleet.state(id).0
             && self.instances[slot].cuts == Cuts::Anywhere
             && self.ledger.get(Indicator::Fetches)[slot] < f64::from(most)
@@ -110,27 +112,28 @@ impl State {
     /// Plans the chosen instance's prefix fetch, if it saves time. The holder has the longest
     /// prefix. Ties are broken by the fewest fetches, then the fewest requests, then at random. A
     /// segment that ends inside the prompt fetches nothing, because its cut was planned without a
-    /// fetch.
+    /// fetch. `failed`: slots to exclude from the holders.
     pub fn fetch_for(
         &self,
         context: &mut DecisionContext,
         request: &Request<'_>,
         chosen: InstanceId,
         rest: &Rest,
+        failed: &[u32],
     ) -> Option<PlannedFetch> {
         let fetches = self.fetches?;
         let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
         if cut || !self.may_fetch(chosen.index()) {
             return None;
         }
-        let reach = self.reach(&context.hit_blocks, request);
+        let reach = self.reach(&context.hit_blocks, request, failed);
         let (own, _) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
         let tokens = reach - own;
         let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
         if !fetches.pays(tokens, computed) {
             return None;
         }
-        let holder = self.holder(context, request, reach)?;
+        let holder = self.holder(context, request, reach, failed)?;
         Some(PlannedFetch {
             fetch: PrefixFetch { holder, from_token: own as u32, to_token: reach as u32 },
             holder_generation: self.fleet.generation(holder),
@@ -139,15 +142,21 @@ impl State {
         })
     }
 
-    fn holder(&self, context: &mut DecisionContext, request: &Request<'_>, reach: f64) -> Option<InstanceId> {
+    fn holder(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        reach: f64,
+        failed: &[u32],
+    ) -> Option<InstanceId> {
         let (mut best, mut equals) = (None, 0u32);
         let blocks = (reach / request.tokens_per_block) as u32;
         for slot in 0..context.hit_blocks.len() {
             if context.hit_blocks[slot] < blocks {
                 continue; // fewer tokens, beyond rounding errors
             }
-            let holds =
-                self.saved_tokens(request, context.hit_blocks[slot]) == reach && self.hands_over(slot);
+            let holds = self.saved_tokens(request, context.hit_blocks[slot]) == reach
+                && self.hands_over(slot, failed);
             if !holds {
                 continue;
             }

@@ -57,7 +57,7 @@ impl State {
             },
             Role::Decode => Rest::new(),
         };
-        let fetch = self.fetch_for(context, request, first, &rest);
+        let fetch = self.fetch_for(context, request, first, &rest, failed);
         Ok(Chosen {
             first,
             rest,

@@ -87,7 +87,7 @@ impl State {
         (*able, *candidates) = (eligible_count, eligible_count - excluded);
         let slots = self.fleet.slots();
         let matched = Matched { hit_blocks, tier_blocks, tiers };
-        let kernels = self.kernels(matched, request, selector.reads, handoff, now);
+        let kernels = self.kernels(matched, request, selector.reads, handoff, failed, now);
         kernels.write_request(selector.reads, eligible_count, derived);
         let by_chunks = selector.policy.by_chunks();
         if !by_chunks {
