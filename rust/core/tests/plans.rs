@@ -128,6 +128,27 @@ fn nobody_who_decodes_is_an_error_where_instances_keep_to_their_roles() {
     assert_eq!(route(&mut router, 0.0).segment.to_token, None);
 }
 
+/// The only decode instance fails a request, and then the prefill instance that took it whole.
+#[test]
+fn a_retry_is_not_bound_to_a_decode_instance_that_failed_it() {
+    for binding in [Binding::Early, Binding::Late] {
+        let config = RouterConfig { binding, ..RouterConfig::default() };
+        let mut router = fleet(config, &[Prefill, Prefill, Decode]);
+        let d = route(&mut router, 0.0);
+        let decode = router.advance(d.ticket, DONE, 0.5).unwrap().unwrap();
+        assert_eq!(decode.instance.0, 2);
+        let whole = router.advance(d.ticket, Event::Failed(Failure::Reset), 0.6).unwrap().unwrap();
+        assert_eq!((whole.instance.0 < 2, whole.to_token), (true, None), "no other instance decodes");
+        let last = router.advance(d.ticket, Event::Failed(Failure::Reset), 0.7).unwrap().unwrap();
+        assert_eq!((last.instance.0, last.to_token), (1 - whole.instance.0, None), "{binding:?}");
+        is(
+            &mut router,
+            BoundBs,
+            &[f64::from(u8::from(last.instance.0 == 0)), f64::from(u8::from(last.instance.0 == 1)), 0.0],
+        );
+    }
+}
+
 #[test]
 fn instances_that_do_both_take_whole_requests_beside_those_that_do_not() {
     let mut router = fleet(RouterConfig::default(), &[Both, Prefill, Decode]);

@@ -48,7 +48,7 @@ impl State {
         context.split_reason = request.split_reason.filter(|_| self.forecast.is_some()).map(Into::into);
         context.balance = None;
         let rest = match self.fleet.role(first) {
-            Role::Prefill => self.rest_of_prefill(context, request, first, now)?,
+            Role::Prefill => self.rest_of_prefill(context, request, first, failed, now)?,
             Role::Both => match &self.planner {
                 Some(planner) => {
                     rest_of_split(&**planner, &mut View { state: self, context, request, first, failed, now })
@@ -72,21 +72,22 @@ impl State {
         context: &mut DecisionContext,
         request: &Request<'_>,
         first: InstanceId,
+        failed: &[u32],
         now: Seconds,
     ) -> Result<Rest, CoreError> {
         let none = match request.instances {
-            None => self.fleet.decoder_count() == 0,
-            Some(_) => self.mark_eligible(context, request, Turn::Later, &[]) == 0,
+            None if failed.is_empty() => self.fleet.decoder_count() == 0,
+            _ => self.mark_eligible(context, request, Turn::Later, failed) == 0,
         };
         if none {
             return match self.config.colocate {
                 true => Ok(Rest::new()),
-                false => Err(self.nobody(request, Turn::Later, &[])),
+                false => Err(self.nobody(request, Turn::Later, failed)),
             };
         }
         let handoff = self.expected_handoff(context, request, first, now);
         let instance = match self.config.binding {
-            Binding::Early => Some(self.choose(context, request, Turn::Later, &[], Some(handoff), now)?),
+            Binding::Early => Some(self.choose(context, request, Turn::Later, failed, Some(handoff), now)?),
             Binding::Late => None,
         };
         Ok(Rest::from_iter([self.follow(context, request.prompt_tokens, instance, handoff)]))
