@@ -243,14 +243,22 @@ fn able(state: &State) -> (&[bool], usize) {
     }
 }
 
-/// Returns the seconds of a prefill that runs alone on an instance, with `hit` cached and `new`
-/// uncached tokens.
-fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
-    let slots = state.ids().filter(|id| state.fleet.is_live(*id));
-    match slots.map(InstanceId::index).find_map(|slot| state.step_time_of(slot)) {
-        Some(model) => model.prefill_seconds(hit, new),
-        None => new / state.mean_prefill_rate(),
+/// Returns which slots can take a prompt, and their number.
+fn able(state: &State) -> (&[bool], usize) {
+    let fleet = &state.fleet;
+    match fleet.eligible_count() {
+        0 if state.config.colocate => (fleet.decoders(), fleet.decoder_count()),
+        count => (fleet.eligible(), count),
     }
+}
+
+/// Returns the seconds of a prefill that runs alone on the fastest instance that can take it, with
+/// `hit` cached and `new` uncached tokens.
+fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
+    let slots = able(state).0.iter().enumerate().filter(|(_, able)| **able);
+    let models = slots.filter_map(|(slot, _)| state.step_time_of(slot));
+    let fastest = models.map(|model| model.prefill_seconds(hit, new)).min_by(f64::total_cmp);
+    fastest.unwrap_or_else(|| new / state.mean_prefill_rate())
 }
 
 /// Passes the capacities of all instances to the programs.
@@ -275,5 +283,55 @@ fn cached_blocks_at_most(caches: &Caches, state: &State, id: InstanceId) -> Opti
         0 => Some(gpu),
         blocks if caches.removes(Tier::Cpu, id) => Some(gpu.max(f64::from(blocks))),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Registry;
+    use crate::estimate::StepTime;
+    use crate::fleet::Role;
+    use crate::router::{Router, RouterConfig};
+
+    fn model(prefill_seconds_per_token: Seconds) -> StepTime {
+        StepTime {
+            fixed_seconds: 0.01,
+            decode_seconds_per_sequence: 1e-4,
+            decode_seconds_per_context_token: 1e-6,
+            prefill_seconds_per_token,
+            prefill_seconds_per_attention_pair: 0.0,
+            max_batch_tokens: 2048.0,
+            max_sequences: f64::INFINITY,
+        }
+    }
+
+    /// A fleet whose instances, in the order of joining, have these roles and seconds per token.
+    fn fleet(instances: &[(Role, Seconds)]) -> Router {
+        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        for (i, (role, seconds)) in instances.iter().enumerate() {
+            let id = router.add_instance(&format!("e{i}"), *role, None).unwrap();
+            router.set_step_time(id, Some(model(*seconds))).unwrap();
+        }
+        router
+    }
+
+    #[test]
+    fn a_prompt_takes_what_it_takes_on_the_fastest_instance_that_can_take_it() {
+        let (slow, fast) = (1e-3, 1e-4);
+        let alone = |router: &Router| alone_seconds(&router.state, 0.0, 1000.0);
+        for order in [[slow, fast], [fast, slow]] {
+            let mut router = fleet(&order.map(|seconds| (Role::Both, seconds)));
+            assert_eq!(alone(&router), 0.1, "{order:?}");
+            let faster = InstanceId(u32::from(order[0] == slow));
+            router.fleet_mut().set_healthy(faster, false).unwrap();
+            assert_eq!(alone(&router), 1.0, "{order:?}");
+        }
+        // A decode instance computes no prompts while another instance does.
+        let mut router = fleet(&[(Role::Decode, fast), (Role::Prefill, slow)]);
+        assert_eq!(alone(&router), 1.0);
+        router.fleet_mut().set_draining(InstanceId(1), true).unwrap();
+        assert_eq!(alone(&router), 0.1);
     }
 }
