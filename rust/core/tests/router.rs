@@ -3,7 +3,7 @@
 #[path = "common/router.rs"]
 mod common;
 
-use common::{chain, request};
+use common::{STEP, chain, request};
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
@@ -46,6 +46,29 @@ fn lmetric_by_hand_goes_back_to_its_cache_until_load_outweighs_it() {
     // x 1.
     let cold = chain(1000, 100);
     assert_ne!(router.route(&request(&cold), 0.3).unwrap().segment.instance, home);
+}
+
+/// Long prompts ahead in the queue: their attention pairs take more time than their tokens.
+#[test]
+fn the_attention_of_queued_prompts_delays_the_first_token() {
+    let config = RouterConfig {
+        step_time: Some(STEP),
+        prior_prefill_tokens_per_second: 20_000.0,
+        ..RouterConfig::default()
+    };
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+    router.add_instance("e0", Role::Both, None).unwrap();
+    let long = Request { prompt_tokens: 20_000, tokens_per_block: 16.0, ..Request::default() };
+    router.route(&long, 0.0).unwrap();
+    // Half of the tokens, and of the pairs, are left after half a second.
+    for (now, left) in [(0.0, 1.0_f64), (0.5, 0.5), (1.0, 0.0), (9.0, 0.0)] {
+        let (tokens, pairs) = (20_000.0 * left, 20_000.0 * 10_000.0 * left);
+        let steps = f64::max((tokens / 512.0).ceil(), 1.0);
+        let expected = 0.01 * steps + 1e-4 * tokens + 1e-8 * pairs;
+        router.derive_all(now);
+        let predicted = router.columns().get(Indicator::PredictedTtftSeconds)[0];
+        assert!((predicted - expected).abs() < 1e-9, "{predicted} is not {expected} at {now}");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The router learns the costs of the engine model's steps from its own traffic, with only the
 //! signals of a live server.
-use lmetric_core::estimate::StepTime;
+use lmetric_core::estimate::{Queued, StepTime};
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
@@ -125,7 +125,8 @@ fn learns_what_steps_cost() {
         // About a third of the engine's capacity, whatever its costs are.
         let truth = model(&profile);
         let seconds = |g: &Ask| {
-            truth.ttft(0.0, 0.0, f64::from(g.1), 0.0, 0.0) + 0.1 * f64::from(g.3) * truth.fixed_seconds
+            truth.ttft(Queued::default(), 0.0, f64::from(g.1), 0.0, 0.0)
+                + 0.1 * f64::from(g.3) * truth.fixed_seconds
         };
         let busy: f64 = gaps.iter().map(seconds).sum();
         let pace = 2.0 * 2.0 * busy / gaps.len() as f64;
@@ -145,7 +146,8 @@ fn learns_what_steps_cost() {
         // Effects of a step beyond 2,048 tokens show only if prompts are long and many.
         let tolerance = if budget == 2048 { 0.15 } else { 0.4 };
         for (hit, new) in [(0.0, 2000.0), (0.0, 5000.0), (3000.0, 2000.0)] {
-            let [is, should] = [step, truth].map(|model| model.ttft(0.0, hit, new, 4.0, 12_000.0));
+            let [is, should] =
+                [step, truth].map(|model| model.ttft(Queued::default(), hit, new, 4.0, 12_000.0));
             assert!((0.5..2.0).contains(&(is / should)), "{hit} {new}: {is} {should}");
             if (is / should - 1.0).abs() > tolerance {
                 far.push((budget, hit, new, is / should));

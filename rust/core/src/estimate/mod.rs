@@ -23,7 +23,7 @@ pub use prefill_rate::{PrefillRate, attention_pairs};
 pub use remaining::{Remaining, RemainingCurve};
 pub use step_fit::StepFit;
 pub use step_table::{StepLoad, StepTable};
-pub use step_time::StepTime;
+pub use step_time::{Queued, StepTime};
 pub use step_watch::StepWatch;
 pub use survival::Survival;
 pub use tier_load::TierLoad;

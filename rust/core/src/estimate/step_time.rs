@@ -22,6 +22,15 @@ pub struct StepTime {
     pub max_sequences: f64,
 }
 
+/// Prefills that an instance computes before another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Queued {
+    /// Tokens left to compute.
+    pub tokens: f64,
+    /// Attention pairs of these tokens.
+    pub pairs: f64,
+}
+
 impl StepTime {
     /// Returns the seconds of a step without prefill, in which `decoding` sequences with `context`
     /// tokens generate a token each.
@@ -44,14 +53,14 @@ impl StepTime {
     }
 
     /// Returns the seconds until a prompt's first token, with `hit` cached and `new` uncached
-    /// prompt tokens. `queued` prefill tokens go first, and `decoding` sequences with `context`
-    /// tokens run beside it.
-    pub fn ttft(&self, queued: f64, hit: f64, new: f64, decoding: f64, context: f64) -> Seconds {
-        let prefill = queued + new;
+    /// prompt tokens. The `queued` prefills go first, and `decoding` sequences with `context` tokens
+    /// run beside it.
+    pub fn ttft(&self, queued: Queued, hit: f64, new: f64, decoding: f64, context: f64) -> Seconds {
+        let prefill = queued.tokens + new;
         let budget = (self.max_batch_tokens - decoding).max(1.0);
         let steps = (prefill / budget).ceil().max(1.0);
         steps * self.step(decoding, context)
-            + self.prefill_seconds_per_token * queued
+            + self.prefills(queued.tokens, queued.pairs)
             + self.prefill_seconds(hit, new)
     }
 }
@@ -72,9 +81,10 @@ mod tests {
             max_sequences: f64::INFINITY,
         };
         // 1,000 queued + 4,000 new tokens beside 96 decodes of 1,000 tokens: two steps of at most
-        // 4,000 tokens each.
-        let expected =
-            2.0 * (0.009 + 96.0 * 6e-5 + 96_000.0 * 3e-8) + 0.5 + 1.3e-9 * 4000.0 * (512.0 + 2000.0);
-        assert!((model.ttft(1000.0, 512.0, 4000.0, 96.0, 96_000.0) - expected).abs() < 1e-12);
+        // 4,000 tokens each. The queued tokens follow 20,000 others.
+        let queued = Queued { tokens: 1000.0, pairs: attention_pairs(20_000.0, 1000.0) };
+        let pairs = 1000.0 * 20_500.0 + 4000.0 * (512.0 + 2000.0);
+        let expected = 2.0 * (0.009 + 96.0 * 6e-5 + 96_000.0 * 3e-8) + 0.5 + 1.3e-9 * pairs;
+        assert!((model.ttft(queued, 512.0, 4000.0, 96.0, 96_000.0) - expected).abs() < 1e-12);
     }
 }

@@ -93,10 +93,11 @@ pub fn sequence_slots(load: &Load, step: &StepTime, cache_tokens: Option<f64>) -
 #[derive(Clone, Copy, Debug)]
 pub struct Instance {
     step: StepTime,
-    /// Passes for the present decodes, queued prefill tokens, and their cost without the fixed
-    /// part.
+    /// Passes for the present decodes, queued prefill tokens with their attention pairs, and the cost
+    /// of both without the fixed part.
     passes: f64,
     prefill_tokens: f64,
+    prefill_pairs: f64,
     seconds: Seconds,
     /// Passes until a request that begins now has a slot.
     waiting_passes: f64,
@@ -145,6 +146,7 @@ impl Instance {
             passes: remaining / running,
             waiting_passes: each * ((load.decoding - beside) / slots),
             prefill_tokens: load.queued_prefill_tokens,
+            prefill_pairs: load.queued_prefill_pairs,
             seconds: step.decode_seconds_per_sequence * remaining
                 + step.decode_seconds_per_context_token * contexts
                 + step.prefill_seconds_per_token * load.queued_prefill_tokens
@@ -174,7 +176,7 @@ impl Instance {
         if part.prefill_tokens > 0.0 {
             let tokens = self.prefill_tokens + part.prefill_tokens;
             passes += (tokens / self.budget).ceil();
-            seconds += self.step.prefills(tokens, part.prefill_pairs);
+            seconds += self.step.prefills(tokens, self.prefill_pairs + part.prefill_pairs);
         }
         seconds + passes * self.pass_seconds + self.step.decode_seconds_per_context_token * part.contexts
     }
@@ -258,7 +260,7 @@ pub(crate) mod tests {
         close(instance.seconds(&long), alone - 1.0 + 0.01 * 61_000.0 / 508.0 + 6.0);
         // The part's own end: 1,100 prompt tokens take 3 passes; each pass 10 ms + 5 x 0.1 ms +
         // 4,000 x 1 us.
-        close(instance.until_done(&part), 0.11 + 5e-5 + 53.0 * 0.0145 + 0.006);
+        close(instance.until_done(&part), 0.11 + 0.005 + 5e-5 + 53.0 * 0.0145 + 0.006);
     }
 
     #[test]

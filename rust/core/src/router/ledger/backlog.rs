@@ -1,7 +1,7 @@
 //! Prefill backlogs: prefills of each instance not known to be over, and their drain rate between
 //! events.
 use super::counts::Entry;
-use crate::estimate::{PrefillRate, attention_pairs};
+use crate::estimate::{PrefillRate, Queued, attention_pairs};
 use crate::ids::Seconds;
 use crate::wide::greater;
 use multiversion::multiversion;
@@ -65,8 +65,12 @@ pub(in crate::router) struct Backlogs {
     left: Vec<f64>,
     since: Vec<f64>,
     rate: Vec<f64>,
-    /// Remaining prefill tokens of peer routers and of external requests, as last reported.
+    /// Attention pairs of the tokens left.
+    pairs: Vec<f64>,
+    /// Remaining prefill tokens of peer routers and of external requests, as last reported, and the
+    /// attention pairs of peer routers' tokens.
     others_left: Vec<f64>,
+    others_pairs: Vec<f64>,
     /// Prefill rate in tokens/s until a rate is learned; 0 if exact progress is reported and
     /// nothing drains between events.
     prior_rate: f64,
@@ -81,7 +85,8 @@ impl Backlogs {
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
         self.queues.resize_with(slots, Queue::default);
-        for column in [&mut self.left, &mut self.since, &mut self.rate, &mut self.others_left] {
+        let Backlogs { left, since, rate, pairs, others_left, others_pairs, .. } = self;
+        for column in [left, since, rate, pairs, others_left, others_pairs] {
             column.resize(slots, 0.0);
         }
     }
@@ -90,7 +95,7 @@ impl Backlogs {
     pub fn clear(&mut self, slot: usize) {
         self.queues[slot] = Queue::default();
         (self.left[slot], self.since[slot], self.rate[slot]) = (0.0, 0.0, self.prior_rate);
-        self.others_left[slot] = 0.0;
+        (self.pairs[slot], self.others_left[slot], self.others_pairs[slot]) = (0.0, 0.0, 0.0);
     }
 
     /// Returns whether no prefill is known to run.
@@ -218,9 +223,9 @@ impl Backlogs {
         self.drain_rate(slot);
     }
 
-    /// Sets the remaining prefill tokens of peer routers and of external requests.
-    pub fn set_others(&mut self, slot: usize, tokens: f64) {
-        self.others_left[slot] = tokens;
+    /// Sets the remaining prefills of peer routers and of external requests.
+    pub fn set_others(&mut self, slot: usize, others: Queued) {
+        (self.others_left[slot], self.others_pairs[slot]) = (others.tokens, others.pairs);
     }
 
     /// Returns the remaining tokens of the router's own prefills at `now`.
@@ -263,16 +268,28 @@ impl Backlogs {
         !prefills.is_empty() && prefills.iter().all(|prefill| !prefill.seen)
     }
 
-    /// Returns the attention pairs of the router's own prefills, as of the last settlement.
-    pub fn own_pairs(&self, slot: usize) -> f64 {
-        let left = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
-        self.queues[slot].prefills.iter().map(left).sum()
+    /// Returns the attention pairs of the router's own prefills at `now`. Between settlements, they
+    /// drain in proportion to the tokens.
+    #[inline]
+    pub fn own_pairs(&self, slot: usize, now: Seconds) -> f64 {
+        let left = self.left[slot];
+        let drained = self.rate[slot] * greater(now - self.since[slot], 0.0);
+        if left > 0.0 { self.pairs[slot] * (greater(left - drained, 0.0) / left) } else { 0.0 }
+    }
+
+    /// Returns the attention pairs of the remaining tokens at `now`, including those of others.
+    #[inline]
+    pub fn pairs(&self, slot: usize, now: Seconds) -> f64 {
+        self.own_pairs(slot, now) + self.others_pairs[slot]
     }
 
     /// Subtracts the tokens drained since the last settlement from the prefills, in order.
     fn settle(&mut self, slot: usize, now: Seconds) {
         let mut done = (self.rate[slot] * (now - self.since[slot])).clamp(0.0, self.left[slot]);
         self.since[slot] = now;
+        if done <= 0.0 {
+            return;
+        }
         self.left[slot] -= done;
         let queue = &mut self.queues[slot];
         for prefill in &mut queue.prefills {
@@ -288,8 +305,10 @@ impl Backlogs {
     }
 
     /// Sets the drain rate: the remaining tokens drain evenly over the seconds that their prefills
-    /// take. Long prompts take longer per token.
+    /// take. Long prompts take longer per token. Sums the attention pairs of these tokens.
     fn drain_rate(&mut self, slot: usize) {
+        let pairs = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
+        self.pairs[slot] = self.queues[slot].prefills.iter().map(pairs).sum();
         let seconds = self.queues[slot].left_seconds;
         self.rate[slot] = if seconds > 0.0 { self.left[slot] / seconds } else { 0.0 };
     }

@@ -24,7 +24,7 @@ pub use share::{Published, Share, Timed};
 pub use tier_loads::TierLoads;
 
 use crate::estimate::step_watch::Prefilled;
-use crate::estimate::{DecodeCost, StepFit, attention_pairs};
+use crate::estimate::{DecodeCost, Queued, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
@@ -320,7 +320,8 @@ impl Ledger {
     /// Writes the queued prompt tokens of others: of peer routers, and external.
     fn write_others(&mut self, slot: usize) {
         let Account { peers, external, .. } = &self.accounts[slot];
-        self.backlogs.set_others(slot, peers.share.queued_prefill_tokens + external.prefill_tokens);
+        let tokens = peers.share.queued_prefill_tokens + external.prefill_tokens;
+        self.backlogs.set_others(slot, Queued { tokens, pairs: peers.share.queued_prefill_pairs });
     }
 
     /// Returns the requests by LoRA adapter and by tenant, by slot.
@@ -363,7 +364,7 @@ impl Ledger {
     pub fn share(&self, slot: usize, now: Seconds) -> Share {
         Share {
             queued_prefill_tokens: self.backlogs.own_tokens(slot, now),
-            queued_prefill_pairs: self.backlogs.own_pairs(slot),
+            queued_prefill_pairs: self.backlogs.own_pairs(slot, now),
             ..self.accounts[slot].share(self.recent_seconds, now)
         }
     }
@@ -374,9 +375,9 @@ impl Ledger {
         own.coming + own.at_engine()
     }
 
-    /// Returns the queued prefill tokens of a slot at `now`.
-    pub fn queued_prefill_on(&self, slot: usize, now: Seconds) -> f64 {
-        self.backlogs.tokens(slot, now)
+    /// Returns the prefills queued on a slot at `now`.
+    pub fn queued_on(&self, slot: usize, now: Seconds) -> Queued {
+        Queued { tokens: self.backlogs.tokens(slot, now), pairs: self.backlogs.pairs(slot, now) }
     }
 
     /// Returns the columns that the queued prefill tokens of `slots` follow from.
@@ -385,9 +386,9 @@ impl Ledger {
         self.backlogs.drains(slots)
     }
 
-    /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
-    pub fn queued_pairs_on(&self, slot: usize) -> f64 {
-        self.backlogs.own_pairs(slot) + self.accounts[slot].peers.share.queued_prefill_pairs
+    /// Returns the attention pairs of the prefills queued on a slot at `now`.
+    pub fn queued_pairs_on(&self, slot: usize, now: Seconds) -> f64 {
+        self.backlogs.pairs(slot, now)
     }
 
     /// Returns the expected output tokens of a slot's queued requests, as far as known.

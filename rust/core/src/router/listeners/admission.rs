@@ -205,10 +205,10 @@ pub fn room(admission: &Admission, state: &State, now: Seconds) -> Room {
         if !able {
             return f64::INFINITY;
         }
-        let queued = state.ledger.queued_prefill_on(slot, now);
+        let queued = state.ledger.queued_on(slot, now);
         let step = state.ttft(slot, queued, 0.0, 0.0, decoding[slot], context[slot], rate);
-        let learned = if rates[slot] > 0.0 { queued / rates[slot] } else { 0.0 };
-        let predicted = if queued > 0.0 { step.max(learned) } else { 0.0 };
+        let learned = if rates[slot] > 0.0 { queued.tokens / rates[slot] } else { 0.0 };
+        let predicted = if queued.tokens > 0.0 { step.max(learned) } else { 0.0 };
         predicted.max(state.ledger.backlogs.overdue(slot, now))
     };
     let waits = able.iter().enumerate().map(wait).collect();

@@ -128,7 +128,7 @@ impl Kernels for RequestKernels<'_> {
             state.derive_fetches(request, matched, self.reach, slots.clone(), part.clone(), columns);
         }
         if reads.contains(Indicator::PredictedTtftSeconds) {
-            state.predict_ttft(slots.clone(), part.clone(), columns);
+            state.predict_ttft(slots.clone(), part.clone(), now, columns);
         }
         for (id, joining) in [(Indicator::StepSeconds, None), (Indicator::PredictedTpotSeconds, Some(prompt))]
         {

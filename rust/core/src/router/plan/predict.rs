@@ -1,5 +1,5 @@
 //! Predictions of the time to first token and of step times, by profiles or by what was learned.
-use crate::estimate::{DecodeCost, StepTime};
+use crate::estimate::{DecodeCost, Queued, StepTime};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator};
@@ -95,7 +95,13 @@ impl State {
     }
 
     /// Predicts the seconds to the first token on `slots` into the entries `part` of the columns.
-    pub(super) fn predict_ttft(&self, slots: Range<usize>, part: Range<usize>, derived: &mut Columns) {
+    pub(super) fn predict_ttft(
+        &self,
+        slots: Range<usize>,
+        part: Range<usize>,
+        now: Seconds,
+        derived: &mut Columns,
+    ) {
         let (decoding, context) = (self.ledger.get(Indicator::RBs), self.ledger.get(Indicator::DecodeTokens));
         let mean = self.mean_prefill_rate();
         let ids = [
@@ -106,7 +112,8 @@ impl State {
         ];
         let [out, queued, hit, new] = derived.several_mut(ids, part);
         for (i, (out, slot)) in out.iter_mut().zip(slots).enumerate() {
-            *out = self.ttft(slot, queued[i], hit[i], new[i], decoding[slot], context[slot], mean);
+            let queued = Queued { tokens: queued[i], pairs: self.ledger.queued_pairs_on(slot, now) };
+            *out = self.ttft(slot, queued, hit[i], new[i], decoding[slot], context[slot], mean);
         }
     }
 
@@ -117,13 +124,13 @@ impl State {
     }
 
     /// Returns the predicted seconds to the first token on a slot. The prompt has `hit` cached and
-    /// `new` uncached tokens; `queued` prefill tokens go first; `decoding` sequences with `context`
+    /// `new` uncached tokens; the `queued` prefills go first; `decoding` sequences with `context`
     /// tokens run beside it.
     #[allow(clippy::too_many_arguments)]
     pub fn ttft(
         &self,
         slot: usize,
-        queued: f64,
+        queued: Queued,
         hit: f64,
         new: f64,
         decoding: f64,
@@ -133,7 +140,7 @@ impl State {
         let rate = self.ledger.get(Indicator::PrefillTokensPerSecond)[slot];
         match self.step_time_of(slot) {
             Some(model) => model.ttft(queued, hit, new, decoding, context),
-            None => (queued + new).max(1.0) / if rate.is_nan() { mean_rate } else { rate },
+            None => (queued.tokens + new).max(1.0) / if rate.is_nan() { mean_rate } else { rate },
         }
     }
 

@@ -1,5 +1,6 @@
 //! Segments of plans, with their entries in the ledger.
 use crate::error::CoreError;
+use crate::estimate::Queued;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
@@ -170,9 +171,9 @@ impl State {
     /// tokens.
     pub fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
         let (queued, decoding, context) = match self.config.unlimited_prefill {
-            true => (0.0, 0.0, 0.0),
+            true => (Queued::default(), 0.0, 0.0),
             false => (
-                self.ledger.queued_prefill_on(slot, now),
+                self.ledger.queued_on(slot, now),
                 self.ledger.get(Indicator::RBs)[slot],
                 self.ledger.get(Indicator::DecodeTokens)[slot],
             ),

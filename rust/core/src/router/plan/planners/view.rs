@@ -96,9 +96,10 @@ impl State {
     /// Returns the load of a slot's instance.
     pub(super) fn load_of(&self, slot: usize, now: Seconds) -> Load {
         let at = |indicator| self.ledger.get(indicator)[slot];
+        let queued = self.ledger.queued_on(slot, now);
         Load {
-            queued_prefill_tokens: self.ledger.queued_prefill_on(slot, now),
-            queued_prefill_pairs: self.ledger.queued_pairs_on(slot),
+            queued_prefill_tokens: queued.tokens,
+            queued_prefill_pairs: queued.pairs,
             decoding: at(Indicator::DecodeBs) + at(Indicator::BoundBs),
             context_tokens: at(Indicator::Tokens),
             remaining_output_tokens: at(Indicator::RemainingTokens) + self.ledger.bound_remaining_on(slot),
