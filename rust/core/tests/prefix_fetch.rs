@@ -250,6 +250,33 @@ fn what_did_not_come_is_computed() {
     assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("fetches no prefix")));
 }
 
+/// Fetches that the load of the fleet made slow, in the time after that load.
+#[test]
+fn after_slow_fetches_and_some_idle_minutes_it_fetches_again() {
+    let fetch = FetchConfig { max_fetches: 1000, ..FETCH };
+    let planned = |policy: &str, late: bool, idle_seconds: f64| {
+        let (mut router, _, prompt) = held_by_one(policy, fetch, 2);
+        let fetches: Vec<_> = (0..50).map(|_| router.route(&request(&prompt), 1.0).unwrap()).collect();
+        for decision in fetches {
+            let tokens = decision.fetch.expect("a fetch").tokens();
+            let event = Event::Fetched { tokens: if late { 0 } else { tokens }, seconds: 0.9 };
+            router.advance(decision.ticket, event, 1.9).unwrap();
+            router.drop_ticket(decision.ticket);
+        }
+        // The target has the prompt now; another instance does not.
+        router.fleet_mut().set_draining(InstanceId(1), true).unwrap();
+        router.add_instance("new", Role::Both, None).unwrap();
+        let decision = router.route(&request(&prompt), 1.9 + idle_seconds).unwrap();
+        decision.fetch.is_some()
+    };
+    for policy in ["least_requests", "lmetric_pull"] {
+        for late in [false, true] {
+            assert!(!planned(policy, late, 1.0), "{policy} {late}: computing takes 0.16 s, a fetch 0.9 s");
+            assert!(planned(policy, late, 600.0), "{policy} {late}");
+        }
+    }
+}
+
 #[test]
 fn a_prefill_that_waits_for_its_fetch_holds_nobody_up() {
     let (mut router, _, prompt) = held_by_one("least_requests", FETCH, 2);

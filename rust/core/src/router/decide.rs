@@ -216,7 +216,7 @@ impl Router {
             });
         }
         let record = self.explained(request, request_id, chosen, now);
-        let fetch = self.state.fetch_for(&mut self.context, request, chosen, &Rest::default(), &[]);
+        let fetch = self.state.fetch_for(&mut self.context, request, chosen, &Rest::default(), &[], now);
         Ok(self.commit_plan(request, Chosen::whole(chosen, fetch), record, now))
     }
 

@@ -24,6 +24,11 @@ impl Fetches {
         (per_token, fixed, self.cost.observed())
     }
 
+    /// Returns the settings, and the cost as it counts at `now`.
+    pub fn at(&self, now: Seconds) -> Fetches {
+        Fetches { cost: self.cost.at(now), ..*self }
+    }
+
     /// Returns whether a fetch of `tokens` is faster than their computation, which takes `seconds`.
     pub fn pays(&self, tokens: f64, seconds: Seconds) -> bool {
         tokens >= f64::from(self.config.min_tokens) && self.cost.seconds(tokens) < seconds

@@ -74,7 +74,9 @@ impl Lifecycle<'_> {
         }
         self.requests.totals.fetched_tokens += u64::from(tokens);
         if let Some(fetches) = &mut self.state.fetches {
-            fetches.cost.observe(f64::from(tokens), seconds);
+            // A fetch that brought nothing in more than its expected time would have taken longer.
+            let late = tokens == 0 && seconds > fetches.cost.at(self.now).seconds(f64::from(most));
+            fetches.cost.observe(f64::from(if late { most } else { tokens }), seconds, self.now);
         }
         self.requests.records.update(decision, |r| {
             if let Some(fetch) = &mut r.fetch {

@@ -5,6 +5,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet, Kernels};
 use crate::request::{Request, text_number};
 use crate::router::context::DecisionContext;
+use crate::router::fetch_cost::Fetches;
 use crate::router::ledger::{AHEAD, Drains};
 use crate::router::state::State;
 use crate::wide::greater;
@@ -44,8 +45,9 @@ pub struct RequestKernels<'a> {
     /// Prompt tokens, and the largest number of them that a cache can save.
     prompt: f64,
     most: f64,
-    /// Longest prefix that an instance could fetch, in tokens; 0 if no fetch indicator is read.
-    reach: f64,
+    /// Longest prefix that an instance could fetch, in tokens, and the cost of fetches; `None` if no
+    /// fetch indicator is read or there is no such prefix.
+    fetches: Option<(f64, Fetches)>,
 }
 
 impl Kernels for RequestKernels<'_> {
@@ -125,7 +127,7 @@ impl Kernels for RequestKernels<'_> {
             }
         }
         if reads.intersects(FETCH) {
-            state.derive_fetches(request, matched, self.reach, slots.clone(), part.clone(), columns);
+            state.derive_fetches(request, matched, self.fetches, slots.clone(), part.clone(), columns);
         }
         if reads.contains(Indicator::PredictedTtftSeconds) {
             state.predict_ttft(slots.clone(), part.clone(), now, columns);
@@ -209,8 +211,11 @@ impl State {
         failed: &[u32],
         now: Seconds,
     ) -> RequestKernels<'a> {
-        let fetches = reads.intersects(FETCH) && handoff.is_none();
-        let reach = if fetches { self.reach(matched.hit_blocks, request, failed) } else { 0.0 };
+        let fetches = self.fetches.filter(|_| reads.intersects(FETCH) && handoff.is_none());
+        let fetches = fetches.and_then(|fetches| {
+            let reach = self.reach(matched.hit_blocks, request, failed);
+            (reach > 0.0).then(|| (reach, fetches.at(now)))
+        });
         RequestKernels {
             state: self,
             request,
@@ -219,7 +224,7 @@ impl State {
             now,
             prompt: f64::from(request.prompt_tokens),
             most: request.max_hit_tokens(self.config.partial_blocks),
-            reach,
+            fetches,
         }
     }
 

@@ -10,6 +10,7 @@ use crate::plan::{Cuts, PrefixFetch};
 use crate::record::FetchRecord;
 use crate::request::Request;
 use crate::router::context::DecisionContext;
+use crate::router::fetch_cost::Fetches;
 use crate::router::parts::Rest;
 use crate::router::state::State;
 use crate::router::tickets::PlannedFetch;
@@ -21,13 +22,13 @@ pub(super) const FETCH: IndicatorSet =
     IndicatorSet::of(&[Indicator::FetchTokens, Indicator::FetchCostTokens]);
 
 impl State {
-    /// Computes the possible fetch of each instance and its cost. `reach`: longest prefix that an
-    /// instance could fetch, in tokens.
+    /// Computes the possible fetch of each instance and its cost. `within`: the longest prefix that an
+    /// instance could fetch, in tokens, and the cost of fetches.
     pub fn derive_fetches(
         &self,
         request: &Request<'_>,
         matched: Matched<'_>,
-        reach: f64,
+        within: Option<(f64, Fetches)>,
         slots: Range<usize>,
         part: Range<usize>,
         columns: &mut Columns,
@@ -36,7 +37,7 @@ impl State {
         let [tokens, cost, hits] = columns.several_mut(ids, part);
         tokens.fill(0.0);
         cost.fill(0.0);
-        let Some(fetches) = self.fetches.filter(|_| reach > 0.0) else { return };
+        let Some((reach, fetches)) = within else { return };
         let mut mean_rate = None;
         for (i, (hit, slot)) in hits.iter().zip(slots).enumerate() {
             // A lower tier of the slot is nearer than another instance.
@@ -120,8 +121,9 @@ impl State {
         chosen: InstanceId,
         rest: &Rest,
         failed: &[u32],
+        now: Seconds,
     ) -> Option<PlannedFetch> {
-        let fetches = self.fetches?;
+        let fetches = self.fetches?.at(now);
         let cut = rest.first().is_some_and(|follow| follow.from_token < request.prompt_tokens);
         if cut || !self.may_fetch(chosen.index()) {
             return None;

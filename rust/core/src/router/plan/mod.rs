@@ -57,7 +57,7 @@ impl State {
             },
             Role::Decode => Rest::new(),
         };
-        let fetch = self.fetch_for(context, request, first, &rest, failed);
+        let fetch = self.fetch_for(context, request, first, &rest, failed, now);
         Ok(Chosen {
             first,
             rest,

@@ -124,7 +124,7 @@ impl Planner for Apart {
             return context.leave_whole("no second instance is available");
         }
         let settings = &self.settings;
-        let way = match state.fetches.map(|fetches| fetches.learned()) {
+        let way = match state.fetches.map(|fetches| fetches.at(now).learned()) {
             Some((per_token, _, _)) => (per_token, settings.transfer_fixed_seconds),
             None => (settings.transfer_seconds_per_token, settings.transfer_fixed_seconds),
         };
