@@ -232,6 +232,10 @@ def test_an_answer_that_is_over() -> None:
         said = text_of(ids[:-1] if finish == "stop" else ids)
         made = one.take(answer(COMPLETIONS, ids, said, finish=finish), asked)
         assert (made.ids, made.finish, made.text) == (ids, finish, said)
+        assert (one.over, one.finish) == (True, finish)
+    one = joined()
+    one.take(answer(COMPLETIONS, IDS[:3], text_of(IDS[:3])), 3)  # a segment that ends as planned
+    assert (one.over, one.finish) == (False, None)
     shown = joined(include_stop_str_in_output=True)
     assert shown.take(answer(COMPLETIONS, IDS[:3], text_of(IDS[:3]), finish="stop"), 5).text == text_of(
         IDS[:3]

@@ -189,7 +189,7 @@ def test_otel_conversations_and_subagents() -> None:
         "output_tokens": [50, 40, 20, 9, 60, 100],
         "sessions": [0, 0, 0, 1, 0, 0],
         "previous": [-1, 0, 0, -1, 1, 4],
-        "finish": [1, 0, 0, -1, 0, 0],
+        "finish": [1, 0, 0, 2, 0, 0],
         "joins": [[4, 2]],
     }
     assert [len(each) for each in blocks] == [15, 6, 4, 2, 19, 23]

@@ -241,7 +241,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         call = self._calls.get(call_id)
         if call is None or hasattr(response, "__anext__"):
             return
-        self._finish(call_id, call, getattr(response, "usage", None))
+        self._finish(call_id, call, getattr(response, "usage", None), _finish_reason(response))
 
     async def async_post_call_failure_deployment_hook(
         self,
@@ -265,15 +265,16 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             async for chunk in response:
                 yield chunk
             return
-        usage = None
+        usage = reason = None
         try:
             async for chunk in response:
                 call.latest = time.monotonic()
                 if _has_token(chunk):
                     call.add_token()
                 usage = getattr(chunk, "usage", None) or usage
+                reason = _finish_reason(chunk) or reason
                 yield chunk
-            self._finish(call_id, call, usage)
+            self._finish(call_id, call, usage, reason)
         except Exception as error:
             self._close(call_id, call, _failure(error))
             raise
@@ -286,7 +287,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         """Closes a request that no other hook closed, such as a stream outside the proxy."""
         call_id = str(kwargs.get("litellm_call_id"))
         if (call := self._calls.get(call_id)) is not None:
-            self._finish(call_id, call, getattr(response_obj, "usage", None))
+            self._finish(call_id, call, getattr(response_obj, "usage", None), _finish_reason(response_obj))
 
     async def async_log_failure_event(
         self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
@@ -312,7 +313,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             if now - call.latest > call.seconds:
                 self._close(call_id, call, "cancelled")
 
-    def _finish(self, call_id: str, call: _Call, usage: Any) -> None:
+    def _finish(self, call_id: str, call: _Call, usage: Any, reason: str | None) -> None:
         if not call.open:
             return
         details = getattr(usage, "prompt_tokens_details", None)
@@ -320,6 +321,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             prompt_tokens=getattr(usage, "prompt_tokens", None) or None,
             cached_tokens=getattr(details, "cached_tokens", None),
             output_tokens=getattr(usage, "completion_tokens", None) or None,
+            finish_reason=reason,
         )
         self._closed(call_id, call)
 
@@ -392,6 +394,14 @@ def _group(model: str, entries: Sequence[Mapping[str, Any]]) -> str:
         for each in entries
     }
     return names.pop() if len(names) == 1 else model
+
+
+def _finish_reason(answer: Any) -> str | None:
+    """Returns why the engine ended the first choice of an answer or a chunk, if it says so."""
+    for choice in getattr(answer, "choices", None) or ():
+        reason = getattr(choice, "finish_reason", None)
+        return reason if isinstance(reason, str) else None
+    return None
 
 
 def _has_token(chunk: Any) -> bool:

@@ -84,17 +84,21 @@ class Placement:
         prompt_tokens: int | None = None,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
+        finish_reason: str | None = None,
     ) -> None:
         """Ends the request: the answer is complete, or the gateway does not know how it ended.
 
-        The counts are those of the engine; None: not reported.
+        The counts and the reason are those of the engine; None: not reported.
         """
         if not self._sent:
             self.fail("cancelled")
         elif self._ticket.open:
             self.first_token()
             self._ticket.done(
-                prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
+                output_tokens=output_tokens,
+                finish_reason=finish_reason,
             )
 
     def fail(self, failure: Failure) -> None:

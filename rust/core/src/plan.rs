@@ -146,6 +146,13 @@ pub struct Usage {
     pub finish: Finish,
 }
 
+impl Usage {
+    /// Returns whether the answer ended at its limit of tokens.
+    pub fn at_limit(&self) -> bool {
+        self.finish == Finish::Length
+    }
+}
+
 /// Why a segment failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {

@@ -11,6 +11,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Segment, Usage};
+use lmetric_core::program::Finish;
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{FetchConfig, Router, RouterConfig, Split};
@@ -304,10 +305,12 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
         now += 1e4;
         let d = router.route(request, now).unwrap();
         let seconds = router.record(d.id).unwrap().balance.map(|balance| balance.stay_seconds);
-        let usage = Usage { output_tokens: Some(made), ..Usage::default() };
+        let at_limit = request.expected_output_tokens == Some(made);
+        let finish = if at_limit { Finish::Length } else { Finish::Stop };
+        let usage = Usage { output_tokens: Some(made), finish, ..Usage::default() };
         router.advance(d.ticket, Event::FirstToken, now).unwrap();
         router.advance(d.ticket, Event::Ended(usage), now).unwrap();
-        seconds.unwrap()
+        seconds.unwrap_or(f64::NAN)
     };
     let close =
         |got: f64, tokens: f64| assert!((got - steps(tokens)).abs() < 1e-9, "{got} {}", steps(tokens));
@@ -318,6 +321,11 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
     // Eight outputs have ended, with a mean of 150 tokens.
     close(stay(&mut router, &open, 150), 150.0);
     close(stay(&mut router, &Request { expected_output_tokens: Some(60), ..ASKED }, 150), 60.0);
+    // Answers of one token, as many as their requests allowed, show nothing of others.
+    for _ in 0..300 {
+        stay(&mut router, &Request { expected_output_tokens: Some(1), ..ASKED }, 1);
+    }
+    close(stay(&mut router, &open, 150), 150.0);
     // Prompts of another length have their own class.
     let longer = Request { prompt_tokens: 5000, ..open };
     let seconds = stay(&mut router, &longer, 1);

@@ -52,7 +52,7 @@ pub struct Snapshot {
     counters: Counters,
     instances: Vec<Ledger>,
     /// By the end of the last answer: share of the gaps without a return, and observed gaps.
-    ended: [(&'static str, (f64, f64)); 3],
+    ended: [(&'static str, (f64, f64)); Finish::NAMES.len()],
 }
 
 impl Snapshot {

@@ -373,6 +373,7 @@ impl ResponseReader {
                 finish: match self.scanner.finish() {
                     Finish::Stopped => EndedBy::Stop,
                     Finish::CalledTools => EndedBy::ToolCalls,
+                    Finish::AtLimit => EndedBy::Length,
                     Finish::Open | Finish::Done | Finish::Aborted => EndedBy::Unknown,
                 },
             };

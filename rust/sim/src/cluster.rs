@@ -658,6 +658,7 @@ impl Cluster<'_> {
                 finish: match self.workload.finish(request) {
                     0 => Finish::Stop,
                     1 => Finish::ToolCalls,
+                    2 => Finish::Length,
                     _ => Finish::Unknown,
                 },
             };

@@ -41,7 +41,7 @@ pub struct Trace<'a> {
     pub think_seconds: &'a [Seconds],
     /// The conversation of each request; -1: none.
     pub sessions: &'a [i64],
-    /// Why each answer ends: 0: stop, 1: tool calls, -1: unknown.
+    /// Why each answer ends: 0: stop, 1: tool calls, 2: length, -1: unknown.
     pub finish: &'a [i64],
 }
 
@@ -194,9 +194,9 @@ impl Workload {
         shape.finish = vec![-1; n];
         for (i, &finish) in trace.finish.iter().enumerate() {
             match i8::try_from(finish) {
-                Ok(finish @ -1..=1) => shape.finish[i] = finish,
+                Ok(finish @ -1..=2) => shape.finish[i] = finish,
                 _ => {
-                    let expected = "0 (stop), 1 (tool calls) or -1 (unknown)";
+                    let expected = "0 (stop), 1 (tool calls), 2 (length) or -1 (unknown)";
                     return bad(format!("finish of request {i}"), finish, expected);
                 }
             }

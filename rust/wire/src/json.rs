@@ -9,8 +9,10 @@ pub enum Finish {
     /// No `finish_reason` seen.
     #[default]
     Open,
-    /// By itself, at a limit: `length`, …
+    /// By itself, for another reason.
     Done,
+    /// At its limit of tokens: `length`.
+    AtLimit,
     /// By itself: `stop`.
     Stopped,
     /// With a call of a tool: `tool_calls`.
@@ -401,6 +403,7 @@ impl Probe {
                 self.found.finish = match word {
                     Some(b"abort" | b"error") => Finish::Aborted,
                     Some(b"stop") => Finish::Stopped,
+                    Some(b"length") => Finish::AtLimit,
                     Some(b"tool_calls") => Finish::CalledTools,
                     _ => Finish::Done,
                 };
@@ -540,7 +543,8 @@ mod tests {
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"abort"}]}"#).finish, Finish::Aborted);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"tool_calls"}]}"#).finish, Finish::CalledTools);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"stop"}]}"#).finish, Finish::Stopped);
-        assert_eq!(probe(r#"{"choices":[{"finish_reason":"length"}]}"#).finish, Finish::Done);
+        assert_eq!(probe(r#"{"choices":[{"finish_reason":"length"}]}"#).finish, Finish::AtLimit);
+        assert_eq!(probe(r#"{"choices":[{"finish_reason":"content_filter"}]}"#).finish, Finish::Done);
     }
 
     #[test]

@@ -94,7 +94,11 @@ def _complete(p: Progress) -> None:
     if answered is not None:
         answered.reader.finish_ticket()
     else:
-        p.ticket.segment_done(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
+        p.ticket.segment_done(
+            prompt_tokens=len(transcript.prompt),
+            output_tokens=len(transcript.output_ids),
+            finish_reason=transcript.finish,
+        )
 
 
 def _elsewhere(p: Progress) -> Engine | None:

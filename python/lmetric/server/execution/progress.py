@@ -446,4 +446,5 @@ class Progress:
         if delta is not None and delta.finish == "abort":
             raise ended_by_order()
         close = self.ticket.done if early else self.ticket.segment_done
-        close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
+        prompt_tokens, output_tokens = len(transcript.prompt), len(transcript.output_ids)
+        close(prompt_tokens=prompt_tokens, output_tokens=output_tokens, finish_reason=transcript.finish)

@@ -65,6 +65,7 @@ class Transcript:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.uint32)
         self.output_ids: list[int] = []
         self.over = False  # it has a finish_reason
+        self.finish: str | None = None  # the finish_reason, if the router wrote it
         self.stopped = False  # the router found a stop string; the engine does not know it
         self.first_token_at: float | None = None  # seconds on the monotonic clock
         # prompt_tokens_details of the segment that computed the prompt's end.
@@ -313,11 +314,15 @@ class Transcript:
                 )
             self._logprobs = before
         self.output_ids += ids
-        self.over |= finish is not None
+        self._end(finish)
         self._decoded_ids = len(self.output_ids)
         self._decoded += text
         self._engine_text.clear()
         return Delta(ids, text, finish, stop=stop, logprobs=shifted)
+
+    def _end(self, finish: Any) -> None:
+        self.over |= finish is not None
+        self.finish = finish if isinstance(finish, str) else self.finish
 
     def _text_of(self, ids: list[int], finish: Any) -> tuple[str, list[int], str | None]:
         """Returns the text that tokens add, the tokens up to a stop string, and the stop string.
@@ -387,7 +392,7 @@ class Transcript:
         self.parts.add(delta)
         self.output_ids += ids
         self.pieces += [len(ids)] if ids else []
-        self.over |= finish is not None
+        self._end(finish)
         returns_ids = self.request.get("return_token_ids")
         if not delta and not finish and not (returns_ids and ids):
             return b""

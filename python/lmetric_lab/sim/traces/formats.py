@@ -10,8 +10,8 @@ equal prefix up to there::
 conversations ``session_id``, ``previous`` and ``delay``. ``previous`` is the number (from 0) of the
 line to wait for, and ``delay`` is the time in ms from its end. For agents, ``joins`` has the
 numbers of further lines to wait for, ``program`` the number of the program, and ``finish`` the
-reason why the answer ends (``stop`` or ``tool_calls``). ``exact`` is true if arrivals lie on the
-grid of Mooncake's timestamps but are not rounded.
+reason why the answer ends (``stop``, ``tool_calls`` or ``length``). ``exact`` is true if arrivals
+lie on the grid of Mooncake's timestamps but are not rounded.
 
 Qwen-Bailian (ATC '25): one JSON object per line. ``timestamp`` is in seconds, blocks have 16
 tokens, and turns of a conversation are linked (-1 ends the chain)::

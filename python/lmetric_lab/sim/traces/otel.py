@@ -32,6 +32,8 @@ _FINISH = {
     "tool_call": FINISH.index("tool_calls"),
     "tool_calls": FINISH.index("tool_calls"),
     "tool_use": FINISH.index("tool_calls"),
+    "length": FINISH.index("length"),
+    "max_tokens": FINISH.index("length"),
 }
 _MOST_ANCESTORS = 1000
 

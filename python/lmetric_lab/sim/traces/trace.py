@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Reasons why an answer ends: the model has finished, or it calls tools.
-FINISH = ("stop", "tool_calls")
+# Reasons why an answer ends: the model has finished, it calls tools, or it has reached its limit.
+FINISH = ("stop", "tool_calls", "length")
 
 
 @dataclass(frozen=True, slots=True)

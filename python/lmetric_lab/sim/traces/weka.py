@@ -25,7 +25,11 @@ from lmetric_lab.sim.traces.fields import Parser, Row, blocks, greatest_id, json
 from lmetric_lab.sim.traces.trace import FINISH
 
 _SCOPES = ("local", "global")
-_FINISH = {"tool_use": FINISH.index("tool_calls"), "end_turn": FINISH.index("stop")}
+_FINISH = {
+    "tool_use": FINISH.index("tool_calls"),
+    "end_turn": FINISH.index("stop"),
+    "max_tokens": FINISH.index("length"),
+}
 _ID_LIMIT = 2**40  # local IDs of many conversations fit into 64 bits
 
 

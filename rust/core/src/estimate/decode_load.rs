@@ -281,7 +281,7 @@ mod tests {
 
     fn half_at_640() -> Survival {
         let mut survival = Survival::default();
-        [640, 1280].iter().for_each(|&l| survival.observe(l));
+        [640, 1280].iter().for_each(|&l| survival.observe(l, false));
         survival
     }
 
@@ -315,7 +315,7 @@ mod tests {
             width in prop::sample::select(vec![16.0, 64.0, 100.0, 256.0]),
         ) {
             let mut survival = Survival::new(CurveSettings { bucket_tokens: width, ..CurveSettings::default() });
-            lengths.iter().for_each(|&l| survival.observe(l));
+            lengths.iter().for_each(|&l| survival.observe(l, false));
             let mut load = DecodeLoad::new(width);
             let (mut exact, mut bound, mut total) = (0.0, 0.0, 0.0);
             for &(prompt, generated, more) in &running {

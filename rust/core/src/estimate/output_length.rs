@@ -45,10 +45,12 @@ struct Class {
     sum_tokens: f64,
     /// The quantile or the mean, after the last answer.
     tokens: u32,
+    /// Whether an answer has ended by itself.
+    by_itself: bool,
 }
 
 impl Class {
-    const EMPTY: Class = Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0 };
+    const EMPTY: Class = Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0, by_itself: false };
 
     /// Halves all counts. The remainder of an odd count moves to the next nonempty bucket, so
     /// scattered answers with a count of one each last as long.
@@ -143,6 +145,28 @@ impl OutputLength {
     /// Records that an answer of this class ended by itself with `tokens` tokens. Omit answers that
     /// were cut short (client disconnected, engine failed): their lengths say too little.
     pub fn ended(&mut self, class: u64, tokens: u32) {
+        let known = self.classes.get_or_insert_mut(class, || Class::EMPTY);
+        if !known.by_itself {
+            *known = Class { by_itself: true, ..Class::EMPTY };
+        }
+        self.count(class, tokens);
+    }
+
+    /// Records that an answer of this class reached its limit of `tokens` tokens. It would have been
+    /// longer, so it counts only if it is as long as expected. Until an answer of the class has ended
+    /// by itself, limits are all that is known of it.
+    pub fn cut(&mut self, class: u64, tokens: u32) {
+        let margin = match self.expected {
+            Expected::Quantile { margin_tokens, .. } => margin_tokens,
+            Expected::Mean { .. } => 0,
+        };
+        let known = self.classes.get(&class).filter(|known| known.by_itself);
+        if known.is_none_or(|known| tokens.saturating_add(margin) >= known.tokens) {
+            self.count(class, tokens);
+        }
+    }
+
+    fn count(&mut self, class: u64, tokens: u32) {
         let class = self.classes.get_or_insert_mut(class, || Class::EMPTY);
         class.counts[bucket(tokens)] += 1;
         class.sum_tokens += f64::from(tokens);
@@ -216,6 +240,27 @@ mod tests {
         (0..1000).for_each(|_| lengths.ended(2, 10));
         (0..1000).for_each(|_| lengths.ended(2, 30));
         assert_eq!(lengths.expected(2, 128), Some(30));
+    }
+
+    #[test]
+    fn answers_cut_at_their_limits_count_only_if_they_are_long() {
+        for (mut lengths, expected) in [
+            (OutputLength::new(0.5, 20, 4).unwrap(), 300 + 3 + 20),
+            (OutputLength::mean(1, 4).unwrap(), 300),
+        ] {
+            // Answers of one token say nothing of the others.
+            (0..100).for_each(|_| lengths.ended(1, 300));
+            (0..1000).for_each(|_| lengths.cut(1, 1));
+            assert_eq!(lengths.expected(1, 100), Some(expected));
+            // Limits that the answers outlive show that they are longer.
+            (0..1000).for_each(|_| lengths.cut(1, 4000));
+            assert!(lengths.expected(1, 100).unwrap() > 1000);
+            // Limits alone count until an answer has ended by itself.
+            (0..100).for_each(|_| lengths.cut(2, 1));
+            assert!(lengths.expected(2, 100).unwrap() <= 21);
+            (0..8).for_each(|_| lengths.ended(2, 300));
+            assert_eq!((lengths.expected(2, 8), lengths.expected(2, 9)), (Some(expected), None));
+        }
     }
 
     #[test]

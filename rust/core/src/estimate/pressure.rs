@@ -291,7 +291,7 @@ mod tests {
 
     fn lengths(lengths: impl Iterator<Item = u32>) -> Survival {
         let mut survival = Survival::new(CurveSettings { alpha: 0.9999, ..CurveSettings::default() });
-        lengths.for_each(|l| survival.observe(l));
+        lengths.for_each(|l| survival.observe(l, false));
         survival
     }
 

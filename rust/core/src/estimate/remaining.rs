@@ -35,8 +35,9 @@ pub struct RemainingCurve {
 }
 
 impl RemainingCurve {
-    /// Builds the curve from a length curve. Use [`Survival::product_limit`], which counts running
-    /// answers: a mean over ended answers alone is too short.
+    /// Builds the curve from a length curve. Use [`Survival::unlimited`], which counts running
+    /// answers, and of answers at their limits what they have: a mean over ended answers alone is too
+    /// short.
     pub fn new(survival: &Survival) -> RemainingCurve {
         let curve: Vec<f64> =
             survival.boundaries().iter().map(|s| if *s > FLOOR { *s } else { 0.0 }).collect();
@@ -104,7 +105,7 @@ mod tests {
 
     fn curve(lengths: impl IntoIterator<Item = u32>) -> RemainingCurve {
         let mut s = Survival::default();
-        lengths.into_iter().for_each(|l| s.observe(l));
+        lengths.into_iter().for_each(|l| s.observe(l, false));
         RemainingCurve::new(&s)
     }
 

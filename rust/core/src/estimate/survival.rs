@@ -53,10 +53,11 @@ impl Default for CurveSettings {
 pub struct Survival {
     settings: CurveSettings,
     seen: u64,
-    /// Answers that reached each bucket, and that ended in it, decayed over time. `weight` is the
-    /// weight of a new answer.
+    /// Answers that reached each bucket, that ended in it, and that ended in it at their limits,
+    /// decayed over time. `weight` is the weight of a new answer.
     entries: Vec<f64>,
     exits: Vec<f64>,
+    cuts: Vec<f64>,
     weight: f64,
     /// S at `i * bucket_tokens`.
     curve: Vec<f64>,
@@ -80,6 +81,7 @@ impl Survival {
             seen: 0,
             entries: vec![0.0; buckets],
             exits: vec![0.0; buckets],
+            cuts: vec![0.0; buckets],
             weight: 1.0,
             curve: vec![1.0; buckets + 1],
             floored: vec![1.0; buckets + 1],
@@ -97,8 +99,8 @@ impl Survival {
         self.inverse.len()
     }
 
-    /// Records an answer that ended after `tokens` tokens.
-    pub fn observe(&mut self, tokens: u32) {
+    /// Records an answer that ended after `tokens` tokens, by itself or at its limit.
+    pub fn observe(&mut self, tokens: u32, at_limit: bool) {
         self.seen += 1;
         let keep = self.settings.alpha.min(1.0 - 1.0 / self.seen as f64);
         let buckets = self.buckets();
@@ -109,10 +111,15 @@ impl Survival {
         shorter.iter_mut().for_each(|s| *s *= keep);
         refine(&self.curve, &mut self.floored, &mut self.inverse);
         self.weight /= KEEP;
-        self.exits[(passed - 1).min(buckets - 1)] += self.weight;
+        let last = (passed - 1).min(buckets - 1);
+        self.exits[last] += self.weight;
+        if at_limit {
+            self.cuts[last] += self.weight;
+        }
         if self.weight > 1e100 {
             let scale = 1.0 / self.weight;
-            self.exits.iter_mut().chain(&mut self.entries).for_each(|e| *e *= scale);
+            let all = self.exits.iter_mut().chain(&mut self.cuts).chain(&mut self.entries);
+            all.for_each(|e| *e *= scale);
             self.weight = 1.0;
         }
     }
@@ -131,10 +138,24 @@ impl Survival {
     /// over ended answers alone sees short answers first, so it is too short for the duration of an
     /// answer.
     pub fn product_limit(&self) -> Survival {
+        self.estimated(|bucket| self.exits[bucket])
+    }
+
+    /// Returns the curve of answers without limits, by the same estimator: an answer that ended at
+    /// its limit would have been longer. If all answers ended at their limits, they count as ended.
+    pub fn unlimited(&self) -> Survival {
+        match self.exits == self.cuts {
+            true => self.product_limit(),
+            false => self.estimated(|bucket| self.exits[bucket] - self.cuts[bucket]),
+        }
+    }
+
+    /// Returns the curve by the product-limit estimator. `exits`: the answers that ended in a bucket.
+    fn estimated(&self, exits: impl Fn(usize) -> f64) -> Survival {
         let mut limit = Survival { seen: self.seen, ..Survival::new(self.settings) };
         let mut s = 1.0;
-        for (i, (ended, came)) in self.exits.iter().zip(&self.entries).enumerate() {
-            let ended = ended / self.weight + PRIOR * self.bucket_tokens() / PRIOR_TOKENS;
+        for (i, came) in self.entries.iter().enumerate() {
+            let ended = exits(i) / self.weight + PRIOR * self.bucket_tokens() / PRIOR_TOKENS;
             s *= 1.0 - (ended / (came / self.weight + PRIOR)).min(1.0);
             limit.curve[i + 1] = s;
         }
@@ -187,7 +208,7 @@ mod tests {
         let mut s = Survival::default();
         assert_eq!((s.at(0.0), s.at(1e9)), (1.0, 1.0));
         for tokens in [64, 65, 640, 6400] {
-            s.observe(tokens);
+            s.observe(tokens, false);
         }
         // L > 0: all four; L > 64: three; L > 640: one; L > 6,400: none.
         assert_eq!((s.at(0.0), s.at(64.0), s.at(640.0), s.at(6400.0)), (1.0, 0.75, 0.25, FLOOR));
@@ -200,7 +221,7 @@ mod tests {
         // The first answer sets S to 1 at 64, the second halves it (one half is both the mean's
         // weight and alpha), the third halves it again.
         for (tokens, expected) in [(100, 1.0), (10, 0.5), (10, 0.25), (100, 0.625)] {
-            s.observe(tokens);
+            s.observe(tokens, false);
             assert_eq!(s.at(64.0), expected);
         }
     }
@@ -211,7 +232,7 @@ mod tests {
         for _ in 0..100 {
             s.passed(0.0, 1.0);
             s.passed(1.0, 100.0);
-            s.observe(100);
+            s.observe(100, false);
             // As many answers have reached 650 tokens and still run.
             s.passed(0.0, 650.0);
         }
@@ -225,6 +246,28 @@ mod tests {
         assert!(limit.at(2640.0) < 0.25 && limit.at(2640.0) > 0.1, "{}", limit.at(2640.0));
     }
 
+    /// Half of the answers have 600 tokens, and a limit of 100 cuts the others.
+    #[test]
+    fn a_limit_ends_an_answer_and_not_the_curve_of_those_without() {
+        let answers = |cut_at: u32, natural: bool| {
+            let mut s = Survival::default();
+            for i in 0..1000 {
+                let tokens = if natural && i % 2 == 0 { 600 } else { cut_at };
+                s.passed(0.0, f64::from(tokens));
+                s.observe(tokens, tokens == cut_at);
+            }
+            s
+        };
+        let s = answers(100, true);
+        assert!((s.at(128.0) - 0.5).abs() < 0.1 && (s.product_limit().at(128.0) - 0.5).abs() < 0.01);
+        assert!((s.unlimited().at(512.0) - 1.0).abs() < 0.05, "{}", s.unlimited().at(512.0));
+        assert!(s.unlimited().at(640.0) < 0.05);
+        // Nothing is known but the limits.
+        let s = answers(100, false);
+        assert_eq!(s.unlimited().boundaries(), s.product_limit().boundaries());
+        assert!(s.unlimited().at(128.0) < 0.01);
+    }
+
     proptest! {
         #[test]
         fn it_never_rises_and_begins_at_one(
@@ -234,7 +277,7 @@ mod tests {
         ) {
             let bucket_tokens = f64::from(bucket_tokens);
             let mut s = Survival::new(CurveSettings { alpha, bucket_tokens });
-            lengths.iter().for_each(|&l| s.observe(l));
+            lengths.iter().for_each(|&l| s.observe(l, false));
             let b = s.boundaries();
             prop_assert!((b[0] - 1.0).abs() < 1e-9);
             prop_assert!(b.windows(2).all(|w| w[0] >= w[1] - 1e-12) && b.iter().all(|s| *s >= FLOOR));

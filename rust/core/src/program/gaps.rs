@@ -20,22 +20,28 @@ const PRIOR_GAPS: f64 = 8.0;
 const PRIOR_MEDIAN: Seconds = 2.0;
 const PRIOR_SIGMA: f64 = 1.5;
 
-/// Why an engine ended an answer, as far as gaps are concerned.
+/// Why an engine ended an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Finish {
-    /// Not reported, or another reason such as `length`.
+    /// Not reported, or another reason.
     #[default]
     Unknown,
     /// The model called a tool: its client will usually send the result.
     ToolCalls,
     /// The model ended its answer.
     Stop,
+    /// The answer reached its limit of tokens.
+    Length,
 }
 
 impl Finish {
     /// All values, with their names in OpenAI's API.
-    pub const NAMES: [(&'static str, Finish); 3] =
-        [("unknown", Finish::Unknown), ("tool_calls", Finish::ToolCalls), ("stop", Finish::Stop)];
+    pub const NAMES: [(&'static str, Finish); 4] = [
+        ("unknown", Finish::Unknown),
+        ("tool_calls", Finish::ToolCalls),
+        ("stop", Finish::Stop),
+        ("length", Finish::Length),
+    ];
 
     /// Returns the finish with this name; all other names are [`Finish::Unknown`].
     pub fn of(name: &str) -> Finish {
@@ -45,7 +51,7 @@ impl Finish {
     /// Prior share of answers after which the program does not return.
     fn prior_ends(self) -> f64 {
         match self {
-            Finish::Unknown => 0.1,
+            Finish::Unknown | Finish::Length => 0.1,
             Finish::ToolCalls => 0.02,
             Finish::Stop => 0.3,
         }
@@ -62,7 +68,7 @@ pub struct GapClass {
 }
 
 impl GapClass {
-    const ALL: usize = 6;
+    const ALL: usize = 2 * Finish::NAMES.len();
 
     fn index(self) -> usize {
         self.finish as usize * 2 + usize::from(self.long)

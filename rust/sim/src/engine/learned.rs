@@ -85,7 +85,7 @@ impl Learned {
     pub fn ended(&mut self, seconds: Seconds, output_tokens: u32) {
         if self.asked {
             self.boost.ended(seconds);
-            self.observed.observe(output_tokens);
+            self.observed.observe(output_tokens, false);
         }
     }
 

@@ -246,9 +246,9 @@ impl Ahead {
 
     /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
     /// were counted before. Returns whether the weights are due: see [`Ahead::renew_weights`].
-    pub fn finished(&mut self, output_tokens: u32, seen: f64, now: Seconds) -> bool {
+    pub fn finished(&mut self, output_tokens: u32, seen: f64, at_limit: bool, now: Seconds) -> bool {
         self.survival.passed(seen, f64::from(output_tokens).max(seen));
-        self.survival.observe(output_tokens);
+        self.survival.observe(output_tokens, at_limit);
         let ended = self.survival.seen();
         let (last, at) = self.weighed;
         let due = ended >= last + MIN_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
@@ -356,7 +356,7 @@ mod tests {
                 }
                 ahead.grow(slot, &entry(made), 100.0 - made, 0.0);
                 ahead.end(slot, key, &entry(100.0), 0.0);
-                ahead.finished(100, 100.0, 0.0);
+                ahead.finished(100, 100.0, false, 0.0);
             }
             ahead.survival().product_limit().boundaries().to_vec()
         };
@@ -373,7 +373,7 @@ mod tests {
         let due_of = |ahead: &mut Ahead, steps: u32| {
             let due = (0..steps).filter(|step| {
                 let now = f64::from(*step) / 100.0;
-                let due = ahead.finished(50, 0.0, now);
+                let due = ahead.finished(50, 0.0, false, now);
                 if due {
                     ahead.renew_weights(cost, now);
                 }

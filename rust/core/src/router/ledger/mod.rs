@@ -277,8 +277,8 @@ impl Ledger {
 
     /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
     /// were counted before. Returns whether the weights of predicted loads are due.
-    pub fn finished(&mut self, output_tokens: u32, seen: f64, now: Seconds) -> bool {
-        self.ahead.as_mut().is_some_and(|ahead| ahead.finished(output_tokens, seen, now))
+    pub fn finished(&mut self, output_tokens: u32, seen: f64, at_limit: bool, now: Seconds) -> bool {
+        self.ahead.as_mut().is_some_and(|ahead| ahead.finished(output_tokens, seen, at_limit, now))
     }
 
     /// Computes the weights of predicted loads again. `cost`: cost of a decode step.

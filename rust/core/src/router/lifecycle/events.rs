@@ -170,7 +170,8 @@ impl Lifecycle<'_> {
     fn finish(&mut self, ticket: TicketId, usage: Usage) {
         let Some(state) = self.close(ticket) else { return };
         let made = self.note_end(&state, Some(usage));
-        if made > 0 && self.state.ledger.finished(made, state.open.entry.output_tokens, self.now) {
+        let counted = state.open.entry.output_tokens;
+        if made > 0 && self.state.ledger.finished(made, counted, usage.at_limit(), self.now) {
             // The cost walks through the instances.
             let cost = self.state.decode_cost();
             self.state.ledger.renew_weights(cost, self.now);

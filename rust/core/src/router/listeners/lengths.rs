@@ -35,12 +35,16 @@ impl Lengths {
 }
 
 impl Listener for Lengths {
-    /// Learns from an output that ended by itself.
+    /// Learns from an output that ended by itself or at its limit.
     fn ended(&mut self, ended: &Ended<'_>) {
         if ended.finished && ended.made > 0 {
             let (of_length, of_class) = classes(ended.ticket.prompt_tokens, ended.ticket.length_class);
-            self.0.ended(of_length, ended.made);
-            of_class.iter().for_each(|class| self.0.ended(*class, ended.made));
+            for class in of_class.into_iter().chain([of_length]) {
+                match ended.usage.at_limit() {
+                    true => self.0.cut(class, ended.made),
+                    false => self.0.ended(class, ended.made),
+                }
+            }
         }
     }
 }

@@ -97,7 +97,7 @@ mod tests {
     /// Half of the answers have 64 tokens, half 640.
     fn two_lengths() -> Learned {
         let mut lengths = Survival::default();
-        (0..16).for_each(|_| [64, 640].into_iter().for_each(|tokens| lengths.observe(tokens)));
+        (0..16).for_each(|_| [64, 640].into_iter().for_each(|tokens| lengths.observe(tokens, false)));
         let mut learned = NOTHING.clone();
         learned.lengths = lengths;
         learned
