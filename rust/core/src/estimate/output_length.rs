@@ -50,7 +50,8 @@ struct Class {
 }
 
 impl Class {
-    const EMPTY: Class = Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0, by_itself: false };
+    const EMPTY: Class =
+        Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0, by_itself: false };
 
     /// Halves all counts. The remainder of an odd count moves to the next nonempty bucket, so
     /// scattered answers with a count of one each last as long.
@@ -244,10 +245,9 @@ mod tests {
 
     #[test]
     fn answers_cut_at_their_limits_count_only_if_they_are_long() {
-        for (mut lengths, expected) in [
-            (OutputLength::new(0.5, 20, 4).unwrap(), 300 + 3 + 20),
-            (OutputLength::mean(1, 4).unwrap(), 300),
-        ] {
+        for (mut lengths, expected) in
+            [(OutputLength::new(0.5, 20, 4).unwrap(), 300 + 3 + 20), (OutputLength::mean(1, 4).unwrap(), 300)]
+        {
             // Answers of one token say nothing of the others.
             (0..100).for_each(|_| lengths.ended(1, 300));
             (0..1000).for_each(|_| lengths.cut(1, 1));

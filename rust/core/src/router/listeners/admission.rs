@@ -243,15 +243,6 @@ fn able(state: &State) -> (&[bool], usize) {
     }
 }
 
-/// Returns which slots can take a prompt, and their number.
-fn able(state: &State) -> (&[bool], usize) {
-    let fleet = &state.fleet;
-    match fleet.eligible_count() {
-        0 if state.config.colocate => (fleet.decoders(), fleet.decoder_count()),
-        count => (fleet.eligible(), count),
-    }
-}
-
 /// Returns the seconds of a prefill that runs alone on the fastest instance that can take it, with
 /// `hit` cached and `new` uncached tokens.
 fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
