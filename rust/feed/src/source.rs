@@ -410,12 +410,11 @@ impl Source {
         true
     }
 
-    /// Forgets the applied batches, and ignores those that the engine has made before `at`, in
-    /// seconds since 1970.
-    pub fn begin_new_weights(&mut self, at: Option<f64>) {
-        if let (Kind::Blocks(blocks), Some(at)) = (&mut self.kind, at) {
+    /// Forgets the applied batches, and ignores those that the engine has made before now.
+    pub fn begin_new_weights(&mut self) {
+        if let (Kind::Blocks(blocks), Some(now)) = (&mut self.kind, unix_now()) {
             let Hands { applier, new_weights, .. } = &mut blocks.hands;
-            new_weights.announce(at);
+            new_weights.announce(now);
             applier.set_old_before(new_weights.old_before());
             applier.clear();
             blocks.stream.begin_empty();
@@ -463,7 +462,7 @@ fn delay_since(moment: f64) -> Option<f64> {
 }
 
 /// Returns the seconds since 1970 on this machine's clock.
-pub fn unix_now() -> Option<f64> {
+fn unix_now() -> Option<f64> {
     Some(SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs_f64())
 }
 

@@ -10,7 +10,7 @@
 use crate::apply::Applier;
 use crate::connection::{Connection, Dial, End, Endpoint, Event, Listener, Net, unix_address};
 use crate::heartbeat::Heartbeat;
-use crate::source::{Blocks, Kind, Line, RUN, Source, unix_now};
+use crate::source::{Blocks, Kind, Line, RUN, Source};
 use crate::status::Status;
 use crate::stream::{Counts, Standing};
 use crate::zmtp::Talk;
@@ -63,8 +63,7 @@ type Shown = Arc<Mutex<BTreeMap<String, Vec<Arc<Mutex<Status>>>>>>;
 enum Command {
     Subscribe(String, Subscription, Reply),
     Unsubscribe(String, SyncSender<bool>),
-    /// Instances, and the seconds since 1970 at which their new weights were announced.
-    NewWeights(Vec<String>, Option<f64>),
+    NewWeights(Vec<String>, SyncSender<()>),
     /// Addresses of a name, for the token of a link or a source.
     Found(usize, Vec<SocketAddr>),
     Close,
@@ -123,7 +122,6 @@ impl EventFeed {
             link_of: HashMap::new(),
             pending: BTreeSet::new(),
             due: Deadlines::default(),
-            outdated: BTreeMap::new(),
             turn: 0,
             commands: received,
             shown: shown.clone(),
@@ -159,13 +157,14 @@ impl EventFeed {
     }
 
     /// Forgets the blocks of these instances, whose engines have new weights, and ignores events
-    /// that were made before now ([`crate::weights`]). Does not wait: the thread forgets the blocks
-    /// before it applies further events, which takes about 0.1 µs per block.
+    /// that were made before now ([`crate::weights`]).
     ///
     /// # Errors
     /// `BadValue` if the feed is closed or its thread has stopped.
     pub fn begin_new_weights(&self, instances: Vec<String>) -> Result<(), CoreError> {
-        self.send(Command::NewWeights(instances, unix_now()))
+        let (reply, answer) = sync_channel(1);
+        self.send(Command::NewWeights(instances, reply))?;
+        answer.recv().map_err(|_| self.gone())
     }
 
     /// Returns the status of an instance's sources, by rank, load reports last. If the thread
@@ -345,8 +344,6 @@ struct Worker {
     /// Connections that may hold more messages without a new signal.
     pending: BTreeSet<usize>,
     due: Deadlines,
-    /// Instances with new weights whose blocks are not forgotten yet, with the announcement.
-    outdated: BTreeMap<String, Option<f64>>,
     /// Number of turns of the loop.
     turn: u64,
     commands: Receiver<Command>,
@@ -372,14 +369,9 @@ impl Worker {
                 if self.obey(&mut ready) {
                     return;
                 }
+                let Some(id) = ready.pop_first() else { break };
                 self.heartbeat.beat();
-                if let Some((instance, at)) = self.outdated.pop_first() {
-                    self.begin_new_weights(&instance, at);
-                } else if let Some(id) = ready.pop_first() {
-                    self.visit(id);
-                } else {
-                    break;
-                }
+                self.visit(id);
             }
         }
     }
@@ -389,16 +381,15 @@ impl Worker {
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Subscribe(instance, subscription, reply) => {
-                    self.forget_outdated(&instance);
                     // The caller may be gone.
                     let _ = reply.send(self.subscribe(instance, subscription));
                 }
                 Command::Unsubscribe(instance, reply) => {
-                    self.forget_outdated(&instance);
                     let _ = reply.send(self.unsubscribe(&instance));
                 }
-                Command::NewWeights(instances, at) => {
-                    self.outdated.extend(instances.into_iter().map(|instance| (instance, at)));
+                Command::NewWeights(instances, reply) => {
+                    instances.iter().for_each(|instance| self.begin_new_weights(instance));
+                    let _ = reply.send(());
                 }
                 Command::Found(id, addresses) => {
                     self.found(id, &addresses);
@@ -647,13 +638,7 @@ impl Worker {
         Ok(())
     }
 
-    fn forget_outdated(&mut self, instance: &str) {
-        if let Some(at) = self.outdated.remove(instance) {
-            self.begin_new_weights(instance, at);
-        }
-    }
-
-    fn begin_new_weights(&mut self, instance: &str, at: Option<f64>) {
+    fn begin_new_weights(&mut self, instance: &str) {
         let ids = self.links_of.get(instance).cloned().unwrap_or_default();
         let feed = self.feed.clone();
         let mut each_source = |change: &dyn Fn(&mut Source)| {
@@ -662,7 +647,7 @@ impl Worker {
                 sources.filter(|source| source.instance == instance).for_each(change);
             }
         };
-        each_source(&|source| source.begin_new_weights(at));
+        each_source(&Source::begin_new_weights);
         // The index has already forgotten an instance that is gone.
         let _ = feed.forget(instance);
         each_source(&|source| {

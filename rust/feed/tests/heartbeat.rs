@@ -2,13 +2,12 @@
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::{KvFeed, Means, Stored};
+use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::stream::Standing;
 use lmetric_feed::{EventFeed, Subscription};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 /// Rust section 6: a panicked thread is not mistaken for idle engines.
@@ -46,43 +45,4 @@ fn a_panic_of_the_thread_is_seen() {
     assert!(refused.contains("internal error"), "{refused}");
     events.close();
     assert!(events.subscribe("e", of_rank(1)).unwrap_err().to_string().contains("close()"));
-}
-
-/// The announcement of new weights waits neither for the router nor for the thread.
-#[test]
-fn new_weights_wait_for_nobody() {
-    let config =
-        RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 3 << 20, ..RouterConfig::default() };
-    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
-    router.add_instance("e", Role::Both, None).unwrap();
-    let keys = Keys::new(&[], 16, 256).unwrap();
-    let feed = Arc::new(KvFeed::new(SharedRouter::new(router), keys, 3 << 20, true));
-    let stored = Stored {
-        parent: None,
-        engine_hashes: &[1],
-        token_ids: &[5; 16],
-        domain: keys.tokens,
-        narrowing: &[],
-        means: Means::NewCopy,
-    };
-    assert_eq!(feed.stored(feed.source("e", 0).unwrap(), &stored).done, 1);
-    let events = EventFeed::start(feed.clone(), || 0.0).unwrap();
-    let returned = std::thread::scope(|scope| {
-        let router = feed.router().lock(); // the thread needs it to forget blocks
-        let ((done, is_done), events) = (channel(), &events);
-        scope.spawn(move || {
-            events.begin_new_weights(vec!["e".into(), "gone".into()]).unwrap();
-            done.send(()).unwrap();
-        });
-        let returned = is_done.recv_timeout(Duration::from_secs(20));
-        drop(router);
-        returned
-    });
-    assert!(returned.is_ok());
-    let until = Instant::now() + Duration::from_secs(60);
-    while feed.names().0 > 0 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert_eq!(feed.names().0, 0);
-    assert_eq!(feed.router().lock().caches().read().gpu().pairs(), 0);
 }

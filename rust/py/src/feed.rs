@@ -102,9 +102,8 @@ impl EventFeed {
         Ok(py.detach(|| self.feed.unsubscribe(instance))?)
     }
 
-    /// Drops the blocks of these instances, whose engines have new weights. Returns at once: the
-    /// feed's thread drops the blocks before it applies further events. Events that were made
-    /// before this call do not count. Engine clocks may differ from this machine's: the feed
+    /// Drops the blocks of these instances, whose engines have new weights. Later events that were
+    /// made before this call do not count. Engine clocks may differ from this machine's: the feed
     /// knows the shortest delay of each engine's batches. `status` counts the blocks of such events
     /// under `skipped`, `old_weights`.
     fn begin_new_weights(&self, py: Python<'_>, instances: Vec<String>) -> Result<()> {
