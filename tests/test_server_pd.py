@@ -10,7 +10,7 @@ import pytest
 
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import BODY, PROMPT, nixl, pd
-from server_world import FakeEngine, Request, answer, decision_id, plain, says, usage, world
+from server_world import Behaviour, FakeEngine, Request, answer, decision_id, plain, says, usage, world
 
 TWO_AND_TWO = [nixl("prefill"), nixl("prefill"), nixl("decode"), nixl("decode")]
 
@@ -352,6 +352,19 @@ def development(role: str) -> tuple[int, bytes]:
     return 200, orjson.dumps({"vllm_config": {"kv_transfer_config": transfer}})
 
 
+def bidirectional(prefill: Behaviour, *decodes: Behaviour) -> list[FakeEngine]:
+    """A prefill engine and decode engines that keep their cache."""
+    roles = ["kv_producer", *["kv_consumer"] * len(decodes)]
+    return [
+        FakeEngine(
+            behave=behave,
+            metrics=NIXL_PAGE,
+            extra_pages={"/server_info?config_format=json": development(role)},
+        )
+        for role, behave in zip(roles, (prefill, *decodes), strict=True)
+    ]
+
+
 def with_logprobs(tokens: int, tail: bytes) -> bytes:
     """An answer as vLLM gives it, with 20 logprobs for each token, and the address of its cache."""
     top = [{"token": f"word {n}", "logprob": -1.2345678 - n, "bytes": [32, 97, 98]} for n in range(20)]
@@ -385,16 +398,9 @@ async def test_a_large_answer_after_a_transfer_is_computed_once(tokens: int, tai
     last = with_logprobs(tokens, tail)
     assert (len(last) > 16 << 20) == (tokens > 100)
     assert (len(last) > 64 << 10) == (tokens > 1)
-    engines = [
-        FakeEngine(
-            behave=says(
-                plain(200, first | {"kv_transfer_params": PARAMS} if produces else last), then="keep"
-            ),
-            metrics=NIXL_PAGE,
-            extra_pages={"/server_info?config_format=json": development(role)},
-        )
-        for role, produces in (("kv_producer", True), ("kv_consumer", False), ("kv_consumer", False))
-    ]
+    prefill = says(plain(200, first | {"kv_transfer_params": PARAMS}), then="keep")
+    decode = says(plain(200, last), then="keep")
+    engines = bidirectional(prefill, decode, decode)
     async with world(engines) as it:
         (model,) = it.server.fleet.models
         await it.until(lambda: all(each.identified for each in model.engines.values()))

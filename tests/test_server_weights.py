@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from lmetric.server.fleet.engine import blocks_differ
+from pd_world import PROMPT as PD_PROMPT
 from pd_world import nixl, pd
 from server_world import (
     STREAM_HEAD,
@@ -24,8 +25,11 @@ from server_world import (
     usage,
     world,
 )
+from split_world import COMPLETIONS, asked, body_of, both, split
 from test_server_failover import STORY_BODY, cut, fakes
 from test_server_hedging import AFTER, later, two
+from test_server_pd import PARAMS, bidirectional
+from test_server_split_faults import FRAME, START
 
 PROMPT = {"model": "tiny", "prompt": [*range(640)], "max_tokens": 3}
 
@@ -171,16 +175,97 @@ async def test_a_hedged_request_has_the_version_of_the_engine_that_answers(winne
         assert "weights" not in other  # its engine gave no token
 
 
-async def test_a_prefill_gives_its_version_too() -> None:
+async def test_a_prefill_adds_no_version() -> None:
+    """It had the prefill's version, although the decode engine computed every token."""
     async with pd(nixl("prefill"), nixl("decode"), admin=True) as it:
         await it.post({"version": "a", "engines": ["p0"]}, "/admin/weights")
         status, headers, _ = await it.post()
-        assert (status, headers["x-lmetric-weights"]) == (200, "a")
+        assert (status, headers["x-lmetric-prefill"]) == (200, "p0")
+        assert "x-lmetric-weights" not in headers
         await it.post({"version": "b", "engines": ["d0"]}, "/admin/weights")
         status, headers, _ = await it.post()
-        assert (status, headers["x-lmetric-weights"]) == (200, "a")
+        assert (status, headers["x-lmetric-prefill"]) == (200, "p0")
+        assert headers["x-lmetric-weights"] == "b"
         async with it.client.get(f"{it.url}/debug/decisions/{headers['x-lmetric-decision']}") as page:
-            assert (await page.json())["weights"] == ["a", "b"]
+            assert (await page.json())["weights"] == ["b"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("prompt", "versions"), [(PD_PROMPT, ["b"]), ("a", ["a", "b"])])
+async def test_a_split_answer_has_the_versions_of_its_tokens(
+    stream: bool, prompt: str, versions: list[str]
+) -> None:
+    """A split inside the prompt gives one version, a split inside the answer two."""
+    async with split(both(), both(), at=0.5, admin=True) as it:
+        for name, version in (("b0", "a"), ("b1", "b")):
+            await it.post({"version": version, "engines": [name]}, "/admin/weights")
+        said = await asked(it, COMPLETIONS, body_of(COMPLETIONS, prompt, stream=stream))
+        answering = said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]
+        assert answering == ("b0", "b1")
+        assert said["headers"]["x-lmetric-weights"] == versions[0]
+        label = said["headers"]["x-lmetric-decision"]
+        async with it.client.get(f"{it.url}/debug/decisions/{label}") as page:
+            assert (await page.json())["weights"] == versions
+
+
+async def test_an_aborted_answer_after_a_transfer_adds_no_version() -> None:
+    """It named the version of the engine that stopped, although another one gave each token."""
+    decoded: list[FakeEngine] = []
+    seen: set[str] = set()
+
+    async def decode(fake: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        decoded.append(fake)
+        return await says(with_end("abort" if len(decoded) == 1 else "length"), then="keep")(
+            fake, request, writer
+        )
+
+    def with_end(finish: str, **more: Any) -> bytes:
+        choices = [{"index": 0, "text": "a", "finish_reason": finish}]
+        return plain(200, {"id": "1", "choices": choices, "usage": usage()} | more)
+
+    prefill = says(with_end("length", kv_transfer_params=PARAMS), then="keep")
+    engines = bidirectional(prefill, decode, decode)
+    async with world(engines, admin=True, policy="round_robin") as it:
+        await it.until(lambda: all(each.identified for each in it.server.fleet.engines()))
+        for name, version in (("e0", "b"), ("e1", "b"), ("e2", "c")):  # only e1 can fetch the prefill
+            await announce(it, version=version, engines=[name])
+        for _ in range(2):
+            decoded.clear()
+            status, headers, _ = await it.post({"model": "tiny", "prompt": "a", "max_tokens": 3})
+            assert (status, len(decoded)) == (200, 2)
+            version = {"e1": "b", "e2": "c"}[headers["x-lmetric-instance"]]
+            assert headers["x-lmetric-weights"] == version
+            _, record = await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+            assert orjson.loads(record)["weights"] == [version]
+            seen.add(version)
+        assert seen == {"b", "c"}
+
+
+async def test_a_continuation_that_cannot_be_merged_adds_no_version() -> None:
+    continuations: list[FakeEngine] = []
+
+    async def behave(fake: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        if len(request.json["prompt"]) > len(START):
+            continuations.append(fake)
+            if len(continuations) == 1:
+                choice = {"index": 0, "text": " a", "token_ids": None, "finish_reason": None}
+                writer.write(STREAM_HEAD + chunk(event(FRAME | {"choices": [choice]})))
+                await writer.drain()
+                await fake.until_left(writer)
+                return False
+        return await cut(7)(fake, request, writer)
+
+    async with fakes(behave, behave, behave, admin=True) as it:
+        for number in range(3):
+            await announce(it, version=f"v{number}", engines=[f"e{number}"])
+        _, headers, got = await it.post(STORY_BODY)
+        assert b'"error"' not in got
+        assert len(continuations) == 2
+        _, record = await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+        third = it.engines.index(continuations[1])
+        first = 3 - third - it.engines.index(continuations[0])
+        assert headers["x-lmetric-weights"] == f"v{first}"
+        assert orjson.loads(record)["weights"] == [f"v{first}", f"v{third}"]
 
 
 async def test_only_the_router_names_versions() -> None:

@@ -59,7 +59,6 @@ class EngineAttempt(Attempt):
     """A step at its engine: call `go`, which reports events to the listener later."""
 
     reader: Connection
-    weights: str | None = None  # the announced version that its engine began with
     _connecting: asyncio.Task[Connection] | None = None
     _fresh = False  # its connection was opened for this step
     _closed = ""  # why the step is sent again, if it is

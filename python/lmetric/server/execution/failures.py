@@ -239,11 +239,12 @@ def no_continuation(p: Progress, why: Ineligible) -> Ended:
     return broken(p, p.tried[-1], "reset")
 
 
-def continued(p: Progress) -> None:
+def continued(p: Progress, attempt: Attempt) -> None:
     """Records the first part that an engine adds to the answer."""
     if p.has_tokens:
         return
     p.has_tokens = True
+    p.accept(attempt)
     if p.fails_over:
         p.fails_over = False
         p.model.failovers["continued"] += 1

@@ -125,6 +125,7 @@ class Attempt:
     step: Step
     started: float  # seconds on the monotonic clock
     reader: ResponseReader  # status, usage, tokens and errors received so far
+    weights: str | None = None  # the announced version that its engine began with
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     error: bool  # the engine reported an error inside its answer
     committed: bool  # a way has committed to the answer

@@ -376,8 +376,14 @@ class Progress:
 
     # -- the client's answer -----------------------------------------------------------------------
 
+    def accept(self, attempt: Attempt) -> None:
+        """Records the version of the weights that gave a part of the client's answer."""
+        if attempt.weights is not None:
+            self.model.request_weights.note(self.decision.id, attempt.weights)
+
     def commit(self, attempt: Attempt) -> None:
         """Forwards an engine's answer to the client from now on."""
+        self.accept(attempt)
         self.committed = self.has_tokens = True
         self.status = attempt.reader.status
         body, self.body = self.body, b""

@@ -88,8 +88,6 @@ class Runner(InFlightRequest):
             return
         if event in ENDS:  # a chat that is parsed has a call for each event, with its whole prompt
             self._attempts.pop(attempt.step, None)
-            if event == "ended" and attempt.step.reader == "whole" and attempt.reader.status == 200:
-                self._note_weights(attempt)
         try:  # the code of `_on`, inline because each request runs it
             for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
@@ -113,7 +111,7 @@ class Runner(InFlightRequest):
             execution.ticket if hedge is None or step is not hedge.step else hedge.ticket,
             step,
         )
-        if step.advances_ticket and not step.side:
+        if step.advances_ticket:
             attempt.weights = step.engine.weights
         if execution.stalled_at and step.for_client:
             attempt.pause(True)
@@ -122,14 +120,8 @@ class Runner(InFlightRequest):
             attempt.trace = guarded(self.trace.sent, attempt, now)
         attempt.go(now)
 
-    def _note_weights(self, attempt: EngineAttempt) -> None:
-        """Records the version of an engine that gives a part of the answer."""
-        if attempt.weights is not None:
-            self.execution.model.request_weights.note(self.execution.decision.id, attempt.weights)
-
     def _commit(self, act: Commit) -> None:
         attempt, execution = self._attempts[act.attempt.step], self.execution
-        self._note_weights(attempt)
         if attempt.step.reader != "pass":
             attempt.begin()
             return

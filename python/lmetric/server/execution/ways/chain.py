@@ -44,6 +44,8 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     if ends_at > count:
         aborts = reader.aborted and (yield from aborts_by_order(p, engine))
         delta = _merge(p, attempt, tokens, whole=keeps_last, aborts=aborts)
+        if delta is not None:
+            p.accept(attempt)
         if delta is not None and delta.finish is not None:
             p.end_merged(delta, early=True)
             return None
@@ -71,6 +73,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
             delta = p.merged().take(object_of(attempt.answer), UNBOUNDED, aborts=aborts)
         except MergeError as error:
             raise step.lost("reset", str(error)) from None
+        p.accept(attempt)
         p.end_merged(delta)
         return None
     if not ended:
@@ -80,12 +83,14 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
         while not ended:
             _, events = yield None
             try:
-                ended = events is None or _take(p, step, events)
+                ended = events is None or _take(p, attempt, events)
             except Aborted as lost:
                 if not (yield from aborts_by_order(p, engine)):
                     raise
                 try:
-                    p.end_merged(p.merged().more(lost.choice))
+                    delta = p.merged().more(lost.choice)
+                    p.accept(attempt)
+                    p.end_merged(delta)
                 except MergeError:
                     raise lost from None
     except EngineLost:
@@ -95,18 +100,18 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
     return None
 
 
-def _take(p: Progress, step: Step, events: list[bytes]) -> bool:
+def _take(p: Progress, attempt: Attempt, events: list[bytes]) -> bool:
     """Writes the events of a merged stream for the client. Returns whether the answer has ended."""
     transcript = p.merged()
     try:
-        for choice in choices_of(p, step, events):
+        for choice in choices_of(p, attempt.step, events):
             delta = transcript.more(choice)
-            continued(p)
+            continued(p, attempt)
             p.write(delta)
             if transcript.stopped:
                 return True
     except MergeError as error:
-        raise step.lost("reset", str(error)) from None
+        raise attempt.step.lost("reset", str(error)) from None
     return False
 
 

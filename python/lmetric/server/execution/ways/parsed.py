@@ -48,6 +48,7 @@ JSON = Mapping[str, Any]
 class Rest:
     """The tokens of the rest, on their way through the parser."""
 
+    main: Attempt  # generates them
     waiting: list[int]  # for the next call; at first all tokens before the failure
     known: int  # the number of waiting tokens that the transcript already has
     parts: Parts = field(default_factory=Parts)  # of all calls
@@ -80,22 +81,21 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
     p.mover = None
     transcript = p.merged()
     sampling = yield from _rendered(p, engine)
-    it = Rest(list(transcript.output_ids), len(transcript.output_ids))
-    main = _generation(p, engine, sampling)
-    attempt, flags = yield main
+    attempt, flags = yield _generation(p, engine, sampling)
     if flags is None:  # it is an error answer
         refuse(p, attempt)
     check_beginning(p, attempt, flags)
     p.acts.append(Commit(attempt))
+    it = Rest(attempt, list(transcript.output_ids), len(transcript.output_ids))
     try:
-        yield from _parsed(p, engine, it, main=main)
+        yield from _parsed(p, engine, it)
     except EngineLost:
         p.has_tokens |= it.generated  # the ticket has tokens: another engine must continue
         raise
     return None
 
 
-def _parsed(p: Progress, engine: Engine, it: Rest, *, main: Step) -> Way[None]:
+def _parsed(p: Progress, engine: Engine, it: Rest) -> Way[None]:
     """Lets the engine parse the tokens that it generates, to the end of the answer."""
     transcript = p.merged()
     call: Step | None = None  # nothing may follow the commit
@@ -110,14 +110,14 @@ def _parsed(p: Progress, engine: Engine, it: Rest, *, main: Step) -> Way[None]:
                 return
         elif events is not None:
             try:
-                _collect(p, it, main, events=events)
+                _collect(p, it, events)
             except Aborted as lost:
                 it.repeat_call()
                 if not (yield from aborts_by_order(p, engine)):
                     raise
                 it.add(lost.choice)
         elif it.finish is None:
-            raise main.lost("reset", "the stream ended without a finish_reason")
+            raise it.main.step.lost("reset", "the stream ended without a finish_reason")
         call = _next_call(p, engine, it)
 
 
@@ -159,13 +159,13 @@ def _generation(p: Progress, engine: Engine, body: dict[str, Any]) -> Step:
     )
 
 
-def _collect(p: Progress, it: Rest, main: Step, events: list[bytes]) -> None:
+def _collect(p: Progress, it: Rest, events: list[bytes]) -> None:
     """Adds the tokens of generated events. Passes comments on."""
     try:
-        for choice in choices_of(p, main, events):
+        for choice in choices_of(p, it.main.step, events):
             it.add(choice)
     except (MergeError, TypeError) as error:
-        raise main.lost("reset", str(error)) from None
+        raise it.main.step.lost("reset", str(error)) from None
 
 
 def _next_call(p: Progress, engine: Engine, it: Rest) -> Step | None:
@@ -218,7 +218,7 @@ def _take(p: Progress, attempt: Attempt, it: Rest) -> None:
         _replay(p, it, why)
         return
     it.known = 0
-    continued(p)
+    continued(p, it.main)
     if data:
         p.acts.append(Write(data))
 
@@ -265,7 +265,7 @@ def _take_last(p: Progress, attempt: Attempt, it: Rest) -> None:
         why = f"{attempt.step.engine.name}: the answer's parts differ from those that the client has"
         raise no_continuation(p, Ineligible("not_mergeable", why))
     it.parts = deepcopy(transcript.parts)
-    continued(p)
+    continued(p, it.main)
 
 
 def _check(p: Progress, attempt: Attempt) -> None:

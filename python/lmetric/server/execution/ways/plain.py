@@ -109,6 +109,7 @@ def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
     """
     body, step = attempt.reader.payload(), attempt.step
     yield from _check_abort(p, step, _choices_of(step, body)[1])
+    p.accept(attempt)
     p.answered = attempt  # it was canceled, so its reader still has the usage
     p.write_whole(body, step.engine.name)
     raise ended_by_order()
@@ -176,6 +177,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     if attempt.reader.status != 200:
         refuse(p, attempt)
     if (body := _without_address(attempt)) is not None:
+        p.accept(attempt)
         p.answered = attempt
         p.write_whole(body, engine.name)
         attempt.reader.finish_ticket()
@@ -184,10 +186,12 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     if attempt.reader.aborted:
         # Meanwhile, its connection may serve another request: its reader must not be read again.
         yield from _check_abort(p, step, choices)
+        p.accept(attempt)
         p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
         raise ended_by_order()
     if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
         discard_transfer(p, engine, why)
+    p.accept(attempt)
     p.answered = attempt
     p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
     attempt.reader.finish_ticket()
