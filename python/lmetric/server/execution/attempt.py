@@ -28,7 +28,7 @@ from lmetric.server.upstream.connection import Connection, UpstreamError
 
 # Bodies up to this size are written together with the head.
 JOIN_BYTES = 64 * 1024
-# Size limits of a collected answer: if the router parses it, and if it only removes an address.
+# Size limits of a collected answer: if the router parses it, and if it is for the client.
 ANSWER_BYTES = 16 << 20
 CLIENT_ANSWER_BYTES = 64 << 20
 # Time from a stream's first comment until its client gets it, if no token has come. Most streams

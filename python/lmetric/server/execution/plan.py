@@ -100,7 +100,7 @@ class Begin(Struct, frozen=True, eq=False):
 class Write(Struct, frozen=True, eq=False):
     """Writes a part of the router's answer."""
 
-    data: bytes
+    data: bytes | bytearray
     last: bool = False
 
 

@@ -422,7 +422,7 @@ class Progress:
         if not self.committed:
             self._begin(None, engine or self.answering_engine_name)
 
-    def write_whole(self, body: bytes, engine: str) -> None:
+    def write_whole(self, body: bytes | bytearray, engine: str) -> None:
         """Sends the client's whole answer."""
         self._begin(len(body), engine)
         self.acts.append(Write(body, last=True))

@@ -12,6 +12,7 @@ import orjson
 
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
+from lmetric.server.execution.attempt import ANSWER_BYTES
 from lmetric.server.execution.failures import (
     check_beginning,
     discard_transfer,
@@ -35,8 +36,6 @@ from lmetric.server.execution.transcript import object_of
 from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
-
-LARGE_BYTES = 64 << 10  # answers of at least this size are not parsed, if possible
 
 
 def plain(p: Progress, engine: Engine) -> Way[str | None]:
@@ -172,46 +171,50 @@ def _end_aborted(p: Progress, attempt: Attempt, event: dict[str, Any]) -> None:
 
 def _rewritten(p: Progress, step: Step) -> Way[None]:
     """Sends a whole answer to the client, without fields that only the router requested."""
-    engine = step.engine
     attempt, _ = yield step
     if attempt.reader.status != 200:
         refuse(p, attempt)
-    if (body := _without_address(attempt)) is not None:
-        p.accept(attempt)
-        p.answered = attempt
-        p.write_whole(body, engine.name)
-        attempt.reader.finish_ticket()
-        return
-    answer, choices = _choices_of(step, attempt.answer)
-    if attempt.reader.aborted:
-        # Meanwhile, its connection may serve another request: its reader must not be read again.
-        yield from _check_abort(p, step, choices)
-        p.accept(attempt)
-        p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
-        raise ended_by_order()
-    if step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
-        discard_transfer(p, engine, why)
+    aborted, body = attempt.reader.aborted, attempt.answer
+    if aborted or step.checks_prompt or not _remove_address(attempt):
+        if len(body) > ANSWER_BYTES:
+            raise step.lost("reset", f"answer longer than {ANSWER_BYTES} bytes")
+        answer, choices = _choices_of(step, body)
+        if aborted:
+            # Meanwhile, its connection may serve another request: its reader is not read again.
+            yield from _check_abort(p, step, choices)
+        elif step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
+            discard_transfer(p, step.engine, why)
+        body = _stripped(answer, choices, step.hides_ids)
     p.accept(attempt)
-    p.answered = attempt
-    p.write_whole(_stripped(answer, choices, step.hides_ids), engine.name)
+    p.answered = None if aborted else attempt
+    p.write_whole(body, step.engine.name)
+    if aborted:
+        raise ended_by_order()
     attempt.reader.finish_ticket()
 
 
-def _without_address(attempt: Attempt) -> bytes | None:
-    """Returns a large answer without the address of the engine's cache; None: it must be parsed.
+def _remove_address(attempt: Attempt) -> bool:
+    """Removes the address of the engine's cache from an answer, in place.
 
     With logprobs, an answer may have many megabytes, which take seconds to parse. If the rest from
-    the field to the end is a list of members, the field is the answer's own.
+    the field to the end is a list of members, the field is the answer's own. Returns False if the
+    answer must be parsed instead.
     """
-    answer = bytes(attempt.answer)
-    at = answer.rfind(b'"kv_transfer_params":')
-    if len(answer) < LARGE_BYTES or at < 0 or attempt.reader.aborted or attempt.step.checks_prompt:
-        return None
+    answer = attempt.answer
+    assert isinstance(answer, bytearray)
+    if attempt.reader.coding is not None:
+        return False
+    at = answer.rfind(b'"kv_transfer_params"')
+    if at < 0:
+        return True
+    if len(answer) - at > ANSWER_BYTES:
+        return False
     try:
         members = orjson.loads(b"{" + answer[at:])
     except orjson.JSONDecodeError:
-        return None
-    return answer[:at] + dumps(members | {"kv_transfer_params": None})[1:]
+        return False
+    answer[at:] = dumps(members | {"kv_transfer_params": None})[1:]
+    return True
 
 
 def own_request(p: Progress, engine: Engine) -> Step:
