@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import orjson
@@ -433,3 +434,45 @@ async def test_an_answer_after_a_transfer_is_computed_once(tokens: int, before: 
         assert asked.json["kv_transfer_params"]["do_remote_prefill"] is True
         assert dict(model.kv_transfers) == {"transferred": 1}
         assert all(each.service.tally.failures == 0 for each in model.engines.values())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "tail"),
+    [
+        (56_000, b"", b'"x":1'),
+        (14_000, b"", ADDRESS + b',"x":{"kv_transfer_params":{"a":1}}'),
+        (14_000, ADDRESS + b",", b'"x":1'),
+    ],
+    ids=["limit", "parsed", "early"],
+)
+async def test_too_large_answers_are_not_computed_again(tokens: int, start: bytes, tail: bytes) -> None:
+    """The next engine computed prompt and answer again, and its answer was as large."""
+    first = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}], "usage": usage()}
+    last = b"{" + start + with_logprobs(tokens, tail).removeprefix(b"{")
+    prefill = says(plain(200, first | {"kv_transfer_params": PARAMS}), then="keep")
+    decode = says(head_of(last) + last, then="keep")
+    engines = bidirectional(prefill, decode, decode)
+    async with world(engines) as it:
+        (model,) = it.server.fleet.models
+        await it.until(lambda: all(each.identified for each in model.engines.values()))
+        status, _, got = await it.post(LOGPROBS, "/v1/chat/completions")
+        error = got["error"]
+        assert (status, error["code"]) == (502, "answer_too_large")
+        assert f"{64 if tokens > 50_000 else 16} MiB" in error["message"]
+        assert sorted(len(engine.requests) for engine in engines) == [0, 1, 1]
+        assert not model.retried
+        assert all(each.service.tally.failures == 0 for each in model.engines.values())
+
+
+async def test_a_compressed_answer_after_a_transfer_does_not_pass() -> None:
+    """The router could not remove the address from it."""
+    first = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}], "usage": usage()}
+    body = gzip.compress(with_logprobs(1, ADDRESS))
+    prefill = says(plain(200, first | {"kv_transfer_params": PARAMS}), then="keep")
+    decode = says(head_of(body, b"content-encoding: gzip\r\n") + body, then="keep")
+    engines = bidirectional(prefill, decode, decode)
+    async with world(engines) as it:
+        await it.until(lambda: all(each.identified for each in it.server.fleet.engines()))
+        await it.post(LOGPROBS, "/v1/chat/completions")
+        sent = [bool(asked.json.get("kv_transfer_params")) for each in engines[1:] for asked in each.requests]
+        assert sorted(sent) == [False, True]  # again, without a transfer, after which it gives no address

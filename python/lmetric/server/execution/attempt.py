@@ -272,7 +272,8 @@ class EngineAttempt(Attempt):
         parses = not step.for_client or step.merges or step.checks_prompt
         limit = ANSWER_BYTES if parses else CLIENT_ANSWER_BYTES
         if len(self.answer) > limit:
-            raise WireError(f"answer longer than {limit} bytes")
+            kind = "answer_too_large" if reader.status == 200 else "reset"
+            self.fail(kind, f"its answer has more than {limit >> 20} MiB")
 
     def _read_events(self, flags: int, data: bytes) -> None:
         reader = self.reader

@@ -184,6 +184,10 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
     Returns None if the client has the whole answer. Raises Ended if no engine is left, or none may
     be tried.
     """
+    if lost.kind == "answer_too_large":  # of each engine
+        p.reason = lost.reason
+        error = f"the router cannot pass on the engine's answer: {lost.reason}"
+        raise Ended(ApiError(502, error, engines=lost.engine.name, code=lost.kind))
     p.drop_main()
     if p.has_tokens:
         return _resume(p, lost)
@@ -291,7 +295,7 @@ def _accepted(lost: EngineLost) -> bool:
     """
     if lost.kind in NOT_CONNECTED:
         lost.engine.failed(lost.kind, lost.reason)
-    return lost.kind not in (*NOT_CONNECTED, "saturated", "not_served")
+    return lost.kind not in (*NOT_CONNECTED, "saturated", "not_served", "answer_too_large")
 
 
 def blame_status(p: Progress, attempt: Attempt) -> None:

@@ -177,7 +177,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     aborted, body = attempt.reader.aborted, attempt.answer
     if aborted or step.checks_prompt or not _remove_address(attempt):
         if len(body) > ANSWER_BYTES:
-            raise step.lost("reset", f"answer longer than {ANSWER_BYTES} bytes")
+            raise step.lost("answer_too_large", f"its answer has more than {ANSWER_BYTES >> 20} MiB")
         answer, choices = _choices_of(step, body)
         if aborted:
             # Meanwhile, its connection may serve another request: its reader is not read again.
