@@ -185,8 +185,8 @@ class Capabilities:
     scheduler: Scheduler | None = None  # None: the engine's own
     request_ids: bool | None = None  # whether it echoes X-Request-Id
     # Whether streams list their token ids on request (`return_token_ids`), and prompts may be token
-    # ids. Engines that do not know the field may refuse it.
-    token_ids: bool = False
+    # ids. None: not known, so only a rebalancer requests them. Engines may refuse unknown fields.
+    token_ids: bool | None = None
     # The request field that makes it report the cached prefix of a request in its events again.
     full_report: Mapping[str, Any] | None = None
     # Its KV transfers to other engines, and the reason if there are none.

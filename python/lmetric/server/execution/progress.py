@@ -125,9 +125,10 @@ class Progress:
     def continues_at(self, engine: Engine) -> bool:
         """Returns whether an engine reports token ids, so that its answer can be continued.
 
-        With a rebalancer, engines of unknown type are asked for them, too.
+        A rebalancer requests them from engines that may report them, too.
         """
-        return engine.capabilities.token_ids or self.mover is not None
+        reports = engine.capabilities.token_ids
+        return self.mover is not None if reports is None else reports
 
     @property
     def limit_seconds(self) -> float:

@@ -97,7 +97,7 @@ def _may_repeat(p: Progress, attempt: Attempt) -> bool:
 
     Only vLLM shows whether it aborted by order: other engines' aborts pass.
     """
-    by_vllm = attempt.step.engine.capabilities.token_ids
+    by_vllm = attempt.step.engine.capabilities.token_ids is True
     return by_vllm and attempt.reader.status == 200 and p.client_request.gateway is None
 
 
