@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 import lmetric as lm
-from lmetric.relay import FINISHED_PATHS
-from lmetric.server.api.paths import GENERATING
+from lmetric.relay import COMPLETION_PATHS
+from lmetric.server.api.paths import GENERATING, RELAYED
 from lmetric_lab.emulated.options import EngineOptions
 from lmetric_lab.emulated.server import EngineServer
 from waiting import until
@@ -351,7 +351,12 @@ async def test_streams_of_other_apis_end_without_a_finish_reason(path: str, quer
 
 @pytest.mark.parametrize(
     ("base", "path"),
-    [("", "/v1/chat/completions?a=b"), ("/v1", "/completions"), ("/proxy", "/inference/v1/generate")],
+    [
+        ("", "/v1/chat/completions?a=b"),
+        ("/v1", "/completions"),
+        ("/proxy", "/inference/v1/generate"),
+        ("", "/v3/chat/completions"),
+    ],
 )
 async def test_streams_with_choices_need_a_finish_reason_at_any_base_url(base: str, path: str) -> None:
     async def breaks(asked: web.Request) -> web.StreamResponse:
@@ -370,7 +375,7 @@ async def test_streams_with_choices_need_a_finish_reason_at_any_base_url(base: s
 
 
 def test_relay_and_server_require_a_finish_reason_on_the_same_paths() -> None:
-    assert frozenset(FINISHED_PATHS) == GENERATING
+    assert {path for path in RELAYED if path.endswith(COMPLETION_PATHS)} == GENERATING
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])

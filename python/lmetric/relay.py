@@ -35,11 +35,8 @@ from lmetric.options import Failure
 
 _UNFINISHED = "the answer holds an error or ends without a finish_reason"
 RETRY_STATUSES = frozenset({500, 502, 503, 504})
-# Ends of paths whose streams are incomplete without a finish_reason.
-FINISHED_PATHS = (
-    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
-    "/inference/v1/generate",
-)
+# Ends of paths whose streams are incomplete without a finish_reason, under any prefix.
+COMPLETION_PATHS = ("/completions", "/completions/batch", "/inference/v1/generate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +193,7 @@ class Relay:
         if response.status in self._retry_statuses:
             raise _EngineFailedError("status", f"status {response.status}")
         # The reader expects HTTP; aiohttp has already decoded transfer and content encodings.
-        self._reader.begin(self, ticket, False, url.partition("?")[0].endswith(FINISHED_PATHS))
+        self._reader.begin(self, ticket, False, url.partition("?")[0].endswith(COMPLETION_PATHS))
         head = f"HTTP/1.1 {response.status} \r\ncontent-type: {response.content_type}\r\nconnection: close"
         self._reader.data_received(head.encode() + b"\r\n\r\n")
         async for piece in response.content.iter_any():
