@@ -46,8 +46,7 @@ class Unknown(Adapter):
             models=await pages.models(),
             no_events=f"its type is unknown (neither {titles})",
             load_path="/metrics",
-            # Engines that name another owner may refuse vLLM's fields, such as TensorRT-LLM.
-            token_ids=None if await pages.owner() is None else False,
+            token_ids=None if await pages.owner() is None else False,  # TensorRT-LLM refuses the field
             ignored=tuple(pages.ignored),
         )
 

@@ -273,7 +273,7 @@ class EngineAttempt(Attempt):
         limit = ANSWER_BYTES if parses else CLIENT_ANSWER_BYTES
         if len(self.answer) > limit:
             kind = "answer_too_large" if reader.status == 200 else "reset"
-            self.fail(kind, f"its answer has more than {limit >> 20} MiB")
+            self.fail(kind, f"the answer has more than {limit >> 20} MiB")
 
     def _read_events(self, flags: int, data: bytes) -> None:
         reader = self.reader

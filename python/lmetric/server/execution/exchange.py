@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lmetric._core import BudgetReservation, Peer, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
@@ -269,7 +269,7 @@ class ClientRequest:
             self.opened = True
         self._write_chunk(sse_comments(lines))
 
-    def write(self, data: bytes | bytearray, *, last: bool = False) -> None:
+    def write(self, data: Any, *, last: bool = False) -> None:
         """Writes a part of the answer.
 
         After a forwarded stream, the part follows its last event.
@@ -283,11 +283,9 @@ class ClientRequest:
         if last:
             self.state = "ended"
 
-    def _write_chunk(self, data: bytes | bytearray, *, last: bool = False) -> None:
+    def _write_chunk(self, data: Any, *, last: bool = False) -> None:
         if self._chunked:
-            data = (b"%x\r\n%b\r\n" % (len(data), bytes(data)) if data else b"") + (
-                b"0\r\n\r\n" if last else b""
-            )
+            data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"0\r\n\r\n" if last else b"")
         if data:
             self.transport.write(data)
 

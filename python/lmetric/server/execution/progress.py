@@ -123,10 +123,7 @@ class Progress:
         return self.resumes and self.stream and not self.unmergeable
 
     def continues_at(self, engine: Engine) -> bool:
-        """Returns whether an engine reports token ids, so that its answer can be continued.
-
-        A rebalancer requests them from engines that may report them, too.
-        """
+        """Returns whether an engine reports token ids; with a rebalancer, whether it may."""
         reports = engine.capabilities.token_ids
         return self.mover is not None if reports is None else reports
 

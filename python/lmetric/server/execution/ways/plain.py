@@ -93,10 +93,7 @@ def _end_passing(p: Progress, attempt: Attempt) -> None:
 
 
 def _may_repeat(p: Progress, attempt: Attempt) -> bool:
-    """Returns whether another engine may answer after an engine aborted its whole answer.
-
-    Only vLLM shows whether it aborted by order: other engines' aborts pass.
-    """
+    """Returns whether an aborted answer may be repeated: only vLLM shows aborts by order."""
     by_vllm = attempt.step.engine.capabilities.token_ids is True
     return by_vllm and attempt.reader.status == 200 and p.client_request.gateway is None
 
@@ -122,22 +119,14 @@ def _check_abort(p: Progress, step: Step, choices: list[Any]) -> Way[None]:
 
 
 def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a whole answer and its choices. Raises EngineLost if it has none."""
+    """Returns an answer or a stream's event, and its choices. Raises EngineLost without any."""
     try:
-        return _with_choices(body)
+        answer = object_of(body)
     except MergeError as error:
         raise step.lost("reset", str(error)) from None
-
-
-def _with_choices(body: bytes | bytearray) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a whole answer, or an event of a stream, and its choices.
-
-    Raises MergeError if it has none.
-    """
-    answer = object_of(body)
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise MergeError("its answer has no choices")
+        raise step.lost("reset", "its answer has no choices")
     return answer, choices
 
 
@@ -147,8 +136,8 @@ def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
     if lost.step is not attempt.step or not (attempt.reader.aborted and withheld):
         return None
     try:
-        event, choices = _with_choices(withheld)
-    except MergeError:
+        event, choices = _choices_of(attempt.step, withheld)
+    except EngineLost:
         return None  # malformed: another engine continues
     lists = all(isinstance(choice.get("token_ids") or [], list) for choice in choices)
     return event if lists and choices and choices[0].get("finish_reason") == "abort" else None
@@ -177,7 +166,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
     aborted, body = attempt.reader.aborted, attempt.answer
     if aborted or step.checks_prompt or not _remove_address(attempt):
         if len(body) > ANSWER_BYTES:
-            raise step.lost("answer_too_large", f"its answer has more than {ANSWER_BYTES >> 20} MiB")
+            raise step.lost("answer_too_large", f"the answer has more than {ANSWER_BYTES >> 20} MiB")
         answer, choices = _choices_of(step, body)
         if aborted:
             # Meanwhile, its connection may serve another request: its reader is not read again.
@@ -194,15 +183,13 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
 
 
 def _remove_address(attempt: Attempt) -> bool:
-    """Removes the address of the engine's cache from an answer, in place.
+    """Removes the address of the engine's cache from an answer, in place, as parsing takes seconds.
 
-    With logprobs, an answer may have many megabytes, which take seconds to parse. If the rest from
-    the field to the end is a list of members, the field is the answer's own. Returns False if the
-    answer must be parsed instead.
+    If the rest from the field to the end is a list of members, the field is the answer's own.
+    Returns False if the answer must be parsed.
     """
     answer = attempt.answer
-    assert isinstance(answer, bytearray)
-    if attempt.reader.coding is not None:
+    if attempt.reader.coding is not None or not isinstance(answer, bytearray):
         return False
     at = answer.rfind(b'"kv_transfer_params"')
     if at < 0:
