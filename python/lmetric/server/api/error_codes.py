@@ -59,6 +59,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "unreachable": ("502", "The last tried engine is not reachable."),
     "reset": ("502", "The last tried engine closed the connection, or its answer was malformed."),
     "engine_error": ("502", "The last tried engine failed, or broke off its answer."),
+    "answer_too_large": ("502", "After a KV transfer, the answer exceeds 64 MiB, or 16 MiB if it is parsed."),
     "workers": ("502", "A change under `/admin` is not made in all worker processes. Send it again."),
     "not_ready": ("503", "No engine can accept requests, or the router shuts down."),
     "no_engine": ("503", "No engine of the model is usable. The message has the reasons."),
