@@ -31,6 +31,7 @@ from epp_world import (
     with_modes,
     with_subset,
 )
+from lmetric.server.api.stored import Holder
 from lmetric.server.epp import stream as epp_stream
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
 from lmetric.server.epp.picker import SERVICE
@@ -149,6 +150,21 @@ async def test_modes_that_do_not_show_request_and_answer_are_refused(
         status, _, error = await stream.refused()
         assert (status, error["code"]) == (500, "gateway_configuration")
         assert error["message"].startswith(expected)
+
+
+@pytest.mark.parametrize("modes", [("NONE", "NONE"), ("NONE", "STREAMED")])
+async def test_the_mode_of_answers_counts_for_requests_without_a_body(modes: tuple[str, str]) -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        model = world.server.fleet.models[0].name
+        world.server.front.stored.responses.add("", "resp_1", Holder(model, "e0"))
+        head = request_head("/v1/responses/resp_1", "GET", ends=True)
+        await stream.send(with_modes(head, *modes))
+        if modes[1] == "NONE":
+            status, _, error = await stream.refused()
+            assert (status, error["code"]) == (500, "gateway_configuration")
+            assert error["message"].startswith("response_body_mode is NONE")
+        else:
+            assert (await stream.next()).HasField("request_headers")
 
 
 # -- refusals --------------------------------------------------------------------------------------

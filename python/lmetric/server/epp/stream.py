@@ -225,7 +225,8 @@ class GatewayStream:
     def _why_not(self, fields: request_fields.RequestFields, headers: HttpHeaders) -> ApiError | None:
         """Returns the error of a request that the picker does not serve."""
         for mode, (name, *usable) in zip(self._modes, _MODES, strict=True):
-            if not headers.end_of_stream and mode not in usable:
+            has_no_body = name == "request_body_mode" and headers.end_of_stream
+            if mode not in usable and not has_no_body:
                 names = " or ".join(map(BodySendMode.Name, usable))
                 text = f"{name} is {BodySendMode.Name(mode)}; set {names} in the gateway's ext_proc"
                 return ApiError(500, text, code="gateway_configuration")
