@@ -543,6 +543,26 @@ async def test_streams_are_bounded() -> None:
         assert {code.result() for code in codes if code.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
+@pytest.mark.parametrize("length", [None, str(len(WHOLE))])
+async def test_streams_of_gateways_that_do_not_end_them_are_ended(
+    length: str | None, monkeypatch: Any
+) -> None:
+    """With its length, an answer ends before the gateway's message about its end."""
+    monkeypatch.setattr(epp_stream, "IDLE_SECONDS", 0.2)
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.ask()
+        fields = {} if length is None else {"content_length": length}
+        await stream.send(answer_head(200, content_type="application/json", **fields))
+        await stream.send(answer_body(WHOLE, True))
+        assert (await stream.next()).HasField("response_headers")
+        assert await stream.body("response_body") == WHOLE
+        await world.settled()
+        assert world.stats()["finished"] == 1
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert await stream.call.code() is grpc.StatusCode.ABORTED
+        assert await stream.call.details() == "the request has ended"
+
+
 @pytest.mark.parametrize("method", ["Process", "Check"])
 async def test_bytes_that_are_no_message_are_not_logged(method: str, capfd: Any, caplog: Any) -> None:
     """Security F17: gRPC logged a traceback with the bytes for each."""

@@ -375,7 +375,7 @@ class GatewayStream:
         link, self._link = self._link, None
         if link is not None:
             link.end()
-        elif self.relay is None:
+        if self.relay is None:  # perhaps since its last bytes
             self._await_end()
 
     # -- the client's connection (called by the frontend and the runner) ---------------------------
