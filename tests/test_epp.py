@@ -401,6 +401,20 @@ async def test_an_engine_outside_the_pick_blames_none_and_ends_no_answer(
         assert (counts[outcome], counts["fallbacks"]) == (1, 0)
 
 
+async def test_a_stored_response_that_another_engine_answers_ends_uncounted(capfd: Any) -> None:
+    async with picking(2) as world, exchange(world.target) as stream:
+        model = world.server.fleet.models[0].name
+        world.server.front.stored.responses.add("", "resp_1", Holder(model, "e0"))
+        await stream.send(request_head("/v1/responses/resp_1", "GET", ends=True))
+        common = (await stream.next()).request_headers.response
+        assert changed(common.header_mutation)[DESTINATION] == world.places[0]
+        assert "x-lmetric-instance" not in await answered(stream, head=served(world.places[1]))
+        await world.settled()
+        assert world.running() == {"e0": 0, "e1": 0}
+        assert all(each.healthy for each in world.server.fleet.engines())
+    assert "internal error" not in "".join(capfd.readouterr())
+
+
 async def test_load_reports_in_answers_are_read() -> None:
     async with picking() as world, exchange(world.target) as stream:
         _, fields, _ = await stream.ask()
