@@ -438,6 +438,29 @@ async def test_prefill_and_decode_engines_are_named_as_the_sidecar_reads_them() 
         assert world.running() == {"e0": 0, "e1": 0}
 
 
+@pytest.mark.parametrize("answers", ["a decode engine", "a prefill engine"])
+async def test_a_gateway_that_chooses_the_decode_engine_keeps_the_prefill(answers: str) -> None:
+    """Such as Envoy's `fallback_policy`: the list for a prefill/decode pair has one engine."""
+    roles = ["prefill", "prefill", "decode", "decode"]
+    async with picking(4, roles=roles) as world, exchange(world.target) as stream:
+        place, fields, _ = await stream.ask()
+        prefill = world.places.index(fields["x-prefiller-host-port"])
+        counts = answers == "a decode engine"
+        other = ({2, 3} if counts else {0, 1}) - {world.places.index(place), prefill}
+        (number,) = other
+        await stream.send(served(world.places[number]))
+        added = changed((await stream.next()).response_headers.response.header_mutation)
+        running = {prefill, number} if counts else set()
+        assert world.running() == {f"e{each}": int(each in running) for each in range(4)}
+        assert added.get("x-lmetric-instance") == (f"e{number}" if counts else None)
+        assert added.get("x-lmetric-prefill") == (f"e{prefill}" if counts else None)
+        await stream.send(answer_body(WHOLE, True))
+        assert await stream.body("response_body") == WHOLE
+        await world.settled()
+        assert world.stats()["finished"] == int(counts)
+        assert all(each.healthy for each in world.server.fleet.engines())
+
+
 async def test_fields_that_come_twice_reach_the_engine() -> None:
     """The gateway would replace both lines by the value that the picker sets."""
     twice = [("tracestate", b"a=1"), ("tracestate", b"b=2"), ("cookie", b"c=1"), ("cookie", b"d=2")]

@@ -171,18 +171,20 @@ def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> 
 
 
 def follow_gateway(p: Progress, by: ServedBy) -> str:
-    """Moves the open segment to the engine that answers the gateway. Returns its name.
+    """Moves the request to the engine that answers the gateway. Returns its name.
 
     Only engines that refused the gateway are blamed. Raises Ended if that engine gets no new
     requests: the gateway forwards its answer, but the router's ledger does not count it.
     """
     p.abandon()
-    source, target = p.ticket.instance, by.engine.name
+    target = by.engine.name
     for engine in by.refused:
         engine.failed("refused", "the gateway got its answer from another engine")
         p.model.retried["refused"] += 1
-    following: str | None = source
-    tries = 0
+    if p.ticket.has_next:  # the gateway chose the engine that decodes; the prefill stays
+        p.next_segment()
+    following: str | None = p.ticket.instance
+    source, tries = p.ticket.instance, 0
     while following is not None and following != target:
         following = p.ticket.failed("refused")
         tries += following is not None
