@@ -364,6 +364,26 @@ async def test_only_engines_that_refused_are_blamed() -> None:
         assert world.stats()["retries"] - model.hedging.uncounted["retries"] == 1
 
 
+@pytest.mark.parametrize("tries", [1, 2, 3])
+async def test_engines_that_the_gateway_cannot_have_tried_are_not_blamed(tries: int) -> None:
+    """Envoy skips an engine of the list that it does not know yet."""
+    epp = {"fallbacks": 2}
+    async with picking(3, policy="least_requests", epp=epp) as world, exchange(world.target) as stream:
+        *before, last = (await stream.ask())[0].split(",")
+        names = {place: f"e{number}" for number, place in enumerate(world.places)}
+        head = answer_head(200, content_type="application/json")
+        reported = {"upstream.address": last, "upstream.request_attempt_count": tries}
+        head.attributes["envoy.filters.http.ext_proc"].update(reported)
+        await stream.send(head)
+        await stream.next()
+        assert world.running() == {name: int(name == names[last]) for name in names.values()}
+        down = {each.name for each in world.server.fleet.engines() if not each.healthy}
+        assert down == ({names[place] for place in before} if tries == 3 else set())
+        assert world.server.picker is not None
+        counts = world.server.picker.shared.counts
+        assert (counts["fallbacks"], counts["not_followed"]) == (int(tries == 3), int(tries < 3))
+
+
 @pytest.mark.parametrize("other", ["another engine", "a hop of a mesh", "a draining engine"])
 async def test_an_engine_outside_the_pick_blames_none_and_ends_no_answer(
     other: str, monkeypatch: Any

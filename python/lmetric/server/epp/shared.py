@@ -113,8 +113,8 @@ class Shared:
     def served_by(self, served: Served, picks: Mapping[str, Engine]) -> ServedBy | None:
         """Returns the engine that answers a gateway; None: the first pick, or an unknown engine.
 
-        A gateway tries the picks in order, so the picks before that engine have refused. It may
-        also choose an engine itself, for example while it does not know the picks yet.
+        A gateway tries the picks in order: those before that engine did not answer. If it tried
+        fewer engines, it skipped picks that it does not know yet, or chose an engine itself.
 
         Args:
             picks: the engines in the gateway's list, by IP:PORT, best first.
@@ -123,9 +123,10 @@ class Shared:
         first, *_ = places = list(picks)
         if address == first:
             return None
-        if address in picks and (served.tries is None or served.tries > 1):
+        before = places[: places.index(address)] if address in picks else []
+        if before and (served.tries is None or served.tries > len(before)):
             self.counts["fallbacks"] += 1
-            return ServedBy(picks[address], tuple(picks[each] for each in places[: places.index(address)]))
+            return ServedBy(picks[address], tuple(picks[each] for each in before))
         model = picks[first].model
         for engine in () if model is None else model.engines.values():
             if address_of(engine) == address:

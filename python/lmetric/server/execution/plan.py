@@ -218,7 +218,7 @@ class SwitchTo(Exception):
 class ServedBy(Exception):
     """A gateway has the answer from another engine than the step's.
 
-    ``refused``: the engines that the gateway could not connect to.
+    ``refused``: the engines that the gateway tried before, without an answer that it could use.
     """
 
     def __init__(self, engine: Engine, refused: tuple[Engine, ...]) -> None:
