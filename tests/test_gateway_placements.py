@@ -138,11 +138,27 @@ def test_an_end_before_the_request_was_sent(placements: Placements, clock: Clock
         instance = placements.place(("k", call), fields())[at]
         placements.done("k", instance)
     assert len(placements) == 3
-    assert placements.ends_soon
+    assert placements.sweep() == ENDED_SECONDS
     clock.now += ENDED_SECONDS + 1
-    placements.sweep()
+    assert placements.sweep() is None
     assert placements.router.in_flight() == len(placements) == len(placements._keys) == 0
-    assert not placements.ends_soon
+
+
+def test_a_sweep_returns_the_time_of_the_next_one(placements: Placements, clock: Clock) -> None:
+    """Without further requests, only the gateway's timer ends placements."""
+    for call in range(3):
+        placements.place(("k", call), fields())
+    assert placements.sweep() == UNSENT_SECONDS
+    for _ in range(2):
+        placements.done("k", "a")
+        clock.now += 3
+    assert placements.sweep() == 2
+    assert len(placements) == 2, "one has ended, and the other was reported later"
+    clock.now += 2.1
+    assert placements.sweep() == pytest.approx(UNSENT_SECONDS - 8.1)
+    clock.now += UNSENT_SECONDS
+    assert placements.sweep() is None
+    assert placements.router.in_flight() == len(placements) == 0
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -171,6 +187,7 @@ def test_requests_that_the_gateway_sends_unreported_end_in_time(placements: Plac
     assert len(placements) == 3
     clock.now += 1
     placements.place(K, fields())
+    assert placements.sweep() == UNSENT_SECONDS / 2 - 1
     assert len(placements) == placements.router.in_flight() == 2
 
 

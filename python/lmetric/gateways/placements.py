@@ -126,11 +126,6 @@ class Placements:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def ends_soon(self) -> bool:
-        """Whether a placement ends within `ENDED_SECONDS`."""
-        return bool(self._ended)
-
     def place(self, key: Key, fields: Mapping[str, Any]) -> list[str]:
         """Places a request, and returns the instances, best first.
 
@@ -140,7 +135,6 @@ class Placements:
         Raises NoInstanceError: no instance accepts requests.
         """
         self.drop(key)
-        self.sweep()
         placement = self._open[key] = Placement(self.router, fields)
         self._unsent[key] = self._clock()
         self._keys.setdefault(key[0], set()).add(key)
@@ -185,12 +179,18 @@ class Placements:
                 self._ended[key] = self._clock()
                 return
 
-    def sweep(self) -> None:
-        """Ends the placements whose time is over."""
+    def sweep(self) -> float | None:
+        """Ends the placements whose time is over.
+
+        Returns the seconds until the next one ends, unless it is sent; None: there is none.
+        """
         now = self._clock()
-        for times, seconds in ((self._unsent, UNSENT_SECONDS), (self._ended, ENDED_SECONDS)):
+        limits = (self._unsent, UNSENT_SECONDS), (self._ended, ENDED_SECONDS)
+        for times, seconds in limits:
             while times and now - times[key := next(iter(times))] > seconds:
                 self.drop(key)
+        ends = (times[next(iter(times))] + seconds - now for times, seconds in limits if times)
+        return min(ends, default=None)
 
     def drop(self, key: Key, failure: Failure = "cancelled") -> None:
         """Ends the request without an answer."""

@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from lmetric._core import NoInstanceError, Router
 from lmetric.defaults import DEFAULT_POLICY
-from lmetric.gateways.placements import ENDED_SECONDS, Key, Placements
+from lmetric.gateways.placements import Key, Placements
 
 __all__ = ["LmetricRequestRouter"]
 
@@ -75,7 +75,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         self._names: dict[str, RunningReplica] = {}
         self._metrics = _Metrics(self._deployment_id.app_name, self._deployment_id.name)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sweep: asyncio.TimerHandle | None = None
+        self._sweep: asyncio.TimerHandle | None = None  # ends placements whose time is over
         for replica in self.curr_replicas.values():
             self._add(replica)
 
@@ -134,7 +134,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
             ranking = self._placements.place(key, _fields_of(pending_request))
         except NoInstanceError:
             return [candidate_replicas]
-        self._metrics.requests.set(len(self._placements))
+        self._swept()
         pending_request.future.add_done_callback(self._dropper(key))
         known = [name for name in ranking if name in by_name]
         others = by_name.keys() - set(known)
@@ -167,14 +167,17 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
 
     def _ended(self, name: str, internal_request_id: str) -> None:
         self._placements.done(internal_request_id, name)
-        self._metrics.requests.set(len(self._placements))
-        if self._loop is not None and self._sweep is None and self._placements.ends_soon:
-            self._sweep = self._loop.call_later(ENDED_SECONDS + 0.1, self._swept)
+        self._swept()
 
     def _swept(self) -> None:
-        self._sweep = None
-        self._placements.sweep()
+        """Ends the placements whose time is over, and sets the timer for the next ones."""
+        seconds = self._placements.sweep()
         self._metrics.requests.set(len(self._placements))
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        if self._loop is not None and seconds is not None:
+            self._sweep = self._loop.call_later(seconds + 0.1, self._swept)
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         """Records a replica's number of requests, which includes requests of other routers."""
