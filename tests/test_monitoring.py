@@ -33,8 +33,8 @@ ROOT = Path(__file__).parent.parent
 RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
 RULES_TEST = ROOT / "deploy" / "prometheus" / "rules_test.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "lmetric-router.json"
-# Labels that Prometheus adds.
-TARGET_LABELS = {"job", "instance", "exported_instance", "le"}
+# Labels that Prometheus adds: the last two on Kubernetes.
+TARGET_LABELS = {"job", "instance", "exported_instance", "le", "namespace", "service"}
 # Panels of parts that a plain fleet does not use.
 WITHOUT_SAMPLES = {
     *("Age of load reports", "KV cache in use", "Ejections", "Hedges", "Retries", "Priorities"),
