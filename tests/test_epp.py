@@ -364,6 +364,26 @@ async def test_only_engines_that_refused_are_blamed() -> None:
         assert world.stats()["retries"] - model.hedging.uncounted["retries"] == 1
 
 
+async def test_a_record_names_only_engines_that_the_gateway_tried(tmp_path: Any) -> None:
+    """The core router places the request on each engine that it prefers to the answering one."""
+    records = {"path": str(tmp_path)}
+    async with picking(8, policy="least_requests", records=records) as world:
+        async with exchange(world.target) as stream:
+            first, second = (await stream.ask())[0].split(",")
+            other = [place for place in world.places if place not in (first, second)][3]
+            await answered(stream, head=served(other))
+        await world.settled()
+        model = world.server.fleet.models[0]
+        assert world.stats()["retries"] > 1
+        assert world.stats()["retries"] == model.hedging.uncounted["retries"]
+        assert not any(world.stats()["failed"].values())
+        names = [f"e{world.places.index(place)}" for place in (first, other)]
+    (path,) = tmp_path.glob("records-*.jsonl")
+    lines = map(orjson.loads, path.read_bytes().splitlines())
+    (record,) = (line for line in lines if line["type"] == "request")
+    assert (record["tried"], record["retries"], record["instance"]) == (names, 1, names[1])
+
+
 @pytest.mark.parametrize("tries", [1, 2, 3])
 async def test_engines_that_the_gateway_cannot_have_tried_are_not_blamed(tries: int) -> None:
     """Envoy skips an engine of the list that it does not know yet."""
@@ -415,6 +435,8 @@ async def test_an_engine_outside_the_pick_blames_none_and_ends_no_answer(
         await world.settled()
         assert all(each.healthy for each in world.server.fleet.engines())
         assert world.stats()["finished"] == int(counted is not None)
+        failed = {kind: count for kind, count in world.stats()["failed"].items() if count}
+        assert failed == ({"cancelled": 1} if other == "a draining engine" else {})
         assert world.server.picker is not None
         counts = world.server.picker.shared.counts
         outcome = "unknown" if "mesh" in other else "not_followed"
@@ -477,7 +499,7 @@ async def test_a_gateway_that_chooses_the_decode_engine_keeps_the_prefill(answer
         await stream.send(answer_body(WHOLE, True))
         assert await stream.body("response_body") == WHOLE
         await world.settled()
-        assert world.stats()["finished"] == int(counts)
+        assert (world.stats()["finished"], world.stats()["failed"]["cancelled"]) == (counts, not counts)
         assert all(each.healthy for each in world.server.fleet.engines())
 
 

@@ -183,14 +183,19 @@ def follow_gateway(p: Progress, by: ServedBy) -> str:
         p.model.retried["refused"] += 1
     if p.ticket.has_next:  # the gateway chose the engine that decodes; the prefill stays
         p.next_segment()
-    following: str | None = p.ticket.instance
-    source, tries = p.ticket.instance, 0
+    source = p.ticket.instance
+    if by.engine.unusable is not None or by.engine.role == "prefill":
+        raise Ended(None, "cancelled")
+    following: str | None = source
+    tries = 0
+    # The core router has no other way to a given engine: it places the request on each better one.
     while following is not None and following != target:
         following = p.ticket.failed("refused")
         tries += following is not None
     p.model.hedging.uncounted["retries"] += tries - len(by.refused)
     if following is None:
-        p.model.hedging.uncounted["refused"] += 1
         raise Ended(None, "cancelled")
+    if (draft := p.client_request.draft) is not None and not p.ticket.from_token:
+        draft.tried = tuple(dict.fromkeys((source, *(engine.name for engine in by.refused), target)))
     p.note("retry", source, target, outcome="refused" if by.refused else "cancelled")
     return following

@@ -22,3 +22,4 @@ class Draft(Struct, gc=False):
     load: dict[str, float] | None = None
     arm: str | None = None  # stable or canary; None: no canary ran
     hedged: bool = False  # the decision is that of a hedge, which answered
+    tried: tuple[str, ...] = ()  # engines that its gateway tried; empty: as in the decision record

@@ -195,7 +195,7 @@ class Metrics:
         yield from self._process.collect()
 
     def _routers(self) -> Iterator[Metric | None]:
-        stats = [(model, _without_hedges(model)) for model in self.fleet.models]
+        stats = [(model, _counted_stats(model)) for model in self.fleet.models]
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for model, values in stats:
@@ -256,8 +256,8 @@ class Metrics:
         yield from (as_text, text, memory)
 
 
-def _without_hedges(model: Model) -> dict[str, Any]:
-    """Returns the core router's statistics without what it counted for hedges. It reads both at
+def _counted_stats(model: Model) -> dict[str, Any]:
+    """Returns the core router's statistics without its tries that no engine got. It reads both at
     once, so that no total falls."""
     values = cast(dict[str, Any], model.router.stats())
     failed = dict(values["failed"])

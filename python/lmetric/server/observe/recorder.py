@@ -245,6 +245,8 @@ class Recorder(Observer):
             line["decision"] = decision.id
             record: Any = draft.router.explain(decision.id)
             if record is not None:
+                if draft.tried:
+                    record["tried"] = [*draft.tried]
                 line |= _explained(record, line)
         if draft.load is not None:
             rate = draft.load.pop("prefill_tokens_per_second", None)
