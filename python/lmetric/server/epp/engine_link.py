@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lmetric.server.execution.plan import ServedBy
+from lmetric.server.execution.plan import OtherEngine
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.upstream.connection import Connection, Sink
 
@@ -72,12 +72,12 @@ class EngineLink(Connection):
         if sink is not None:
             sink.lost()
 
-    def leave(self, other: ServedBy) -> None:
+    def leave(self, other: OtherEngine) -> None:
         """Ends the attempt: the gateway has its answer from another engine."""
         sink: Any = self.detach()
         self._on_drop = None
         if sink is not None:
-            sink.served_by(other)
+            sink.end_elsewhere(other)
 
 
 class _Request(asyncio.Transport):

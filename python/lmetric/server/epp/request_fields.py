@@ -151,7 +151,7 @@ def of_answer(headers: HeaderMap) -> tuple[int, list[tuple[bytes, bytes]]]:
     return status, fields
 
 
-class Served(NamedTuple):
+class AnsweringEngine(NamedTuple):
     """The engine that answers, as its gateway reports it.
 
     ``address``: IP:PORT. ``tries``: engines that the gateway tried; None: not reported.
@@ -161,7 +161,7 @@ class Served(NamedTuple):
     tries: int | None = None
 
 
-def served(message: ProcessingRequest) -> Served | None:
+def answering_engine(message: ProcessingRequest) -> AnsweringEngine | None:
     """Returns the engine that answers; None: the gateway does not report it.
 
     It reports metadata, as the extension has it, or Envoy's attributes `upstream.address` and
@@ -171,13 +171,13 @@ def served(message: ProcessingRequest) -> Served | None:
     if messages.LB in metadata:
         reported = metadata[messages.LB].fields
         if messages.SERVED in reported:
-            return Served(str(reported[messages.SERVED].string_value))
+            return AnsweringEngine(str(reported[messages.SERVED].string_value))
     for attributes in message.attributes.values():
         fields = attributes.fields
         if "upstream.address" in fields and (address := str(fields["upstream.address"].string_value)):
             counted = "upstream.request_attempt_count" in fields
             tries = fields["upstream.request_attempt_count"].number_value if counted else None
-            return Served(address, None if tries is None else int(tries))
+            return AnsweringEngine(address, None if tries is None else int(tries))
     return None
 
 

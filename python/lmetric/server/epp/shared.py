@@ -12,9 +12,9 @@ from lmetric._core import Peer
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import stored_response
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap
-from lmetric.server.epp.request_fields import RequestFields, Served
+from lmetric.server.epp.request_fields import AnsweringEngine, RequestFields
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.plan import ServedBy
+from lmetric.server.execution.plan import OtherEngine
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.subset import address_of, shortest
@@ -110,8 +110,10 @@ class Shared:
                 found.setdefault(address_of(other), other)
         return found
 
-    def served_by(self, served: Served, picks: Mapping[str, Engine]) -> ServedBy | None:
-        """Returns the engine that answers a gateway; None: the first pick, or an unknown engine.
+    def count_answer(self, answering: AnsweringEngine, picks: Mapping[str, Engine]) -> OtherEngine | None:
+        """Counts a gateway's answer by its engine.
+
+        Returns that engine; None: it is the first pick, or the router does not know it.
 
         A gateway tries the picks in order: those before that engine did not answer. If it tried
         fewer engines, it skipped picks that it does not know yet, or chose an engine itself.
@@ -119,19 +121,19 @@ class Shared:
         Args:
             picks: the engines in the gateway's list, by IP:PORT, best first.
         """
-        address = shortest(served.address)
+        address = shortest(answering.address)
         first, *_ = places = list(picks)
         if address == first:
             return None
         before = places[: places.index(address)] if address in picks else []
-        if before and (served.tries is None or served.tries > len(before)):
+        if before and (answering.tries is None or answering.tries > len(before)):
             self.counts["fallbacks"] += 1
-            return ServedBy(picks[address], tuple(picks[each] for each in before))
+            return OtherEngine(picks[address], tuple(picks[each] for each in before))
         model = picks[first].model
         for engine in () if model is None else model.engines.values():
             if address_of(engine) == address:
                 self.counts["not_followed"] += 1
-                return ServedBy(engine, ())
+                return OtherEngine(engine, ())
         self.counts["unknown"] += 1
         if self.counts["unknown"] == 1:
             log.warning(

@@ -340,7 +340,7 @@ class GatewayStream:
     def _answer_head(self, message: ProcessingRequest) -> None:
         headers = message.response_headers
         status, fields = request_fields.of_answer(headers.headers)
-        self._follow(request_fields.served(message))
+        self._follow(request_fields.answering_engine(message))
         link, own = self._link, b""
         if isinstance(self.relay, RequestRunner) and link is not None:
             own = self.relay.execution.head_lines(link.engine.name)
@@ -351,12 +351,12 @@ class GatewayStream:
         if headers.end_of_stream:
             self._answer_ended()
 
-    def _follow(self, served: request_fields.Served | None) -> None:
+    def _follow(self, answering: request_fields.AnsweringEngine | None) -> None:
         """Moves the request to the engine that answers, if that is not the first pick."""
         link = self._link
-        if served is None or link is None or not self._picks:
+        if answering is None or link is None or not self._picks:
             return
-        other = self._shared.served_by(served, self._picks)
+        other = self._shared.count_answer(answering, self._picks)
         if other is None or other.engine is link.engine:
             return
         link.leave(other)

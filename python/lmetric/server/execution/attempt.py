@@ -21,7 +21,7 @@ from lmetric._core import (
 from lmetric.server.api.paths import GENERATING
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
-from lmetric.server.execution.plan import Attempt, AttemptEvent, ServedBy, Step
+from lmetric.server.execution.plan import Attempt, AttemptEvent, OtherEngine, Step
 from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
@@ -368,7 +368,7 @@ class EngineAttempt(Attempt):
         self.cancel()
         self._listener.on_attempt_event("failed", self, (kind, reason))
 
-    def served_by(self, other: ServedBy) -> None:
+    def end_elsewhere(self, other: OtherEngine) -> None:
         """Ends the attempt: its gateway has the answer from another engine."""
         if self.over:
             return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmetric._core import NoInstanceError, TicketError, UnknownNameError
 from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_ineligibility
-from lmetric.server.execution.plan import Ended, MergeError, ServedBy, Write
+from lmetric.server.execution.plan import Ended, MergeError, OtherEngine, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import KvTransfer
@@ -170,32 +170,27 @@ def switch(p: Progress, kv: KvTransfer | None, *, outcome: str = "migrated") -> 
     return following
 
 
-def follow_gateway(p: Progress, by: ServedBy) -> str:
+def follow_gateway(p: Progress, other: OtherEngine) -> str:
     """Moves the request to the engine that answers the gateway. Returns its name.
 
-    Only engines that refused the gateway are blamed. Raises Ended if that engine gets no new
+    Only engines that refused the gateway are blamed. Raises Ended if the engine gets no new
     requests: the gateway forwards its answer, but the router's ledger does not count it.
     """
     p.abandon()
-    target = by.engine.name
-    for engine in by.refused:
-        engine.failed("refused", "the gateway got its answer from another engine")
+    engine, refused, tries = other.engine, other.refused, 0
+    for each in refused:
+        each.failed("refused", "the gateway got its answer from another engine")
         p.model.retried["refused"] += 1
     if p.ticket.has_next:  # the gateway chose the engine that decodes; the prefill stays
         p.next_segment()
     source = p.ticket.instance
-    if by.engine.unusable is not None or by.engine.role == "prefill":
-        raise Ended(None, "cancelled")
-    following: str | None = source
-    tries = 0
-    # The core router has no other way to a given engine: it places the request on each better one.
-    while following is not None and following != target:
-        following = p.ticket.failed("refused")
-        tries += following is not None
-    p.model.hedging.uncounted["retries"] += tries - len(by.refused)
-    if following is None:
+    usable = engine.unusable is None and engine.role != "prefill"
+    while usable and p.ticket.open and p.ticket.instance != engine.name:  # via those that the policy prefers
+        tries += p.ticket.failed("refused") is not None
+    p.model.hedging.uncounted["retries"] += tries - len(refused)
+    if not usable or not p.ticket.open:
         raise Ended(None, "cancelled")
     if (draft := p.client_request.draft) is not None and not p.ticket.from_token:
-        draft.tried = tuple(dict.fromkeys((source, *(engine.name for engine in by.refused), target)))
-    p.note("retry", source, target, outcome="refused" if by.refused else "cancelled")
-    return following
+        draft.tried = tuple(dict.fromkeys((source, *(each.name for each in refused), engine.name)))
+    p.note("retry", source, engine.name, outcome="refused" if refused else "cancelled")
+    return engine.name

@@ -11,7 +11,7 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.failures import STATUSES, blame, broken
-from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, ServedBy, Step, Way, ticket_kind
+from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, OtherEngine, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.ways.plain import begin_passing
 from lmetric.server.fleet.engine import Engine
@@ -26,7 +26,7 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
         attempt, flags = yield step
         if not p.committed and not begin_passing(p, attempt, flags):
             yield None  # until the end of the answer
-    except ServedBy:  # only for its gateway, which forwards the answer
+    except OtherEngine:  # only for its gateway, which forwards the answer
         raise Ended(None, "cancelled") from None
     except EngineLost as lost:
         p.reason, code = lost.reason, ticket_kind(lost.kind)

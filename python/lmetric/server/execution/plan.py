@@ -31,7 +31,7 @@ Reader = Literal["pass", "whole", "events"]
 # forwarded stream are no longer recorded. "ended": the answer is whole. "failed": no answer, or no
 # more of it; detail: kind of failure and reason. "stale": the step carries a KV transfer that must
 # not be sent on another connection. The engine may have fetched it already, or (detail True) it has
-# expired. "elsewhere": a gateway has the answer from another engine; detail: `ServedBy`.
+# expired. "elsewhere": a gateway has the answer from another engine; detail: `OtherEngine`.
 AttemptEvent = Literal["comments", "ready", "events", "unseen", "ended", "failed", "stale", "elsewhere"]
 # Actions without arguments. "pause", "resume": stop and continue reading the client's answer from
 # its engine. "abort_client": closes the client's connection at once.
@@ -215,7 +215,7 @@ class SwitchTo(Exception):
         self.kv = kv
 
 
-class ServedBy(Exception):
+class OtherEngine(Exception):
     """A gateway has the answer from another engine than the step's.
 
     ``refused``: the engines that the gateway tried before, without an answer that it could use.

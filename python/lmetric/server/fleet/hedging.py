@@ -59,9 +59,8 @@ class Hedging:
         self.budget = HedgeBudget(settings.budget_ratio)
         self.outcomes: Counter[Outcome] = Counter()
         self.unsent: Counter[Unsent] = Counter()
-        # Metrics subtract these counts from the core router's: no request was retried or failed.
-        # It counted hedges on the request's own engine, and hedges without an engine. It also
-        # counted engines between the pick for a gateway and the engine that the gateway chose.
+        # Metrics subtract these counts of tries that no engine got from the core router's: hedges
+        # on the request's own engine or on none, and engines between a gateway's pick and choice.
         self.uncounted: Counter[str] = Counter()
         self._others: OrderedDict[int, int] = OrderedDict()
 

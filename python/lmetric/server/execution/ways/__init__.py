@@ -7,7 +7,7 @@ the next event. Failures are exceptions, raised where the way waits:
 
 - `EngineLost`: the engine failed or declined. `run` sends the segment to the next engine.
 - `NoTransfer`: the KV transfer of the step cannot be used. `_segment` runs the segment without it.
-- `ServedBy`: a gateway has the answer from another engine, which gets the segment.
+- `OtherEngine`: a gateway has the answer from another engine, which gets the segment.
 - `SwitchTo`: a migration is ready, and its target takes over.
 - `TimeIsUp`: the timer of the way is over (hedge, copy).
 - `Ended`: the request ends with this error.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from lmetric.server.execution.continuing import follow_gateway, switch
 from lmetric.server.execution.failures import next_engine
-from lmetric.server.execution.plan import EngineLost, NoTransfer, ServedBy, SwitchTo, Way
+from lmetric.server.execution.plan import EngineLost, NoTransfer, OtherEngine, SwitchTo, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.ways import chain, copy, encode, pair, parsed, plain
 from lmetric.server.fleet.engine import Engine
@@ -37,8 +37,8 @@ def run(p: Progress) -> Way[None]:
             name = yield from way(p, engine)
         except EngineLost as lost:
             name = next_engine(p, lost)
-        except ServedBy as by:
-            name = follow_gateway(p, by)
+        except OtherEngine as other:
+            name = follow_gateway(p, other)
         except SwitchTo as to:
             name = switch(p, to.kv)
         way = _segment
