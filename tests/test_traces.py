@@ -418,8 +418,10 @@ def test_equal_arrivals_are_read_again(tmp_path: Path, arrivals: list[float]) ->
 
 @pytest.mark.parametrize("reference", [{"previous": 3}, {"joins": [0, 9]}])
 def test_lines_that_wait_for_no_request_are_named_or_skipped(
-    tmp_path: Path, reference: dict[str, Any]
+    tmp_path: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Uninitialized memory must not become the number of a session.
+    monkeypatch.setattr(np, "empty", lambda shape, dtype=float: np.full(shape, 7).astype(dtype))
     request = {"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1], "delay": 5}
     last = request | {"previous": 1}
     lines = [request, request | reference, last]
@@ -433,6 +435,9 @@ def test_lines_that_wait_for_no_request_are_named_or_skipped(
     assert [bad.line for bad in trace.bad_lines] == [2]
     assert trace.previous is not None
     assert trace.previous.tolist() == [-1, -1]  # its own previous turn is skipped
+    assert trace.sessions is not None
+    # It stays in the conversation of the skipped line, which "joins" alone does not continue.
+    assert trace.sessions.tolist() == [0, 1]
     path.write_text(json.dumps(request | {"previous": 1}) + "\n")
     with pytest.raises(TraceError, match="no request in it; first bad line"):
         load_trace(path, on_bad_line="skip")

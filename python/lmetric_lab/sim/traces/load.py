@@ -349,7 +349,8 @@ class _Rows:
         """The previous turn (-1: none in this file) and the conversation of each row, and a new
         `order`.
 
-        The new order has no rows before their parents.
+        The new order has no rows before their parents. Rows that were refused have a conversation,
+        too, for those that follow them.
         """
         previous = np.full(len(order), -1, dtype=np.int64)
         sessions = np.empty(len(order), dtype=np.int64)
@@ -358,10 +359,14 @@ class _Rows:
         place[order] = np.arange(len(order))
         refused = np.zeros(len(order), dtype=np.bool_)
         refused[list(self.refused)] = True
-        for row in np.delete(order, place[list(self.refused)]).tolist():
+        for row in order.tolist():
             parent = self.parents[row]
             before = -1 if parent is None else self.by_key.get(parent, -1)
-            if before >= 0 and place[before] >= place[row]:
+            late = before >= 0 and place[before] >= place[row]
+            if before >= 0 and not late:
+                previous[row], sessions[row] = before, sessions[before]
+                continue
+            if late and not refused[row]:
                 refused[row] = True
                 self._refuse(
                     self.lines[row],
@@ -369,9 +374,6 @@ class _Rows:
                     if before != row
                     else "follows itself",
                 )
-            elif before >= 0:
-                previous[row], sessions[row] = before, sessions[before]
-                continue
             # Turns stay in one conversation even if its first turn is not in this file.
             name = ("row", row) if parent is None or before >= 0 else ("parent", parent)
             sessions[row] = numbers.setdefault(name, len(numbers))
