@@ -545,6 +545,27 @@ schedulingProfiles:
     assert "decode_knobs" not in settings
 
 
+def test_a_second_affinity_filter_of_a_profile_is_a_remark(tmp_path: Path) -> None:
+    """The names in the profile decide which one is first."""
+    filters = [("b", "affinityThreshold: 0.9"), ("a", "affinityThreshold: 0.75, maxTTFTPenaltyMs: 2300")]
+    given = tmp_path / "epp.yaml"
+    given.write_text(
+        "kind: EndpointPickerConfig\nplugins:\n"
+        + "".join(
+            f"  - {{type: prefix-cache-affinity-filter, name: {name}, parameters: {{{parameters}}}}}\n"
+            for name, parameters in filters
+        )
+        + """
+  - {type: token-load-scorer}
+schedulingProfiles:
+  - {name: default, plugins: [{pluginRef: a}, {pluginRef: b}, {pluginRef: token-load-scorer}]}
+"""
+    )
+    draft = import_config(given)
+    assert draft.settings["knobs"] == {"affinity": 0.75, "max_ttft_seconds": 2.3}
+    assert [what for what, _ in draft.remarks] == ["b.affinityThreshold 0.9", "the engines"]
+
+
 def test_rewrites_of_llm_d_become_aliases(tmp_path: Path) -> None:
     rule = """
     - matches: [{model: {type: Exact, value: %s}}]

@@ -22,11 +22,12 @@ _SCORERS = {
     "kv-cache-scorer": "usage",
     "kv-cache": "usage",
 }
-# Plugins of `llmd_affinity`: its parameter for each of theirs, and the factor between their units.
+# Plugins of `llmd_affinity`: its parameter for each of theirs, and how many of their units are one of
+# its own.
 _AFFINITY: dict[str, dict[str, tuple[str, float]]] = {
     "prefix-cache-affinity-filter": {
         "affinityThreshold": ("affinity", 1),
-        "maxTTFTPenaltyMs": ("max_ttft_seconds", 0.001),
+        "maxTTFTPenaltyMs": ("max_ttft_seconds", 1000),
         "peakPrefillThroughput": ("peak_prefill_tokens_per_second", 1),
     },
     "token-load-scorer": {"queueThresholdTokens": ("full_load_tokens", 1)},
@@ -199,10 +200,13 @@ def _affinity(draft: Draft, plugins: Mapping[str, Mapping[str, Any]]) -> dict[st
             if key not in known:
                 draft.remark(f"{name}.{key}", "`llmd_affinity` has no such parameter", value)
                 continue
-            knob, factor = known[key]
-            number = draft.number(f"{name}.{key}", value) * factor
-            no_limit = knob == "max_ttft_seconds" and number == 0
-            found[knob] = _NO_LIMIT_SECONDS if no_limit else number
+            knob, units = known[key]
+            number = draft.number(f"{name}.{key}", value)
+            number = number / units if units != 1 else number
+            if knob == "max_ttft_seconds" and number == 0:
+                number = _NO_LIMIT_SECONDS
+            if found.setdefault(knob, number) != number:
+                draft.remark(f"{name}.{key}", f"an earlier plugin of the profile sets `{knob}`", value)
     return found
 
 
