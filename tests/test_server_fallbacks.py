@@ -159,13 +159,15 @@ async def test_a_prompt_that_is_known_to_be_too_long_goes_to_the_fallback_at_onc
     tokenizer = str(TOKENIZER_PATH.parent)
     async with world(fakes(SMALL, LARGE), fallbacks=FALLBACKS, tokenizer=tokenizer) as w:
         long = "seven of nine " * 1000
-        for prompt, instance in (("short", "e0"), (long, "e1"), (long * 20, "e1")):
+        # 1000 tokens leave no room for an answer.
+        fits, full = " river" * 999, " river" * 1000
+        for prompt, instance in ((fits, "e0"), (full, "e1"), (long, "e1"), (long * 20, "e1")):
             status, headers, _ = await w.post({"model": "small", "prompt": prompt})
             assert (status, headers["x-lmetric-instance"]) == (200, instance)
         # The last model's engine answers, however long the prompt is.
-        assert await fallbacks(w) == {("small", "large", "context_length_exceeded"): 2}
+        assert await fallbacks(w) == {("small", "large", "context_length_exceeded"): 3}
         asked = [request for request in w.engines[0].requests if request.path != "/tokenize"]
-        assert [request.json["prompt"] for request in asked] == ["short"]
+        assert [request.json["prompt"] for request in asked] == [fits]
 
 
 async def test_prompts_of_token_ids_keep_their_model_and_so_do_their_tokens() -> None:

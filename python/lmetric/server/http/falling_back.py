@@ -85,7 +85,7 @@ class FallingBack:
         if not any(name in self._names for name in fallback.models):
             return
         limit = intent.model.context_tokens
-        if limit is not None and len(tokens) > limit:
+        if limit is not None and len(tokens) >= limit:
             message = f"the prompt has {len(tokens)} tokens; {intent.model.name} takes {limit}"
             raise ApiError(400, message, param="prompt", code=CONTEXT)
 
