@@ -577,7 +577,36 @@ GENERATE = "/inference/v1/generate"
             "BadRequestError",
             "max_tokens must be at least 1, got 0.",
         ),
-        (COMPLETIONS, {"prompt": [50] * 5000}, 400, "BadRequestError", "maximum context length is 4096"),
+        (
+            COMPLETIONS,
+            {"prompt": [50] * 4080, "max_tokens": 40, "min_tokens": 40},
+            400,
+            "BadRequestError",
+            "min_tokens must be less than or equal to max_tokens=16, got 40.",
+        ),
+        (
+            GENERATE,
+            {"token_ids": [50], "sampling_params": {"min_tokens": 17}},
+            400,
+            "BadRequestError",
+            "min_tokens must be less than or equal to max_tokens=16, got 17.",
+        ),
+        *(
+            (
+                COMPLETIONS,
+                {"prompt": prompt},
+                400,
+                "BadRequestError",
+                f"maximum context length is 4096 tokens. However, your prompt contains {count} input tokens, "
+                "which exceeds this limit even without any output tokens. Please reduce the length of the "
+                "input prompt.",
+            )
+            for prompt, count in (
+                ([50] * 5000, "5000"),
+                ([50] * 4097, "at least 4097"),
+                (" river" * 5000, "at least 4097"),
+            )
+        ),
         (
             COMPLETIONS,
             {"prompt": "a", "model": "gpt"},

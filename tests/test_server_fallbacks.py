@@ -35,7 +35,8 @@ OTHER = {"id": "other", "root": "/other", "max_model_len": 9000}
 FALLBACKS = {"small": ["large", "other"], "gone": ["large"], "mixed": "other"}
 ALIASES = {"mixed": {"small": 1}, "mini": "small"}
 VLLM_TOO_LONG = (
-    "This model's maximum context length is 1000 tokens. However, your prompt contains 1500 input tokens."
+    "This model's maximum context length is 1000 tokens. However, your prompt contains 1500 input tokens, "
+    "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt."
 )
 VLLM_ANSWER_TOO_LONG = "max_tokens=1500 cannot be greater than max_model_len=1000."
 VLLM_RESPONSES_TOO_LONG = (

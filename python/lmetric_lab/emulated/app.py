@@ -384,7 +384,8 @@ class Api:
     def _answer_limit(self, prompt_tokens: int, body: Body, kind: Kind) -> int:
         """The largest answer: at most the rest of the model's length, as in vLLM 0.32.
 
-        Raises EngineError for a prompt, or a limit of the answer, that alone is too long.
+        Raises EngineError for a prompt, or a limit of the answer, that alone is too long, and for a
+        `min_tokens` above the limit.
         """
         model, (name, wanted) = self._max_model_len, body.limit
         if kind != "generate-tokens" and wanted is not None and wanted > model:
@@ -397,11 +398,18 @@ class Api:
         if prompt_tokens == 0:
             raise EngineError(400, "prompt: at least one token is needed", "prompt")
         if prompt_tokens >= model:
-            raise self._no_room(prompt_tokens, kind)
+            raise self._no_room(prompt_tokens, body, kind)
         defaults = {"cmpl": _COMPLETION_MAX_TOKENS, "chatcmpl": self._options.default_max_tokens}
-        return min(wanted or defaults.get(kind, model), model - prompt_tokens)
+        limit = min(wanted or defaults.get(kind, model), model - prompt_tokens)
+        # Parameters of /inference/v1/generate are checked before the prompt, with 16 as their default.
+        most = limit if kind != "generate-tokens" else wanted or _COMPLETION_MAX_TOKENS
+        if body.min_tokens is not None and body.min_tokens > most:
+            raise EngineError(
+                400, f"min_tokens must be less than or equal to max_tokens={most}, got {body.min_tokens}."
+            )
+        return limit
 
-    def _no_room(self, prompt_tokens: int, kind: Kind) -> EngineError:
+    def _no_room(self, prompt_tokens: int, body: Body, kind: Kind) -> EngineError:
         """The error of vLLM 0.32 for a prompt that leaves no room for an answer."""
         model = self._max_model_len
         if kind == "generate-tokens":
@@ -415,10 +423,14 @@ class Api:
             )
         if prompt_tokens == model:
             return EngineError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
+        if not (isinstance(body, CompletionBody) and isinstance(body.prompt, list)):
+            prompt_tokens = model + 1  # of a text, no further tokens are made
+        count = f"at least {prompt_tokens}" if prompt_tokens == model + 1 else f"{prompt_tokens}"
         return EngineError(
             400,
-            f"This model's maximum context length is {model} tokens. However, your prompt contains "
-            f"{prompt_tokens} input tokens. Please reduce the length of the input prompt.",
+            f"This model's maximum context length is {model} tokens. However, your prompt contains {count} "
+            "input tokens, which exceeds this limit even without any output tokens. Please reduce the length "
+            "of the input prompt.",
             "input_tokens",
         )
 
