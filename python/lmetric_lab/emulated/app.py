@@ -401,7 +401,7 @@ class Api:
             raise self._no_room(prompt_tokens, body, kind)
         defaults = {"cmpl": _COMPLETION_MAX_TOKENS, "chatcmpl": self._options.default_max_tokens}
         limit = min(wanted or defaults.get(kind, model), model - prompt_tokens)
-        # Parameters of /inference/v1/generate are checked before the prompt, with 16 as their default.
+        # /inference/v1/generate checks parameters before the prompt, with 16 as their default.
         most = limit if kind != "generate-tokens" else wanted or _COMPLETION_MAX_TOKENS
         if body.min_tokens is not None and body.min_tokens > most:
             raise EngineError(

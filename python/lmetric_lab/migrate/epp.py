@@ -22,8 +22,8 @@ _SCORERS = {
     "kv-cache-scorer": "usage",
     "kv-cache": "usage",
 }
-# Plugins of `llmd_affinity`: its parameter for each of theirs, and how many of their units are one of
-# its own.
+# Plugins of `llmd_affinity`: its parameter for each of theirs, and how many of their units make one
+# of its own.
 _AFFINITY: dict[str, dict[str, tuple[str, float]]] = {
     "prefix-cache-affinity-filter": {
         "affinityThreshold": ("affinity", 1),
