@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lmetric._core import BadValueError
 from lmetric.cli.app import build
-from lmetric.record_files import read_records
+from lmetric.record_files import convert_records, read_records
 from lmetric.record_schema import Records
 from lmetric_lab.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, advise, removals
 from lmetric_lab.capacity.demand import coarse
@@ -402,8 +402,9 @@ def test_failed_requests_are_demand_and_misses(folder: Path) -> None:
     assert overspent < 0
 
 
+@pytest.mark.parametrize("parquet", [False, True])
 def test_files_before_the_window_have_no_part_in_the_advice(
-    folder: Path, tmp_path: Path, trace: Trace, run: Run
+    folder: Path, tmp_path: Path, trace: Trace, run: Run, parquet: bool
 ) -> None:
     """The old file is a sample under another key."""
 
@@ -411,7 +412,12 @@ def test_files_before_the_window_have_no_part_in_the_advice(
         line["at"] -= 10_000.0
 
     write_records(tmp_path, trace, run, old, sample=0.1, key_id="old")
-    whole = read_records([folder, tmp_path]).of(None)
+    paths: list[Path] = [folder, tmp_path]
+    if parquet:
+        pytest.importorskip("pyarrow.parquet", reason="needs the extra: lmetric-router[parquet]")
+        convert_records(paths, both := tmp_path / "both.parquet")
+        paths = [both]
+    whole = read_records(paths).of(None)
     made = twin(Question(GOAL))
     advice = made.advise(whole, NOW)
     assert not any("hash keys" in note for note in advice.notes)

@@ -255,6 +255,7 @@ def test_hashes_of_parquet_are_read_in_bounds(tmp_path: Path) -> None:
     ("metadata", "columns", "message"),
     [
         ({"lmetric.headers": [1]}, {}, "expected an object, got int"),
+        ({"lmetric.newest": [1.0]}, {}, "no valid Parquet file"),
         ({"lmetric.headers": 1}, {}, "no valid Parquet file"),
         ({"lmetric.fleets": ["a"]}, {}, "expected an object, got str"),
         ({"lmetric.fleets": [some_requests(1, 32).requests[0]]}, {}, "type 'request' is unknown"),
@@ -281,7 +282,7 @@ def test_hostile_parquet_gets_a_message(
     table = pyarrow.table(
         {name: pyarrow.array([value], types[kind]) for name, (value, kind) in columns.items()} or {"a": [1]}
     )
-    texts = {"lmetric.headers": [], "lmetric.fleets": [], **metadata}
+    texts = {"lmetric.headers": [], "lmetric.fleets": [], "lmetric.newest": [], **metadata}
     texts = {name: orjson.dumps(value) for name, value in texts.items()}
     parquet.write_table(table.replace_schema_metadata(texts), file := tmp_path / "a.parquet")
     with pytest.raises(RecordError, match=message):
@@ -294,7 +295,7 @@ def test_a_column_that_is_there_twice_gets_a_message(tmp_path: Path) -> None:
 
     both = pyarrow.array([[1]], pyarrow.list_(pyarrow.uint64()))
     table = pyarrow.table([both, both], names=["hashes", "hashes"])
-    texts = {"lmetric.headers": b"[]", "lmetric.fleets": b"[]"}
+    texts = dict.fromkeys(("lmetric.headers", "lmetric.fleets", "lmetric.newest"), b"[]")
     parquet.write_table(table.replace_schema_metadata(texts), file := tmp_path / "a.parquet")
     with pytest.raises(RecordError, match="no valid Parquet file"):
         read_records(file)

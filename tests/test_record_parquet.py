@@ -112,6 +112,10 @@ def test_files_that_are_no_parquet_of_records(tmp_path: Path) -> None:
         read_records(broken)
     keys["lmetric.headers"] = b"[]"
     parquet.write_table(pyarrow.table({"at": [1.0]}).replace_schema_metadata(keys), broken)
+    with pytest.raises(RecordError, match=r"lmetric\.newest.*; convert the records again"):
+        read_records(broken)
+    keys["lmetric.newest"] = b"[]"
+    parquet.write_table(pyarrow.table({"at": [1.0]}).replace_schema_metadata(keys), broken)
     with pytest.raises(RecordError, match="row 1: the request has no 'model'"):
         read_records(broken)
 

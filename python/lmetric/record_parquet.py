@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ from lmetric.record_schema import REQUEST, RecordError, Records, check_header, c
 
 SUFFIX = ".parquet"
 OTHER = "other"  # column of keys that are not in the schema
-HEADERS, FLEETS = b"lmetric.headers", b"lmetric.fleets"  # keys of the metadata
+# Keys of the metadata. `NEWEST`: the last arrival in the file of each header; null: none.
+HEADERS, FLEETS, NEWEST = b"lmetric.headers", b"lmetric.fleets", b"lmetric.newest"
 ROWS = 1_024  # rows that are read at once
 MAPPINGS = {name for name, key in REQUEST.items() if key.kind == "mapping"}  # columns with JSON
 
@@ -47,9 +49,10 @@ def write_parquet(files: Iterable[tuple[Path, Records]], out: Path) -> tuple[Rec
                 writer.write_table(_table(records.requests, schema, path))
                 requests += len(records.requests)
                 found.headers.extend(records.headers)
+                found.newest.extend(records.newest)
                 found.fleets.extend(records.fleets)
                 found.notes.extend(records.notes)
-            lines = {HEADERS: found.headers, FLEETS: found.fleets}
+            lines = {HEADERS: found.headers, FLEETS: found.fleets, NEWEST: found.newest}
             writer.add_key_value_metadata({name: orjson.dumps(each) for name, each in lines.items()})
         os.replace(partial, out)
     finally:
@@ -74,8 +77,10 @@ def read_parquet(path: Path, read: Records) -> None:
                 raise RecordError(
                     f"{path}: no header of records; the file is no record file of lmetric-router"
                 )
-            for header in orjson.loads(metadata[HEADERS]):
-                read.headers.append(check_header(str(path), header))
+            headers = [check_header(str(path), each) for each in orjson.loads(metadata[HEADERS])]
+            for header, at in zip(headers, orjson.loads(metadata[NEWEST]), strict=True):
+                read.headers.append(header)
+                read.newest.append(-math.inf if at is None else float(at))
             for fleet in orjson.loads(metadata[FLEETS]):
                 read.fleets.append(check_line(str(path), fleet, kinds=("fleet",)))
             row = 0
