@@ -18,7 +18,7 @@ from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.summary import Slo
 from lmetric_lab.sim.traces import Trace
 from lmetric_lab.slo import Goal
-from lmetric_lab.whatif import EngineFit, FitCheck, compare, recording_of
+from lmetric_lab.whatif import EngineFit, FitCheck, WhatIfError, compare, recording_of
 from lmetric_lab.whatif.slo_report import SloReport, simulate_options, slo_report
 from record_world import PROFILE, make_trace, simulated, write_records
 
@@ -156,12 +156,12 @@ def simulated_report(folder: Path, slo: str, *policies: str) -> SloReport:
     return simulate_options(slo_report(records, goal), goal, recording, fit, check, choices, seeds=1)
 
 
-def failing(every: int) -> Callable[[int, dict[str, Any]], None]:
+def failing(every: int, status: int = 503) -> Callable[[int, dict[str, Any]], None]:
     """One request of ``every`` fails at once."""
 
     def change(index: int, line: dict[str, Any]) -> None:
         if index % every == 5:
-            line |= {"status": 503, "e2e_seconds": 0.001}
+            line |= {"status": status, "e2e_seconds": 0.001}
 
     return change
 
@@ -173,6 +173,36 @@ def test_no_change_is_recommended_against_failures(tmp_path: Path, trace: Trace,
     assert not report.reached
     assert report.options == []
     assert "No change was simulated: 36 of 400 requests failed, more than the SLO allows" in report.advice()
+
+
+def test_failures_that_the_slo_just_allows_do_not_end_the_simulation(
+    tmp_path: Path, trace: Trace, run: Run
+) -> None:
+    write_records(tmp_path, trace, run, failing(10))
+    report = simulated_report(tmp_path, "ttft_p90=60s,tpot_p50=0.001ms")
+    assert (report.whole.failed, report.whole.requests) == (40, 400)
+    assert not report.reached
+    assert report.why_none is None
+    assert report.options
+
+
+def test_invalid_requests_are_no_misses(tmp_path: Path, trace: Trace, run: Run) -> None:
+    """No engine would have served them. `advise` does not count them, either."""
+    write_records(tmp_path, trace, run, failing(11, 400))
+    report = slo_report(read_records(tmp_path).of(None), Goal.of("ttft_p95=60s"))
+    assert report.reached
+    assert (report.whole.failed, report.whole.requests) == (0, 364)
+    assert report.objectives == {"ttft_p95=60s": 1.0}
+    write_records(tmp_path, trace, run, failing(11, 429))  # refused, but valid
+    refused = slo_report(read_records(tmp_path).of(None), Goal.of("ttft_p95=60s"))
+    assert (refused.reached, refused.whole.failed, refused.whole.requests) == (False, 36, 400)
+
+    def wrong(_: int, line: dict[str, Any]) -> None:
+        line["status"] = 404
+
+    write_records(tmp_path, trace, run, wrong)
+    with pytest.raises(WhatIfError, match="all 400 requests are invalid"):
+        slo_report(read_records(tmp_path).of(None), Goal.of("ttft_p95=60s"))
 
 
 def test_the_recorded_fleet_is_no_change_and_failures_count_as_missed(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA_VERSION = 1
+TOO_MANY, CLIENT_LEFT = 429, 499  # HTTP statuses
 
 # Ranges by unit: readers allocate and count with these values. Times are up to the year 5138.
 RANGES = {"s": (0.0, 1e11), "tokens": (0, 1 << 31), "blocks": (0, 1 << 40)}
@@ -265,6 +266,11 @@ class Records:
 def newest_of(requests: Sequence[Mapping[str, Any]]) -> float:
     """The last arrival of requests, Unix time; -infinite without any."""
     return max((float(request["at"]) for request in requests), default=-math.inf)
+
+
+def invalid(request: Mapping[str, Any]) -> bool:
+    """Whether the request itself was at fault: no engine would have served it."""
+    return 400 <= request["status"] < 500 and request["status"] not in (TOO_MANY, CLIENT_LEFT)
 
 
 def failed(request: Mapping[str, Any]) -> bool:

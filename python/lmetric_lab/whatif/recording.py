@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
 from lmetric.policies import is_code
-from lmetric.record_schema import Records, failed, hashes_of
+from lmetric.record_schema import Records, failed, hashes_of, invalid
 from lmetric_lab.sim.churn import FleetChange
 from lmetric_lab.sim.setups import PolicyChoice
 from lmetric_lab.sim.traces import Trace
@@ -24,7 +24,6 @@ MIN_REQUESTS = 100
 MAX_LEFT_OUT = 0.1  # share of the requests that may have no complete answer
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_CACHE_TOKENS = 400_000  # of an engine that reports no cache size
-TOO_MANY, CLIENT_LEFT = 429, 499  # HTTP statuses
 
 Floats = NDArray[np.float64]
 
@@ -224,7 +223,7 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
 
 def _left_out(requests: Sequence[Mapping[str, Any]], started_at: float) -> LeftOut:
     """The requests without a complete answer that engines should have served."""
-    found = [each for each in requests if not _complete(each) and not _invalid(each)]
+    found = [each for each in requests if not _complete(each) and not invalid(each)]
     found.sort(key=lambda each: float(each["at"]))
     lost = np.array([failed(each) for each in found], np.bool_)
     times = [
@@ -232,11 +231,6 @@ def _left_out(requests: Sequence[Mapping[str, Any]], started_at: float) -> LeftO
         for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds")
     ]
     return LeftOut(_column(found, "at") - started_at, _column(found, "e2e_seconds"), *times)
-
-
-def _invalid(request: Mapping[str, Any]) -> bool:
-    """Whether the request itself was at fault: no engine would have served it."""
-    return 400 <= request["status"] < 500 and request["status"] not in (TOO_MANY, CLIENT_LEFT)
 
 
 def _complete(request: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lmetric.record_schema import Records, failed
+from lmetric.record_schema import Records, failed, invalid
 from lmetric_lab.sim.setups import PolicyChoice, Setup, play
 from lmetric_lab.sim.summary import measured
 from lmetric_lab.sim.traces import Trace
@@ -20,7 +20,7 @@ from lmetric_lab.slo import Goal, Metric
 from lmetric_lab.whatif.check import FitCheck, Fleet, Floats, times_of
 from lmetric_lab.whatif.compare import each_run
 from lmetric_lab.whatif.fit import EngineFit
-from lmetric_lab.whatif.recording import Recording
+from lmetric_lab.whatif.recording import Recording, WhatIfError
 
 PROMPT_CLASSES = (0, 512, 2_048, 8_192, 32_768)  # lower bounds, tokens
 MAX_TENANTS = 50  # rows; the others are one row
@@ -120,8 +120,13 @@ class SloReport:
 
 
 def slo_report(records: Records, goal: Goal) -> SloReport:
-    """The misses in the records of one model, without simulated changes."""
-    lines = records.requests
+    """The misses in the records of one model, without simulated changes and invalid requests.
+
+    Raises WhatIfError if all requests are invalid.
+    """
+    lines = [line for line in records.requests if not invalid(line)]
+    if not lines:
+        raise WhatIfError(f"all {len(records.requests)} requests are invalid; send requests with an answer")
     times = _times(lines, _recorded(lines))
     return SloReport(
         str(goal),
@@ -165,7 +170,7 @@ def simulate_options(
     Without a good fit, or if failures alone miss the SLO, it has the reason instead.
     """
     lost = report.whole.failed / max(1, report.whole.requests)
-    if any(lost > 1 - each.share for each in goal.objectives):
+    if any(1 - lost < each.share for each in goal.objectives):
         return _with(
             report,
             [],
