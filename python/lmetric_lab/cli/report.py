@@ -154,7 +154,7 @@ def _print(report: Any) -> None:
     if report.options:
         body = [
             [
-                each.policy,
+                each.label,
                 each.fleet,
                 f"{each.met[0]:.1%}",
                 f"{each.met[1]:.1%}",

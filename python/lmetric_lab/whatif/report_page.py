@@ -83,7 +83,7 @@ def _options(report: SloReport) -> str:
     if not report.options:
         return ""
     rows = [
-        [escape(each.policy), escape(each.fleet), f"{each.met[0]:.1%}", _bar(each.met[0]),
+        [escape(each.label), escape(each.fleet), f"{each.met[0]:.1%}", _bar(each.met[0]),
          f"{each.met[1]:.1%} to {each.met[2]:.1%}", "yes" if each.enough else "no"]
         for each in report.options
     ]  # fmt: skip

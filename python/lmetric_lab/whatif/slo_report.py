@@ -78,6 +78,11 @@ class Option:
     enough: bool  # whether it meets every objective with each seed
     change: bool = True  # false: the recorded policy on the recorded fleet
 
+    @property
+    def label(self) -> str:
+        """The policy, with a mark if this is what ran."""
+        return self.policy if self.change else f"{self.policy} (as recorded)"
+
 
 @dataclass(frozen=True, slots=True)
 class SloReport:
@@ -102,6 +107,11 @@ class SloReport:
         missed = f"The records miss the SLO: {shares}."
         if self.why_none is not None:
             return f"{missed} No change was simulated: {self.why_none}"
+        if (same := _unexplained(self.options)) is not None:
+            return (
+                f"{missed} The simulation of the recorded fleet meets it ({same.met[0]:.1%}), so it does not "
+                "explain the misses, and is no evidence for a change."
+            )
         changes = [each for each in self.options if each.change]
         if not changes:
             return missed
@@ -117,6 +127,11 @@ class SloReport:
             f"{missed} {best.policy} on {best.fleet} would have met it: {best.met[0]:.1%} "
             f"({best.met[1]:.1%} to {best.met[2]:.1%} over the seeds) of the requests within all bounds."
         )
+
+
+def _unexplained(options: Iterable[Option]) -> Option | None:
+    """The simulation of what ran if it meets the SLO, which the records miss."""
+    return next((each for each in options if each.enough and not each.change), None)
 
 
 def slo_report(records: Records, goal: Goal) -> SloReport:
@@ -165,6 +180,7 @@ def simulate_options(
 ) -> SloReport:
     """The report with simulated policies on the recorded fleet and ``fleets``, then on larger ones.
 
+    The larger ones are only simulated if no fleet before them meets the SLO.
     If engines came and went, the first of these always has the largest recorded number of engines.
 
     Without a good fit, or if failures alone miss the SLO, it has the reason instead.
@@ -186,7 +202,7 @@ def simulate_options(
     for group in ([recorded, *fleets], *([fleet] for fleet in larger)):
         for fleet in group:
             options += _options(recording, fit, policies, fleet, goal, seeds, jobs, lost)
-        if any(option.enough and option.change for option in options):
+        if any(option.enough for option in options):
             break
     return _with(report, options, None)
 
@@ -211,7 +227,10 @@ def _options(
     jobs: int | None,
     lost: float,
 ) -> list[Option]:
-    """``lost``: recorded share of failed requests."""
+    """The simulations of policies on a fleet.
+
+    ``lost``: recorded share of failed requests.
+    """
 
     def outcome(setup: Setup, workload: Trace | Workload) -> tuple[float, float]:
         run = play(setup, workload)
