@@ -59,8 +59,8 @@ class Hedging:
         self.budget = HedgeBudget(settings.budget_ratio)
         self.outcomes: Counter[Outcome] = Counter()
         self.unsent: Counter[Unsent] = Counter()
-        # Metrics subtract these counts of tries that no engine got from the core router's: hedges
-        # on the request's own engine or on none, and engines between a gateway's pick and choice.
+        # Metrics subtract these counts from the core router's: tries that no engine got. They are
+        # hedges on the own engine or on none, and engines between a gateway's pick and choice.
         self.uncounted: Counter[str] = Counter()
         self._others: OrderedDict[int, int] = OrderedDict()
 
