@@ -49,8 +49,8 @@ class Goal:
             match = _OBJECTIVE.fullmatch(part)
             if match is None or not float(match[3]) > 0 or (match[2] and not float(match[2]) > 0):
                 raise BadValueError(
-                    f"SLO {part!r} is not valid; expected ttft, tpot or e2e with a percentile and a time "
-                    "above 0, as in ttft_p99=2s,tpot_p95=50ms"
+                    f"SLO {part!r} is not valid; expected ttft, tpot or e2e with a percentile (above 0 and "
+                    "below 100, at most 4 decimals) and a time above 0, as in ttft_p99=2s,tpot_p95=50ms"
                 )
             metric: Metric = match[1]  # type: ignore[assignment]
             if any(each.metric == metric for each in found):
