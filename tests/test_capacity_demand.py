@@ -85,6 +85,7 @@ def test_a_part_has_the_changes_on_its_clock() -> None:
         ),
     )  # fmt: skip
     made = part(full, 100.0, 300.0)
+    assert made.started_at == full.started_at + 100.0
     assert made.engines == ("e0", "e2", "e3")  # e1 has left before
     assert made.changes == (FleetChange(20.0, "join", 1), FleetChange(100.0, "leave", 1))
     assert len(made) == 201

@@ -261,8 +261,14 @@ def part(recording: Recording, begin_seconds: float, end_seconds: float) -> Reco
         number for number, there in state.items() if not there and all(c.instance != number for c in changes)
     ]
     shifted = replace(taken, arrival_seconds=taken.arrival_seconds - start)
-    left_out = recording.left_out.part(begin_seconds, end_seconds, start)
-    made = replace(recording, trace=shifted, changes=tuple(changes), left_out=left_out, **columns)
+    made = replace(
+        recording,
+        trace=shifted,
+        changes=tuple(changes),
+        started_at=recording.started_at + start,
+        incomplete=recording.incomplete.part(begin_seconds, end_seconds, start),
+        **columns,
+    )
     return _without(made, gone)
 
 

@@ -21,7 +21,7 @@ from lmetric_lab.sim.traces.turns import previous_by_prefix
 from lmetric_lab.slo import Metric
 
 MIN_REQUESTS = 100
-MAX_LEFT_OUT = 0.1  # share of the requests that may have no complete answer
+MAX_INCOMPLETE = 0.1  # share of the requests that may have no complete answer
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_CACHE_TOKENS = 400_000  # of an engine that reports no cache size
 
@@ -37,8 +37,9 @@ def _none() -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Requests without a complete answer, in order of arrival: demand and misses, but no load.
+class IncompleteRequests:
+    """Requests without a complete answer, in order of arrival: demand and misses, but
+    not simulated.
 
     The arrays have the shape (requests,). Times are infinite if the request failed, NaN if
     unknown.
@@ -50,10 +51,10 @@ class LeftOut:
     tpot_seconds: Floats = field(default_factory=_none)
     e2e_seconds: Floats = field(default_factory=_none)
 
-    def part(self, begin_seconds: float, end_seconds: float, start_seconds: float) -> LeftOut:
+    def part(self, begin_seconds: float, end_seconds: float, start_seconds: float) -> IncompleteRequests:
         """The requests that arrived in a time, with ``start_seconds`` as the clock's zero."""
         kept = (self.arrival_seconds >= begin_seconds) & (self.arrival_seconds <= end_seconds)
-        return LeftOut(
+        return IncompleteRequests(
             self.arrival_seconds[kept] - start_seconds,
             self.duration_seconds[kept],
             self.ttft_seconds[kept],
@@ -87,7 +88,7 @@ class Recording:
     notes: tuple[str, ...]
     changes: tuple[FleetChange, ...] = ()  # engines that came and went, on the trace's clock
     started_at: float = 0.0  # Unix time of the clock's zero: the first complete request's arrival
-    left_out: LeftOut = field(default_factory=LeftOut)
+    incomplete: IncompleteRequests = field(default_factory=IncompleteRequests)
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -118,16 +119,16 @@ class Recording:
         return {"ttft": self.ttft_seconds, "tpot": self.tpot_seconds, "e2e": self.e2e_seconds}
 
     def all_arrivals(self) -> Floats:
-        """Arrivals of the complete requests, then of `left_out`, on the trace's clock."""
-        return np.concatenate((self.trace.arrival_seconds, self.left_out.arrival_seconds))
+        """Arrivals of the complete requests, then of `incomplete`, on the trace's clock."""
+        return np.concatenate((self.trace.arrival_seconds, self.incomplete.arrival_seconds))
 
     def all_durations(self) -> Floats:
         """Times from arrival to end of the requests of `all_arrivals`, seconds."""
-        return np.concatenate((self.e2e_seconds, self.left_out.duration_seconds))
+        return np.concatenate((self.e2e_seconds, self.incomplete.duration_seconds))
 
     def all_times(self) -> dict[Metric, Floats]:
         """The times of the requests of `all_arrivals`, seconds; infinite if they failed."""
-        out = self.left_out
+        out = self.incomplete
         lost = {"ttft": out.ttft_seconds, "tpot": out.tpot_seconds, "e2e": out.e2e_seconds}
         return {name: np.concatenate((each, lost[name])) for name, each in self.times().items()}
 
@@ -173,9 +174,9 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
             "are needed: record more traffic"
         )
     lost = len(all_of_them) - len(requests)
-    if lost > MAX_LEFT_OUT * len(all_of_them):
+    if lost > MAX_INCOMPLETE * len(all_of_them):
         raise WhatIfError(
-            f"{lost} of {len(all_of_them)} requests have no complete answer, more than {MAX_LEFT_OUT:.0%}; "
+            f"{lost} of {len(all_of_them)} requests have no complete answer, more than {MAX_INCOMPLETE:.0%}; "
             "the simulator has no failures: choose files of a time with fewer errors"
         )
     requests.sort(key=lambda each: float(each["at"]))
@@ -217,11 +218,11 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
         notes=tuple(notes),
         changes=changes,
         started_at=started_at,
-        left_out=_left_out(all_of_them, started_at),
+        incomplete=_incomplete(all_of_them, started_at),
     )
 
 
-def _left_out(requests: Sequence[Mapping[str, Any]], started_at: float) -> LeftOut:
+def _incomplete(requests: Sequence[Mapping[str, Any]], started_at: float) -> IncompleteRequests:
     """The requests without a complete answer that engines should have served."""
     found = [each for each in requests if not _complete(each) and not invalid(each)]
     found.sort(key=lambda each: float(each["at"]))
@@ -230,7 +231,7 @@ def _left_out(requests: Sequence[Mapping[str, Any]], started_at: float) -> LeftO
         np.where(lost, np.inf, _column(found, name))
         for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds")
     ]
-    return LeftOut(_column(found, "at") - started_at, _column(found, "e2e_seconds"), *times)
+    return IncompleteRequests(_column(found, "at") - started_at, _column(found, "e2e_seconds"), *times)
 
 
 def _complete(request: Mapping[str, Any]) -> bool:
