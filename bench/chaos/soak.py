@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import aiohttp
 import numpy as np
+from growth import growth_after
 from routers import OwnRouter, in_flight, settled
 
 import lmetric as lm
@@ -61,10 +62,7 @@ class GrowthError(AssertionError):
 
 def check(samples: list[Sample]) -> float:
     """Returns the growth of memory after the warm-up, MiB. Raises GrowthError."""
-    total = samples[-1].prompts
-    warm = [each.rss_mib for each in samples if each.prompts <= WARM_SHARE * total]
-    later = [each.rss_mib for each in samples if each.prompts > WARM_SHARE * total]
-    growth = max(later) - max(warm)
+    growth = growth_after([each.rss_mib for each in samples], WARM_SHARE)
     if growth > MOST_MIB:
         raise GrowthError(f"memory grew by {growth:.1f} MiB after the warm-up, expected {MOST_MIB:g} at most")
     if samples[-1].in_flight:
