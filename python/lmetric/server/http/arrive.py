@@ -13,7 +13,6 @@ from lmetric.config import ServerConfig
 from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.conversation import beginning
 from lmetric.server.api.errors import ApiError, unserved_alias
-from lmetric.server.api.form import parse_form
 from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
@@ -105,6 +104,8 @@ class Arrivals:
     def _read(self, client_request: ClientRequest, path: RelayedPath, body: bytes) -> ParsedRequest:
         """Reads a body. Raises ApiError."""
         if path.prompt == "form":
+            from lmetric.server.api.form import parse_form  # few servers get forms
+
             call = parse_form(path, client_request.head.field(b"content-type"), body)
         else:
             call = parse(path, body)

@@ -70,7 +70,7 @@ impl BudgetRow {
         counts_of(self.board.budget_words(), self.row)
     }
 
-    /// Returns the number of changes. Whoever changes the counts then raises it.
+    /// Returns the number of changes. It is raised after each change of the counts.
     pub fn changes(&self) -> &AtomicU64 {
         &self.board.budget_words()[CHANGES + self.row]
     }
