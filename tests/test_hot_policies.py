@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,47 @@ def test_a_module_is_found_and_reloaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert made.route(lm.Request(text="x"))[0].scores().min() >= 7
     assert plugins.file_of("plugged.scores:score") == later
     sys.modules.pop("plugged.scores")
+
+
+def test_threads_load_a_changed_module_while_its_old_function_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load during another one got the old function, for ever; the old one lost its globals."""
+    package = tmp_path / "threaded"
+    package.mkdir()
+    (package / "__init__.py").write_text("from threaded import factors, scores\n")
+    (package / "factors.py").write_text("")
+    scores = package / "scores.py"
+    text = "import time\nFACTOR = None\ntime.sleep(0)\nFACTOR = 1\ndef score():\n    return FACTOR\n"
+    scores.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(number: int = 0) -> Any:
+        time.sleep(0.1 * number)
+        return plugins.load_object("threaded.scores:score")
+
+    old = load()
+    # Of the same size, in the same second: byte code could be stale.
+    scores.write_text(text.replace("sleep(0)", "sleep(1)").replace("FACTOR = 1", "FACTOR = 2"))
+    with ThreadPoolExecutor() as threads:
+        loads = [threads.submit(load, number) for number in range(2)]
+        while not all(each.done() for each in loads):
+            assert old() == 1
+    assert [each.result()() for each in loads] == [2, 2]
+    newest = sys.modules["threaded.scores"]
+    assert sys.modules["threaded"].scores is newest
+    assert newest.score() == 2
+    scores.write_text("raise ValueError")
+    with pytest.raises(lm.BadValueError):
+        load()
+    assert sys.modules["threaded.scores"] is newest
+    # A package keeps the modules in it.
+    for _ in range(2):
+        assert plugins.load_object("threaded:factors") is sys.modules["threaded.factors"]
+    (package / "__init__.py").write_text("")
+    assert plugins.load_object("threaded:factors") is sys.modules["threaded.factors"]
+    for name in ("threaded", "threaded.factors", "threaded.scores"):
+        del sys.modules[name]
 
 
 def test_a_module_that_ends_the_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,17 +149,42 @@ def _run(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses need the entry
     try:
-        # The loader could use stale byte code, because it compares times in whole seconds.
-        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+        _execute(module, file)
     finally:
         del sys.modules[name]
     return module
 
 
+def _execute(module: ModuleType, file: Path) -> None:
+    # The loader could use stale byte code, because it compares times in whole seconds.
+    exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+
+
 def _import(name: str) -> ModuleType:
-    module = sys.modules.get(name) if name in _imported else None
-    module = importlib.import_module(name) if module is None else importlib.reload(module)
-    _imported.add(name)
+    """Imports a module, or runs it again as a new one.
+
+    Functions of the old one keep their names: they may decide meanwhile, and other threads may load
+    the module, too.
+    """
+    old = sys.modules.get(name) if name in _imported else None
+    if old is None:
+        _imported.add(name)
+        return importlib.import_module(name)
+    spec = importlib.util.find_spec(name)
+    assert spec is not None  # it was imported
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    for each, value in vars(old).items():
+        if isinstance(value, ModuleType) and sys.modules.get(f"{name}.{each}") is value:
+            setattr(module, each, value)  # a package has the modules in it
+    if spec.origin is not None and spec.origin.endswith(".py"):
+        _execute(module, Path(spec.origin))
+    else:
+        spec.loader.exec_module(module)
+    sys.modules[name] = module
+    package, _, last = name.rpartition(".")
+    if (parent := sys.modules.get(package)) is not None:
+        setattr(parent, last, module)
     return module
 
 
