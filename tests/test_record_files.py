@@ -25,7 +25,7 @@ from lmetric.record_files import convert_records, read_records
 from lmetric.record_schema import ENGINE, FLEET, HEADER, LINES, REQUEST, RecordError, Records, hashes_of
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe import record_writer
-from lmetric.server.observe.record_writer import RecordWriter
+from lmetric.server.observe.record_writer import BATCH, RecordWriter
 from lmetric.server.observe.recorder import Hasher, Recorder
 from log_watch import MARKED_PROMPT
 from server_world import FakeEngine, World, hang, plain, reset, says, world
@@ -357,17 +357,22 @@ def test_a_busy_writer_deletes_no_file_of_a_quiet_one(tmp_path: Path) -> None:
     busy._close_file()
 
 
-def test_the_files_of_all_workers_stay_below_the_total(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_the_files_of_all_workers_stay_below_the_total(tmp_path: Path, batch: int) -> None:
     """Files that all workers open at the same time grow after the last look at the total."""
     total = 1 << 17
     writers = [writer_of(tmp_path, workers=4, file_bytes=1 << 12, total_bytes=total) for _ in range(4)]
     sums = []
     for number, writer in enumerate(writers):
         writer._number = 1000 * number  # all have this process's ID in the names of their files
-    for number in range(500):
+    for first in range(0, 500, batch):
         for writer in writers:
-            writer._write_lines([orjson.dumps(request_line(number)) + b"\n"])
-        sums.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+            writer._write_lines(
+                [orjson.dumps(request_line(first + number)) + b"\n" for number in range(batch)]
+            )
+        sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+        assert max(sizes) <= 1 << 12, "all may open at the same moment"
+        sums.append(sum(sizes))
     for writer in writers:
         writer._close_file()
     assert 0.75 * total < max(sums) <= total
@@ -382,7 +387,7 @@ def test_many_workers_write_smaller_files(tmp_path: Path, workers: int, most: in
 
 
 def test_a_full_disk_keeps_no_file_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: RecordWriter, data: bytes) -> None:
+    def refuse(_: RecordWriter, file: object, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", len(data))
 
     monkeypatch.setattr(record_writer, "RETRY_SECONDS", 0.0)

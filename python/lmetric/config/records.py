@@ -26,7 +26,8 @@ class RecordsConfig(Strict):
         "needs all requests",
         json_schema_extra={"when": "records of all requests take too much space"},
     )
-    # Most bytes of a file; less with many workers. The router deletes whole files, oldest first.
+    # Most bytes of a file. All open files use at most a quarter of `total_bytes`. The router
+    # deletes whole files, oldest first.
     file_bytes: ClassVar[int] = 64 << 20
     total_bytes: int = Field(
         1 << 30,

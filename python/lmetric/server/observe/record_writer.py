@@ -75,7 +75,8 @@ class RecordWriter:
         # Open files of all workers; a rolling restart has two processes for each of them.
         files = 1 if workers == 1 else 2 * workers
         self._file_bytes = min(config.file_bytes, int(OPEN_SHARE * config.total_bytes) // files)
-        self._closed_bytes = config.total_bytes - files * self._file_bytes  # all files before an opening
+        # All files before a worker opens another one.
+        self._bytes_before_open = config.total_bytes - files * self._file_bytes
         self._head, self._line = head, line
         self.outcomes = Counter({"written": 0, "queue_full": 0, "disk": 0, "error": 0})
         self.written_bytes = 0
@@ -163,7 +164,7 @@ class RecordWriter:
 
     def _write_lines(self, lines: list[bytes]) -> None:
         try:
-            self._append(b"".join(lines))
+            self._append(lines)
         except OSError as error:
             self._fail(error, len(lines))
         except Exception:  # a defect here must not end the thread
@@ -176,40 +177,44 @@ class RecordWriter:
                 self.failure = None
                 log.info("records are written again", folder=str(self._folder), lost=self.outcomes["disk"])
 
-    def _append(self, data: bytes) -> None:
-        if self._file is not None and (self._size + len(data) > self._file_bytes or self._is_deleted):
+    def _append(self, lines: list[bytes]) -> None:
+        if self._is_deleted:
             self._close_file()
-        if self._file is None:
-            self._open()
-        self._write(data)
+        for line in lines or [b""]:  # without lines: the head alone
+            if self._file is not None and self._size + len(line) > self._file_bytes:
+                self._file.flush()  # may fail; closing hides that
+                self._close_file()
+            file = self._file or self._open()
+            self._write(file, line)
+        file.flush()
 
     @property
     def _is_deleted(self) -> bool:
         """Whether somebody, or another worker that needed room, has deleted the open file."""
         return self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0
 
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
-        self._file.write(data)
-        self._file.flush()
+    def _write(self, file: BinaryIO, data: bytes) -> None:
+        file.write(data)
         self._size += len(data)
         self.written_bytes += len(data)
 
-    def _open(self) -> None:
+    def _open(self) -> BinaryIO:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._number += 1
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = self._folder / f"{PREFIX}{stamp}-{os.getpid()}-{self._number:06}{SUFFIX}"
         self._delete_oldest()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "wb", buffering=1 << 18)
+        self._file = file = os.fdopen(descriptor, "wb", buffering=1 << 18)
         self._size = 0
         try:
-            self._write(b"".join(orjson.dumps(line) + b"\n" for line in self._head()))
+            self._write(file, b"".join(orjson.dumps(line) + b"\n" for line in self._head()))
+            file.flush()
         except BaseException:
             self._close_file()
             path.unlink(missing_ok=True)  # else each try on a full disk would leave a file
             raise
+        return file
 
     def _delete_oldest(self) -> None:
         """Deletes the files with the oldest last record until all open files fit into the total.
@@ -224,7 +229,7 @@ class RecordWriter:
                 found.append((status.st_mtime_ns, path, status.st_size))
         total = sum(size for _, _, size in found)
         for _, path, size in sorted(found):
-            if total <= self._closed_bytes:
+            if total <= self._bytes_before_open:
                 return
             path.unlink(missing_ok=True)
             total -= size
