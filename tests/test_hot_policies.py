@@ -657,6 +657,24 @@ async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.
         assert [model.policies.settings.policy for model in w.server.fleet.models] == ["bs", f"{mine}:score"]
 
 
+def test_a_build_seeks_each_file_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second look may find another file, and runs the packages of a module again."""
+    sought = []
+    file_of = plugins.file_of
+
+    def counted(text: str) -> Path | None:
+        sought.append(text)
+        return file_of(text)
+
+    monkeypatch.setattr(plugins, "file_of", counted)
+    other = mine.with_name("other.py")
+    write(other, LMETRIC)
+    settings = {"policy": f"{mine}:score", "canary": {"policy": f"{other}:score", "share": 0.5}}
+    built = policies.Policies(PoolSettings.model_validate(settings))
+    assert [*built.files] == [mine, other]
+    assert sought == [f"{mine}:score", f"{other}:score"]
+
+
 async def test_sighup_replaces_the_policy(tmp_path: Path) -> None:
     async with engine() as fake:
         config = tmp_path / "config.yaml"

@@ -19,6 +19,7 @@ from lmetric.canary import Outcome
 from lmetric.canary.client import lines
 from lmetric.config import CanaryConfig, ServerConfig
 from lmetric.record_files import read_records
+from lmetric.server.background.policy_watch import replace_changed
 from lmetric.server.fleet.canary import (
     TRANSITIONS,
     Canary,
@@ -234,6 +235,33 @@ async def test_a_changed_file_restarts_a_canary_of_a_command(mine: dict[str, Any
         assert canary.run is not run
         await w.server.reload(config.model_copy(update={"policy": "vllm"}))
         assert canary.state is State.OFF
+
+
+async def test_the_code_of_a_configured_canary_restarts_no_other(
+    mine: dict[str, Any], tmp_path: Path
+) -> None:
+    """A canary that a command started keeps its own code, too."""
+    files = {name: tmp_path / f"{name}.py" for name in ("configured", "started")}
+    for file in files.values():
+        file.write_text("def score(bs):\n    return bs\n")
+    named = {name: f"{file}:score" for name, file in files.items()}
+    settings = {**mine, "policies": mine["policies"] | named, "canary": QUICK | {"policy": "configured"}}
+    async with world(2, **settings) as w:
+        (model,) = w.server.fleet.models
+        canary, config = model.trials.canary, w.server.config
+        canary.roll_back()
+        assert (await command(w, "start", policy="started", share=0.5))[0] == 200
+        run, built = canary.run, canary.built
+        for file in files.values():
+            file.write_text("def score(q_bs):\n    return q_bs\n")
+        await w.server._monitor._watch_policies()
+        assert model.policies.canary.policy.reads == ["q_bs"]
+        await w.server.reload(config)
+        other = {**config.policies, "configured": "p_token"}
+        await w.server.reload(config.model_copy(update={"policies": other}))
+        assert model.policies.canary.formula == "p_token"
+        assert canary.running
+        assert (canary.run, canary.built) == (run, built)
 
 
 async def test_another_definition_of_a_canarys_name_restarts_it(mine: dict[str, Any]) -> None:
@@ -558,6 +586,36 @@ def test_workers_add_up_their_results_and_an_alarm_of_one_ends_all(
     one.receive_results(first)
     assert one.run is not None
     assert one.run.comparison.requests == [0, 0], "results of another canary"
+
+
+async def test_a_restarted_canary_drops_results_of_workers_with_the_old_code(
+    mine: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each worker looks at the files at its own time, and the salt stays."""
+    file = tmp_path / "edited.py"
+    file.write_text("def score(bs):\n    return bs\n")
+    settings = {**mine, "policy": f"{file}:score"}
+    models = [model_of(settings), model_of(settings)]
+    one, two = (model.trials.canary for model in models)
+    for canary in (one, two):
+        canary.share()
+        canary.start(CanaryConfig.model_validate(QUICK), 0.0)
+    two.ended(CanaryRequest(two.run, True, 5), 1.0, Outcome(False, 2.0))
+    file.write_text("def score(q_bs):\n    return q_bs\n")
+    await replace_changed(models[0])
+    assert one.run is not None
+    assert one.run.salt == "s"
+    old = two.unsent()
+    assert old is not None
+    old.alarm = ("ttft", "the old code is slow")
+    one.receive_results(old)
+    assert (one.state, one.run.comparison.requests) == (State.RUNNING, [0, 0])
+    await replace_changed(models[1])
+    two.ended(CanaryRequest(two.run, True, 5), time.monotonic(), Outcome(False, 2.0))
+    new = two.unsent()
+    assert new is not None
+    one.receive_results(new)
+    assert one.run.comparison.requests == [0, 1], "both workers have the new code"
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -76,7 +76,7 @@ CONFIGURED = {
     ),
     "policy": Feature(
         {"policy": "bs + 1"},
-        (f"{SERVER}.fleet.policy_files", "lmetric.policies", "lmetric.expr", "lmetric.plugins"),
+        ("lmetric.policies", "lmetric.expr", "lmetric.plugins"),
     ),
     "indicators": Feature({"indicators": {"heat": {"source": "header"}}}, ("lmetric.expr",)),
     "profile": Feature({"profile": "independent-sim"}, ("lmetric.profiles",)),
@@ -95,7 +95,7 @@ CALLED = {
 # Loaded by other commands, by several processes, by the page of a decision, by files of policies.
 OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
-    *("lmetric.why", f"{SERVER}.background.policy_watch"),
+    *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
 WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")

@@ -374,10 +374,11 @@ class Monitor:
 
     async def _watch_policies(self) -> None:
         """Replaces policies whose files have changed, also those on trial."""
-        for model in [each for each in self.fleet.models if each.policies.files]:
+        if models := [each for each in self.fleet.models if each.policies.files]:
             from lmetric.server.background.policy_watch import replace_changed
 
-            await replace_changed(model)
+            for model in models:
+                await replace_changed(model)
 
     async def _watch_certificates(self) -> None:
         """Uses certificates whose files have changed."""

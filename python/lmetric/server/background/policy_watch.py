@@ -9,6 +9,7 @@ import structlog
 from lmetric._core import LmetricError
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.policy_files import stamps
 
 log = structlog.get_logger("lmetric.health")
 
@@ -19,8 +20,10 @@ async def replace_changed(model: Model) -> None:
     A thread loads them: their imports and test calls may take seconds.
     """
     before = model.policies
-    if not before.changed():
+    files = stamps(before.files)
+    if files == before.seen:
         return
+    before.seen = files
     try:
         policies = await asyncio.to_thread(Policies, before.settings)
         if model.policies is not before:

@@ -158,7 +158,7 @@ class Canary:
         self._router.set_canary(built.policy, knobs=built.knobs)
         self.built = built
         policies.also_reads(built)
-        self.run = load_run()(config, time.monotonic() if now is None else now)
+        self.run = load_run()(config, time.monotonic() if now is None else now, policies)
         self._look_at, self.reason = self.run.counts_from, ""
         self._unsent = self._nothing()
         self._before = self._promoted = None
@@ -230,17 +230,17 @@ class Canary:
         built: Built | None = None,
         *,
         policy_changed: bool = False,
-        code_changed: bool = False,
     ) -> None:
         """Applies the configuration, at the start and after a reload. ``built``: its policy.
 
         Unchanged settings leave the canary as it is. If the router's policy has changed, a running
-        canary of the configuration starts again, and that of a command ends. If only the code of a
-        compared policy has changed, both start again. Raises LmetricError.
+        canary of the configuration starts again, and a canary that a command started ends. If only
+        the code of a policy has changed, both start again. Raises LmetricError.
         """
         was_running, run = self.running, self.run
         changed = config != self._configured or policy_changed
-        if not changed and not (code_changed and was_running):
+        recoded = was_running and run is not None and run.code != run.code_of(self._policies())
+        if not changed and not recoded:
             return
         starts = config if config != self._configured or was_running else None
         if self.state is not State.OFF:
@@ -254,7 +254,7 @@ class Canary:
             self.state = self.check(Event.CONFIGURE)
             if was_running and run is not None:
                 run.finish(self._policies().settings.policy)
-                if not changed and run.config != config:  # of a command: it keeps its code
+                if not changed and run.config != config:  # a command started it: it keeps its code
                     starts, built = run.config.model_copy(update={"salt": run.salt}), self.built
         self._configured = config
         if starts is not None:
@@ -304,8 +304,8 @@ class Canary:
     def receive_results(self, update: Update) -> None:
         """Adds the results of another worker's requests. Raises LmetricError."""
         run = self.run
-        if run is None or run.salt != update.salt or not self.running:
-            return
+        if run is None or not self.running or (run.salt, run.code) != (update.salt, update.code):
+            return  # of another canary, or of a worker that has other code
         run.keys.update(update.keys)
         for result in update.results:
             run.comparison.add(*result)
@@ -348,7 +348,7 @@ class Canary:
             self.promote()
         run = self.run
         if run is None or run.salt != copy.config.salt:
-            run = self.run = load_run()(copy.config, copy.started)
+            run = self.run = load_run()(copy.config, copy.started, self._policies())
         run.comparison, run.counts_from, run.keys = copy.comparison, copy.counts_from, Counter(copy.keys)
         run.end = copy.end
         if copy.state is State.PROMOTED and not copy.decides:

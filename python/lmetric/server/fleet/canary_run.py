@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -13,6 +13,9 @@ from lmetric._core import Request
 from lmetric.canary import ARMS, METRICS, Comparison, Outcome, Splitter
 from lmetric.canary.comparison import MIN_GROUPS
 from lmetric.config import CanaryConfig
+
+if TYPE_CHECKING:
+    from lmetric.server.fleet.policies import Policies
 
 TEXT_BYTES_PER_TOKEN = 4
 MIN_ERRORS = 5  # failed requests of the canary before a rollback because of errors
@@ -34,6 +37,7 @@ class Update(Struct):
     """The results of one worker's requests of a canary, for the other workers."""
 
     salt: str  # of its run
+    code: str  # that its run compares
     results: list[tuple[bool, int, Outcome]]  # arm and bucket of each
     keys: dict[str, int]
     alarm: tuple[str, str] | None = None  # cause and reason if this worker rolled it back
@@ -54,12 +58,16 @@ class End(Struct, frozen=True):
 
 
 class Run:
-    """One canary from its start on: how it splits requests, and their results."""
+    """One canary from its start on: how it splits requests, and their results.
+
+    ``policies``: of the model.
+    """
 
     arms = ARMS
 
-    def __init__(self, config: CanaryConfig, now: float) -> None:
+    def __init__(self, config: CanaryConfig, now: float, policies: Policies) -> None:
         self.config = config
+        self.code = self.code_of(policies)  # another worker may have loaded other code
         self.salt = config.salt or secrets.token_hex(8)
         self.splitter = Splitter(self.salt, config.share)
         self.comparison = Comparison()
@@ -69,6 +77,14 @@ class Run:
         self.own_keys: Counter[str] = Counter()  # of them, those that other workers do not know
         self.end: End | None = None
 
+    def code_of(self, policies: Policies) -> str:
+        """Returns the code that it compares under these policies, the same text in all workers.
+
+        A canary that a command started keeps its own code, which is not part of it.
+        """
+        own = policies.canary_code if self.config == policies.settings.canary else ""
+        return policies.policy_code + own
+
     def finish(self, stable_policy: str | dict[str, Any]) -> None:
         """Records that the canary ends now, or that its promotion is undone now."""
         seconds = time.monotonic() - self.started if self.end is None else self.end.seconds
@@ -76,7 +92,7 @@ class Run:
 
     def nothing(self) -> Update:
         """Returns an update of the other workers without results."""
-        return Update(self.salt, [], {})
+        return Update(self.salt, self.code, [], {})
 
     def too_few(self) -> str | None:
         """Returns why there are no results to promote; None: there are some."""

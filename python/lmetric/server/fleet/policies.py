@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from pathlib import Path
@@ -78,15 +79,15 @@ class Policies:
 
     def __init__(self, settings: PoolSettings, first: Built | None = None) -> None:
         """Builds the policies. ``first``: the first one, if it is built already."""
-        arms = [settings.policy, *([settings.canary.policy] if settings.canary else [])]
+        canary = [settings.canary.policy] if settings.canary else []
         others = [settings.decode_policy, *([settings.shadow.policy] if settings.shadow else [])]
-        self.files = _stamps(_files(settings, [*arms, *others]))  # before they are read
+        found = [_files(settings, each) for each in ([settings.policy], canary, others)]
+        self.files = _stamps([*itertools.chain(*found)])  # before they are read
+        self.seen = self.files  # at the last look; the load that followed may have failed
         # The code of the policies that a canary compares: that of first segments, and its own.
-        self.compared = (
-            [_definition(settings, each) for each in arms[1:]],
-            [self.files[file] for file in _files(settings, arms)],
-        )
-        self._seen = self.files  # by `changed`: loading the files of then may have failed
+        stamps = [[self.files[file] for file in files] for files in found]
+        self.policy_code = str(stamps[0])
+        self.canary_code = str(([_definition(settings, each) for each in canary], stamps[1]))
         for value in settings.policies.values():
             build(settings, value, {})  # unused policies must be valid, too
         self.settings = settings
@@ -141,14 +142,6 @@ class Policies:
             kept.also_reads(kept.decode)
         return kept
 
-    def changed(self) -> bool:
-        """Returns whether a policy's file has changed since the last call."""
-        files = _stamps(self.files)
-        if files == self._seen:
-            return False
-        self._seen = files
-        return True
-
 
 def _on_trial(settings: PoolSettings, key: str, config: ShadowConfig | CanaryConfig | None) -> Built | None:
     """Builds the policy of a shadow or a canary. Raises LmetricError, which names the key."""
@@ -176,9 +169,9 @@ def _files(settings: PoolSettings, policies: Iterable[Value]) -> list[Path]:
     texts = [value for value in values if isinstance(value, str) and value.strip() not in _REGISTERED]
     if not texts:
         return []
-    from lmetric.server.fleet.policy_files import files_of
+    from lmetric import plugins
 
-    return files_of(texts)
+    return [file for file in map(plugins.file_of, texts) if file is not None]
 
 
 def _stamps(files: Collection[Path]) -> Stamps:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lmetric import plugins
 from lmetric._core import BadValueError, Request, Router
 from lmetric.policies import Policy, PolicyFunction
 
@@ -31,11 +30,6 @@ def rehearse(policy: PolicyFunction, fallback: Policy | str) -> None:
     router.score(Request(range(64), max_tokens=16))
     if problem := router.policy_fallbacks()["problem"]:
         raise BadValueError(f"a test call on two idle engines failed: {problem}")
-
-
-def files_of(texts: Iterable[str]) -> list[Path]:
-    """Returns the files of those policies that are in files."""
-    return [file for file in map(plugins.file_of, texts) if file is not None]
 
 
 def stamps(files: Iterable[Path]) -> Stamps:

@@ -44,7 +44,6 @@ class Trials:
             settings.canary,
             policies.canary,
             policy_changed=before is not None and policies.differs(before),
-            code_changed=before is not None and policies.compared != before.compared,
         )
 
     def route(
