@@ -638,6 +638,13 @@ async def test_policies_that_were_replaced_during_a_load_stay(mine: Path) -> Non
         assert (await w.post({"policy": "bs", "share": 0.5}, "/admin/canary/start"))[0] == 200
         assert await slow == 400
         assert model.policies.settings.policy == "vllm"
+        model.trials.canary.roll_back()
+        start = asyncio.create_task(w.post({"policy": "slow", "share": 0.5}, "/admin/canary/start"))
+        await asyncio.sleep(0.1)
+        named = {"policies": {"slow": "bs"}}
+        model.install(policies.Policies(model.policies.settings.model_copy(update=named)))
+        assert (await start)[0] == 200
+        assert model.trials.canary.built.formula == "bs"  # type: ignore[union-attr]
 
 
 async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,10 +114,13 @@ async def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
     canary = model.trials.canary
     if repeated and canary.running and canary.run is not None and canary.run.salt == config.salt:
         return
-    settings = model.policies.settings
-    check_policy(settings, config.policy, config.knobs)
-    canary.check(Event.START)
-    canary.start(config, built=await asyncio.to_thread(build, settings, config.policy, config.knobs))
+    before, built = None, None
+    while model.policies is not before:  # also if other policies came meanwhile
+        before = model.policies
+        check_policy(before.settings, config.policy, config.knobs)
+        canary.check(Event.START)
+        built = await asyncio.to_thread(build, before.settings, config.policy, config.knobs)
+    canary.start(config, built=built)
     if canary.run is not None:
         body["salt"] = canary.run.salt  # a session has the same arm in all workers
 
