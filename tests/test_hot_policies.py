@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 import lmetric as lm
 from lmetric import plugins
 from lmetric.cli.app import build
-from lmetric.config import PoolSettings
+from lmetric.config import CanaryConfig, PoolSettings
 from lmetric.server.fleet import policies, policy_files
+from lmetric.server.fleet.canary_run import Run
 from lmetric.server.fleet.policies import build as build_policy
 from lmetric_lab.sim.setups import PolicyChoice
 from server_world import FakeEngine, world
@@ -576,7 +577,7 @@ SLOW = "import time\ntime.sleep(1.0)\ndef score(q_bs):\n    return q_bs\n"
 ENDLESS = "def score(bs):\n    while True:\n        pass\n"
 
 
-@pytest.mark.parametrize("way", ["watch", "put", "canary"])
+@pytest.mark.parametrize("way", ["watch", "put", "canary", "promote"])
 @pytest.mark.parametrize(("text", "works"), [(SLOW, True), (ENDLESS, False)])
 async def test_the_load_of_a_policy_blocks_no_request(
     mine: Path, monkeypatch: pytest.MonkeyPatch, way: str, text: str, works: bool
@@ -588,7 +589,10 @@ async def test_the_load_of_a_policy_blocks_no_request(
     settings = {"policy": f"{own}:score", "policies": {"named": named}, "admin": {"enabled": True}}
     async with world(2, **settings) as w:
         (model,) = w.server.fleet.models
-        first = model.policies.first
+        first, canary = model.policies.first, model.trials.canary
+        if way == "promote":
+            monkeypatch.setattr(Run, "too_few", lambda _: None)
+            canary.start(CanaryConfig(policy="named", share=0.5))
         write(own if way == "watch" else mine, text)
         async with Turns() as turns:
             if way == "watch":
@@ -596,12 +600,18 @@ async def test_the_load_of_a_policy_blocks_no_request(
             elif way == "put":
                 async with w.client.put(w.url + "/admin/policy", json={"policy": "named"}) as answer:
                     assert answer.status == (200 if works else 400), await answer.text()
-            else:
+            elif way == "canary":
                 status, _, body = await w.post({"policy": "named", "share": 0.5}, "/admin/canary/start")
                 assert status == (200 if works else 400), body
-        assert turns.longest < 0.8
+            else:
+                status, _, body = await w.post({}, "/admin/canary/promote")
+                assert status == 200, body
+        assert turns.longest < 0.2
+        if way == "promote":
+            assert model.policies.first is canary.built
+            return
         assert (model.policies.first is first) is (way == "canary" or not works)
-        assert model.trials.canary.running is (way == "canary" and works)
+        assert canary.running is (way == "canary" and works)
 
 
 async def test_policies_that_were_replaced_during_a_load_stay(mine: Path) -> None:

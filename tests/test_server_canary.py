@@ -177,6 +177,19 @@ def test_a_promotion_installs_what_ran_as_the_canary(mine: dict[str, Any]) -> No
     assert model.policies.first is tested
 
 
+async def test_a_promotion_loads_no_file_and_the_next_look_does(mine: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "decode.py"
+    file.write_text("def score(bs):\n    return bs\n")
+    model = model_of({**mine, "decode_policy": f"{file}:score"})
+    to(model.trials.canary, State.RUNNING)
+    file.write_text("def score(q_bs):\n    return q_bs\n")
+    model.trials.canary.promote()
+    assert model.policies.decode.policy.reads == ["bs"]
+    await replace_changed(model)
+    assert model.policies.decode.policy.reads == ["q_bs"]
+    assert model.policies.settings.policy == "last"
+
+
 @pytest.mark.parametrize("key", ["policy", "canary", "shadow"])
 async def test_a_changed_file_restarts_the_comparison(mine: dict[str, Any], tmp_path: Path, key: str) -> None:
     file = tmp_path / "edited.py"

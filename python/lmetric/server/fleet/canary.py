@@ -182,10 +182,9 @@ class Canary:
         """Makes the canary's policy the policy of all requests. Raises LmetricError."""
         after, run = self.check(Event.PROMOTE), self.run
         assert run is not None  # it runs
-        config, before = run.config, self._policies()
-        changes = {"policy": config.policy, "knobs": config.knobs}
-        # The policy that ran as the canary: its file may have changed since.
-        promoted = Policies(before.settings.model_copy(update=changes), first=self.built)
+        assert self.built is not None
+        before = self._policies()
+        promoted = run.make_stable(self.built, before)
         self._install(promoted)
         self._router.set_canary(None)
         self._before, self._promoted = before, promoted
@@ -195,8 +194,8 @@ class Canary:
         log.warning(
             "canary promoted; a restart or reload brings the configured policy back",
             model=self._model,
-            policy=config.policy,
-            knobs=config.knobs,
+            policy=run.config.policy,
+            knobs=run.config.knobs,
             to_keep_it="set policy and knobs in the configuration, and remove canary",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -15,7 +16,7 @@ from lmetric.canary.comparison import MIN_GROUPS
 from lmetric.config import CanaryConfig
 
 if TYPE_CHECKING:
-    from lmetric.server.fleet.policies import Policies
+    from lmetric.server.fleet.policies import Built, Policies
 
 TEXT_BYTES_PER_TOKEN = 4
 MIN_ERRORS = 5  # failed requests of the canary before a rollback because of errors
@@ -84,6 +85,18 @@ class Run:
         """
         own = policies.canary_code if self.config == policies.settings.canary else ""
         return policies.policy_code + own
+
+    def make_stable(self, built: Built, before: Policies) -> Policies:
+        """Returns a model's policies with the canary's one for all requests. Loads nothing.
+
+        ``built``: the policy that ran as the canary. Its file may have changed since.
+        """
+        changes = {"policy": self.config.policy, "knobs": self.config.knobs}
+        policies = copy(before)
+        policies.settings, policies.first = before.settings.model_copy(update=changes), built
+        policies.find_files(before.files)
+        policies.find_reads()
+        return policies
 
     def finish(self, stable_policy: str | dict[str, Any]) -> None:
         """Records that the canary ends now, or that its promotion is undone now."""

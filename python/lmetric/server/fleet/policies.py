@@ -77,25 +77,33 @@ def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
 class Policies:
     """Both policies of a model's settings. Raises LmetricError if they are invalid."""
 
-    def __init__(self, settings: PoolSettings, first: Built | None = None) -> None:
-        """Builds the policies. ``first``: the first one, if it is built already."""
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.find_files({})  # before they are read
+        for value in settings.policies.values():
+            build(settings, value, {})  # unused policies must be valid, too
+        self.first = build(settings, settings.policy, settings.knobs)
+        self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
+        self.shadow = _on_trial(settings, "shadow", settings.shadow)
+        self.canary = _on_trial(settings, "canary", settings.canary)
+        self.find_reads()
+
+    def find_files(self, loaded: Stamps) -> None:
+        """Finds the files of the policies. ``loaded``: stamps of files that are loaded already."""
+        settings = self.settings
         canary = [settings.canary.policy] if settings.canary else []
         others = [settings.decode_policy, *([settings.shadow.policy] if settings.shadow else [])]
         found = [_files(settings, each) for each in ([settings.policy], canary, others)]
-        self.files = _stamps([*itertools.chain(*found)])  # before they are read
+        now = _stamps([*itertools.chain(*found)])
+        self.files = {file: loaded.get(file, stamp) for file, stamp in now.items()}
         self.seen = self.files  # at the last look; the load that followed may have failed
         # The code of the policies that a canary compares: that of first segments, and its own.
         stamps = [[self.files[file] for file in files] for files in found]
         self.policy_code = str(stamps[0])
         self.canary_code = str(([_definition(settings, each) for each in canary], stamps[1]))
-        for value in settings.policies.values():
-            build(settings, value, {})  # unused policies must be valid, too
-        self.settings = settings
-        self.first = first or build(settings, settings.policy, settings.knobs)
-        self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
-        self.shadow = _on_trial(settings, "shadow", settings.shadow)
-        self.canary = _on_trial(settings, "canary", settings.canary)
-        # Whether the policies read indicators that cost time to compute.
+
+    def find_reads(self) -> None:
+        """Finds out whether the policies read indicators that cost time to compute."""
         self.reads_length_class = self.reads_priority = False
         for built in (self.first, self.decode, self.shadow, self.canary):
             self.also_reads(built)
