@@ -215,7 +215,9 @@ async def test_a_changed_file_restarts_the_comparison(mine: dict[str, Any], tmp_
         assert trials.canary.run is run, "the old policies stay in use"
 
 
-async def test_a_changed_file_restarts_a_canary_of_a_command(mine: dict[str, Any], tmp_path: Path) -> None:
+async def test_a_changed_file_restarts_a_canary_that_a_command_started(
+    mine: dict[str, Any], tmp_path: Path
+) -> None:
     """Its results were gone and its sessions moved back, also if another file had changed."""
     own, shadow = tmp_path / "own.py", tmp_path / "shadow.py"
     for file in (own, shadow):

@@ -113,7 +113,7 @@ class Canary:
         policies: Callable[[], Policies],
         install: Callable[[Policies], None],
     ) -> None:
-        self.turn = asyncio.Lock()  # held by the command that is carried out
+        self.command_lock = asyncio.Lock()  # held by the command that is carried out
         self._model = model
         self._router = router
         self._policies = policies

@@ -100,7 +100,7 @@ class Fleet:
     on_model_made: list[Callable[[Model], object]] = field(default_factory=list)
     # Returns the number of a new model. Arguments: its name, and the number of models so far.
     number_model: Callable[[str, int], int] = lambda _, made: made
-    replacing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by `replace_policies`
+    replace_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by `replace_policies`
     search: NameSearch = field(init=False)
     catalog: Catalog = field(init=False)
     _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
@@ -177,10 +177,11 @@ class Fleet:
         """
         self._make_contexts(config)
         chosen = [
-            (model, policies.get(model.name, policies[None]).kept(model.policies)) for model in self.models
+            (model, policies.get(model.name, policies[None]).keep_installed(model.policies))
+            for model in self.models
         ]
         before = {model.index: model.policies for model in self.models}
-        with installed([(model, new) for model, new in chosen if not model.policies.equals(new)]):
+        with install_all([(model, new) for model, new in chosen if not model.policies.equals(new)]):
             for model, new in chosen:
                 model.trials.check(new)
         gone = {}
@@ -636,7 +637,7 @@ def _listed(models: Sequence[ModelCard]) -> str:
 
 
 @contextlib.contextmanager
-def installed(changes: Sequence[tuple[Model, Policies]]) -> Iterator[None]:
+def install_all(changes: Sequence[tuple[Model, Policies]]) -> Iterator[None]:
     """Installs new policies in models. After an LmetricError, all models have their old ones."""
     done: list[tuple[Model, Policies]] = []
     try:

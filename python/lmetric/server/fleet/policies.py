@@ -138,17 +138,17 @@ class Policies:
         own, theirs = self.settings, other.settings
         return _definition(own, own.policy) != _definition(theirs, theirs.policy) or own.knobs != theirs.knobs
 
-    def kept(self, before: Policies) -> Policies:
+    def keep_installed(self, before: Policies) -> Policies:
         """Returns a copy for a model with ``before``, which keeps its installed policies if equal.
 
         Else the model would show a policy that does not decide: a file may import others.
         """
-        kept = copy(self)
+        copied = copy(self)
         if before.equals(self):
-            kept.first, kept.decode = before.first, before.decode
-            kept.also_reads(kept.first)
-            kept.also_reads(kept.decode)
-        return kept
+            copied.first, copied.decode = before.first, before.decode
+            copied.also_reads(copied.first)
+            copied.also_reads(copied.decode)
+        return copied
 
 
 def _on_trial(settings: PoolSettings, key: str, config: ShadowConfig | CanaryConfig | None) -> Built | None:

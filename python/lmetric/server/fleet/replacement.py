@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lmetric._core import BadValueError
-from lmetric.server.fleet.fleet import Fleet, installed
+from lmetric.server.fleet.fleet import Fleet, install_all
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import Policies
 
@@ -21,10 +21,10 @@ async def replace_policies(fleet: Fleet, changes: Mapping[str, Any], model_name:
     """
     built: InUse = []
     before: InUse | None = None
-    async with fleet.replacing:
+    async with fleet.replace_lock:
         while (now := _in_use(fleet, model_name)) != before:  # also if a reload came meanwhile
-            before, built = now, await asyncio.to_thread(_changed, now, changes)
-        with installed(built):
+            before, built = now, await asyncio.to_thread(_build_changed, now, changes)
+        with install_all(built):
             pass
         if model_name is None:
             fleet.config = fleet.config.model_copy(update=dict(changes))
@@ -43,7 +43,7 @@ def _in_use(fleet: Fleet, model_name: str | None) -> InUse:
     return [(model, model.policies) for model in models]
 
 
-def _changed(before: Iterable[tuple[Model, Policies]], changes: Mapping[str, Any]) -> InUse:
+def _build_changed(before: Iterable[tuple[Model, Policies]], changes: Mapping[str, Any]) -> InUse:
     """Returns the models with policies of changed settings. Raises LmetricError."""
     return [
         (model, Policies(policies.settings.model_copy(update=dict(changes)))) for model, policies in before

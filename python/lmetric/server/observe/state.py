@@ -44,7 +44,7 @@ class StateFiles:
         self._written: Mapping[str, bytes | None] = {}  # by the last write
         self._pending: dict[str, bytes | None] = {}
         self._failed = False
-        self._turn = asyncio.Lock()  # held by the one write that is in progress
+        self._write_lock = asyncio.Lock()  # held by the one write that is in progress
         self._task: asyncio.Task[None] | None = None
 
     def read(self) -> None:
@@ -84,7 +84,7 @@ class StateFiles:
         await asyncio.shield(asyncio.create_task(self._write_changed(), name="state files"))
 
     async def _write_changed(self) -> None:
-        async with self._turn:
+        async with self._write_lock:
             saved = self._save()
             self._pending |= {name: new for name, new in saved.items() if self._written.get(name, b"") != new}
             if not self._pending:

@@ -88,7 +88,7 @@ async def _command(
     worker = call.front.worker
     repeated = worker is not None and worker.is_repeated(call.request.headers.get(MARK))
     try:
-        async with model.trials.canary.turn:  # commands follow each other
+        async with model.trials.canary.command_lock:  # commands follow each other
             await carry_out(model, body, repeated)
         call.taken = dumps(body)
     except CanaryError as error:
