@@ -156,7 +156,7 @@ async def test_no_path_gives_an_engine_the_values_of_clients() -> None:
         raw = hidden.replace(b"%b", json.dumps(cheat).encode())
         got = await sent(w, fake, raw, GENERATE, **bulk)
         assert got["sampling_params"] == {"extra_args": {"token_slo_ms": 20, **set_by_router}}
-        last = json.dumps(long).encode()  # the one that engines take
+        last = json.dumps(long).encode()  # engines take the last value
         twice = rb'{"token_ids": [1], "sampling_params": 1, "sampling_params": %b}' % last
         got = await sent(w, fake, twice, GENERATE, **bulk)
         assert got["sampling_params"]["extra_args"] == {"token_slo_ms": 20, **set_by_router}

@@ -209,7 +209,7 @@ def test_invalid_requests_are_no_misses(tmp_path: Path, trace: Trace, run: Run) 
 def test_a_simulation_that_does_not_explain_the_misses_is_no_evidence(
     tmp_path: Path, trace: Trace, run: Run
 ) -> None:
-    """Whatever made the requests late is not simulated, so each change would seem to help."""
+    """The cause of the late requests is not simulated, so each change would seem to help."""
 
     def change(index: int, line: dict[str, Any]) -> None:
         failing(40)(index, line)

@@ -397,7 +397,7 @@ def _group(model: str, entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _finish_reason(answer: Any) -> str | None:
-    """Returns why the engine ended the first choice of an answer or a chunk, if it says so."""
+    """Returns why the engine ended the first choice of an answer or a chunk; None: unknown."""
     for choice in getattr(answer, "choices", None) or ():
         reason = getattr(choice, "finish_reason", None)
         return reason if isinstance(reason, str) else None

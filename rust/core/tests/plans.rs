@@ -384,7 +384,7 @@ fn an_instance_that_failed_a_running_request_is_not_asked_for_it_again() {
     is(&mut router, Indicator::Tokens, &[0.0; 3]);
 }
 
-/// A new engine takes the place of the one that failed the request, then the next one fails.
+/// A new engine takes the place of an engine that failed the request, then the next engine fails.
 #[test]
 fn a_new_instance_has_failed_no_request() {
     let mut router = fleet(RouterConfig::default(), &[Both, Both]);

@@ -155,7 +155,7 @@ impl OutputLength {
 
     /// Records that an answer of this class reached its limit of `tokens` tokens. It would have been
     /// longer, so it counts only if it is as long as expected. Until an answer of the class has ended
-    /// by itself, limits are all that is known of it.
+    /// by itself, nothing but limits is known of it.
     pub fn cut(&mut self, class: u64, tokens: u32) {
         let margin = match self.expected {
             Expected::Quantile { margin_tokens, .. } => margin_tokens,
