@@ -42,6 +42,7 @@ VLLM_ANSWER_TOO_LONG = "max_tokens=1500 cannot be greater than max_model_len=100
 VLLM_RESPONSES_TOO_LONG = (
     "The engine prompt length 1500 exceeds the max_model_len 1000. Please reduce prompt."
 )
+VLLM_NO_ROOM = "max_tokens must be at least 1, got 0."
 SGLANG_TOO_LONG = "The input (1500 tokens) is longer than the model's context length (1000 tokens)."
 
 
@@ -140,7 +141,8 @@ async def test_the_next_model_follows_if_one_cannot_serve_either() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [VLLM_TOO_LONG, VLLM_ANSWER_TOO_LONG, VLLM_RESPONSES_TOO_LONG, SGLANG_TOO_LONG]
+    "message",
+    [VLLM_TOO_LONG, VLLM_ANSWER_TOO_LONG, VLLM_RESPONSES_TOO_LONG, VLLM_NO_ROOM, SGLANG_TOO_LONG],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engines_error_for_a_context_that_is_too_long_leads_to_the_fallback(

@@ -14,6 +14,7 @@ CONTEXT = "context_length_exceeded"  # the code of OpenAI's error, and the reaso
 # The messages of vLLM and SGLang for a prompt, an answer, or both, beyond `max_model_len`.
 _TOO_LONG = re.compile(
     r"(maximum|model's) (context|model) length|(than|the) max_model_len|context_length_exceeded"
+    r"|max_tokens must be at least 1, got 0"  # a prompt that leaves no room for an answer
 )
 
 
