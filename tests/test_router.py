@@ -303,10 +303,12 @@ def test_a_cache_has_blocks() -> None:
     router = fleet(n=2, rebalance=lm.Star())
     message = "cache_blocks of {}: 0 is not valid; expected 1 or more"
     with pytest.raises(lm.BadValueError, match=message.format("e0")):
-        router.update_instance("e0", cache_blocks=0)
+        router.update_instance("e0", draining=True, cache_blocks=0)
     with pytest.raises(lm.BadValueError, match=message.format("e9")):
         router.add_instance("e9", cache_blocks=0)
     assert router.instances() == ["e0", "e1"]
+    router.update_instance("e1", draining=True)
+    assert placed(router).instance == "e0", "the invalid call has changed nothing"
     router.update_instance("e0", cache_blocks=1)
     router.rebalance()
 

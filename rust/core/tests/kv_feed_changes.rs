@@ -10,6 +10,7 @@ use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::collections::BTreeSet;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 const BLOCK: usize = 16;
 const WINDOW: Group = Group { id: 1, needed: 1, every: 1 };
@@ -145,5 +146,43 @@ fn large_events_let_other_users_of_the_feed_in() {
             got_in
         };
         assert!((0..50).any(|at| try_once(&at)), "{what}");
+    }
+}
+
+#[test]
+fn the_rest_of_an_event_is_gone_with_its_instance() {
+    let (feed, hashes) = (feed(256 << 20), engine(20_000));
+    let by_name = |source| feed.named_in_group(source, Tier::Gpu, WINDOW.id, &hashes);
+    let with_tokens = |source| store_in_window(&feed, source, &hashes);
+    let removed = |source| feed.removed_from_group(source, Tier::Gpu, WINDOW.id, &hashes);
+    let in_tier = |source| feed.named_in(source, Tier::Cpu, &hashes);
+    let kinds: [(&str, &dyn Fn(Source) -> Applied); 4] = [
+        ("named_in_group", &by_name),
+        ("stored_in_group", &with_tokens),
+        ("removed_from_group", &removed),
+        ("named_in", &in_tier),
+    ];
+    for (what, event) in kinds {
+        // The instance leaves sooner or later during the event, or before it.
+        let cut = |wait: u64| {
+            let source = feed.source("a", 0).unwrap();
+            assert_eq!(store(&feed, source, &hashes).done, hashes.len());
+            store_in_window(&feed, source, if what == "removed_from_group" { &hashes } else { &hashes[..1] });
+            let begun = Barrier::new(2);
+            let applied = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    begun.wait();
+                    std::thread::sleep(Duration::from_micros(200 * wait));
+                    feed.remove_instance("a").unwrap();
+                });
+                begun.wait();
+                event(source)
+            });
+            feed.router().lock().add_instance("a", Role::Both, None).unwrap();
+            let unknown = (applied.unknown_name, applied.unknown_parent, applied.unknown_removed);
+            assert_eq!(unknown, (0, 0, 0), "{what}: {applied:?}");
+            applied.done > 0 && applied.gone > 0
+        };
+        assert!((0..100).any(cut), "{what}");
     }
 }

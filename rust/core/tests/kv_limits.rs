@@ -9,6 +9,7 @@ use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_core::warm::Fetch;
 use lmetric_core::{CoreError, InstanceId, Registry};
+use std::sync::Barrier;
 
 const BLOCK: usize = 16;
 const BLOCKS: u64 = 100;
@@ -222,12 +223,10 @@ fn pushed_load_is_refused_with_its_reason() {
     assert!(matches!(refused("a", 1.0), CoreError::Broken));
 }
 
-/// Instances beyond those of a full part of the index get their share of its memory.
-#[test]
-fn engines_added_to_a_full_index_get_their_share() {
+/// A crowded index, filled with the first of these prompts: engines were added to a full one.
+fn crowded(prompts: u64) -> Bed {
     let bed = Bed::new(24 << 20, IndexFeed::Exact);
-    let mut prompt = 5000; // more than fits
-    for prompt in 0..prompt {
+    for prompt in 0..prompts {
         // Without names, whose memory is another matter.
         bed.feed.router().lock().caches().write().gpu_mut().record(InstanceId(0), &bed.chain(prompt));
     }
@@ -236,6 +235,30 @@ fn engines_added_to_a_full_index_get_their_share() {
         bed.feed.router().lock().add_instance(&format!("e{i}"), Role::Both, None).unwrap();
     }
     assert!(bed.feed.router().lock().caches().read().gpu().is_crowded());
+    bed
+}
+
+/// Threads that copy the same part at once would make each other's copies fail.
+#[test]
+fn one_thread_at_a_time_divides_the_index_anew() {
+    let bed = crowded(5000);
+    let begun = Barrier::new(2);
+    let divided = || {
+        begun.wait();
+        bed.feed.even_out();
+        !bed.feed.router().lock().caches().read().gpu().is_crowded()
+    };
+    let both = std::thread::scope(|scope| {
+        [scope.spawn(divided), scope.spawn(divided)].map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(both, [true, true]);
+}
+
+/// Instances beyond those of a full part of the index get their share of its memory.
+#[test]
+fn engines_added_to_a_full_index_get_their_share() {
+    let mut prompt = 5000; // more than fits
+    let bed = crowded(prompt);
     let (late, from) = ("e4999", prompt);
     for _ in 0..100 {
         bed.store(late, Tier::Gpu, prompt);

@@ -2,7 +2,7 @@
 //! and depths by linear scan.
 use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{Domain, chain};
-use lmetric_core::kv::index::copy::{PartCopy, Replaced};
+use lmetric_core::kv::index::copy::{CopyStatus, PartCopy};
 use lmetric_core::kv::index::{Copies, KvIndex};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
@@ -386,7 +386,7 @@ fn parts_share_the_bound_by_their_instances() {
         copy.store();
     }
     let evicted = index.evicted_blocks();
-    assert_eq!(index.replace(&mut copy), Replaced::Yes);
+    assert_eq!(index.replace(&mut copy), CopyStatus::Yes);
     assert!(index.evicted_blocks() >= evicted);
     assert!(index.bytes() <= bound / 2 && !index.is_crowded());
     let last = InstanceId(39_999 % 4096);
@@ -446,9 +446,9 @@ fn a_copy_has_the_blocks_that_are_stored_meanwhile() {
         store(&mut index, 1000 + rounds, 1);
         rounds += 1;
         match index.replace(&mut copy) {
-            Replaced::Yes => break,
-            Replaced::NotYet => assert!(rounds < 5),
-            Replaced::Failed => panic!("nothing was removed"),
+            CopyStatus::Yes => break,
+            CopyStatus::NotYet => assert!(rounds < 5),
+            CopyStatus::Failed => panic!("nothing was removed"),
         }
     }
     assert!(rounds > 1, "many blocks are not copied at once");
@@ -468,11 +468,65 @@ fn a_copy_has_the_blocks_that_are_stored_meanwhile() {
     // A copy without the changes does not replace the part.
     let mut copy = begun(&mut index, 2 << 20);
     begun(&mut index, 2 << 20);
-    assert_eq!(index.replace(&mut copy), Replaced::Failed, "another copy has begun");
+    assert_eq!(index.replace(&mut copy), CopyStatus::Failed, "another copy has begun");
     let mut copy = begun(&mut index, 2 << 20);
     index.removed(instance(1), longer(40)[39]);
-    assert_eq!(index.replace(&mut copy), Replaced::Failed);
+    assert_eq!(index.replace(&mut copy), CopyStatus::Failed);
     let mut copy = index.copy_within(2 << 20).unwrap();
     index.removed(instance(1), longer(40)[38]);
     assert!(!index.begin_copy(&mut copy));
+}
+
+/// Begins a copy of the only part and copies all its chains.
+fn copied(index: &mut KvIndex, bound: usize) -> PartCopy {
+    let mut copy = begun(index, bound);
+    while copy.look(index, 1000) {}
+    copy.order();
+    while copy.read(index) {
+        copy.store();
+    }
+    copy
+}
+
+/// An index of one instance that uses more than this bound.
+fn filled(bound: usize) -> KvIndex {
+    let mut index = KvIndex::new(2 * bound);
+    assert!(index.add_instance(instance(0), None));
+    for prompt in 0.. {
+        if index.bytes() > bound + bound / 2 {
+            break;
+        }
+        index.record(instance(0), &chain_of(&[prompt; 20]));
+    }
+    index
+}
+
+/// The last step of a copy holds the index, so it copies few blocks, however few notes have them.
+#[test]
+fn a_long_prompt_is_not_copied_in_the_last_step() {
+    let mut index = filled(4 << 20);
+    let mut copy = copied(&mut index, 4 << 20);
+    let (long, short) = (chain_of(&[1 << 40; 8192]), chain_of(&[1 << 41; 256]));
+    index.record(instance(0), &long);
+    assert_eq!(index.replace(&mut copy), CopyStatus::NotYet);
+    while copy.read(&index) {
+        copy.store();
+    }
+    index.record(instance(0), &short);
+    assert_eq!(index.replace(&mut copy), CopyStatus::Yes);
+    assert!(index.holds(instance(0), long[8191]) && index.holds(instance(0), short[255]));
+}
+
+#[test]
+fn a_copy_does_not_bring_an_old_capacity_back() {
+    let mut index = filled(4 << 20);
+    let mut copy = copied(&mut index, 4 << 20);
+    index.set_capacity(instance(0), None); // as before
+    assert_eq!(index.replace(&mut copy), CopyStatus::Yes);
+    let mut copy = copied(&mut index, 2 << 20);
+    index.set_capacity(instance(0), Some(1000));
+    while index.trim(instance(0), 100) > 0 {}
+    assert_eq!(index.replace(&mut copy), CopyStatus::Failed);
+    index.record(instance(0), &chain_of(&[1 << 40; 2000]));
+    assert_eq!(index.blocks(instance(0)), 1000);
 }

@@ -30,7 +30,7 @@ use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
     IndexFeed, LoadMessage as CoreMessage, Message, NamedMove, Router as CoreRouter, RouterConfig,
-    SharedRouter, TierConfig,
+    SharedRouter, TierConfig, check_cache_blocks,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};
 use lmetric_study::REGISTRY;
@@ -482,7 +482,11 @@ impl Router {
                     let constants = constants.map(step_time_of).transpose()?;
                     under_router.push(InstanceChange::StepTime(constants));
                 }
-                "cache_blocks" => cache_blocks = Some(value.extract::<Option<u32>>()?),
+                "cache_blocks" => {
+                    let blocks = value.extract::<Option<u32>>()?;
+                    check_cache_blocks(name, blocks)?;
+                    cache_blocks = Some(blocks);
+                }
                 "kv_source" => kv_source = Some(index_feed_of(&of(&key), value.extract()?)?),
                 _ => return Err(unexpected("update_instance", &key)),
             }

@@ -69,4 +69,5 @@ pub use planners::Split;
 pub use router::Router;
 pub use settings::{FetchConfig, IndexFeed, RebalanceConfig, Rebalancing, RouterConfig, TierConfig};
 pub use shared::{SharedRouter, Ticket};
+pub use state::check_cache_blocks;
 pub use tickets::TicketId;

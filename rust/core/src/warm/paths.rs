@@ -4,6 +4,14 @@
 //! equal up to it. Two chains are thus compared with a few looks, not with one per block, and a
 //! node holds as many blocks as all its chains share.
 use hashbrown::HashMap;
+#[cfg(test)]
+use std::cell::Cell;
+
+#[cfg(test)]
+thread_local! {
+    /// Number of pairs of blocks that this thread has compared.
+    pub(super) static COMPARED: Cell<usize> = const { Cell::new(0) };
+}
 
 /// Number of a node.
 pub(super) type NodeId = usize;
@@ -55,15 +63,20 @@ impl<'a> Paths<'a> {
     /// first block it contains.
     fn common(&self, node: NodeId, chain: &[u64]) -> usize {
         let of = &self.nodes[node];
+        let equal = |at: usize| {
+            #[cfg(test)]
+            COMPARED.set(COMPARED.get() + 1);
+            of.chain[at] == chain[at]
+        };
         let end = of.to.min(chain.len());
-        if of.chain[end - 1] == chain[end - 1] {
+        if equal(end - 1) {
             return end;
         }
         // Equal up to `low`, and no longer at `high`.
         let (mut low, mut high) = (of.from + 1, end - 1);
         while low < high {
             let middle = low.midpoint(high);
-            if of.chain[middle] == chain[middle] {
+            if equal(middle) {
                 low = middle + 1;
             } else {
                 high = middle;

@@ -83,9 +83,11 @@ struct Held<'a> {
     node: NodeId,
 }
 
-/// Returns the most used prompts with their weights, the latest first.
-fn most_used(demand: &Demand, now: Seconds) -> Vec<(&Prompt, f64)> {
+/// Returns the most used prompts with their weights, the latest first, and the number of all
+/// prompts per returned prompt.
+fn most_used(demand: &Demand, now: Seconds) -> (Vec<(&Prompt, f64)>, f64) {
     let mut prompts: Vec<_> = demand.prompts(now).enumerate().collect();
+    let all = prompts.len();
     if prompts.len() > MAX_PROMPTS {
         // Of equal ones, the latest.
         prompts.select_nth_unstable_by(MAX_PROMPTS, |(a, (_, of_a)), (b, (_, of_b))| {
@@ -94,7 +96,8 @@ fn most_used(demand: &Demand, now: Seconds) -> Vec<(&Prompt, f64)> {
         prompts.truncate(MAX_PROMPTS);
         prompts.sort_unstable_by_key(|(place, _)| *place);
     }
-    prompts.into_iter().map(|(_, prompt)| prompt).collect()
+    let scale = all as f64 / prompts.len().max(1) as f64;
+    (prompts.into_iter().map(|(_, prompt)| prompt).collect(), scale)
 }
 
 fn by_weight(held: &mut [Held<'_>]) {
@@ -108,6 +111,9 @@ fn by_weight(held: &mut [Held<'_>]) {
 /// expected at the instance. Then it takes over conversations, the most used first, until it has
 /// its share of those that each other instance holds. It never fetches more than
 /// [`WarmConfig::cache_share`] of its cache.
+///
+/// Of many prompts, only the most used count for these shares. The number of prompts behind a
+/// prefix is estimated from them.
 pub fn join(
     demand: &Demand,
     fleet: &Fleet<'_>,
@@ -119,7 +125,8 @@ pub fn join(
     let mut hits = vec![0; slots.max(target.index() + 1)];
     let (mut held, mut totals, mut prompts_of) = (Vec::new(), vec![0.0; slots], vec![0u32; slots]);
     let mut paths = Paths::default();
-    for (prompt, weight) in most_used(demand, now) {
+    let (prompts, scale) = most_used(demand, now);
+    for (prompt, weight) in prompts {
         fleet.index.match_prefix(&prompt.chain, &mut hits);
         let others = fleet.ready_slots().filter(|slot| *slot != target.index());
         // Among equal holders, the one with the fewest prompts so far.
@@ -139,7 +146,7 @@ pub fn join(
         path.extend(paths.back(*node));
         for &node in path.iter().rev() {
             let (weight, count) = paths.chains(node);
-            if count < 2 || f64::from(count) * share < 1.0 {
+            if count < 2 || f64::from(count) * scale * share < 1.0 {
                 break; // prompts only part along a chain
             }
             if !std::mem::replace(&mut seen[node], true) {
@@ -182,7 +189,7 @@ pub fn join(
 ///
 /// The successor of a prompt is the instance with the smallest sum of its relative load and the
 /// fraction of the prefix that it lacks. The relative load is the weight of the prompts that it
-/// holds, over the mean.
+/// holds, over the mean. Of many prompts, only the most used count.
 pub fn leave(
     demand: &Demand,
     fleet: &Fleet<'_>,
@@ -194,7 +201,7 @@ pub fn leave(
     let mut hits = vec![0; slots];
     let others: Vec<usize> = fleet.ready_slots().filter(|slot| *slot != leaving.index()).collect();
     let (mut alone, mut loads, mut paths) = (Vec::new(), vec![0.0; slots], Paths::default());
-    for (prompt, weight) in most_used(demand, now) {
+    for (prompt, weight) in most_used(demand, now).0 {
         fleet.index.match_prefix(&prompt.chain, &mut hits);
         let Some(best) = others.iter().copied().max_by_key(|slot| hits[*slot]) else { return Vec::new() };
         let blocks = hits[leaving.index()] as usize;

@@ -11,8 +11,8 @@ use std::ops::Range;
 
 /// Most notes of stored blocks. A copy that takes longer fails.
 const MAX_NOTES: usize = 1 << 16;
-/// Number of notes that are copied at once, when the copy replaces the part.
-const LAST_NOTES: usize = 16;
+/// Number of noted blocks that are copied at once, when the copy replaces the part: about 25 µs.
+const LAST_BLOCKS: u32 = 256;
 
 /// Consecutive blocks that a part has stored while it is copied.
 #[derive(Clone, Copy, Debug)]
@@ -33,13 +33,14 @@ pub(super) struct Notes {
 
 /// Result of [`KvIndex::replace`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Replaced {
+pub enum CopyStatus {
     /// The copy has replaced the part.
     Yes,
     /// The part has stored many blocks meanwhile: read and store these, too.
     NotYet,
-    /// Blocks were removed other than by eviction, an instance was added or removed, or another
-    /// copy began: the copy lacks the change.
+    /// Blocks were removed other than by eviction, an instance was added, removed or given another
+    /// capacity, another copy began, or the part has stored more than it can note: the copy lacks
+    /// the change.
     Failed,
 }
 
@@ -60,7 +61,7 @@ struct Suffix {
     parent: Option<u64>,
     /// Hashes and physical copies.
     blocks: Vec<(u64, u32)>,
-    /// Those of blocks that the copy holds already.
+    /// Hashes and physical copies of blocks that the copy holds already.
     again: Vec<(u64, u32)>,
 }
 
@@ -112,16 +113,16 @@ impl KvIndex {
     }
 
     /// Replaces a part by its copy. The copy is then the old part, because dropping it takes time.
-    pub fn replace(&mut self, copy: &mut PartCopy) -> Replaced {
-        let Some(part) = self.parts.get_mut(copy.part) else { return Replaced::Failed };
+    pub fn replace(&mut self, copy: &mut PartCopy) -> CopyStatus {
+        let Some(part) = self.parts.get_mut(copy.part) else { return CopyStatus::Failed };
         if part.removals != copy.removals {
-            return Replaced::Failed;
+            return CopyStatus::Failed;
         }
-        let Some(notes) = &mut part.notes else { return Replaced::Failed };
+        let Some(notes) = &mut part.notes else { return CopyStatus::Failed };
         copy.notes = std::mem::take(&mut notes.notes);
         copy.notes.reverse();
-        if copy.notes.len() > LAST_NOTES {
-            return Replaced::NotYet;
+        if copy.notes.iter().map(|note| note.blocks).fold(0, u32::saturating_add) > LAST_BLOCKS {
+            return CopyStatus::NotYet;
         }
         while copy.read(self) {
             copy.store();
@@ -131,7 +132,7 @@ impl KvIndex {
         part.removals = copy.removals + 1;
         part.evicted += copy.copy.evicted;
         self.divide();
-        Replaced::Yes
+        CopyStatus::Yes
     }
 }
 

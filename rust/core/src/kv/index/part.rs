@@ -156,8 +156,12 @@ impl Part {
     /// Changes the capacity of an instance without evicting blocks beyond it; [`Part::trim`]
     /// evicts them.
     pub fn set_capacity(&mut self, instance: u32, capacity_blocks: Option<u32>) {
-        if let Some(book) = self.books.get_mut(instance as usize) {
-            book.capacity = capacity_blocks.unwrap_or(u32::MAX);
+        let capacity = capacity_blocks.unwrap_or(u32::MAX);
+        if let Some(book) = self.books.get_mut(instance as usize)
+            && book.capacity != capacity
+        {
+            book.capacity = capacity;
+            self.removals += 1;
         }
     }
 

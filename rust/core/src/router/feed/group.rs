@@ -47,7 +47,7 @@ impl KvFeed {
         let mut applied = Applied::default();
         for (at, engine) in stored.engine_hashes.iter().enumerate() {
             if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
-                applied.unknown_name += blocks - at;
+                *self.lost(source, &mut applied.unknown_name, &mut applied.gone) += blocks - at;
                 return applied;
             }
             let known = state.names.find_on_rank(source.instance, source.rank, *engine);
@@ -79,7 +79,8 @@ impl KvFeed {
         let mut applied = Applied::default();
         for (at, engine) in engine_hashes.iter().enumerate() {
             if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
-                applied.unknown_name += engine_hashes.len() - at;
+                let left = engine_hashes.len() - at;
+                *self.lost(source, &mut applied.unknown_name, &mut applied.gone) += left;
                 break;
             }
             let Some(hash) = state.names.find_on_rank(source.instance, source.rank, *engine) else {
@@ -116,7 +117,8 @@ impl KvFeed {
         for (at, engines) in engine_hashes.chunks(PIECE).enumerate() {
             let at = at * PIECE;
             if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
-                applied.unknown_removed += engine_hashes.len() - at;
+                let left = engine_hashes.len() - at;
+                *self.lost(source, &mut applied.unknown_removed, &mut applied.gone) += left;
                 break;
             }
             let state = &mut *state;

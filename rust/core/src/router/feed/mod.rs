@@ -47,6 +47,7 @@ impl KvFeed {
             index_bytes,
             has_names: AtomicBool::new(false),
             crowded: AtomicBool::new(false),
+            copying: Mutex::new(()),
             state: Mutex::new(state),
         };
         if exact {

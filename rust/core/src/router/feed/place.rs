@@ -2,7 +2,7 @@
 use super::event::{Applied, Refused, Source};
 use super::state::{KvFeed, State};
 use crate::ids::InstanceId;
-use crate::kv::index::copy::Replaced;
+use crate::kv::index::copy::CopyStatus;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tier::Tier;
@@ -47,11 +47,9 @@ impl NamedBlocks {
         self.ready.len() + self.behind.values().map(Vec::len).sum::<usize>()
     }
 
-    /// Returns the result: `unnamed` of the remaining blocks have lost their names, and the blocks
-    /// before the others are unknown.
-    fn end(mut self, unnamed: usize) -> Applied {
-        self.applied.unknown_name += unnamed;
-        self.applied.unknown_parent += self.left() - unnamed;
+    /// Returns the result: the blocks before the remaining ones are unknown.
+    fn end(mut self) -> Applied {
+        self.applied.unknown_parent += self.left();
         self.applied
     }
 }
@@ -88,8 +86,8 @@ impl KvFeed {
 
     /// Reduces the GPUs' index to at most `bytes`, if it uses more, and keeps the recently used
     /// blocks. Takes about 0.1 µs per block, and the caches only for microseconds at a time; for
-    /// that time, the index takes up to `bytes` more. Returns false if blocks were removed
-    /// meanwhile; blocks stored meanwhile are copied, too.
+    /// that time, the index takes up to `bytes` more. Returns false if a copy has failed
+    /// ([`CopyStatus::Failed`]); blocks stored meanwhile are copied, too.
     pub(super) fn shrink_index(&self, bytes: usize) -> bool {
         self.copy_parts(Some(bytes), |index| index.bytes() <= bytes)
     }
@@ -101,8 +99,10 @@ impl KvFeed {
     }
 
     /// Copies parts of the GPUs' index to smaller ones, as if the index had this byte bound, until
-    /// it `fits`. Returns whether it does.
+    /// it `fits`. Returns whether it does. One thread copies at a time: a second copy of the same
+    /// part would make the first one fail.
     fn copy_parts(&self, bytes: Option<usize>, fits: impl Fn(&KvIndex) -> bool) -> bool {
+        let _alone = self.copying.lock();
         loop {
             let mut copy = {
                 let caches = self.caches.read();
@@ -121,14 +121,14 @@ impl KvFeed {
             while copy.look(self.caches.read().gpu(), CELLS) {}
             copy.order();
             // The old part is dropped without the caches.
-            let mut replaced = Replaced::NotYet;
-            while replaced == Replaced::NotYet {
+            let mut replaced = CopyStatus::NotYet;
+            while replaced == CopyStatus::NotYet {
                 while copy.read(self.caches.read().gpu()) {
                     copy.store();
                 }
                 replaced = self.caches.write_behind().gpu_mut().replace(&mut copy);
             }
-            if replaced == Replaced::Failed {
+            if replaced == CopyStatus::Failed {
                 return false;
             }
         }
@@ -158,17 +158,24 @@ impl KvFeed {
         };
         let (epoch, cache) = (state.epoch_of(source.instance), Cache::new(source.rank, tier));
         let mut named = NamedBlocks::default();
-        let mut kept = true;
+        let (mut kept, mut left) = (true, engine_hashes.len());
         for engines in engine_hashes.chunks(PER_LOCK) {
+            if !kept {
+                break;
+            }
+            left -= engines.len();
             self.find_named(&mut state, source, cache, engines, &mut named);
-            kept = kept && self.give_way(&mut state, source, epoch);
+            kept = self.give_way(&mut state, source, epoch);
         }
         while kept && self.place_some(&mut state, source, cache, &mut named, PER_LOCK) {
             kept = self.give_way(&mut state, source, epoch);
         }
-        // If the instance's data was dropped meanwhile, the other names are unknown by now.
-        let unnamed = if kept { 0 } else { named.left() };
-        named.end(unnamed)
+        if kept {
+            return named.end();
+        }
+        left += named.left();
+        *self.lost(source, &mut named.applied.unknown_name, &mut named.applied.gone) += left;
+        named.applied
     }
 
     /// Places blocks of a lower tier by their names in other tiers, in any order: a block is placed
@@ -183,7 +190,7 @@ impl KvFeed {
         let mut named = NamedBlocks::default();
         self.find_named(state, source, cache, engine_hashes, &mut named);
         while self.place_some(state, source, cache, &mut named, PER_LOCK) {}
-        named.end(0)
+        named.end()
     }
 
     /// Finds the positions of blocks of a lower tier by their names in other tiers.

@@ -19,6 +19,8 @@ pub struct KvFeed {
     pub(super) has_names: AtomicBool,
     /// Whether an event met a crowded index; the next one divides its memory anew.
     pub(super) crowded: AtomicBool,
+    /// Held while parts of the index are copied.
+    pub(super) copying: Mutex<()>,
     pub(super) state: Mutex<State>,
 }
 
@@ -62,6 +64,18 @@ impl KvFeed {
     pub(super) fn give_way(&self, state: &mut MutexGuard<'_, State>, source: Source, epoch: u64) -> bool {
         MutexGuard::bump(state);
         self.is_current(source) && state.epoch_of(source.instance) == epoch
+    }
+
+    /// Returns the number of a result that counts the other blocks of an event, after
+    /// [`KvFeed::give_way`] has returned false: their names are unknown by now, or the instance is
+    /// gone.
+    pub(super) fn lost<'a>(
+        &self,
+        source: Source,
+        unknown: &'a mut usize,
+        gone: &'a mut usize,
+    ) -> &'a mut usize {
+        if self.is_current(source) { unknown } else { gone }
     }
 
     /// Hashes stored blocks without the feed's lock. Returns the lock, the hashes, and that of the
