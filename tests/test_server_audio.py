@@ -106,6 +106,12 @@ async def test_forms_that_are_refused() -> None:
             (form(good), KIND + b"; charset=utf-7", 400, "charset"),
             (form(good), KIND + b"; charset=utf-8; charset=cp037", 400, "charset"),
             (form(good), KIND + b"; charset*=utf-7", 400, "charset"),
+            (form(good), KIND + b"; charset=", 400, "charset"),
+            (form(good), KIND + b"; charset=utf-16", 400, "charset"),
+            (form(good), KIND + b"; charset=utf-8; charset=iso-8859-1", 400, "charset"),
+            # Engines decode values by the charset, too.
+            (form(good, ("model", b"\xc3\xa9")), KIND + b"; charset=iso-8859-1", 400, "not ASCII"),
+            (form(good, ("model", b"\xc3\xa9")), KIND + b"; charset=utf8", 404, "\xe9"),
             (form(good), KIND + b"; a=" + b"b" * 500, 415, "512"),
             (b"\n" + form(good), KIND, 400, "begin with its boundary"),
             (b"a" + form(good), KIND, 400, "begin with its boundary"),
@@ -227,6 +233,9 @@ def test_no_bytes_break_the_reader(body: bytes) -> None:
         b'multipart/form-data; boundary="b"',
         b"Multipart/Form-Data;boundary=b; charset=UTF-8",
         b'multipart/form-data; charset="utf-8"; boundary=b',
+        KIND + b"; charset=utf8",
+        KIND + b"; charset=US-ASCII",
+        KIND + b"; charset=ISO-8859-1",  # Java's HttpClient, for a form of its own content type
     ],
 )
 def test_kinds_that_clients_send_are_accepted(kind: bytes) -> None:

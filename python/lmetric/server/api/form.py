@@ -20,6 +20,8 @@ MAX_PARTS = 64
 MAX_TYPE_BYTES = 512  # content-type of the form
 MAX_HEAD_BYTES = 4096  # header fields of one part
 MAX_VALUE_BYTES = 1024  # value of a field that routing needs
+# Engines decode names and values by the charset of the form. All of these decode ASCII alike.
+_CHARSETS = {"utf-8": "UTF-8", "utf8": "UTF-8", "us-ascii": "ASCII", "iso-8859-1": "ASCII"}
 WINDOW_BYTES = 1 << 20  # searched at once: 3 ms if many lines begin as the boundary does
 _NEEDED = frozenset({"model", "stream"})
 _BOUNDARY_VALUE = re.compile("[!-~]{1,70}")  # RFC 2046, 5.1.1
@@ -38,7 +40,8 @@ def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> Pa
     """Reads a multipart form. Raises ApiError (400, 415)."""
     values: dict[str, str] = {}
     model_at, has_xargs = None, False
-    for name, value, start in _parts(body, _boundary(content_type)):
+    boundary, charset = _kind(content_type)
+    for name, value, start in _parts(body, boundary):
         plain = name.partition("[")[0]
         if plain in INTERNAL_FIELDS:
             raise bad(f"{name} is a field for engines only", name)
@@ -50,24 +53,19 @@ def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> Pa
         if len(value) > MAX_VALUE_BYTES:
             raise bad(f"the field {name} is longer than {MAX_VALUE_BYTES} bytes", name)
         try:
-            values[name] = str(value, "utf-8")
+            values[name] = str(value, charset)
         except UnicodeDecodeError:
-            raise bad(f"the field {name} is not UTF-8", name) from None
+            raise bad(f"the field {name} is not {charset}", name) from None
         if name == "model":
             model_at = start, start + len(value)
+    stream = values.get("stream", "").lower() in ("true", "1", "yes", "on", "t", "y")
     return ParsedRequest(
-        path,
-        body,
-        values.get("model"),
-        values.get("stream", "").lower() in ("true", "1", "yes", "on", "t", "y"),
-        _fields={},
-        model_at=model_at,
-        has_xargs=has_xargs,
+        path, body, values.get("model"), stream, _fields={}, model_at=model_at, has_xargs=has_xargs
     )
 
 
-def _boundary(content_type: bytes | None) -> bytes:
-    """Returns the line that separates the parts. Raises ApiError."""
+def _kind(content_type: bytes | None) -> tuple[bytes, str]:
+    """Returns the line that separates the parts, and the charset of values. Raises ApiError."""
     field = (content_type or b"").decode("latin-1")
     boundaries, kind = _values(_BOUNDARY, field[:MAX_TYPE_BYTES]), field.partition(";")[0]
     if len(field) > MAX_TYPE_BYTES or kind.strip(" \t").lower() != "multipart/form-data" or not boundaries:
@@ -75,9 +73,10 @@ def _boundary(content_type: bytes | None) -> bytes:
     boundary = boundaries[0] or ""
     if len(boundaries) > 1 or not _BOUNDARY_VALUE.fullmatch(boundary):
         raise bad("the content-type must have one boundary, of 1 to 70 visible ASCII characters")
-    if [each and each.lower() for each in _values(_CHARSET, field)] not in ([], ["utf-8"]):
-        raise bad("the charset of a form must be UTF-8: engines decode the names of fields by it")
-    return b"--" + boundary.encode()
+    charsets = [_CHARSETS.get((each or "").lower()) for each in _values(_CHARSET, field)] or ["UTF-8"]
+    if len(charsets) > 1 or charsets[0] is None:
+        raise bad("the charset of a form must be UTF-8, US-ASCII or ISO-8859-1")
+    return b"--" + boundary.encode(), charsets[0]
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview, int]]:
