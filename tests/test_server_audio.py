@@ -90,8 +90,10 @@ async def test_forms_that_are_refused() -> None:
 
         good = ("file", b"RIFF")
         for body, kind, status, said in (
-            (b"{}", b"application/json", 415, "multipart/form-data"),
-            (b"{}", b"multipart/form-data", 415, "boundary"),
+            (b"{}", b"application/json", 415, "is 'application/json'; expected multipart/form-data"),
+            (b"{}", b"multipart/form-data", 415, "is 'multipart/form-data'; expected one boundary"),
+            (b"{}", b"multipart/mixed; boundary=\xe9", 415, r"boundary=\xc3\xa9'; expected multipart"),
+            (form(good), b'multipart/form-data; boundary="a b"', 400, "one boundary without spaces"),
             (form(good), b"multipart/form-data; boundary=" + b"c" * 71, 400, "boundary"),
             (form(good), b"multipart/form-data; boundary=c", 400, "begin with its boundary"),
             # Engines may take the last boundary, skip a preamble, or decode names by the charset.
@@ -103,7 +105,7 @@ async def test_forms_that_are_refused() -> None:
             (form(good), b"multipart/form-data; boundary=<b>", 400, "one boundary"),
             (form(good), b'multipart/form-data; boundary="b\\c"', 400, "one boundary"),
             (form(good), b'multipart/form-data; a="; boundary=b; c="; boundary=d', 400, "one boundary"),
-            (form(good), KIND + b"; charset=utf-7", 400, "charset"),
+            (form(good), KIND + b"; charset=utf-7", 400, "b; charset=utf-7'; expected one charset"),
             (form(good), KIND + b"; charset=utf-8; charset=cp037", 400, "charset"),
             (form(good), KIND + b"; charset*=utf-7", 400, "charset"),
             (form(good), KIND + b"; charset=", 400, "charset"),
@@ -112,7 +114,7 @@ async def test_forms_that_are_refused() -> None:
             # Engines decode values by the charset, too.
             (form(good, ("model", b"\xc3\xa9")), KIND + b"; charset=iso-8859-1", 400, "not ASCII"),
             (form(good, ("model", b"\xc3\xa9")), KIND + b"; charset=utf8", 404, "\xe9"),
-            (form(good), KIND + b"; a=" + b"b" * 500, 415, "512"),
+            (form(good), KIND + b"; a=" + b"b" * 500, 415, "535 bytes; expected at most 512"),
             (b"\n" + form(good), KIND, 400, "begin with its boundary"),
             (b"a" + form(good), KIND, 400, "begin with its boundary"),
             (b"\n" + form(("model", b"other")) + b"\r\n" + form(good), KIND, 400, "begin"),
@@ -146,6 +148,7 @@ async def test_forms_that_are_refused() -> None:
         ):
             got, error = await post(body, kind)
             assert (got, said in error["message"]) == (status, True), (got, error)
+            assert error["message"].isascii() or status == 404
         for name in sorted(INTERNAL_FIELDS):
             for spelled in (name, f"{name}[a]"):
                 with pytest.raises(ApiError, match=name):

@@ -67,16 +67,19 @@ def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> Pa
 def _kind(content_type: bytes | None) -> tuple[bytes, str]:
     """Returns the line that separates the parts, and the charset of values. Raises ApiError."""
     field = (content_type or b"").decode("latin-1")
-    boundaries, kind = _values(_BOUNDARY, field[:MAX_TYPE_BYTES]), field.partition(";")[0]
-    if len(field) > MAX_TYPE_BYTES or kind.strip(" \t").lower() != "multipart/form-data" or not boundaries:
-        raise ApiError(415, f"send content-type: multipart/form-data; boundary=… (≤ {MAX_TYPE_BYTES} bytes)")
-    boundary = boundaries[0] or ""
-    if len(boundaries) > 1 or not _BOUNDARY_VALUE.fullmatch(boundary):
-        raise bad("the content-type must have one boundary, of 1 to 70 visible ASCII characters")
+    if len(field) > MAX_TYPE_BYTES:
+        raise ApiError(415, f"the content-type has {len(field)} bytes; expected at most {MAX_TYPE_BYTES}")
+    given = f"the content-type is {field[:160]!a}; expected"
+    if field.partition(";")[0].strip(" \t").lower() != "multipart/form-data":
+        raise ApiError(415, f"{given} multipart/form-data")
+    boundaries = [each or "" for each in _values(_BOUNDARY, field)]
+    if len(boundaries) != 1 or not _BOUNDARY_VALUE.fullmatch(boundaries[0]):
+        expected = "one boundary without spaces, of 1 to 70 visible ASCII characters"
+        raise ApiError(400 if boundaries else 415, f"{given} {expected}")
     charsets = [_CHARSETS.get((each or "").lower()) for each in _values(_CHARSET, field)] or ["UTF-8"]
     if len(charsets) > 1 or charsets[0] is None:
-        raise bad("the charset of a form must be UTF-8, US-ASCII or ISO-8859-1")
-    return b"--" + boundary.encode(), charsets[0]
+        raise bad(f"{given} one charset: UTF-8, US-ASCII or ISO-8859-1")
+    return b"--" + boundaries[0].encode(), charsets[0]
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview, int]]:
