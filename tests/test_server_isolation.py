@@ -141,16 +141,30 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 NAMED_ITEM = {"type": "function_call_output", "call_id": "c", "output": [IMAGE]}
 
 
-async def test_a_tenants_name_in_a_header_is_utf_8() -> None:
-    async with world(tenants={"Süd": {"isolate": True}}) as w:
-        for encoding, named in (("utf-8", True), ("latin-1", False)):
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 15\r\n"
-            head += "x-tenant: Süd\r\nconnection: close\r\n\r\n".encode(encoding)
+async def test_a_tenants_name_in_a_header_is_utf_8_or_latin_1() -> None:
+    """A client whose name is not found has no salt, no budget and all models, without an error."""
+    async with world(tenants={"Süd": {"isolate": True, "models": ["none"]}, "Süden": {"isolate": True}}) as w:
+
+        async def answer(first: str, tenant: bytes, body: bytes = b"") -> bytes:
+            head = b"%b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-tenant: " % first.encode()
             reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
-            writer.write(head + b'{"prompt": "a"}')
-            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.write(head + tenant + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            got = await reader.read()
             writer.close()
-            assert ("cache_salt" in w.engines[0].requests[-1].json) is named
+            return got
+
+        salts = set()
+        for encoding in ("utf-8", "latin-1"):
+            got = await answer("POST /v1/completions", "Süden".encode(encoding), b'{"prompt": "a"}')
+            assert got.startswith(b"HTTP/1.1 200 ")
+            salts.add(w.engines[0].requests[-1].json["cache_salt"])
+            assert b'"tiny"' not in await answer("GET /v1/models", "Süd".encode(encoding))
+        assert len(salts) == 1
+        assert b'"tiny"' in await answer("GET /v1/models", "Süden".encode())
+        assert (await answer("POST /v1/completions", b"S\xff", b'{"prompt": "a"}')).startswith(
+            b"HTTP/1.1 200 "
+        )
+        assert "cache_salt" not in w.engines[0].requests[-1].json
 
 
 @pytest.mark.parametrize(

@@ -1473,7 +1473,7 @@ class ServerConfig(PoolSettings):
     )
     tenants: dict[str, TenantConfig] = Field(
         default_factory=dict,
-        description="tenants by name: of the API key or, without API keys, of the x-tenant header (UTF-8)",
+        description="tenants by name: of the API key or, without keys, of x-tenant (UTF-8 or latin-1)",
         json_schema_extra={"when": "tenants share the fleet"},
     )
     state_folder: Path | None = Field(

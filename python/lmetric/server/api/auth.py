@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import Any, Protocol
 
 from lmetric.config import ServerConfig, read_secret
-from lmetric.server.api.caller import NOBODY, Caller
+from lmetric.server.api.caller import NOBODY, Caller, by_header
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity, bearer
 from lmetric.server.api.keys import digest
@@ -69,7 +69,7 @@ class PageAccess:
 
     def __init__(self, config: ServerConfig, identity: Identity) -> None:
         self._identity = identity
-        self._tenants = config.tenants
+        self._tenants = by_header(config.tenants)
         self._open = config.debug_is_open
         self._protects_metrics = config.admin.protect_metrics
         token = read_secret(config.admin.token, config.admin.token_file)
@@ -114,8 +114,9 @@ class PageAccess:
         """
         if self._identity.on:
             return self._identify(request)
-        named = request.headers.get("x-tenant", "")
-        return Caller(named) if named in self._tenants else NOBODY  # without keys, the header is trusted
+        sent = request.headers.get("x-tenant", "").encode("utf-8", "surrogateescape")
+        named = self._tenants.get(str(sent, "latin-1"))
+        return Caller(named) if named else NOBODY  # without keys, the header is trusted
 
     def tenant(self, request: PageRequest) -> str:
         """Returns the tenant of a request for one of the router's own pages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from lmetric.server.api.errors import ApiError
@@ -35,6 +35,11 @@ class Caller(NamedTuple):
 
 NOBODY = Caller("")
 OTHER_TENANTS = "(other tenants)"  # in counts: issuers of tokens may name any number of tenants
+
+
+def by_header(tenants: Iterable[str]) -> dict[str, str]:
+    """Returns tenants by the header x-tenant, read as latin-1: clients send latin-1 or UTF-8."""
+    return {each: each for each in tenants} | {str(each.encode(), "latin-1"): each for each in tenants}
 
 
 class UnknownKeyError(ApiError):

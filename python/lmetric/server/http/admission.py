@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from lmetric.config import ServerConfig
-from lmetric.server.api.caller import Caller, UnknownKeyError
+from lmetric.server.api.caller import Caller, UnknownKeyError, by_header
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
 from lmetric.server.execution import request_log
@@ -30,8 +30,7 @@ class Admission:
     def configure(self, config: ServerConfig, identity: Identity) -> None:
         """Applies settings to new requests."""
         self.identity = identity
-        # By the header x-tenant as `RequestHead` reads it: latin-1. Proxies send UTF-8.
-        self.tenants = {str(name.encode(), "latin-1"): name for name in config.tenants}
+        self.tenants = by_header(config.tenants)
         self.cors = Cors(config.cors.origins) if config.cors.origins else None
         self._needs_address = config.log.access
         self._request_limit = config.limits.max_concurrent_requests
