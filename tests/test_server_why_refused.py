@@ -64,6 +64,19 @@ async def test_a_refused_request_is_explained_to_its_tenant_and_to_administrator
         assert (await w.get(f"/debug/decisions/{unnamed}", {"authorization": "Bearer key-a"}))[0] == 404
 
 
+async def test_an_administrator_gets_the_last_refusal_of_an_id(tmp_path: Path) -> None:
+    """Clients choose the IDs of their requests, so several may choose the same."""
+    (tmp_path / "keys.yaml").write_text(KEYS)
+    auth = {"keys_file": tmp_path / "keys.yaml"}
+    async with world([FakeEngine()], auth=auth, tenants=TENANTS, admin={"token": "secret"}) as w:
+        for key, model in (("key-a", "x"), ("key-b", "y"), ("no-key", "z"), ("key-a", "w"), ("key-b", "v")):
+            headers = {"authorization": f"Bearer {key}", "x-request-id": "job-1"}
+            status, _, answer = await w.post({"model": model, "prompt": "x"}, headers=headers)
+            record = await read_decision(w.url, "job-1", "secret")
+            assert record["status"] == status
+            assert answer["error"]["message"] in record["because"]
+
+
 async def test_without_keys_only_administrators_see_refusals() -> None:
     async with world([FakeEngine()], admin={"token": "secret"}) as w:
         status, headers, _ = await w.post({"model": "none", "prompt": "x"})

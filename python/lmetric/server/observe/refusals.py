@@ -20,8 +20,9 @@ log = structlog.get_logger("lmetric.access")
 
 
 class Refusal(NamedTuple):
-    """A request that the router refused."""
+    """A request that the router refused. ``ended_at``: seconds on the monotonic clock."""
 
+    ended_at: float
     model: str
     status: int
     code: str | int | None
@@ -39,15 +40,15 @@ class Refusals:
 
     def add(self, request: ClientRequest, error: ApiError) -> None:
         """Adds a request that the router answered with an error."""
-        model = request.model.name if request.model is not None else ""
+        model, now = request.model.name if request.model is not None else "", request.ended_at
         last = self._of_tenants if request.tenant else self._of_nobody
         key = request.tenant, request.head.request_id
         last.pop(key, None)
-        last[key] = Refusal(model, error.status, code=error.code, message=error.message[:MESSAGE_LENGTH])
+        last[key] = Refusal(now, model, error.status, error.code, error.message[:MESSAGE_LENGTH])
         if len(last) > KEPT:
             last.popitem(last=False)
         if error.status in REFUSED:
-            self._log(model, error, request.ended_at)
+            self._log(model, error, now)
 
     def _log(self, model: str, error: ApiError, now: float) -> None:
         key = (model, error.code)
@@ -68,12 +69,13 @@ class Refusals:
     def record(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
         """Returns what `/debug/decisions/ID` shows of a refused request; None: it is not known.
 
-        ``tenant``: sees its own requests; None: sees all.
+        ``tenant``: sees its own requests; None: sees the last of all.
         """
         found = self._of_tenants.get((tenant or "", request_id))
         if tenant is None:
             every = (*self._of_tenants.items(), *self._of_nobody.items())
-            found = next((each for (_, known), each in every if known == request_id), None)
+            same = (each for (_, known), each in every if known == request_id)
+            found = max(same, key=lambda each: each.ended_at, default=None)
         if found is None:
             return None
         shown = {"id": request_id, "model": found.model or None, "status": found.status, "code": found.code}

@@ -30,7 +30,6 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
-from lmetric.server.observe.refusals import KEPT
 from lmetric.server.worker.repeats import MARK, forwarded
 
 _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
@@ -194,7 +193,7 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
         raise ApiError(
             404,
             f"no record of {label[:80]!r}; expected the value of the header x-lmetric-decision, or the "
-            f"x-request-id of one of the last {KEPT} refused requests",
+            "x-request-id of a request that the router has recently refused",
         )
     index, number = int(parts[1] or 0), int(parts[2])
     model = next((model for model in front.fleet.models if model.index == index), None)
