@@ -53,7 +53,8 @@ class StoredSearch:
     async def _find(self, tenant: str, response_id: str) -> Holder | None:
         searches = self._searches
         if searches.total() >= MOST_SEARCHES or (tenant and searches[tenant] >= TENANT_SEARCHES):
-            raise _not_now("too many requests ask other routers for stored responses")
+            many = "too many requests search other routers for stored responses"
+            raise _not_now(many, code="too_many_searches")
         query = urlencode({"tenant": tenant, "id": response_id}, errors="surrogateescape")
         others = [each for each in self._replicas.addresses.values() if not each.own]
         silent: list[Address] = []
@@ -71,7 +72,8 @@ class StoredSearch:
             for task in asked:
                 task.cancel()
         if silent:
-            raise _not_now(f"{len(silent)} of {len(others)} routers that may know the response do not answer")
+            lacking = f"{len(silent)} of {len(others)} routers that may know the response do not answer"
+            raise _not_now(lacking, code="replicas_unreachable")
         return None
 
     async def _ask(self, address: Address, page: str, silent: list[Address]) -> Holder | None:
@@ -91,5 +93,5 @@ class StoredSearch:
         return None
 
 
-def _not_now(why: str) -> ApiError:
-    return ApiError(503, f"{why}; retry", code="replicas_unreachable", headers={"retry-after": "1"})
+def _not_now(why: str, *, code: str) -> ApiError:
+    return ApiError(503, f"{why}; retry", code=code, headers={"retry-after": "1"})

@@ -38,7 +38,8 @@ FIXES = {
     "failed_twice": "find the client in the access log (code=failed_twice): its requests break engines",
     "too_many_invalid_tokens": "find the client in the access log: its tokens have invalid signatures",
     "issuer_unreachable": "check that the router reaches the jwks address of auth.jwt",
-    "replicas_unreachable": "restart the routers that do not answer; /debug/replicas names them",
+    "replicas_unreachable": "check the other routers and the network; /debug/replicas names lost routers",
+    "too_many_searches": "find the client in the access log: it asks for many unknown responses",
     "router_broken": "restart the router",
     "resources": "raise the limit of open files of the router, or start another router",
 }
