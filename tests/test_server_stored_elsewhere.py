@@ -87,9 +87,20 @@ async def test_a_router_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monke
         path = f"{RESPONSES}/resp_{0:032x}"
         await b.server.stop()
         await a.until(lambda: any(each.lost_at for each in a.server.front.replicas.addresses.values()))
+        asked = []
+
+        async def lost(*_: object, page: str = "", **__: object) -> bytes:
+            asked.append(page)
+            return await hang()  # a machine that is off resets no connection
+
+        monkeypatch.setattr(stored_search, "ANSWER_SECONDS", 0.05)
+        monkeypatch.setattr(a.server.front.replicas, "call", lost)
         assert (await ask(a, "GET", path))[0] == 503
+        assert any(asked)
+        asked.clear()
         monkeypatch.setattr(stored_search, "GONE_SECONDS", 0.0)
         assert (await ask(a, "GET", path))[0] == 404
+        assert not any(asked)
 
 
 async def test_searches_of_invented_ids_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -56,7 +57,9 @@ class StoredSearch:
             many = "too many requests search other routers for stored responses"
             raise _not_now(many, code="too_many_searches")
         query = urlencode({"tenant": tenant, "id": response_id}, errors="surrogateescape")
-        others = [each for each in self._replicas.addresses.values() if not each.own]
+        gone = time.time() - GONE_SECONDS  # the exchange of load notes when a router is lost or back
+        addresses = self._replicas.addresses.values()
+        others = [each for each in addresses if not each.own and (each.lost_at or math.inf) > gone]
         silent: list[Address] = []
         asking = [self._ask(each, f"{STORED_PAGE}?{query}", silent) for each in others]
         asked = [asyncio.create_task(each, name="stored response") for each in asking]
@@ -88,8 +91,7 @@ class StoredSearch:
                 return holder
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError):
             pass  # the exchange of load reports lost routers
-        if address.lost_at is None or time.time() - address.lost_at < GONE_SECONDS:
-            silent.append(address)
+        silent.append(address)
         return None
 
 
