@@ -178,6 +178,17 @@ async def test_only_routers_read_the_page() -> None:
             assert await page(a, bad, "among-us") == 400
 
 
+def test_the_documents_have_the_limits_of_searches() -> None:
+    page = " ".join((Path(__file__).parent.parent / "docs" / "how-to" / "deploying.md").read_text().split())
+    limits = (
+        f"{stored_search.MOST_SEARCHES} requests ({stored_search.TENANT_SEARCHES} of a tenant) already ask"
+    )
+    silence = f"a router does not answer within {stored_search.ANSWER_SECONDS:g} s"
+    assert f"If no answer names the response and {silence}, the client gets a 503" in page
+    assert f"It also gets a 503 if {limits}" in page
+    assert f"gone after {stored_search.GONE_SECONDS:g} s" in page
+
+
 async def test_any_worker_of_any_router_finds_a_response(tmp_path: Path) -> None:
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
