@@ -108,10 +108,7 @@ class PageAccess:
             self.require_admin(request, path)
 
     def caller(self, request: PageRequest) -> Caller:
-        """Returns who sent a request for one of the router's own pages.
-
-        Raises ApiError (401, 429, 503).
-        """
+        """Returns who asks for a page of the router. Raises ApiError (401, 429, 503)."""
         if self._identity.on:
             return self._identify(request)
         sent = request.headers.get("x-tenant", "").encode("utf-8", "surrogateescape")
@@ -119,10 +116,7 @@ class PageAccess:
         return Caller(named) if named else NOBODY  # without keys, the header is trusted
 
     def tenant(self, request: PageRequest) -> str:
-        """Returns the tenant of a request for one of the router's own pages.
-
-        Raises ApiError (401, 429, 503).
-        """
+        """Returns the tenant who asks for a page of the router. Raises ApiError (401, 429, 503)."""
         return self.caller(request).tenant
 
     def _identify(self, request: PageRequest) -> Caller:

@@ -86,10 +86,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "too_many_invalid_tokens": ("429", "The client address sent too many tokens with invalid signatures."),
     "issuer_unreachable": ("503", "The key of a token is unknown, and its issuer's keys cannot be read now."),
     "replicas_unreachable": ("503", "Another router may know the stored response and cannot be asked now."),
-    "too_many_searches": (
-        "503",
-        "64 requests search other routers for stored responses, or 16 of the tenant.",
-    ),
+    "too_many_searches": ("503", "64 requests, or 16 of the tenant, search other routers for responses."),
     "too_many_viewers": ("503", "16 viewers watch `/debug/live`. Close one."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),

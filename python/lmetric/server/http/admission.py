@@ -52,12 +52,8 @@ class Admission:
         try:
             if self.identity.on:
                 head = client_request.head
-                caller = client_request.caller = self.identity.identify(
-                    _text(head.authorization),
-                    _text(head.x_api_key),
-                    _text(head.api_key),
-                    client=client_request.client,
-                )
+                given = map(_text, (head.authorization, head.x_api_key, head.api_key))
+                caller = client_request.caller = self.identity.identify(*given, client=client_request.client)
                 client_request.tenant = caller.tenant
             elif self.tenants and (named := self.tenants.get(client_request.head.tenant or "")):
                 client_request.tenant = named  # without keys, the header is trusted

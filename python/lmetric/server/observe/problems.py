@@ -126,9 +126,8 @@ def of_requests(failed: Counter[tuple[int, str | None]], minutes: int) -> list[d
     """
     shown = []
     for (status, code), count in failed.items():
-        refused = status in REFUSED
+        refused, meaning = status in REFUSED, meaning_of(code)
         verb = "refused" if refused else "failed"
-        meaning = meaning_of(code)
         shown.append(
             {
                 "level": "warn" if refused else "bad",
