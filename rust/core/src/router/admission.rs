@@ -168,8 +168,8 @@ mod tests {
 
     const CACHE_BLOCKS: u32 = 512;
 
-    /// A router of two instances with admission of programs, each always at its instance.
-    fn admitting(roles: [Role; 2]) -> (Router, [InstanceId; 2]) {
+    /// A router of some instances with admission of programs, each always at its instance.
+    fn admitting<const N: usize>(roles: [Role; N]) -> (Router, [InstanceId; N]) {
         let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
         let mut router = Router::new(policy, RouterConfig::default()).unwrap();
         let mut number = 0;
@@ -263,6 +263,27 @@ mod tests {
         assert!(tokens(&router, target) > 4800.0);
         router.advance(decision.ticket, Event::Finished(Usage::default()), 3.0).unwrap();
         assert_eq!(arrive(&mut router, &chain, 4.0).1, Verdict::Run(target));
+    }
+
+    /// Its next prompt goes to the prefill instance, and so the program keeps its place there.
+    #[test]
+    fn a_move_between_decode_instances_takes_no_place_away() {
+        let (mut router, [prefills, decodes, other]) = admitting([Role::Prefill, Role::Decode, Role::Decode]);
+        let chain = prompt(1, 310);
+        let (arrival, _) = arrive(&mut router, &chain[..300], 0.0);
+        let decision = router.route(&Request { arrival, ..asked(&chain[..300]) }, 0.0).unwrap();
+        assert_eq!(decision.segment.instance, prefills);
+        let next = router.advance(decision.ticket, Event::Finished(Usage::default()), 1.0).unwrap().unwrap();
+        let target = if next.instance == decodes { other } else { decodes };
+        router.advance(decision.ticket, Event::FirstToken, 1.0).unwrap();
+        router.begin_move(decision.ticket, target, Carry::Kv, 1.0).unwrap();
+        let moved = router.advance(decision.ticket, Event::Moved, 2.0).unwrap().unwrap();
+        assert_eq!(moved.instance, target);
+        assert!(router.program_ledger(prefills).unwrap().expected_tokens() > 4800.0);
+        let verdict = arrive(&mut router, &prompt(2, 300), 3.0).1;
+        assert!(is_held(verdict), "{verdict:?}");
+        router.advance(decision.ticket, Event::Finished(Usage::default()), 4.0).unwrap();
+        assert_eq!(arrive(&mut router, &chain, 5.0).1, Verdict::Run(prefills));
     }
 
     #[test]

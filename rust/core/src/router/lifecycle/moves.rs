@@ -6,6 +6,7 @@
 //! An event that ends the request also ends the move.
 use super::writer::Lifecycle;
 use crate::error::CoreError;
+use crate::fleet::Role;
 use crate::ids::InstanceId;
 use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
@@ -138,7 +139,11 @@ impl Lifecycle<'_> {
         }
         self.requests.tickets.get(ticket)?.later.push(bound);
         let segment = self.hand_over(ticket, Usage::default())?;
-        self.listeners.placed_again(self.requests.tickets.get(ticket)?, self.now);
+        // A decode instance takes no next prompt while another instance does.
+        let fleet = &self.state.fleet;
+        if fleet.role(segment.instance) != Role::Decode || fleet.eligible_count() == 0 {
+            self.listeners.placed_again(self.requests.tickets.get(ticket)?, self.now);
+        }
         self.requests.totals.moved += 1;
         let name = self.state.fleet.name(segment.instance).clone();
         self.requests.records.update(decision, |r| r.moves.push((from, segment.instance.0, name)));
