@@ -315,7 +315,8 @@ impl Followed {
             return self.programs.finish_session(session, now);
         }
         let programs = self.programs.of_session(session).len();
-        if programs > 0 {
+        // While it waits for a copy, only other workers have its programs.
+        if programs > 0 || !self.is_present() {
             self.write(FINISHED, now, &[session]);
         }
         programs
@@ -715,4 +716,41 @@ impl Shared {
 
 fn turn_of(number: u64) -> TurnId {
     KeyData::from_ffi(number).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::board::tests::{board, memory};
+    use crate::fleet::Role;
+
+    /// A worker that has just started, or has missed events, has no programs of its own.
+    #[test]
+    fn a_worker_that_waits_for_a_copy_ends_the_sessions_of_all() {
+        let (memory, mut fleet) = (memory(), Fleet::default());
+        let id = fleet.add("x", Role::Both).unwrap();
+        let start = |writer: usize| {
+            let config = ProgramConfig { min_tokens: 16, ..ProgramConfig::default() };
+            let mut followed = Followed::new(config).unwrap();
+            followed.join(Arc::new(board(&memory, writer)), 1, &fleet).unwrap();
+            followed
+        };
+        let mut one = start(0);
+        let chain: Vec<u64> = (1..=30).collect();
+        let (tokens_per_block, session) = (16.0, Some(5));
+        let arrival =
+            Arrival { chain: &chain, prompt_tokens: 480, tokens_per_block, session, ..Arrival::default() };
+        let (turn, _) = one.arrive(&arrival, 0.0);
+        one.placed(turn.unwrap(), id, 0.0);
+        one.ended(turn.unwrap(), 10, Finish::Stop, 1.0);
+        assert_eq!(one.programs().states(), [0, 1, 0, 0]);
+        let mut two = start(1);
+        assert_eq!((two.is_present(), two.finish_session(5, 2.0)), (false, 0));
+        for _ in 0..3 {
+            one.follow(2.1);
+            two.follow(2.1);
+        }
+        assert!(two.is_present());
+        assert_eq!([&one, &two].map(|each| each.programs().states()), [[0, 0, 1, 0]; 2]);
+    }
 }
