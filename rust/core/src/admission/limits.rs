@@ -140,12 +140,13 @@ impl Limits {
     }
 
     /// Returns the predicted seconds until `waiting` requests of a tenant at its limit run: each
-    /// waits for the end of one on an engine. 0 until a request of the tenant has ended.
+    /// waits for the end of one on an engine, of any worker. 0 until a request of the tenant has
+    /// ended here.
     pub fn wait_seconds(&self, tenant: u64, waiting: usize) -> Seconds {
         let usage = self.tenants.get(&tenant);
         let seconds = usage.and_then(|usage| usage.seconds).unwrap_or(0.0);
         // On average, half of the time until the next end has passed.
-        (waiting as f64 - 0.5).max(0.0) * seconds / f64::from(self.running(tenant).max(1))
+        (waiting as f64 - 0.5).max(0.0) * seconds / f64::from(self.running_everywhere(tenant).max(1))
     }
 
     fn usage(&mut self, tenant: u64) -> &mut Usage {
@@ -161,6 +162,7 @@ impl Limits {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::board::tests::{board, memory};
 
     /// Defect 23 of the core review: clients may choose names of tenants.
     #[test]
@@ -173,6 +175,21 @@ mod tests {
             assert!(limits.tenants.len() <= MAX_TENANTS);
         }
         assert_eq!(limits.running(0), 1);
+    }
+
+    /// The limit is over all workers, so an end on any of them lets the next request run.
+    #[test]
+    fn requests_of_all_workers_end_the_wait_for_a_limit() {
+        let memory = memory();
+        let [mut own, mut other] = [0, 1]
+            .map(|writer| Limits::new(Some(Shared { board: Arc::new(board(&memory, writer)), model: 7 })));
+        own.begin(1, 1.0, true);
+        own.end(1, 60.0);
+        own.ran(1, 60.0);
+        (0..4).for_each(|_| other.begin(1, 1.0, true));
+        assert_eq!((own.running(1), own.wait_seconds(1, 1)), (0, 7.5));
+        own.begin(1, 1.0, true);
+        assert_eq!(own.wait_seconds(1, 1), 6.0);
     }
 
     #[test]
