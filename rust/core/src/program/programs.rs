@@ -631,10 +631,8 @@ impl Programs {
         program.has_run = true;
         self.set_state(id, State::Running);
         self.charge(id, now);
-        if !self.programs[id].held.is_empty() {
-            // A retry elsewhere gives the program a place, which its held turns share.
-            self.hand_out(id, instance, now);
-        }
+        // A retry elsewhere gives the program a place, which its held turns share.
+        self.hand_out(id, instance, now);
     }
 
     /// Records the end of a request. `output_tokens`: tokens of its answer.
@@ -653,7 +651,7 @@ impl Programs {
         program.turns.remove(&turn);
         program.held.retain(|held| *held != turn);
         let tokens = program.tokens.max(at.tokens + output_tokens);
-        if at.running && at.slot == program.home {
+        if at.running && output_tokens <= 0.0 && at.slot == program.home {
             self.follow_other_turn(id);
         }
         self.set_tokens(id, tokens);
@@ -682,7 +680,7 @@ impl Programs {
     }
 
     /// Moves a program to an instance on which a turn of it still runs, after a turn at its home
-    /// has ended: a second attempt that loses leaves nothing behind.
+    /// has ended without a token: a second attempt that loses leaves nothing behind.
     fn follow_other_turn(&mut self, id: ProgramId) {
         let program = &self.programs[id];
         let mut other = None;

@@ -538,8 +538,29 @@ fn a_program_is_where_its_turn_runs_after_another_attempt_has_ended() {
     programs.placed(hedge, other, 5.0);
     programs.ended(next, 0, Finish::Unknown, 6.0);
     finish(&mut programs, hedge, 7.0);
-    let (_, verdict) = programs.arrive(&arrival(&chain(&[(1, 120)])), 8.0);
+    let (next, verdict) = programs.arrive(&arrival(&chain(&[(1, 120)])), 8.0);
     assert_eq!(verdict, Verdict::Run(other));
+    // Also if the other attempt is canceled only after its end.
+    programs.placed(next, first, 8.0);
+    let (hedge, _) = programs.arrive(&arrival(&chain(&[(1, 120)])), 9.0);
+    programs.placed(hedge, other, 9.0);
+    programs.ended(hedge, 300, Finish::Stop, 10.0);
+    programs.ended(next, 0, Finish::Unknown, 11.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(1, 130)])), 12.0);
+    assert_eq!(verdict, Verdict::Run(other));
+    programs.check_sets();
+}
+
+/// A caller may place a request that is held.
+#[test]
+fn a_program_whose_only_held_turn_is_placed_leaves_the_queue() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
+    let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    let (held, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 1.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    programs.placed(held, InstanceId(0), 2.0);
+    assert_eq!((programs.states(), programs.queue.len()), ([2, 0, 0, 0], 0));
+    [running, held].into_iter().for_each(|turn| finish(&mut programs, turn, 3.0));
     programs.check_sets();
 }
 
