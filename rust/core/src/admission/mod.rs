@@ -389,7 +389,7 @@ impl Admission {
             }
             return home.map_or(Verdict::Free, Verdict::Run);
         }
-        let Some(load) = &mut self.load else { return Verdict::Free };
+        let (Some(load), Stage::Room(place)) = (&mut self.load, stage) else { return Verdict::Free };
         let Asked { tenant, prefill_seconds, .. } = asked;
         let expected_seconds = load.expected_seconds(key, room);
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
@@ -398,10 +398,18 @@ impl Admission {
             None => load.queue.line(key).map_or(0, Line::len),
             Some(_) => load.queue.len_of(tenant),
         };
-        let late = deadline.is_some_and(|deadline| {
-            let left = deadline - now;
-            expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * MIN_WAIT_SHARE)
-        });
+        let is_late = |seconds: Seconds| {
+            deadline.is_some_and(|deadline| {
+                let left = deadline - now;
+                seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * MIN_WAIT_SHARE)
+            })
+        };
+        // Requests of its line with a later deadline go after it.
+        let until = || {
+            let line = load.queue.line(key).into_iter().flat_map(|line| line.until(place));
+            line.fold((0.0, 0), |(work, requests), id| (work + self.arrivals[id].work, requests + 1))
+        };
+        let late = is_late(expected_seconds) && is_late(load.seconds_until(key, until(), room));
         // A full line loses its last request: the one with the latest deadline. One of a lower
         // level is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
@@ -491,9 +499,16 @@ impl Admission {
             }
         }
         if !room.served {
-            // Their decisions say so.
-            ready.extend(self.by_turn.drain().map(|(_, id)| id));
-            ready.sort_unstable();
+            // Their decisions say so. Like requests that arrive now, they belong to no program.
+            let mut held: Vec<_> = self.by_turn.drain().map(|(turn, id)| (id, turn)).collect();
+            held.sort_unstable();
+            for (id, turn) in held {
+                if let Some(programs) = &mut self.programs {
+                    programs.ended(turn, 0, Finish::Unknown, now);
+                }
+                self.arrivals[id].turn = None;
+                ready.push(id);
+            }
         }
         ready.into_iter().for_each(|id| self.wait_for_room(id, now));
         self.round(room, now);
@@ -740,15 +755,21 @@ impl Load {
 
     /// Returns the predicted seconds until all waiting requests of a line run.
     fn expected_seconds(&self, key: Key, room: &Room) -> Seconds {
+        let all = self.queue.line(key).map_or((0.0, 0), |line| (line.work(), line.len()));
+        self.seconds_until(key, all, room)
+    }
+
+    /// Returns the same for the first requests of a line: their work and their number.
+    fn seconds_until(&self, key: Key, (own_work, own): (f64, usize), room: &Room) -> Seconds {
         // How long an instance stays full is unknown; the rate of service includes it.
         let best = room.best(Fullness::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
-        let work = self.queue.work_before(key, |other| self.may_run(other));
+        let work = self.queue.work_before(key, own_work, |other| self.may_run(other));
         let until_turn = until_room + work / self.service.rate(room.prior_rate);
         match self.may_run(key.tenant) {
             true => until_turn,
             // The rate is that of lines that may run.
-            false => until_turn.max(self.limits.wait_seconds(key.tenant, self.queue.own_before(key))),
+            false => until_turn.max(self.limits.wait_seconds(key.tenant, self.queue.own_above(key) + own)),
         }
     }
 }

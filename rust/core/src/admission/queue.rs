@@ -40,6 +40,16 @@ impl Line {
         self.places.values().copied()
     }
 
+    /// Yields the waiting requests up to a place.
+    pub fn until(&self, place: Place) -> impl Iterator<Item = ArrivalId> + '_ {
+        self.places.range(..=place).map(|(_, id)| *id)
+    }
+
+    /// Returns the work of the waiting requests.
+    pub fn work(&self) -> f64 {
+        self.work
+    }
+
     /// Returns the waiting request with the latest deadline.
     pub fn last(&self) -> Option<ArrivalId> {
         self.places.last_key_value().map(|(_, id)| *id)
@@ -147,18 +157,19 @@ impl Queue {
         lines.max_by_key(|(other, line)| (Reverse(other.level), line.len(), *other))?.1.last()
     }
 
-    /// Returns the number of waiting requests of a line's tenant that go no later than the line's.
-    pub fn own_before(&self, key: Key) -> usize {
-        let own = |other: Key| other.tenant == key.tenant && other.level >= key.level;
+    /// Returns the number of waiting requests of a line's tenant that have a higher level.
+    pub fn own_above(&self, key: Key) -> usize {
+        let own = |other: Key| other.tenant == key.tenant && other.level > key.level;
         self.lines().filter(|(other, _)| own(*other)).map(|(_, line)| line.len()).sum()
     }
 
-    /// Returns the work that is taken up until the requests of a line are. All work of higher
-    /// levels goes before. Tenants share a level by weight, so of each other tenant in it, at most
-    /// the work of its share goes before. Only lines that `may_run` count.
-    pub fn work_before(&self, key: Key, may_run: impl Fn(u64) -> bool) -> f64 {
+    /// Returns the work that is taken up until the first requests of a line are, whose work is
+    /// `first`. All work of higher levels goes before. Tenants share a level by weight, so of each
+    /// other tenant in it, at most the work of its share goes before. Only lines that `may_run`
+    /// count.
+    pub fn work_before(&self, key: Key, first: f64, may_run: impl Fn(u64) -> bool) -> f64 {
         let Some(own) = self.line(key) else { return 0.0 };
-        let per_weight = own.work / own.weight;
+        let per_weight = first / own.weight;
         let lines = self.lines().filter(|(other, _)| *other == key || may_run(other.tenant));
         let work = |(other, line): (Key, &Line)| match other.level.cmp(&key.level) {
             Ordering::Greater => line.work,

@@ -305,16 +305,48 @@ fn the_wait_for_a_tenants_limit_is_by_the_ends_of_its_requests() {
             }
             now += 60.0;
         }
-        // A deadline before the end of its requests is refused at once, a later one is not.
+        // A deadline before the next end of its requests is refused at once. A later one is not:
+        // the requests that wait have none.
         let with = |ttft: f64| Asked { ttft_seconds: Some(ttft), ..asked(1) };
-        let (_, verdict) = arrive(&mut admission, with(60.0), 0.0, now);
+        let (_, verdict) = arrive(&mut admission, with(40.0 / f64::from(most)), 0.0, now);
         assert_eq!(refused(verdict).0, RefusedFor::Deadline);
-        let (_, verdict) = arrive(&mut admission, with(3600.0), 0.0, now);
-        assert!(!matches!(verdict, Verdict::Refused { by: RefusedFor::Deadline, .. }), "{verdict:?}");
+        let (_, verdict) = arrive(&mut admission, with(90.0), 0.0, now);
+        assert!(matches!(verdict, Verdict::Held { by: HeldFor::Concurrency, .. }), "{verdict:?}");
         // Others do not wait for it: 3,000 tokens of work at the fleet's rate.
         let (_, verdict) = arrive(&mut admission, asked(2), 0.2, now);
         let Verdict::Held { expected_seconds, .. } = verdict else { panic!("{verdict:?}") };
         assert!(expected_seconds < 4.0, "{expected_seconds}");
+    }
+}
+
+/// Within a tenant, the earliest deadline goes first.
+#[test]
+fn only_requests_with_earlier_deadlines_make_a_request_late() {
+    let with = |ttft: f64| Asked { ttft_seconds: Some(ttft), ..asked(1) };
+    // Twenty requests of a second wait for room, or for the end of a request, after ten seconds.
+    for (is_limited, others, left) in [(false, 60.0, 41.0), (true, 400.0, 381.0)] {
+        for (others, is_late) in [(others, true), (3600.0, false)] {
+            let limits = TenantLimits { max_concurrent: Some(1), ..Default::default() };
+            let mut admission = admission(if is_limited { limited(1, limits) } else { config() });
+            let mut start = |now: f64| {
+                let id = arrive(&mut admission, asked(1), 0.0, now).0.unwrap();
+                admission.placed(id, InstanceId(0), now);
+                if now < 10.0 {
+                    admission.ended(id, 0, Finish::Stop, 10.0);
+                }
+            };
+            start(0.0);
+            start(10.0);
+            for _ in 0..20 {
+                let (_, verdict) = arrive(&mut admission, with(others), 1.0, 10.0);
+                assert!(matches!(verdict, Verdict::Held { .. }), "{verdict:?}");
+            }
+            // Its deadline is a second after theirs, or long before.
+            match arrive(&mut admission, with(left), 1.0, 30.0).1 {
+                Verdict::Refused { by, .. } => assert!(is_late && by == RefusedFor::Deadline, "{by:?}"),
+                verdict => assert!(!is_late, "{verdict:?}"),
+            }
+        }
     }
 }
 
@@ -407,6 +439,52 @@ fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
     assert_eq!(admission.home(second.unwrap()), Some(InstanceId(0)));
     admission.member(Member::Removed(InstanceId(0)), &Fleet::default());
     assert_eq!(admission.home(second.unwrap()), None);
+}
+
+/// What its program held belongs to no program after no instance took requests, like a request that
+/// arrives then.
+#[test]
+fn a_request_that_waits_on_after_the_hold_of_its_program_is_held_no_more() {
+    let limits = TenantLimits { max_concurrent: Some(2), ..Default::default() };
+    let mut admission = admission(limited(1, limits));
+    let (mode, rules) = (ProgramMode::Admit, Some(Arc::new(Returning) as Arc<dyn program::ProgramRules>));
+    admission.set_programs(Some(ProgramConfig { mode, rules, ..Default::default() }), 0.0).unwrap();
+    let two = |wait: f64| Room { waits: vec![wait; 2], used: vec![(0.0, 0.0); 2], ..room(wait) };
+    for slot in 0..2 {
+        admission.followed_mut().unwrap().set_instance(InstanceId(slot), Some(4000.0), true, 0.0);
+    }
+    let arrived: Vec<_> = (1..=3)
+        .map(|name| {
+            let chain: Vec<u64> = (1000 * name..1000 * name + 199).collect();
+            let (prompt_tokens, tokens_per_block, weight) = (3184, 16.0, 1.0);
+            let turn = program::Arrival {
+                chain: &chain,
+                prompt_tokens,
+                tokens_per_block,
+                weight,
+                ..Default::default()
+            };
+            let (id, verdict) = admission.arrive(&turn, asked(1), &mut two(0.0), 0.0);
+            if let Verdict::Run(instance) = verdict {
+                admission.placed(id.unwrap(), instance, 0.0);
+            }
+            (id.unwrap(), verdict)
+        })
+        .collect();
+    let held = arrived[2];
+    assert!(matches!(held.1, Verdict::Held { by: HeldFor::Program(_), .. }), "{:?}", held.1);
+    assert_eq!(admission.programs().unwrap().states(), [2, 0, 0, 1]);
+    assert_eq!(admission.release(&mut two(f64::INFINITY), 1.0), Released::default());
+    assert_eq!((admission.waiting(), admission.programs().unwrap().states()), (1, [2, 0, 0, 0]));
+    // The instances are back, and a place is free: it goes to no request that waits for the limit.
+    admission.ended(arrived[1].0, 0, Finish::Stop, 2.0);
+    assert_eq!(admission.release(&mut two(0.0), 400.0).ready, [(held.0, 400.0)]);
+    assert_eq!(admission.home(held.0), None);
+    admission.placed(held.0, InstanceId(0), 400.0);
+    let counters = admission.programs().unwrap().counters();
+    assert_eq!((counters.held, counters.admitted), (1, 0));
+    admission.ended(held.0, 5, Finish::Stop, 401.0);
+    assert_eq!(admission.programs().unwrap().states()[program::State::Held as usize], 0);
 }
 
 #[test]
