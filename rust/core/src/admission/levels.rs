@@ -82,7 +82,7 @@ impl Admission {
         load.limits_from.clear();
         for arrival in self.arrivals.values() {
             if let Stage::Ready(Some(_)) | Stage::Running(Some(_)) = arrival.stage {
-                load.begin_level(arrival.key(), arrival.asked.weight);
+                load.begin_level(arrival.key(), arrival.asked.weight, arrival.began);
             }
         }
     }
@@ -134,7 +134,7 @@ impl Load {
     }
 
     /// Counts a request that goes to an engine.
-    pub(super) fn begin_level(&mut self, key: Key, weight: f64) {
+    pub(super) fn begin_level(&mut self, key: Key, weight: f64, now: Seconds) {
         if self.config.aging_seconds.is_none() {
             return;
         }
@@ -143,7 +143,7 @@ impl Load {
             self.limits_from.insert(key.level, above.unwrap_or_else(|| Limits::new(None)));
         }
         let counted = self.limits_from.range_mut(..=key.level);
-        counted.for_each(|(_, limits)| limits.begin(key.tenant, weight.max(1e-3), false));
+        counted.for_each(|(_, limits)| limits.begin(key.tenant, weight.max(1e-3), false, now));
     }
 
     /// Counts the end of such a request.

@@ -23,6 +23,8 @@ struct Usage {
     weight: f64,
     /// Mean time of its requests on engines.
     seconds: Option<Seconds>,
+    /// Time since which it has requests on engines.
+    since: Seconds,
 }
 
 /// The use of all tenants' limits, by the hash of their names.
@@ -36,6 +38,8 @@ pub(super) struct Limits {
     weights: f64,
     /// Number of tenants with requests on engines.
     running_tenants: usize,
+    /// Mean time of the requests of all tenants on engines.
+    seconds: Option<Seconds>,
     /// The two tenants whose requests ended last, with the times of these ends; the last one first.
     last_ends: [Option<(u64, Seconds)>; 2],
     /// Use by the other workers of this server, if there are any.
@@ -58,9 +62,12 @@ impl Limits {
 
     /// Counts a request that goes to an engine. `limited`: whether the tenant has a limit of such
     /// requests.
-    pub fn begin(&mut self, tenant: u64, weight: f64, limited: bool) {
+    pub fn begin(&mut self, tenant: u64, weight: f64, limited: bool, now: Seconds) {
         let usage = self.usage(tenant);
         let old = if usage.running > 0 { usage.weight } else { 0.0 };
+        if usage.running == 0 {
+            usage.since = now;
+        }
         usage.running += 1;
         usage.weight = weight;
         usage.limited |= limited;
@@ -133,18 +140,23 @@ impl Limits {
 
     /// Learns how long a request of a tenant was on engines.
     pub fn ran(&mut self, tenant: u64, seconds: Seconds) {
-        if let Some(usage) = self.tenants.get_mut(&tenant) {
-            let mean = usage.seconds.get_or_insert(seconds);
+        let own = self.tenants.get_mut(&tenant).map(|usage| &mut usage.seconds);
+        for mean in [Some(&mut self.seconds), own].into_iter().flatten() {
+            let mean = mean.get_or_insert(seconds);
             *mean += (seconds - *mean) * LATEST;
         }
     }
 
     /// Returns the predicted seconds until `waiting` requests of a tenant at its limit run: each
-    /// waits for the end of one on an engine, of any worker. 0 until a request of the tenant has
-    /// ended here.
-    pub fn wait_seconds(&self, tenant: u64, waiting: usize) -> Seconds {
+    /// waits for the end of one on an engine, of any worker. Until a request of the tenant has ended
+    /// here, its requests take as long as those of all tenants, and at least the time that the first
+    /// one has taken so far.
+    pub fn wait_seconds(&self, tenant: u64, waiting: usize, now: Seconds) -> Seconds {
         let usage = self.tenants.get(&tenant);
-        let seconds = usage.and_then(|usage| usage.seconds).unwrap_or(0.0);
+        let seconds = usage.and_then(|usage| usage.seconds).unwrap_or_else(|| {
+            let first = usage.filter(|usage| usage.running > 0).map_or(0.0, |usage| now - usage.since);
+            self.seconds.unwrap_or(0.0).max(first)
+        });
         // On average, half of the time until the next end has passed.
         (waiting as f64 - 0.5).max(0.0) * seconds / f64::from(self.running_everywhere(tenant).max(1))
     }
@@ -155,7 +167,13 @@ impl Limits {
             // So that a table of tenants that stay is not walked through for each new one.
             self.sweep_at = 2 * self.tenants.len();
         }
-        self.tenants.entry(tenant).or_insert(Usage { running: 0, limited: false, weight: 1.0, seconds: None })
+        self.tenants.entry(tenant).or_insert(Usage {
+            running: 0,
+            limited: false,
+            weight: 1.0,
+            seconds: None,
+            since: 0.0,
+        })
     }
 }
 
@@ -168,9 +186,9 @@ mod tests {
     #[test]
     fn a_flood_of_tenants_is_bounded_and_forgets_no_running_request() {
         let mut limits = Limits::default();
-        limits.begin(0, 1.0, false);
+        limits.begin(0, 1.0, false, 0.0);
         for tenant in 1..4 * MAX_TENANTS as u64 {
-            limits.begin(tenant, 1.0, false);
+            limits.begin(tenant, 1.0, false, 0.0);
             limits.end(tenant, 0.0);
             assert!(limits.tenants.len() <= MAX_TENANTS);
         }
@@ -183,22 +201,37 @@ mod tests {
         let memory = memory();
         let [mut own, mut other] = [0, 1]
             .map(|writer| Limits::new(Some(Shared { board: Arc::new(board(&memory, writer)), model: 7 })));
-        own.begin(1, 1.0, true);
+        own.begin(1, 1.0, true, 0.0);
         own.end(1, 60.0);
         own.ran(1, 60.0);
-        (0..4).for_each(|_| other.begin(1, 1.0, true));
-        assert_eq!((own.running(1), own.wait_seconds(1, 1)), (0, 7.5));
-        own.begin(1, 1.0, true);
-        assert_eq!(own.wait_seconds(1, 1), 6.0);
+        (0..4).for_each(|_| other.begin(1, 1.0, true, 0.0));
+        assert_eq!((own.running(1), own.wait_seconds(1, 1, 60.0)), (0, 7.5));
+        own.begin(1, 1.0, true, 0.0);
+        assert_eq!(own.wait_seconds(1, 1, 60.0), 6.0);
+    }
+
+    #[test]
+    fn the_wait_for_a_limit_is_known_before_the_tenants_first_request_has_ended() {
+        let mut limits = Limits::default();
+        limits.begin(1, 1.0, true, 100.0);
+        limits.begin(1, 1.0, true, 130.0);
+        assert_eq!(limits.wait_seconds(1, 1, 140.0), 10.0, "its first request has run for 40 s");
+        limits.begin(2, 1.0, false, 0.0);
+        limits.end(2, 140.0);
+        limits.ran(2, 140.0);
+        assert_eq!(limits.wait_seconds(1, 1, 140.0), 35.0);
+        limits.end(1, 150.0);
+        limits.ran(1, 50.0);
+        assert_eq!(limits.wait_seconds(1, 1, 150.0), 25.0);
     }
 
     #[test]
     fn room_is_kept_for_tenants_that_had_requests_in_the_last_minutes() {
         let mut limits = Limits::default();
-        limits.begin(1, 1.0, false);
+        limits.begin(1, 1.0, false, 0.0);
         assert!(limits.may_take_kept(1, 1.0, 0.0), "it is alone");
-        limits.begin(2, 1.0, false);
-        limits.begin(3, 1.0, false);
+        limits.begin(2, 1.0, false, 0.0);
+        limits.begin(3, 1.0, false, 0.0);
         assert!(!limits.may_take_kept(1, 1.0, 1e6), "others run");
         limits.end(2, 0.0);
         limits.end(3, 100.0);
@@ -206,9 +239,9 @@ mod tests {
         assert!(limits.may_take_kept(1, 1.0, 101.0 + KEPT_SECONDS));
         // Its own ends push out no end of the others.
         for _ in 0..3 {
-            limits.begin(2, 1.0, false);
+            limits.begin(2, 1.0, false, 0.0);
             limits.end(2, 500.0);
-            limits.begin(1, 1.0, false);
+            limits.begin(1, 1.0, false, 0.0);
             limits.end(1, 500.0);
         }
         assert!(!limits.may_take_kept(1, 1.0, 501.0));

@@ -360,11 +360,6 @@ impl Admission {
         let id = self.arrivals.insert(arrival);
         if let (program::Verdict::Held(hold), Some(turn)) = (verdict, turn) {
             let expected_seconds = hold.expected_seconds;
-            if asked.sheddable {
-                self.remove(id, now);
-                let retry_after_seconds = expected_seconds.clamp(1.0, 3600.0);
-                return (None, Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds });
-            }
             self.arrivals[id].stage = Stage::Cache;
             self.by_turn.insert(turn, id);
             return (Some(id), Verdict::Held { by: HeldFor::Program(hold), expected_seconds });
@@ -391,7 +386,7 @@ impl Admission {
         }
         let (Some(load), Stage::Room(place)) = (&mut self.load, stage) else { return Verdict::Free };
         let Asked { tenant, prefill_seconds, .. } = asked;
-        let expected_seconds = load.expected_seconds(key, room);
+        let expected_seconds = load.expected_seconds(key, room, now);
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
         let max_own = limits.max_waiting.unwrap_or(load.config.max_waiting_per_tenant);
         let own = match load.config.aging_seconds {
@@ -409,7 +404,7 @@ impl Admission {
             let line = load.queue.line(key).into_iter().flat_map(|line| line.until(place));
             line.fold((0.0, 0), |(work, requests), id| (work + self.arrivals[id].work, requests + 1))
         };
-        let late = is_late(expected_seconds) && is_late(load.seconds_until(key, until(), room));
+        let late = is_late(expected_seconds) && is_late(load.seconds_until(key, until(), room, now));
         // A full line loses its last request: the one with the latest deadline. One of a lower
         // level is lost first, unless it has aged up to the level of this one.
         let full = load.queue.len() > load.config.max_waiting;
@@ -593,8 +588,8 @@ impl Admission {
         load.queue.remove(key, place, arrival.work);
         load.service.took(arrival.work);
         let limited = load.config.tenants.get(&tenant).is_some_and(|own| own.max_concurrent.is_some());
-        load.limits.begin(tenant, weight.max(1e-3), limited);
-        load.begin_level(key, weight);
+        load.limits.begin(tenant, weight.max(1e-3), limited, now);
+        load.begin_level(key, weight, now);
         let share = load.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         (arrival.slot, arrival.began) = (slot, now);
@@ -628,7 +623,7 @@ impl Admission {
         let key = self.arrivals[id].key();
         if let Some(load) = &mut self.load
             && let Verdict::Refused { retry_after_seconds, .. } =
-                load.refuse(by, load.expected_seconds(key, room))
+                load.refuse(by, load.expected_seconds(key, room, now))
         {
             self.released.refused.push((id, by, retry_after_seconds));
         }
@@ -735,7 +730,7 @@ impl Admission {
             waiting_by_tenant: waiting,
             levels: load.levels(now),
             work_per_second: load.service.rate(room.prior_rate),
-            expected_seconds: longest.map_or(0.0, |(key, _)| load.expected_seconds(key, room)),
+            expected_seconds: longest.map_or(0.0, |(key, _)| load.expected_seconds(key, room, now)),
         })
     }
 }
@@ -754,13 +749,13 @@ impl Load {
     }
 
     /// Returns the predicted seconds until all waiting requests of a line run.
-    fn expected_seconds(&self, key: Key, room: &Room) -> Seconds {
+    fn expected_seconds(&self, key: Key, room: &Room, now: Seconds) -> Seconds {
         let all = self.queue.line(key).map_or((0.0, 0), |line| (line.work(), line.len()));
-        self.seconds_until(key, all, room)
+        self.seconds_until(key, all, room, now)
     }
 
     /// Returns the same for the first requests of a line: their work and their number.
-    fn seconds_until(&self, key: Key, (own_work, own): (f64, usize), room: &Room) -> Seconds {
+    fn seconds_until(&self, key: Key, (own_work, own): (f64, usize), room: &Room, now: Seconds) -> Seconds {
         // How long an instance stays full is unknown; the rate of service includes it.
         let best = room.best(Fullness::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
@@ -769,7 +764,9 @@ impl Load {
         match self.may_run(key.tenant) {
             true => until_turn,
             // The rate is that of lines that may run.
-            false => until_turn.max(self.limits.wait_seconds(key.tenant, self.queue.own_above(key) + own)),
+            false => {
+                until_turn.max(self.limits.wait_seconds(key.tenant, self.queue.own_above(key) + own, now))
+            }
         }
     }
 }
