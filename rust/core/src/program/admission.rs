@@ -31,11 +31,11 @@ const MAX_PER_FAIR_ROUND: usize = 64;
 impl Programs {
     /// Decides what to do with a turn of a program that has just arrived. A program with a place
     /// keeps it from now on: its turn may wait for room on an instance.
-    pub(super) fn admit(&mut self, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {
+    pub(super) fn admit(&mut self, id: ProgramId, turn: TurnId, sheddable: bool, now: Seconds) -> Verdict {
         let program = &self.programs[id];
         let home = self.home_of(program).filter(|home| self.instances[home.index()].available);
         let place = home.filter(|_| program.state.has_place());
-        let verdict = self.admit_to(place, id, turn, now);
+        let verdict = self.admit_to(place, (id, turn), sheddable, now);
         if place.is_some() && self.programs[id].state == State::Gap {
             self.set_state(id, State::Running);
             self.charge(id, now);
@@ -43,7 +43,13 @@ impl Programs {
         verdict
     }
 
-    fn admit_to(&mut self, place: Option<InstanceId>, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {
+    fn admit_to(
+        &mut self,
+        place: Option<InstanceId>,
+        (id, turn): (ProgramId, TurnId),
+        sheddable: bool,
+        now: Seconds,
+    ) -> Verdict {
         if !self.holds() {
             // Only observed: the policy places every request.
             let limited = self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some());
@@ -58,7 +64,7 @@ impl Programs {
         }
         if !self.programs[id].held.is_empty() {
             let hold = self.hold_of(id, now);
-            if self.programs[id].held.len() >= MAX_HELD_TURNS {
+            if sheddable || self.programs[id].held.len() >= MAX_HELD_TURNS {
                 return self.refuse(turn, hold.expected_seconds, now);
             }
             self.programs[id].held.push(turn); // waits with the other turns of its program
@@ -81,7 +87,7 @@ impl Programs {
         let hold = self.hold_of(id, now);
         let too_long = hold.expected_seconds > self.config.max_hold_seconds && !self.may_take(id);
         let is_full = self.queue.is_full(self.programs[id].tenant, self.config.max_held);
-        if is_new && (too_long || is_full) {
+        if sheddable || is_new && (too_long || is_full) {
             return self.refuse(turn, hold.expected_seconds, now);
         }
         self.counters.held += 1;

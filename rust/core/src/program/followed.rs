@@ -262,7 +262,8 @@ impl Followed {
         };
         let (session, flags) = (arrival.session.unwrap_or(0), u64::from(arrival.session.is_some()));
         let level = u64::from(arrival.level as u8) << 8;
-        let flags = flags | u64::from(arrival.last) << 1 | level | u64::from(arrival.prompt_tokens) << 32;
+        let flags = flags | u64::from(arrival.last) << 1 | u64::from(arrival.sheddable) << 2;
+        let flags = flags | level | u64::from(arrival.prompt_tokens) << 32;
         let (weight, tokens) = (arrival.weight.to_bits(), arrival.tokens_per_block.to_bits());
         let head: [u64; ARRIVAL_WORDS] = [arrival.tenant, weight, session, flags, tokens];
         let chain = &arrival.chain[..arrival.chain.len().min(MOST_WORDS - ARRIVAL_WORDS)];
@@ -622,6 +623,7 @@ impl Shared {
                     weight: f64::from_bits(*weight),
                     level: (flags >> 8) as u8 as i8,
                     last: flags & 2 != 0,
+                    sheddable: flags & 4 != 0,
                     worker,
                 };
                 return Some(programs.arrive(&arrival, now));
@@ -723,6 +725,7 @@ mod tests {
     use super::*;
     use crate::board::tests::{board, memory};
     use crate::fleet::Role;
+    use crate::program::ProgramMode;
 
     /// A worker that has just started, or has missed events, has no programs of its own.
     #[test]
@@ -752,5 +755,47 @@ mod tests {
         }
         assert!(two.is_present());
         assert_eq!([&one, &two].map(|each| each.programs().states()), [[0, 0, 1, 0]; 2]);
+    }
+
+    #[test]
+    fn all_workers_count_a_refused_sheddable_request_alike() {
+        let (memory, mut fleet) = (memory(), Fleet::default());
+        let id = fleet.add("x", Role::Both).unwrap();
+        let mut workers = [0, 1].map(|writer| {
+            let mode = ProgramMode::Admit;
+            let config = ProgramConfig { mode, min_tokens: 16, ..ProgramConfig::default() };
+            let mut followed = Followed::new(config).unwrap();
+            followed.join(Arc::new(board(&memory, writer)), 1, &fleet).unwrap();
+            followed
+        });
+        for _ in 0..3 {
+            workers.iter_mut().for_each(|each| each.follow(0.0));
+        }
+        let mut arrive = |first: u64, now: f64| {
+            let chain: Vec<u64> = (first..first + 30).collect();
+            let (prompt_tokens, tokens_per_block, weight) = (480, 16.0, 1.0);
+            let sheddable = true;
+            let arrival = Arrival {
+                chain: &chain,
+                prompt_tokens,
+                tokens_per_block,
+                weight,
+                sheddable,
+                ..Arrival::default()
+            };
+            workers[0].set_instance(id, Some(500.0), true, now);
+            let (turn, verdict) = workers[0].arrive(&arrival, now);
+            workers[0].placed(turn.unwrap(), id, now);
+            workers[1].follow(now);
+            let counts = workers.each_ref().map(|each| {
+                let counters = each.programs().counters();
+                (counters.held, counters.refused, each.programs().states())
+            });
+            (verdict, counts)
+        };
+        assert_eq!(arrive(1, 0.0).1, [(0, 0, [1, 0, 0, 0]); 2]);
+        let (verdict, counts) = arrive(1000, 1.0);
+        assert!(matches!(verdict, Verdict::Refused { .. }), "{verdict:?}");
+        assert_eq!(counts, [(0, 1, [1, 0, 0, 0]); 2]);
     }
 }

@@ -355,7 +355,7 @@ impl Programs {
         };
         self.lineage.register(id, arrival.chain);
         self.set_tokens(id, tokens);
-        let verdict = self.admit(id, turn, now);
+        let verdict = self.admit(id, turn, arrival.sheddable, now);
         if let (Verdict::Run(instance), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
             turn.assigned = Some(instance);
         }

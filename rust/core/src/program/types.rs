@@ -46,6 +46,8 @@ pub struct Arrival<'a> {
     pub level: i8,
     /// Whether the client says that this is the last turn of its program.
     pub last: bool,
+    /// Whether it is refused rather than held.
+    pub sheddable: bool,
     /// Number of the worker that has the request, if the server has several.
     pub worker: u8,
 }

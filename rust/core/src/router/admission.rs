@@ -265,6 +265,21 @@ mod tests {
         assert_eq!(arrive(&mut router, &chain, 4.0).1, Verdict::Run(target));
     }
 
+    #[test]
+    fn a_sheddable_request_beside_full_caches_counts_as_refused() {
+        let (mut router, _) = admitting([Role::Both]);
+        let chains = [1, 2].map(|program| prompt(program, 300));
+        let (arrival, _) = arrive(&mut router, &chains[0], 0.0);
+        router.route(&Request { arrival, ..asked(&chains[0]) }, 0.0).unwrap();
+        let request = Request { sheddable: true, ..asked(&chains[1]) };
+        let (arrival, verdict) = router.arrive(&request, 1.0).unwrap().unwrap();
+        let by_programs =
+            matches!(verdict, Verdict::Refused { by: crate::admission::RefusedFor::Programs, .. });
+        assert!(by_programs && arrival.is_none(), "{verdict:?}");
+        let counters = router.programs().unwrap().counters();
+        assert_eq!((counters.held, counters.refused, router.waiting()), (0, 1, 0));
+    }
+
     /// Its next prompt goes to the prefill instance, and so the program keeps its place there.
     #[test]
     fn a_move_between_decode_instances_takes_no_place_away() {

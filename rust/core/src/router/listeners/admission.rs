@@ -114,6 +114,7 @@ pub fn arrive(
         weight: request.tenant.weight,
         level: request.level,
         last: request.session_final,
+        sheddable: request.sheddable,
         worker: 0,
     };
     let (id, verdict) = admission.arrive(&turn, asked, &mut room, now);
