@@ -244,8 +244,8 @@ fn plans_consider_the_most_used_prompts() {
 
 #[test]
 fn plans_compare_far_fewer_blocks_than_prompts_have() {
-    // 256 long prompts behind a common beginning, all on one of 64 instances.
-    let prompt = |n: u8| chained(&[(9, 100), (n, 2000)]);
+    // 256 long prompts that leave a common one at different blocks, all on one of 64 instances.
+    let prompt = |n: u8| chained(&[(9, 100 + 7 * usize::from(n)), (n, 2000)]);
     let requests: Vec<_> = (0..=255).map(|n| (0, prompt(n), 0)).collect();
     let world = world(&requests, 64);
     let compared = |plan: &dyn Fn() -> usize| {
@@ -255,8 +255,8 @@ fn plans_compare_far_fewer_blocks_than_prompts_have() {
     let (joins, for_joins) = compared(&|| world.join(63).len());
     let (leaves, for_leaves) = compared(&|| world.leave(0).len());
     assert!(joins > 3 && leaves == 256, "{joins}, {leaves}");
-    // At least one pair per prompt but the first; a search for the end of the common beginning
-    // takes a dozen.
+    // At least one pair per prompt but the first; a search for the end of what is common takes a
+    // dozen.
     for pairs in [for_joins, for_leaves] {
         assert!((255..256 * 16).contains(&pairs), "{pairs} pairs");
     }
