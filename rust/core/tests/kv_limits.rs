@@ -241,17 +241,19 @@ fn crowded(prompts: u64) -> Bed {
 /// Threads that copy the same part at once would make each other's copies fail.
 #[test]
 fn one_thread_at_a_time_divides_the_index_anew() {
+    const THREADS: usize = 8;
     let bed = crowded(5000);
-    let begun = Barrier::new(2);
+    let begun = Barrier::new(THREADS);
     let divided = || {
         begun.wait();
         bed.feed.even_out();
         !bed.feed.router().lock().caches().read().gpu().is_crowded()
     };
-    let both = std::thread::scope(|scope| {
-        [scope.spawn(divided), scope.spawn(divided)].map(|thread| thread.join().unwrap())
+    let all = std::thread::scope(|scope| {
+        let threads = [(); THREADS].map(|()| scope.spawn(divided));
+        threads.map(|thread| thread.join().unwrap())
     });
-    assert_eq!(both, [true, true]);
+    assert_eq!(all, [true; THREADS]);
 }
 
 /// Instances beyond those of a full part of the index get their share of its memory.
