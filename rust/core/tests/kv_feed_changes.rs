@@ -145,7 +145,7 @@ fn large_events_let_other_users_of_the_feed_in() {
             undo();
             got_in
         };
-        assert!((0..50).any(|at| try_once(&at)), "{what}");
+        assert!((0..1000).any(|at| try_once(&at)), "{what}");
     }
 }
 
@@ -184,7 +184,7 @@ fn the_rest_of_an_event_is_gone_with_its_instance() {
             assert_eq!(unknown, (0, 0, 0), "{what}: {applied:?}");
             applied.done > 0 && applied.gone > 0
         };
-        cuts += usize::from((0..50).any(cut));
+        cuts += usize::from((0..200).any(|at| cut(at % 50)));
     }
     // A busy machine may run each event of a kind at once.
     assert!(cuts > 0, "no instance has left during an event");

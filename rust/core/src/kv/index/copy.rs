@@ -38,9 +38,9 @@ pub enum CopyStatus {
     Yes,
     /// The part has stored many blocks meanwhile: read and store these, too.
     NotYet,
-    /// Blocks were removed other than by eviction, an instance was added, removed or given another
-    /// capacity, another copy began, or the part has stored more than it can note: the copy lacks
-    /// the change.
+    /// The copy lacks a change. Blocks were removed other than by eviction, an instance was added,
+    /// removed or given another capacity, or another copy began. Or the part has stored more than it
+    /// can note.
     Failed,
 }
 
