@@ -148,9 +148,9 @@ impl Limits {
     }
 
     /// Returns the predicted seconds until `waiting` requests of a tenant at its limit run: each
-    /// waits for the end of one on an engine, of any worker. Until a request of the tenant has ended
-    /// here, its requests take as long as those of all tenants. The minimum is the time that the first
-    /// request has taken so far.
+    /// waits for the end of one on an engine, of any worker. Until a request of the tenant has
+    /// ended here, its requests take as long as those of all tenants. The minimum is the time that
+    /// the first request has taken so far.
     pub fn wait_seconds(&self, tenant: u64, waiting: usize, now: Seconds) -> Seconds {
         let usage = self.tenants.get(&tenant);
         let seconds = usage.and_then(|usage| usage.seconds).unwrap_or_else(|| {

@@ -441,7 +441,8 @@ fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
     assert_eq!(admission.home(second.unwrap()), None);
 }
 
-/// If no instance takes requests, held requests leave their programs, like requests that arrive then.
+/// If no instance takes requests, held requests leave their programs, like requests that arrive
+/// then.
 #[test]
 fn a_request_that_waits_on_after_the_hold_of_its_program_is_held_no_more() {
     let limits = TenantLimits { max_concurrent: Some(2), ..Default::default() };

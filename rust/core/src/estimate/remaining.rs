@@ -36,8 +36,8 @@ pub struct RemainingCurve {
 
 impl RemainingCurve {
     /// Builds the curve from a length curve. Use [`Survival::unlimited`], which counts running
-    /// answers, and of answers at their limits what they have: a mean over ended answers alone is too
-    /// short.
+    /// answers, and of answers at their limits what they have: a mean over ended answers alone is
+    /// too short.
     pub fn new(survival: &Survival) -> RemainingCurve {
         let curve: Vec<f64> =
             survival.boundaries().iter().map(|s| if *s > FLOOR { *s } else { 0.0 }).collect();

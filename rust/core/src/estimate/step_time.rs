@@ -53,8 +53,8 @@ impl StepTime {
     }
 
     /// Returns the seconds until a prompt's first token, with `hit` cached and `new` uncached
-    /// prompt tokens. The `queued` prefills go first, and `decoding` sequences with `context` tokens
-    /// run beside it.
+    /// prompt tokens. The `queued` prefills go first, and `decoding` sequences with `context`
+    /// tokens run beside it.
     pub fn ttft(&self, queued: Queued, hit: f64, new: f64, decoding: f64, context: f64) -> Seconds {
         let prefill = queued.tokens + new;
         let budget = (self.max_batch_tokens - decoding).max(1.0);

@@ -150,7 +150,8 @@ impl Survival {
         }
     }
 
-    /// Returns the curve by the product-limit estimator. `exits`: the answers that ended in a bucket.
+    /// Returns the curve by the product-limit estimator. `exits`: the answers that ended in a
+    /// bucket.
     fn estimated(&self, exits: impl Fn(usize) -> f64) -> Survival {
         let mut limit = Survival { seen: self.seen, ..Survival::new(self.settings) };
         let mut s = 1.0;

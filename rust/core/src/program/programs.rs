@@ -679,8 +679,8 @@ impl Programs {
         self.charge(id, now);
     }
 
-    /// Moves a program to an instance on which a turn of it still runs. A turn at its home has ended
-    /// without a token: a second attempt that loses leaves nothing behind.
+    /// Moves a program to an instance on which a turn of it still runs. A turn at its home has
+    /// ended without a token: a second attempt that loses leaves nothing behind.
     fn follow_other_turn(&mut self, id: ProgramId) {
         let program = &self.programs[id];
         let mut other = None;

@@ -93,8 +93,8 @@ pub fn sequence_slots(load: &Load, step: &StepTime, cache_tokens: Option<f64>) -
 #[derive(Clone, Copy, Debug)]
 pub struct Instance {
     step: StepTime,
-    /// Passes for the present decodes, queued prefill tokens with their attention pairs, and the cost
-    /// of both without the fixed part.
+    /// Passes for the present decodes, queued prefill tokens with their attention pairs, and the
+    /// cost of both without the fixed part.
     passes: f64,
     prefill_tokens: f64,
     prefill_pairs: f64,

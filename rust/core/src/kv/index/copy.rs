@@ -39,8 +39,8 @@ pub enum CopyStatus {
     /// The part has stored many blocks meanwhile: read and store these, too.
     NotYet,
     /// The copy lacks a change. Blocks were removed other than by eviction, an instance was added,
-    /// removed or given another capacity, or another copy began. Or the part has stored more than it
-    /// can note.
+    /// removed or given another capacity, or another copy began. Or the part has stored more than
+    /// it can note.
     Failed,
 }
 
@@ -66,8 +66,8 @@ struct Suffix {
 }
 
 /// Copy of a part of an index. Call [`KvIndex::begin_copy`], [`PartCopy::look`] until it returns
-/// false, [`PartCopy::order`], then [`PartCopy::read`] and [`PartCopy::store`] until reading returns
-/// false, then [`KvIndex::replace`]. Only some of the calls need the index.
+/// false, [`PartCopy::order`], then [`PartCopy::read`] and [`PartCopy::store`] until reading
+/// returns false, then [`KvIndex::replace`]. Only some of the calls need the index.
 pub struct PartCopy {
     part: usize,
     copy: Part,

@@ -46,7 +46,7 @@ impl KvFeed {
         let epoch = state.epoch_of(source.instance);
         let mut applied = Applied::default();
         for (at, engine) in stored.engine_hashes.iter().enumerate() {
-            if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
+            if at > 0 && at.is_multiple_of(PER_LOCK) && !self.give_way(&mut state, source, epoch) {
                 *self.lost(source, &mut applied.unknown_name, &mut applied.gone) += blocks - at;
                 return applied;
             }
@@ -78,7 +78,7 @@ impl KvFeed {
         let cache = Cache { rank: source.rank, tier, group: Some(group) };
         let mut applied = Applied::default();
         for (at, engine) in engine_hashes.iter().enumerate() {
-            if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
+            if at > 0 && at.is_multiple_of(PER_LOCK) && !self.give_way(&mut state, source, epoch) {
                 let left = engine_hashes.len() - at;
                 *self.lost(source, &mut applied.unknown_name, &mut applied.gone) += left;
                 break;
@@ -116,7 +116,7 @@ impl KvFeed {
         let mut applied = Applied::default();
         for (at, engines) in engine_hashes.chunks(PIECE).enumerate() {
             let at = at * PIECE;
-            if at > 0 && at % PER_LOCK == 0 && !self.give_way(&mut state, source, epoch) {
+            if at > 0 && at.is_multiple_of(PER_LOCK) && !self.give_way(&mut state, source, epoch) {
                 let left = engine_hashes.len() - at;
                 *self.lost(source, &mut applied.unknown_removed, &mut applied.gone) += left;
                 break;

@@ -45,8 +45,8 @@ pub struct RequestKernels<'a> {
     /// Prompt tokens, and the largest number of them that a cache can save.
     prompt: f64,
     most: f64,
-    /// Longest prefix that an instance could fetch, in tokens, and the cost of fetches; `None` if no
-    /// fetch indicator is read or there is no such prefix.
+    /// Longest prefix that an instance could fetch, in tokens, and the cost of fetches; `None` if
+    /// no fetch indicator is read or there is no such prefix.
     fetches: Option<(f64, Fetches)>,
 }
 

@@ -22,8 +22,8 @@ pub(super) const FETCH: IndicatorSet =
     IndicatorSet::of(&[Indicator::FetchTokens, Indicator::FetchCostTokens]);
 
 impl State {
-    /// Computes the possible fetch of each instance and its cost. `within`: the longest prefix that an
-    /// instance could fetch, in tokens, and the cost of fetches.
+    /// Computes the possible fetch of each instance and its cost. `within`: the longest prefix that
+    /// an instance could fetch, in tokens, and the cost of fetches.
     pub fn derive_fetches(
         &self,
         request: &Request<'_>,
