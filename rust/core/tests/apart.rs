@@ -71,6 +71,7 @@ const ASKED: Request<'static> = Request {
     arrival: None,
     ttft_slo_seconds: None,
     level: 0,
+    sheddable: false,
     whole_answer: false,
     session_final: false,
     home: None,

@@ -132,7 +132,8 @@ fn large_events_let_other_users_of_the_feed_in() {
     let in_tier = || assert_eq!(feed.named_in(source, Tier::Cpu, &hashes).done, 20_000);
     let not_in_tier = || _ = feed.removed_from(source, Tier::Cpu, &hashes);
     // Each event, and the event that undoes it. A busy machine may let nobody in by chance.
-    let kinds: [(&str, &dyn Fn(), &dyn Fn()); 4] = [
+    type Event<'e> = &'e dyn Fn();
+    let kinds: [(&str, Event<'_>, Event<'_>); 4] = [
         ("named_in_group", &by_name, &removed),
         ("stored_in_group", &with_tokens, &removed),
         ("removed_from_group", &removed, &by_name),
