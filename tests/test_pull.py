@@ -76,7 +76,7 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     }  # fmt: skip
     stats = router.stats()
     assert (stats["fetches"], stats["fetched_tokens"]) == (1, 1600)
-    learned = router.learned()
+    learned = router.learned(now=1.02)
     assert learned["fetches"] == 1
     assert learned["fetch_fixed_seconds"] + 1600 * learned["fetch_seconds_per_token"] > 0.018
     with pytest.raises(lm.TicketError, match="fetches no prefix"):

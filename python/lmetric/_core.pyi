@@ -456,7 +456,7 @@ class Router:
     def rebalance(
         self, now: float | None = None
     ) -> tuple[list[dict[str, Any]], str]: ...  # moves, and why there are no more
-    def learned(self) -> LearnedValues: ...
+    def learned(self, now: float | None = None) -> LearnedValues: ...
     @property
     def block_size(self) -> int: ...
     def instances(self) -> list[str]: ...
@@ -666,8 +666,8 @@ class Ticket:
     @property
     def fetch(self) -> tuple[str, int, int] | None: ...  # as Decision.fetch; None after its end
     def fetched(
-        self, tokens: int, seconds: float, now: float | None = None
-    ) -> None: ...  # 0 tokens: none arrived
+        self, tokens: int, seconds: float, now: float | None = None, *, late: bool = False
+    ) -> None: ...  # 0 tokens: none arrived; late: given up, it took too long
     def sent(self, now: float | None = None) -> None: ...
     def scheduled(self, now: float | None = None) -> None: ...  # optional: it left the queue
     def prefilled(
@@ -692,7 +692,8 @@ class Ticket:
         output_tokens: int | None = None,
         finish_reason: str | None = None,
         now: float | None = None,
-    ) -> None: ...  # the request ended, even if another segment was to follow
+    ) -> None: ...  # the request ended, even if another segment was to follow; finish_reason
+    # "length": it reached its limit; else its length counts as its own
     def failed(self, kind: Failure | str, now: float | None = None, *, retry: bool = True) -> str | None: ...
     # "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status": before the first
     # token, moves the ticket to the next instance of the ranking and returns its name (call sent()

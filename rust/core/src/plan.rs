@@ -107,6 +107,8 @@ pub enum Event {
         tokens: u32,
         /// Seconds from the start of the fetch, waiting included.
         seconds: Seconds,
+        /// Whether it was given up because it took too long.
+        late: bool,
     },
     /// The engine took the request off its queue (optional; reported by simulators and some
     /// engines). The value, if reported, is the number of prompt tokens found in its cache, fetched

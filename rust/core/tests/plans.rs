@@ -240,6 +240,37 @@ fn a_cut_behind_the_prompt_leaves_the_first_segment_some_of_the_output() {
     assert_eq!((router.totals().split, router.totals().output_tokens), (1, 51));
 }
 
+/// Half of the answers end before the cut. The others were as long as the cut, whether or not
+/// their first segments report tokens.
+#[test]
+fn tokens_of_a_segment_without_reports_are_tokens_of_running_answers() {
+    let learned = |reports: bool| {
+        let mut router = cutting(0.875, 3);
+        router.set_decode_policy(Registry::CORE.policy("sibyl", &[]).unwrap()).unwrap();
+        for _ in 0..20 {
+            let (short, long) = (
+                route_expecting(&mut router, Some(200), None),
+                route_expecting(&mut router, Some(200), None),
+            );
+            let usage = |tokens| Usage { output_tokens: Some(tokens), ..Usage::default() };
+            router.advance(short.ticket, Event::FirstToken, 0.5).unwrap();
+            router.advance(short.ticket, Event::Ended(usage(9)), 0.6).unwrap();
+            if reports {
+                router.advance(long.ticket, Event::FirstToken, 0.5).unwrap();
+                router.advance(long.ticket, Event::Tokens(49), 0.9).unwrap();
+            }
+            router.advance(long.ticket, DONE, 1.0).unwrap();
+            router.advance(long.ticket, Event::FirstToken, 1.1).unwrap();
+            router.advance(long.ticket, Event::Tokens(149), 1.2).unwrap();
+            router.advance(long.ticket, Event::Ended(usage(200)), 2.0).unwrap();
+        }
+        router.ahead().unwrap().survival().product_limit().boundaries().to_vec()
+    };
+    let (with, without) = (learned(true), learned(false));
+    assert!((0.3..0.7).contains(&with[1]), "{}", with[1]);
+    assert_eq!(without, with);
+}
+
 #[test]
 fn a_segment_that_says_nothing_until_its_end_gives_its_first_token_then() {
     let mut router = cutting(0.875, 2);

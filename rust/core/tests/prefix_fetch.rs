@@ -15,6 +15,7 @@ use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, PrefixFetch, Usage};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Decision, FetchConfig, Router, RouterConfig};
+use lmetric_core::warm::WarmConfig;
 use proptest::prelude::*;
 
 /// A fetch of 1,600 tokens takes 0.002 + 0.016 s.
@@ -29,12 +30,19 @@ const FETCH: FetchConfig = FetchConfig {
 /// Instances that compute 10,000 tokens/s until another rate is learned; prefills do not drain
 /// between events.
 fn router(policy: &str, fetch: FetchConfig, instances: usize) -> Router {
-    let config = RouterConfig {
+    in_fleet(config(fetch), policy, instances)
+}
+
+fn config(fetch: FetchConfig) -> RouterConfig {
+    RouterConfig {
         fetch: Some(fetch),
         drain: false,
         prior_prefill_tokens_per_second: 10_000.0,
         ..RouterConfig::default()
-    };
+    }
+}
+
+fn in_fleet(config: RouterConfig, policy: &str, instances: usize) -> Router {
     let mut router = Router::new(Registry::CORE.policy(policy, &[]).unwrap(), config).unwrap();
     for i in 0..instances {
         router.add_instance(&format!("e{i}"), Role::Both, None).unwrap();
@@ -45,7 +53,11 @@ fn router(policy: &str, fetch: FetchConfig, instances: usize) -> Router {
 /// One instance has a prompt of 1,601 tokens in its cache, computed at 10,000 tokens/s. It accepts
 /// no new requests but can serve fetches.
 fn held_by_one(policy: &str, fetch: FetchConfig, instances: usize) -> (Router, InstanceId, Vec<u64>) {
-    let mut router = router(policy, fetch, instances);
+    held_in(config(fetch), policy, instances)
+}
+
+fn held_in(config: RouterConfig, policy: &str, instances: usize) -> (Router, InstanceId, Vec<u64>) {
+    let mut router = in_fleet(config, policy, instances);
     let prompt = chain(1, 100);
     let first = router.route(&request(&prompt), 0.0).unwrap();
     assert_eq!(first.fetch, None);
@@ -79,7 +91,9 @@ fn whoever_is_chosen_fetches_what_another_holds() {
     assert!((told.expected_seconds - 0.018).abs() < 1e-12);
 
     router.advance(decision.ticket, Event::Sent, 1.0).unwrap();
-    router.advance(decision.ticket, Event::Fetched { tokens: 1600, seconds: 0.018 }, 1.018).unwrap();
+    router
+        .advance(decision.ticket, Event::Fetched { tokens: 1600, seconds: 0.018, late: false }, 1.018)
+        .unwrap();
     assert_eq!((router.fetch_of(decision.ticket), of(&mut router, Fetches, home)), (None, 0.0));
     let told = router.record(decision.id).unwrap().fetch.clone().unwrap();
     assert_eq!((told.tokens, told.seconds), (Some(1600), Some(0.018)));
@@ -129,7 +143,9 @@ fn a_holder_serves_so_many_fetches_at_once() {
     let holders: Vec<_> = fetching.iter().map(|d| d.fetch.map(|fetch| fetch.holder)).collect();
     assert_eq!(holders, [Some(home), Some(home), None, None]);
     assert_eq!(of(&mut router, Fetches, home), 2.0);
-    router.advance(fetching[0].ticket, Event::Fetched { tokens: 1600, seconds: 0.018 }, 1.1).unwrap();
+    router
+        .advance(fetching[0].ticket, Event::Fetched { tokens: 1600, seconds: 0.018, late: false }, 1.1)
+        .unwrap();
     assert_eq!(of(&mut router, Fetches, home), 1.0);
     // The first target now holds the prompt and serves no fetch.
     router.add_instance("new", Role::Both, None).unwrap();
@@ -204,7 +220,7 @@ fn a_step_time_model_says_what_computing_takes() {
 #[test]
 fn the_cost_is_learned() {
     let (mut router, home, prompt) = held_by_one("least_requests", FETCH, 2);
-    assert_eq!(router.fetch_cost(), Some((1e-5, 0.002, 0)));
+    assert_eq!(router.fetch_cost(1.0), Some((1e-5, 0.002, 0)));
     let mut fetches = 0;
     for i in 0..200 {
         let now = 1.0 + f64::from(i);
@@ -212,13 +228,17 @@ fn the_cost_is_learned() {
         let Some(fetch) = decision.fetch else { break };
         // Each fetch takes 0.5 s, three times as long as the computation.
         router
-            .advance(decision.ticket, Event::Fetched { tokens: fetch.tokens(), seconds: 0.5 }, now)
+            .advance(
+                decision.ticket,
+                Event::Fetched { tokens: fetch.tokens(), seconds: 0.5, late: false },
+                now,
+            )
             .unwrap();
         router.drop_ticket(decision.ticket);
         router.caches().write().gpu_mut().cleared(decision.segment.instance);
         fetches += 1;
     }
-    let (per_token, fixed, observed) = router.fetch_cost().unwrap();
+    let (per_token, fixed, observed) = router.fetch_cost(1.0).unwrap();
     assert!((1..100).contains(&fetches) && observed == fetches, "{fetches}");
     assert!(fixed + 1600.0 * per_token > 0.16, "{fixed} {per_token}");
     assert_eq!(of(&mut router, Fetches, home), 0.0);
@@ -229,7 +249,7 @@ fn what_did_not_come_is_computed() {
     let (mut router, _, prompt) = held_by_one("least_requests", FETCH, 2);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     let target = decision.segment.instance;
-    let fetched = |tokens, seconds| Event::Fetched { tokens, seconds };
+    let fetched = |tokens, seconds| Event::Fetched { tokens, seconds, late: false };
     for (event, part) in
         [(fetched(1601, 0.1), "1601"), (fetched(5, f64::NAN), "NaN"), (fetched(5, -1.0), "-1")]
     {
@@ -254,12 +274,12 @@ fn what_did_not_come_is_computed() {
 #[test]
 fn after_slow_fetches_and_some_idle_minutes_it_fetches_again() {
     let fetch = FetchConfig { max_fetches: 1000, ..FETCH };
-    let planned = |policy: &str, late: bool, idle_seconds: f64| {
+    let planned = |policy: &str, (came, late): (bool, bool), idle_seconds: f64| {
         let (mut router, _, prompt) = held_by_one(policy, fetch, 2);
         let fetches: Vec<_> = (0..50).map(|_| router.route(&request(&prompt), 1.0).unwrap()).collect();
         for decision in fetches {
             let tokens = decision.fetch.expect("a fetch").tokens();
-            let event = Event::Fetched { tokens: if late { 0 } else { tokens }, seconds: 0.9 };
+            let event = Event::Fetched { tokens: if came { tokens } else { 0 }, seconds: 0.9, late };
             router.advance(decision.ticket, event, 1.9).unwrap();
             router.drop_ticket(decision.ticket);
         }
@@ -270,11 +290,38 @@ fn after_slow_fetches_and_some_idle_minutes_it_fetches_again() {
         decision.fetch.is_some()
     };
     for policy in ["least_requests", "lmetric_pull"] {
-        for late in [false, true] {
-            assert!(!planned(policy, late, 1.0), "{policy} {late}: computing takes 0.16 s, a fetch 0.9 s");
-            assert!(planned(policy, late, 600.0), "{policy} {late}");
+        for end in [(true, false), (false, true)] {
+            assert!(!planned(policy, end, 1.0), "{policy} {end:?}: computing takes 0.16 s, a fetch 0.9 s");
+            assert!(planned(policy, end, 600.0), "{policy} {end:?}");
         }
+        assert!(planned(policy, (false, false), 1.0), "{policy}: holders that refuse are not slow ones");
     }
+}
+
+/// A fleet change after them uses the cost that decisions use, and so do learned values.
+#[test]
+fn after_slow_fetches_and_some_idle_minutes_fleet_changes_fetch_again() {
+    let warm = Some(WarmConfig { half_life_seconds: 3600.0, ..WarmConfig::default() });
+    let config = RouterConfig { warm, ..config(FetchConfig { max_fetches: 1000, ..FETCH }) };
+    let (mut router, _, prompt) = held_in(config, "least_requests", 2);
+    for decision in (0..50).map(|_| router.route(&request(&prompt), 1.0).unwrap()).collect::<Vec<_>>() {
+        let tokens = decision.fetch.expect("a fetch").tokens();
+        let event = Event::Fetched { tokens, seconds: 0.9, late: false };
+        router.advance(decision.ticket, event, 1.9).unwrap();
+        router.drop_ticket(decision.ticket);
+    }
+    let new = router.add_instance("new", Role::Both, None).unwrap();
+    let planned = |router: &mut Router, now| {
+        let warming = router.begin_join(new, now).unwrap();
+        router.end_warming(new).unwrap();
+        warming.planned() > 0
+    };
+    let seconds = |router: &Router, now| {
+        let (per_token, fixed, _) = router.fetch_cost(now).unwrap();
+        fixed + 1600.0 * per_token
+    };
+    assert!(!planned(&mut router, 2.0) && seconds(&router, 2.0) > 0.5);
+    assert!(planned(&mut router, 1202.0) && seconds(&router, 1202.0) < 0.02);
 }
 
 #[test]
@@ -290,7 +337,7 @@ fn a_prefill_that_waits_for_its_fetch_holds_nobody_up() {
     router.advance(other.ticket, Event::FirstToken, 2.2).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
     assert!((of(&mut router, Indicator::PrefillTokensPerSecond, target) - 8005.0).abs() < 1e-6);
-    router.advance(waiting.ticket, Event::Fetched { tokens: 0, seconds: 1.5 }, 2.5).unwrap();
+    router.advance(waiting.ticket, Event::Fetched { tokens: 0, seconds: 1.5, late: false }, 2.5).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1601.0);
     router.advance(waiting.ticket, Event::FirstToken, 2.7).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 0.0);
@@ -469,7 +516,7 @@ proptest! {
                 let fetched = router.fetch_of(ticket).map_or(0, |fetch| fetch.tokens());
                 match op {
                     3 if fetched > 0 => {
-                        let event = Event::Fetched { tokens: fetched / u32::from(1 + what), seconds: 0.01 };
+                        let event = Event::Fetched { tokens: fetched / u32::from(1 + what), seconds: 0.01, late: false };
                         router.advance(ticket, event, now).unwrap();
                     }
                     4 => drop(router.advance(ticket, Event::FirstToken, now).unwrap()),

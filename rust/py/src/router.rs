@@ -1214,13 +1214,14 @@ impl Router {
     ///
     /// - `gamma` (of UniBoost, 1/s) and `gamma_estimates` (number of estimates).
     /// - `fetch_seconds_per_token`, `fetch_fixed_seconds` and `fetches` (number of prefix fetches
-    ///   behind them).
+    ///   behind them), as they count at `now`.
     /// - `length_survival`: the chance that an answer is longer than 0, 64, 128, ... tokens
     ///   (multiples of the `bucket_tokens` of `sibyl`; SIBYL, Eq. 4).
     /// - `length_survival_product_limit`: that chance by the Kaplan-Meier estimator, which counts
     ///   running answers.
     /// - `prefill_tokens_per_second`: learned prefill rate of each instance.
-    fn learned<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+    #[pyo3(signature = (now=None))]
+    fn learned<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
         let (gamma, fetch, curves, rates) = self.with_core(py, |router| {
             let curves = router.ahead().map(|ahead| {
                 let survival = ahead.survival();
@@ -1232,7 +1233,7 @@ impl Router {
                 .into_iter()
                 .map(|(id, _)| (router.fleet().name(id).clone(), rate(id)))
                 .collect();
-            Ok((router.gamma(), router.fetch_cost(), curves, rates))
+            Ok((router.gamma(), router.fetch_cost(self.clock.now(now, router)?), curves, rates))
         })?;
         let dict = PyDict::new(py);
         dict.set_item("gamma", gamma.map(|(gamma, _)| gamma))?;

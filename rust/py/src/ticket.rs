@@ -277,11 +277,11 @@ impl Ticket {
 
     /// Reports the end of the prefix fetch. `tokens`: leading tokens that arrived (0: none).
     /// `seconds`: time since the fetch was requested. The instance computes the other tokens, and
-    /// begins now. Raises `TicketError` if there was no prefix to fetch, `BadValueError` for more
-    /// tokens than the prefix has.
-    #[pyo3(signature = (tokens, seconds, now=None))]
-    fn fetched(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>) -> Result<()> {
-        self.advance(py, Event::Fetched { tokens, seconds }, now).map(drop)
+    /// begins now. `late`: the fetch was given up because it took too long. Raises `TicketError` if
+    /// there was no prefix to fetch, `BadValueError` for more tokens than the prefix has.
+    #[pyo3(signature = (tokens, seconds, now=None, *, late=false))]
+    fn fetched(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>, late: bool) -> Result<()> {
+        self.advance(py, Event::Fetched { tokens, seconds, late }, now).map(drop)
     }
 
     /// Number of the ticket, unique among open tickets. `Router.rebalance` names moves by it.
@@ -402,7 +402,8 @@ impl Ticket {
 
     /// Reports that the request ended successfully, even if another segment was to follow, with the
     /// engine's usage in tokens. Closes the ticket. `finish_reason`: as in OpenAI's API; programs
-    /// return more often after `"tool_calls"` than after `"stop"`.
+    /// return more often after `"tool_calls"` than after `"stop"`. Without `"length"`, an answer
+    /// counts as ended by itself when lengths are learned.
     #[pyo3(signature = (
         *, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None
     ))]

@@ -173,7 +173,7 @@ impl Observer {
         seconds: Seconds,
         now: Seconds,
     ) -> Result<(), CoreError> {
-        self.tell(request, Event::Fetched { tokens, seconds }, now).map(drop)
+        self.tell(request, Event::Fetched { tokens, seconds, late: false }, now).map(drop)
     }
 
     /// Brings the router up to date before a decision or a tick: reads the signals that only these

@@ -75,7 +75,7 @@ fn an_idle_holder_sends_at_once() {
     assert_eq!(out.routers[0].totals().fetched_tokens, 48);
     let usage = out.routers[0].record(2).unwrap().outcome.usage;
     assert_eq!(usage.cached_tokens, Some(48), "engines count what they did not compute");
-    let (per_token, fixed, observed) = out.routers[0].fetch_cost().unwrap();
+    let (per_token, fixed, observed) = out.routers[0].fetch_cost(0.0).unwrap();
     assert!(observed == 1 && fixed + 48.0 * per_token > 0.1, "{fixed} {per_token}");
 }
 

@@ -6,12 +6,12 @@
 /// How a generation ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Finish {
-    /// No `finish_reason` seen.
+    /// No known reason seen.
     #[default]
     Open,
     /// By itself, for another reason.
     Done,
-    /// At its limit of tokens: `length`.
+    /// At its limit of tokens: `length`, `max_tokens` or `max_output_tokens`.
     AtLimit,
     /// By itself: `stop`.
     Stopped,
@@ -115,6 +115,7 @@ enum Place {
     Usage,
     Details,
     Error,
+    Incomplete,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,6 +130,9 @@ enum Key {
     ToolCalls,
     Role,
     FinishReason,
+    StopReason,
+    IncompleteDetails,
+    Reason,
     Usage,
     Prompt,
     Output,
@@ -154,6 +158,9 @@ impl Key {
             b"tool_calls" => Key::ToolCalls,
             b"role" => Key::Role,
             b"finish_reason" => Key::FinishReason,
+            b"stop_reason" => Key::StopReason,
+            b"incomplete_details" => Key::IncompleteDetails,
+            b"reason" => Key::Reason,
             b"usage" => Key::Usage,
             b"prompt_tokens" | b"input_tokens" => Key::Prompt,
             b"completion_tokens" | b"output_tokens" => Key::Output,
@@ -365,6 +372,7 @@ impl Probe {
                 Place::Usage
             }
             (Place::Usage, Key::Details, true) => Place::Details,
+            (Place::Top | Place::Wrapper, Key::IncompleteDetails, true) => Place::Incomplete,
             (Place::Top | Place::Wrapper, Key::Error, true) => {
                 self.found.error = true;
                 Place::Error
@@ -407,6 +415,17 @@ impl Probe {
                     Some(b"tool_calls") => Finish::CalledTools,
                     _ => Finish::Done,
                 };
+            }
+            // Anthropic's messages, whole and as events. OpenAI's choices have a key of this name
+            // for stop strings.
+            (Place::Top | Place::Delta, Key::StopReason)
+                if !self.found.completion && word == Some(b"max_tokens") =>
+            {
+                self.found.finish = Finish::AtLimit;
+            }
+            // OpenAI's responses.
+            (Place::Incomplete, Key::Reason) if word == Some(b"max_output_tokens") => {
+                self.found.finish = Finish::AtLimit;
             }
             (Place::Top, Key::Error) => self.found.error = true,
             (Place::Top, Key::Object) => self.found.error |= word == Some(b"error"),
@@ -545,6 +564,27 @@ mod tests {
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"stop"}]}"#).finish, Finish::Stopped);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"length"}]}"#).finish, Finish::AtLimit);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"content_filter"}]}"#).finish, Finish::Done);
+    }
+
+    #[test]
+    fn limits_are_seen_in_each_api() {
+        for at_limit in [
+            r#"{"type":"message","content":[{"type":"text","text":"a"}],"stop_reason":"max_tokens","stop_sequence":null}"#,
+            r#"{"type":"message_delta","delta":{"stop_reason":"max_tokens","stop_sequence":null},"usage":{"output_tokens":1}}"#,
+            r#"{"object":"response","status":"incomplete","incomplete_details":{"reason":"max_output_tokens"}}"#,
+            r#"{"type":"response.incomplete","response":{"incomplete_details":{"reason":"max_output_tokens"},"usage":{}}}"#,
+        ] {
+            assert_eq!(probe(at_limit).finish, Finish::AtLimit, "{at_limit}");
+        }
+        for other in [
+            r#"{"type":"message","content":[{"stop_reason":"max_tokens"}],"stop_reason":"end_turn"}"#,
+            r#"{"type":"message_start","message":{"stop_reason":null}}"#,
+            r#"{"object":"response","incomplete_details":null}"#,
+            r#"{"object":"response","incomplete_details":{"reason":"content_filter"}}"#,
+            r#"{"choices":[{"delta":{"stop_reason":"max_tokens"},"stop_reason":"max_tokens"}]}"#,
+        ] {
+            assert_eq!(probe(other).finish, Finish::Open, "{other}");
+        }
     }
 
     #[test]

@@ -8,11 +8,11 @@ const PRIOR_TOKENS: [f64; 2] = [1024.0, 32768.0];
 /// The fixed part and the per-token part are separated if fetch lengths differ by at least this
 /// much.
 const MIN_INDEPENDENT: f64 = 1e-3;
-/// Time after an observation for which the learned cost applies unchanged, and the time in which its
-/// weight then halves, in favor of the prior. Where fetches are learned to be too slow, none are
-/// made, and without this nothing would show that they are fast again.
+/// Time after an observation for which the learned cost applies unchanged.
 const FRESH_SECONDS: Seconds = 60.0;
-const HALF_LIFE: Seconds = 60.0;
+/// Time in which the weight of the learned cost then halves, in favor of the prior. When fetches are
+/// learned to be too slow, none are made. Without this, nothing would show that they are fast again.
+const HALF_LIFE_SECONDS: Seconds = 60.0;
 
 /// Sums over observations, each weighted by 1 / tokens: of 1, tokens, tokens squared, seconds, and
 /// tokens x seconds.
@@ -117,7 +117,7 @@ impl FetchCost {
         if self.observed == 0 || idle <= 0.0 {
             return *self;
         }
-        let sums = self.sums.faded((-idle / HALF_LIFE).exp2(), &self.prior);
+        let sums = self.sums.faded((-idle / HALF_LIFE_SECONDS).exp2(), &self.prior);
         FetchCost { sums, cost: sums.solved(self.prior_fixed), ..*self }
     }
 

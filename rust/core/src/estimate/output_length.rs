@@ -53,6 +53,15 @@ impl Class {
     const EMPTY: Class =
         Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0, by_itself: false };
 
+    /// Drops all answers that are shorter than `tokens` by a bucket or more. The sum of the rest is
+    /// exact to the bucket.
+    fn drop_shorter(&mut self, tokens: u32) {
+        self.counts[..bucket(tokens)].fill(0);
+        let counted = || self.counts.iter().enumerate().filter(|(_, count)| **count > 0);
+        self.seen = counted().map(|(_, count)| u32::from(*count)).sum();
+        self.sum_tokens = counted().map(|(at, count)| f64::from(longest(at)) * f64::from(*count)).sum();
+    }
+
     /// Halves all counts. The remainder of an odd count moves to the next nonempty bucket, so
     /// scattered answers with a count of one each last as long.
     fn halve(&mut self) {
@@ -129,7 +138,9 @@ impl OutputLength {
     }
 
     /// Returns the expected tokens of an answer of this class, including the margin; `None` until
-    /// `least` (1 to 128) of its answers have ended.
+    /// `least` (1 to 128) of its answers count. Until an answer has ended by itself, all answers cut
+    /// at their limits count. Then cut answers count only if they are long: the first natural answer
+    /// drops the shorter ones, and later ones must be as long as expected.
     pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
         let class = self.classes.peek(&class)?;
         (class.seen >= least).then_some(class.tokens)
@@ -148,14 +159,15 @@ impl OutputLength {
     pub fn ended(&mut self, class: u64, tokens: u32) {
         let known = self.classes.get_or_insert_mut(class, || Class::EMPTY);
         if !known.by_itself {
-            *known = Class { by_itself: true, ..Class::EMPTY };
+            known.by_itself = true;
+            known.drop_shorter(tokens);
         }
         self.count(class, tokens);
     }
 
     /// Records that an answer of this class reached its limit of `tokens` tokens. It would have been
     /// longer, so it counts only if it is as long as expected. Until an answer of the class has ended
-    /// by itself, nothing but limits is known of it.
+    /// by itself, each limit counts: see [`OutputLength::expected`].
     pub fn cut(&mut self, class: u64, tokens: u32) {
         let margin = match self.expected {
             Expected::Quantile { margin_tokens, .. } => margin_tokens,
@@ -260,6 +272,11 @@ mod tests {
             assert!(lengths.expected(2, 100).unwrap() <= 21);
             (0..8).for_each(|_| lengths.ended(2, 300));
             assert_eq!((lengths.expected(2, 8), lengths.expected(2, 9)), (Some(expected), None));
+            // A short answer that ends first leaves the long ones known.
+            (0..100).for_each(|_| lengths.cut(3, 4000));
+            lengths.ended(3, 3);
+            assert!(lengths.expected(3, 101).unwrap() > 3900, "{:?}", lengths.expected(3, 101));
+            assert_eq!(lengths.expected(3, 102), None);
         }
     }
 

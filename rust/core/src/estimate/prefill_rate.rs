@@ -7,10 +7,12 @@ const KEEP: f64 = 0.98;
 const KEEP_ERROR: f64 = 0.95;
 /// Minimum decayed number of predictions before their error is returned: four predictions.
 const MIN_JUDGED: f64 = 3.0;
-/// Maximum seconds of a prefill, in multiples of its prediction, or the maximum that it adds to the
-/// sum of seconds beyond its prediction, as a fraction of the sum. The larger of the two applies, so
-/// that neither short prefills, which take mostly fixed costs, nor slow engines are outliers.
+/// Maximum seconds of a prefill, in multiples of its prediction. The larger of this and of
+/// [`MAX_PULL`] applies, so that neither short prefills, which take mostly fixed costs, nor slow
+/// engines are outliers.
 const MAX_RATIO: f64 = 5.0;
+/// Maximum seconds that a prefill adds to the sum of seconds beyond its prediction, as a fraction of
+/// the sum.
 const MAX_PULL: f64 = 0.25;
 /// Token and pair costs are separated if at least this fraction of the pairs is not proportional to
 /// the tokens.

@@ -29,7 +29,7 @@ const MAX_ERROR: f64 = 1.0;
 const HOLD: f64 = 1e-3;
 /// Minimum of a term's decayed sum of squares. Below it, the term keeps its cost until it is observed
 /// again. Rounding would stop the decay of smaller sums, and their ratio would be meaningless.
-const LEAST_SQUARES: f64 = 1e-200;
+const MIN_SQUARE_SUM: f64 = 1e-200;
 /// Costs of a typical engine (the profile `llama-3.1-8b-a100`). Only their proportions count, until
 /// traffic separates the terms.
 const USUAL: Work = [0.01, 2e-5, 8e-8, 6e-5, 2.2e-9];
@@ -101,7 +101,7 @@ impl StepFit {
         self.seen = std::array::from_fn(|i| self.seen[i] + f64::from(u8::from(work[i] > 0.0)));
         let (seconds, weight) = (predicted * (1.0 + error), 1.0 / predicted);
         for i in 0..TERMS {
-            if 0.0 < self.products[i][i] && self.products[i][i] < LEAST_SQUARES {
+            if 0.0 < self.products[i][i] && self.products[i][i] < MIN_SQUARE_SUM {
                 self.forget(i);
             }
         }

@@ -316,8 +316,8 @@ impl Router {
     }
 
     /// Returns the learned seconds per fetched token, the learned fixed seconds per fetch and the
-    /// number of fetches behind them; `None` if prefix fetches are off.
-    pub fn fetch_cost(&self) -> Option<(Seconds, Seconds, u64)> {
-        self.state.fetches.map(|fetches| fetches.learned())
+    /// number of fetches behind them, as they count at `now`; `None` if prefix fetches are off.
+    pub fn fetch_cost(&self, now: Seconds) -> Option<(Seconds, Seconds, u64)> {
+        self.state.fetches.map(|fetches| fetches.at(now).learned())
     }
 }

@@ -149,7 +149,7 @@ impl Router {
         let ready: Vec<bool> =
             state.ids().map(|other| state.fleet.eligible()[other.index()] && able(other)).collect();
         let fetching = |tokens: f64| match &state.fetches {
-            Some(fetches) => fetches.cost.seconds(tokens),
+            Some(fetches) => fetches.at(now).cost.seconds(tokens),
             None => config.fixed_seconds + config.seconds_per_token * tokens,
         };
         let caches = state.caches.read();

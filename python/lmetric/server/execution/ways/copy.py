@@ -42,7 +42,7 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
     came = missing if outcome == "fetched" else 0
     # No engine reports its transfer time, so that is configured; the time until now is measured.
     seconds = p.now - began + came * p.model.transfer_seconds_per_token
-    p.ticket.fetched(came, seconds, p.now)
+    p.ticket.fetched(came, seconds, p.now, late=outcome == "late")
     p.kv = kv if came else None
     kv.tokens = tokens
     p.model.fetch_outcomes[outcome] += 1

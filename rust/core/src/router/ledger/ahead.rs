@@ -193,8 +193,8 @@ impl Ahead {
         self.loads[slot].bind(key, prompt_tokens, entry.left(), start);
     }
 
-    /// Records the first token of a bound segment, which `entry` counts. `lag`: seconds since the end of the previous
-    /// segment.
+    /// Records the first token of a bound segment, which `entry` counts. `lag`: seconds since the
+    /// end of the previous segment.
     pub fn start(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds, lag: Option<Seconds>) {
         self.loads[slot].unbind(key);
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
@@ -244,10 +244,16 @@ impl Ahead {
         }
     }
 
+    /// Records output tokens of a running answer that no report counted: it has `made`, of which
+    /// `seen` were counted.
+    pub fn passed(&mut self, seen: f64, made: f64) {
+        self.survival.passed(seen, made.max(seen));
+    }
+
     /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
     /// were counted before. Returns whether the weights are due: see [`Ahead::renew_weights`].
     pub fn finished(&mut self, output_tokens: u32, seen: f64, at_limit: bool, now: Seconds) -> bool {
-        self.survival.passed(seen, f64::from(output_tokens).max(seen));
+        self.passed(seen, f64::from(output_tokens));
         self.survival.observe(output_tokens, at_limit);
         let ended = self.survival.seen();
         let (last, at) = self.weighed;

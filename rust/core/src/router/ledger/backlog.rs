@@ -32,6 +32,11 @@ impl Prefill {
     fn left_seconds(&self) -> Seconds {
         self.left * self.seconds_per_token
     }
+
+    /// Attention pairs of `tokens` of its tokens.
+    fn pairs_of(&self, tokens: f64) -> f64 {
+        if self.tokens > 0.0 { self.pairs * tokens / self.tokens } else { 0.0 }
+    }
 }
 
 /// The prefills of one instance, in the order of placement.
@@ -54,6 +59,28 @@ pub(in crate::router) struct Ended {
     pub seconds: Seconds,
     /// Whether there was only one prefill.
     pub single: bool,
+}
+
+/// Remaining work of some prefills: part of the sums of a backlog.
+#[derive(Clone, Copy, Debug, Default)]
+struct Rest {
+    tokens: f64,
+    pairs: f64,
+    seconds: Seconds,
+}
+
+impl Rest {
+    fn add(&mut self, prefill: &Prefill) {
+        self.tokens += prefill.left;
+        self.pairs += prefill.pairs_of(prefill.left);
+        self.seconds += prefill.left_seconds();
+    }
+
+    fn of(prefill: &Prefill) -> Rest {
+        let mut rest = Rest::default();
+        rest.add(prefill);
+        rest
+    }
 }
 
 /// The prefill backlogs of all instances, by slot.
@@ -113,6 +140,7 @@ impl Backlogs {
         let tokens = entry.new_tokens;
         self.left[slot] += tokens;
         let pairs = attention_pairs(entry.cached(), tokens);
+        self.pairs[slot] += pairs;
         let seconds_per_token = seconds_per_token(learned, tokens, pairs, self.prior_rate);
         let queue = &mut self.queues[slot];
         queue.left_seconds += tokens * seconds_per_token;
@@ -141,7 +169,7 @@ impl Backlogs {
     pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, learned: &PrefillRate, now: Seconds) {
         self.settle(slot, now);
         if let Some((_, gone)) = self.take(slot, ticket) {
-            self.take_off(slot, gone.left, gone.left_seconds());
+            self.take_off(slot, Rest::of(&gone));
         }
         self.push(slot, ticket, entry, learned, now);
     }
@@ -152,6 +180,7 @@ impl Backlogs {
         let queue = &mut self.queues[slot];
         if let Some(prefill) = queue.prefills.iter_mut().find(|p| p.ticket == ticket) {
             self.left[slot] = (self.left[slot] - prefill.left + left).max(0.0);
+            self.pairs[slot] = (self.pairs[slot] + prefill.pairs_of(left - prefill.left)).max(0.0);
             queue.left_seconds += prefill.seconds_per_token * (left - prefill.left);
             prefill.left = left;
             self.drain_rate(slot);
@@ -166,6 +195,7 @@ impl Backlogs {
             let done = tokens.min(prefill.left);
             prefill.left -= done;
             self.left[slot] = (self.left[slot] - done).max(0.0);
+            self.pairs[slot] = (self.pairs[slot] - prefill.pairs_of(done)).max(0.0);
             queue.left_seconds -= done * prefill.seconds_per_token;
             self.drain_rate(slot);
         }
@@ -178,7 +208,7 @@ impl Backlogs {
         if place == 0 && !gone.waits {
             self.queues[slot].head_since = now;
         }
-        self.take_off(slot, gone.left, gone.left_seconds());
+        self.take_off(slot, Rest::of(&gone));
         true
     }
 
@@ -188,9 +218,8 @@ impl Backlogs {
         self.settle(slot, now);
         let queue = &mut self.queues[slot];
         let last = queue.prefills.iter().position(|p| p.ticket == ticket)?;
-        let (mut ended, mut left, mut left_seconds) =
-            (Ended { tokens: 0.0, pairs: 0.0, seconds: 0.0, single: false }, 0.0, 0.0);
-        let mut prefills = 0;
+        let mut ended = Ended { tokens: 0.0, pairs: 0.0, seconds: 0.0, single: false };
+        let (mut rest, mut prefills) = (Rest::default(), 0);
         let mut waiting: SmallVec<[Prefill; 4]> = SmallVec::new();
         for gone in queue.prefills.drain(..=last) {
             if gone.waits && gone.ticket != ticket {
@@ -200,14 +229,13 @@ impl Backlogs {
             prefills += 1;
             ended.tokens += gone.tokens;
             ended.pairs += gone.pairs;
-            left += gone.left;
-            left_seconds += gone.left_seconds();
+            rest.add(&gone);
         }
         waiting.into_iter().rev().for_each(|prefill| queue.prefills.push_front(prefill));
         ended.seconds = now - queue.head_since;
         ended.single = prefills == 1;
         queue.head_since = now;
-        self.take_off(slot, left, left_seconds);
+        self.take_off(slot, rest);
         Some(ended)
     }
 
@@ -220,6 +248,7 @@ impl Backlogs {
             prefill.seconds = prefill.tokens * prefill.seconds_per_token;
         }
         queue.left_seconds = queue.prefills.iter().map(Prefill::left_seconds).sum();
+        self.pairs[slot] = queue.prefills.iter().map(|prefill| prefill.pairs_of(prefill.left)).sum();
         self.drain_rate(slot);
     }
 
@@ -299,16 +328,16 @@ impl Backlogs {
             let part = done.min(prefill.left);
             prefill.left -= part;
             queue.left_seconds -= part * prefill.seconds_per_token;
+            self.pairs[slot] -= prefill.pairs_of(part);
             done -= part;
         }
+        self.pairs[slot] = self.pairs[slot].max(0.0);
         self.drain_rate(slot);
     }
 
     /// Sets the drain rate: the remaining tokens drain evenly over the seconds that their prefills
-    /// take. Long prompts take longer per token. Sums the attention pairs of these tokens.
+    /// take. Long prompts take longer per token.
     fn drain_rate(&mut self, slot: usize) {
-        let pairs = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
-        self.pairs[slot] = self.queues[slot].prefills.iter().map(pairs).sum();
         let seconds = self.queues[slot].left_seconds;
         self.rate[slot] = if seconds > 0.0 { self.left[slot] / seconds } else { 0.0 };
     }
@@ -320,14 +349,15 @@ impl Backlogs {
         Some((place, prefills.remove(place)?))
     }
 
-    /// Subtracts ended prefills from the remaining tokens and seconds. Rounding can bring a
-    /// difference below zero, hence the bounds.
-    fn take_off(&mut self, slot: usize, tokens: f64, seconds: Seconds) {
+    /// Subtracts ended prefills from the sums. Rounding can bring a difference below zero, hence
+    /// the bounds.
+    fn take_off(&mut self, slot: usize, rest: Rest) {
         let queue = &mut self.queues[slot];
-        (self.left[slot], queue.left_seconds) = match queue.prefills.is_empty() {
-            true => (0.0, 0.0),
-            false => ((self.left[slot] - tokens).max(0.0), (queue.left_seconds - seconds).max(0.0)),
-        };
+        let none_left = queue.prefills.is_empty();
+        let without = |sum: f64, part: f64| if none_left { 0.0 } else { (sum - part).max(0.0) };
+        self.left[slot] = without(self.left[slot], rest.tokens);
+        self.pairs[slot] = without(self.pairs[slot], rest.pairs);
+        queue.left_seconds = without(queue.left_seconds, rest.seconds);
         self.drain_rate(slot);
     }
 }
@@ -385,5 +415,94 @@ fn drained(drains: Drains<'_>, now: Seconds, out: &mut [f64]) {
     let drains = drains.first(out.len());
     for (i, out) in out.iter_mut().enumerate() {
         *out = drains.tokens(i, now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv::tier::Tier;
+    use crate::router::ledger::counts::Stage;
+    use proptest::prelude::*;
+    use std::time::{Duration, Instant};
+
+    fn entry(cached: f64, new_tokens: f64) -> Entry {
+        Entry {
+            prompt_tokens: cached + new_tokens,
+            new_tokens,
+            output_tokens: 0.0,
+            expected_output_tokens: None,
+            stage: Stage::Bound,
+            tier_tokens: 0.0,
+            tier: Tier::Gpu,
+            load_seconds: None,
+            lora: 0,
+            tenant: 0,
+            whole_answer: false,
+        }
+    }
+
+    fn backlogs(prior_rate: f64) -> Backlogs {
+        let mut backlogs = Backlogs::new(prior_rate);
+        backlogs.resize(1);
+        backlogs.clear(0);
+        backlogs
+    }
+
+    /// Placements do not take longer on an instance with a long queue.
+    #[test]
+    fn a_placement_takes_no_time_per_queued_prefill() {
+        const PLACEMENTS: u32 = 20_000;
+        let (rate, prompt) = (PrefillRate::default(), entry(0.0, 1000.0));
+        let placed = |clears: bool| -> Duration {
+            let mut backlogs = backlogs(1e-3);
+            let began = Instant::now();
+            for ticket in 0..PLACEMENTS {
+                if clears {
+                    backlogs.clear(0);
+                }
+                backlogs.push(0, ticket, &prompt, &rate, f64::from(ticket));
+            }
+            began.elapsed()
+        };
+        let (alone, queued) = (placed(true), placed(false));
+        assert!(queued < 50 * alone + Duration::from_millis(5), "{queued:?}, but {alone:?} without a queue");
+    }
+
+    proptest! {
+        /// The sums that are kept are the sums over the queue, whatever happens.
+        #[test]
+        fn sums_are_those_of_the_queue(
+            ops in prop::collection::vec((0u32..8, 0u32..12, 0.0f64..3.0, 1.0f64..5000.0), 1..200),
+            prior_rate in prop::sample::select(vec![0.0, 1000.0]),
+        ) {
+            let (mut backlogs, mut rate, mut now) = (backlogs(prior_rate), PrefillRate::default(), 0.0);
+            for (op, ticket, seconds, tokens) in ops {
+                now += seconds;
+                let prompt = entry(3.0 * tokens, tokens);
+                let queued = backlogs.queues[0].prefills.iter().find(|p| p.ticket == ticket).copied();
+                match (op, queued) {
+                    (0..=2, None) => backlogs.push(0, ticket, &prompt, &rate, now),
+                    (0, Some(_)) => backlogs.requeue(0, ticket, &prompt, &rate, now),
+                    (1, Some(prefill)) => backlogs.set_left(0, ticket, prefill.left.min(tokens), now),
+                    (2..=4, Some(_)) => backlogs.computed(0, ticket, tokens, now),
+                    (5, _) => drop(backlogs.cancel(0, ticket, now)),
+                    (6, _) => {
+                        rate.observe(tokens, attention_pairs(0.0, tokens), seconds);
+                        backlogs.price(0, &rate);
+                    }
+                    _ => drop(backlogs.end_through(0, ticket, now)),
+                }
+                let mut sums = Rest::default();
+                backlogs.queues[0].prefills.iter().for_each(|prefill| sums.add(prefill));
+                let kept = [backlogs.left[0], backlogs.pairs[0], backlogs.queues[0].left_seconds];
+                for (kept, sum) in kept.into_iter().zip([sums.tokens, sums.pairs, sums.seconds]) {
+                    prop_assert!((kept - sum).abs() <= 1e-3 + 1e-9 * sum, "{kept} {sum}");
+                }
+                if backlogs.is_empty(0) {
+                    prop_assert_eq!(kept, [0.0; 3]);
+                }
+            }
+        }
     }
 }

@@ -275,6 +275,11 @@ impl Ledger {
         self.ahead.iter_mut().for_each(|ahead| ahead.end(slot, key, entry, now));
     }
 
+    /// Learns that a running answer grew to `made` tokens, of which `seen` were counted before.
+    pub fn passed(&mut self, seen: f64, made: f64) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.passed(seen, made));
+    }
+
     /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
     /// were counted before. Returns whether the weights of predicted loads are due.
     pub fn finished(&mut self, output_tokens: u32, seen: f64, at_limit: bool, now: Seconds) -> bool {

@@ -47,8 +47,8 @@ impl Lifecycle<'_> {
         match (effect, event) {
             (Effect::RecordPrompt, _) => self.record_prompt(ticket),
             (Effect::EndFetch, _) => self.end_fetch(ticket),
-            (Effect::LearnFetch, Event::Fetched { tokens, seconds }) => {
-                self.fetched(ticket, tokens, seconds)?;
+            (Effect::LearnFetch, Event::Fetched { tokens, seconds, late }) => {
+                self.fetched(ticket, tokens, seconds, late)?;
             }
             (Effect::CompleteMove, _) => return self.complete_move(ticket).map(Some),
             (Effect::HandOver, Event::Finished(usage)) => {

@@ -39,13 +39,14 @@ impl Lifecycle<'_> {
         }
     }
 
-    /// Records the result of a prefix fetch: `tokens` arrived `seconds` after its start. The
-    /// instance computes the rest.
+    /// Records the result of a prefix fetch: `tokens` arrived `seconds` after its start, or it was
+    /// given up then (`late`). The instance computes the rest.
     pub(super) fn fetched(
         &mut self,
         ticket: TicketId,
         tokens: u32,
         seconds: Seconds,
+        late: bool,
     ) -> Result<(), CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         let Some(planned) = state.open.fetch else {
@@ -74,8 +75,9 @@ impl Lifecycle<'_> {
         }
         self.requests.totals.fetched_tokens += u64::from(tokens);
         if let Some(fetches) = &mut self.state.fetches {
-            // A fetch that brought nothing in more than its expected time would have taken longer.
-            let late = tokens == 0 && seconds > fetches.cost.at(self.now).seconds(f64::from(most));
+            // A fetch that was given up after more than its expected time would have taken longer.
+            // Another fetch that brought nothing teaches nothing.
+            let late = late && tokens == 0 && seconds > fetches.cost.at(self.now).seconds(f64::from(most));
             fetches.cost.observe(f64::from(if late { most } else { tokens }), seconds, self.now);
         }
         self.requests.records.update(decision, |r| {
