@@ -186,7 +186,7 @@ def next_engine(p: Progress, lost: EngineLost) -> str | None:
     """
     if lost.kind == "answer_too_large":  # of each engine
         p.reason = lost.reason
-        raise Ended(ApiError(502, lost.reason, engines=lost.engine.name, code=lost.kind))
+        raise Ended(ApiError(502, lost.reason, engines=lost.engine.name, code="answer_too_large"))
     p.drop_main()
     if p.has_tokens:
         return _resume(p, lost)

@@ -10,8 +10,9 @@ const PRIOR_TOKENS: [f64; 2] = [1024.0, 32768.0];
 const MIN_INDEPENDENT: f64 = 1e-3;
 /// Time after an observation for which the learned cost applies unchanged.
 const FRESH_SECONDS: Seconds = 60.0;
-/// Time in which the weight of the learned cost then halves, in favor of the prior. When fetches are
-/// learned to be too slow, none are made. Without this, nothing would show that they are fast again.
+/// Time in which the weight of the learned cost then halves, in favor of the prior. When fetches
+/// are learned to be too slow, none are made. Without this, nothing would show that they are fast
+/// again.
 const HALF_LIFE_SECONDS: Seconds = 60.0;
 
 /// Sums over observations, each weighted by 1 / tokens: of 1, tokens, tokens squared, seconds, and
@@ -171,7 +172,8 @@ mod tests {
         assert!((cost.seconds(1000.0) - 0.042).abs() < 1e-9);
     }
 
-    /// Slow fetches of a busy time are forgotten when none is made, and the next one counts at once.
+    /// Slow fetches of a busy time are forgotten when none is made, and the next one counts at
+    /// once.
     #[test]
     fn it_returns_to_the_prior_while_nothing_is_observed() {
         let slow = |tokens: f64| 0.02 + 1.5e-4 * tokens;

@@ -138,9 +138,9 @@ impl OutputLength {
     }
 
     /// Returns the expected tokens of an answer of this class, including the margin; `None` until
-    /// `least` (1 to 128) of its answers count. Until an answer has ended by itself, all answers cut
-    /// at their limits count. Then cut answers count only if they are long: the first natural answer
-    /// drops the shorter ones, and later ones must be as long as expected.
+    /// `least` (1 to 128) of its answers count. Until an answer has ended by itself, all answers
+    /// cut at their limits count. Then cut answers count only if they are long: the first natural
+    /// answer drops the shorter ones, and later ones must be as long as expected.
     pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
         let class = self.classes.peek(&class)?;
         (class.seen >= least).then_some(class.tokens)
@@ -165,9 +165,9 @@ impl OutputLength {
         self.count(class, tokens);
     }
 
-    /// Records that an answer of this class reached its limit of `tokens` tokens. It would have been
-    /// longer, so it counts only if it is as long as expected. Until an answer of the class has ended
-    /// by itself, each limit counts: see [`OutputLength::expected`].
+    /// Records that an answer of this class reached its limit of `tokens` tokens. It would have
+    /// been longer, so it counts only if it is as long as expected. Until an answer of the class
+    /// has ended by itself, each limit counts: see [`OutputLength::expected`].
     pub fn cut(&mut self, class: u64, tokens: u32) {
         let margin = match self.expected {
             Expected::Quantile { margin_tokens, .. } => margin_tokens,

@@ -11,8 +11,8 @@ const MIN_JUDGED: f64 = 3.0;
 /// [`MAX_PULL`] applies, so that neither short prefills, which take mostly fixed costs, nor slow
 /// engines are outliers.
 const MAX_RATIO: f64 = 5.0;
-/// Maximum seconds that a prefill adds to the sum of seconds beyond its prediction, as a fraction of
-/// the sum.
+/// Maximum seconds that a prefill adds to the sum of seconds beyond its prediction, as a fraction
+/// of the sum.
 const MAX_PULL: f64 = 0.25;
 /// Token and pair costs are separated if at least this fraction of the pairs is not proportional to
 /// the tokens.

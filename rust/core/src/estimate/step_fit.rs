@@ -27,8 +27,9 @@ const MAX_ERROR: f64 = 1.0;
 /// Regularization towards the current costs, as a fraction of a term's observations. It decides
 /// what the observations leave open.
 const HOLD: f64 = 1e-3;
-/// Minimum of a term's decayed sum of squares. Below it, the term keeps its cost until it is observed
-/// again. Rounding would stop the decay of smaller sums, and their ratio would be meaningless.
+/// Minimum of a term's decayed sum of squares. Below it, the term keeps its cost until it is
+/// observed again. Rounding would stop the decay of smaller sums, and their ratio would be
+/// meaningless.
 const MIN_SQUARE_SUM: f64 = 1e-200;
 /// Costs of a typical engine (the profile `llama-3.1-8b-a100`). Only their proportions count, until
 /// traffic separates the terms.
@@ -364,8 +365,8 @@ mod tests {
         }
     }
 
-    /// Sums of a term that is not observed for hours reach the smallest numbers, whose decay rounding
-    /// stops.
+    /// Sums of a term that is not observed for hours reach the smallest numbers, whose decay
+    /// rounding stops.
     #[test]
     fn a_term_that_traffic_lacks_for_hours_keeps_its_cost() {
         let costs: Work = [0.012, 4e-5, 1e-7, 6e-5, 2.2e-9];
