@@ -424,7 +424,6 @@ mod tests {
     use crate::kv::tier::Tier;
     use crate::router::ledger::counts::Stage;
     use proptest::prelude::*;
-    use std::time::{Duration, Instant};
 
     fn entry(cached: f64, new_tokens: f64) -> Entry {
         Entry {
@@ -447,26 +446,6 @@ mod tests {
         backlogs.resize(1);
         backlogs.clear(0);
         backlogs
-    }
-
-    /// Placements do not take longer on an instance with a long queue.
-    #[test]
-    fn a_placement_takes_no_time_per_queued_prefill() {
-        const PLACEMENTS: u32 = 20_000;
-        let (rate, prompt) = (PrefillRate::default(), entry(0.0, 1000.0));
-        let placed = |clears: bool| -> Duration {
-            let mut backlogs = backlogs(1e-3);
-            let began = Instant::now();
-            for ticket in 0..PLACEMENTS {
-                if clears {
-                    backlogs.clear(0);
-                }
-                backlogs.push(0, ticket, &prompt, &rate, f64::from(ticket));
-            }
-            began.elapsed()
-        };
-        let (alone, queued) = (placed(true), placed(false));
-        assert!(queued < 50 * alone + Duration::from_millis(5), "{queued:?}, but {alone:?} without a queue");
     }
 
     proptest! {
