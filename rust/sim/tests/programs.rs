@@ -74,7 +74,7 @@ fn wrong_joins_are_named() {
         let error = Workload::new(&Trace { joins, ..family() }, 16).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
-    let error = Workload::new(&Trace { finish: &[0, 1, -1, 2], ..family() }, 16).unwrap_err().to_string();
+    let error = Workload::new(&Trace { finish: &[0, 1, -1, 3], ..family() }, 16).unwrap_err().to_string();
     assert!(error.contains("finish of request 3"), "{error}");
     let workload = Workload::new(&Trace { finish: &[0, 1, -1, 0], ..family() }, 16).unwrap();
     assert_eq!([0, 1, 2].map(|i| workload.finish(i)), [0, 1, -1]);
