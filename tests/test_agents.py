@@ -261,7 +261,7 @@ def test_slices_keep_joins() -> None:
         ({"joins": np.array([[1, 2]])}, "joins must be pairs"),
         ({"joins": np.array([[5, 2]])}, "joins must be pairs"),
         ({"joins": np.array([3, 1])}, r"joins must have the shape \(m, 2\)"),
-        ({"finish": np.array([0, 0, 0, 0, 2])}, "finish must be"),
+        ({"finish": np.array([0, 0, 0, 0, 3])}, "finish must be"),
         ({"programs": np.array([0])}, "programs must have the shape"),
     ],
 )
@@ -289,7 +289,7 @@ def test_programs_are_written_and_read_again(tmp_path: Path, trace: Trace) -> No
     [
         ('"joins": [1], "previous": 0', "does not come before it"),
         ('"joins": 0', "joins must be a list of line numbers"),
-        ('"finish": "length"', "finish must be one of stop, tool_calls"),
+        ('"finish": "error"', "finish must be one of stop, tool_calls"),
         ('"program": -1', "program must be a whole number"),
     ],
 )

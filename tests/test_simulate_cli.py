@@ -107,7 +107,9 @@ def test_local_orders_are_runs_of_their_own() -> None:
 
 def test_splits_are_runs_of_their_own() -> None:
     busy = ["--instances", "2", "--speed", "9", "--policy", "least_requests"]
-    answer = told(*busy, "--split", "none,libra", "--rebalance", "none", "--decode-policy", "least_tokens")
+    # Also splits that gain nothing: of so few requests, none gains.
+    splits = ["--split", "none,libra", "--split-settings", "min_gain=-1"]
+    answer = told(*busy, *splits, "--rebalance", "none", "--decode-policy", "least_tokens")
     runs = answer["runs"]
     assert [(run["split"], run["decode_policy"]) for run in runs] == [
         ("none", None),
