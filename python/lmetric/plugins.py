@@ -23,7 +23,7 @@ from lmetric import _core
 ENTRY_POINTS = "lmetric.policies"
 """Entry point group in which packages register policies."""
 
-# Errors of foreign code. A script of the command line may call `sys.exit` while it is imported.
+# Errors of a policy's code. A script of the command line may end by `sys.exit` when imported.
 _ERRORS = (Exception, SystemExit)
 
 _FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)", re.ASCII)
