@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 import yaml
 
-from lmetric.server.http.pages import PAGES, administration
+from lmetric.server.http.pages import administration
 from lmetric.server.http.pages.call import ADMINISTRATION, is_administration
+from lmetric.server.http.pages.table import PAGES
 from test_server_process import RUN, engine, router
 from tls_world import Authority, needs_openssl
 from token_folders import byte_level, write_folder
@@ -41,6 +42,7 @@ CONFIGURED = {
         (
             *(f"{SERVER}.background.replicas", f"{SERVER}.background.addresses"),
             *(f"{SERVER}.background.key_exchange", f"{SERVER}.background.stored_search"),
+            f"{SERVER}.http.pages.peers",
         ),
     ),
     "replicas.redis_url": Feature(
@@ -90,7 +92,9 @@ CONFIGURED = {
 CALLED = {
     "/": (f"{SERVER}.http.home",),
     "/openapi.json": (f"{SERVER}.api.openapi", f"{SERVER}.http.pages.table"),
-    "/debug/live": (f"{SERVER}.observe.live_view", f"{SERVER}.observe.hot"),
+    "/debug/engines": (f"{SERVER}.http.pages.debug", f"{SERVER}.http.pages.engines"),
+    "/debug/live": (f"{SERVER}.http.live", f"{SERVER}.observe.live_view", f"{SERVER}.observe.hot"),
+    "/readiness": (f"{SERVER}.http.pages.sessions",),
 }
 # Loaded by other commands, by several processes, by the page of a decision, by files of policies.
 OTHERS = (
@@ -141,7 +145,7 @@ async def _run(*pages: str) -> tuple[int, set[str]]:
 
 
 async def test_a_plain_server_loads_no_optional_feature() -> None:
-    lines, loaded = await _run("/metrics", "/health", "/debug/engines")
+    lines, loaded = await _run("/metrics", "/health")
     assert {f"{SERVER}.execution.ways.{way}" for way in WAYS} <= loaded
     assert loaded & OPTIONAL == set()
     assert lines <= MOST_LINES
@@ -240,4 +244,4 @@ def test_a_feature_without_its_package_fails_at_the_start(
 def test_the_paths_of_administrators_are_those_of_their_pages() -> None:
     assert sorted(ADMINISTRATION) == sorted(path for path in administration.PAGES if "{" not in path)
     assert all(is_administration(path) for path in administration.PAGES)
-    assert not any(is_administration(path) for path in PAGES)
+    assert not any(is_administration(path) for path in PAGES if path not in administration.PAGES)

@@ -27,6 +27,7 @@ from lmetric.config import (
 from lmetric.extras import install
 from lmetric.server.api.identity import Identity
 from lmetric.server.api.issued import IssuedKeys
+from lmetric.server.api.replica_pages import PATH
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replica_state import metrics as replica_metrics
@@ -37,7 +38,7 @@ from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.listeners import Listeners
-from lmetric.server.http.pages import load_administration, pages
+from lmetric.server.http.pages import load_administration, load_pages, pages
 from lmetric.server.http.port import Bound, bind, hold, port_error
 from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
 from lmetric.server.observe.key_store import KeyStore, key_metrics
@@ -276,6 +277,7 @@ class Server:
         from lmetric.server.background.replicas import Replicas
         from lmetric.server.background.stored_search import StoredSearch
 
+        load_pages(PATH)
         replicas = self._replicas = front.replicas = Replicas(
             front.config.replicas,
             lambda: self.fleet.models,

@@ -1,7 +1,7 @@
 """The router's own pages: health, models, metrics, debugging, administration.
 
-Each page is declared beside its handler. `PAGES` has the pages that every router needs,
-`administration` has the others, and `table` has all.
+Each page is declared beside its handler. The pages of `health` are loaded at the start, others by
+the first call of one of them; `table` has all.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from aiohttp import web
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.api.paths import REALTIME
+from lmetric.server.api.replica_pages import PATH
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.pages import debug, health, peers, sessions
+from lmetric.server.http.pages import health
 from lmetric.server.http.pages.call import Call, check_method, is_administration, unknown
 from lmetric.server.http.protocol import upgrade_required, wants_websocket
 
-PAGES = Pages({path: page for part in (health, debug, sessions, peers) for path, page in part.PAGES.items()})
-# Pages whose path ends with a name, by what comes before it.
-_NAMED = {path.partition("{")[0]: path for path in PAGES if path.endswith("}")}
+_OF_SESSIONS = ("/finish_session", "/liveness", "/readiness", "/health_generate")
 
 
 async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
@@ -29,7 +28,7 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
 
     ``path``: as the client spells it. The body is read after the check of the request's credential.
     """
-    call = Call(front, request, path, query, PAGES, _every_page)
+    call = Call(front, request, path, query, _open_paths, _every_page)
     if is_administration(path):
         return await _admin(call)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
@@ -42,9 +41,10 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             code="not_implemented",
             headers={"connection": "close"},
         )
+    if path.startswith(PATH) and (front.replicas is None or not front.replicas.on):
+        raise unknown(call)
     page, call.name = _at(path)
-    replicas = front.replicas
-    if page is None or (page.access == "replica" and (replicas is None or not replicas.on)):
+    if page is None:
         raise unknown(call)
     _admit(call, page)
     response: web.StreamResponse = await page.handler(request.method)(call)
@@ -53,10 +53,25 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
 
 def _at(path: str) -> tuple[OwnPage | None, str]:
     """The page at a path, and the name at its end."""
-    for start, named in _NAMED.items():
-        if path.startswith(start):
-            return PAGES[named], path.removeprefix(start)
-    return (None if "{" in path else PAGES.get(path)), ""
+    pages = load_pages(path)
+    for named, page in pages.items():
+        start, _, name = named.partition("{")
+        if name and path.startswith(start):
+            return page, path.removeprefix(start)
+    return (None if "{" in path else pages.get(path)), ""
+
+
+def load_pages(path: str) -> Pages:
+    """Imports the pages among which a path is, without those of administrators."""
+    if path.startswith("/debug/"):
+        from lmetric.server.http.pages.debug import PAGES
+    elif path in _OF_SESSIONS:
+        from lmetric.server.http.pages.sessions import PAGES
+    elif path.startswith(PATH):
+        from lmetric.server.http.pages.peers import PAGES
+    else:
+        return health.PAGES
+    return PAGES
 
 
 def _admit(call: Call, page: OwnPage) -> None:
@@ -87,6 +102,12 @@ def load_administration() -> ModuleType:
     from lmetric.server.http.pages import administration
 
     return administration
+
+
+def _open_paths() -> Iterable[str]:
+    """The paths of the pages for clients and for readers of /debug."""
+    for pages in (health.PAGES, load_pages("/debug/"), load_pages(_OF_SESSIONS[0])):
+        yield from pages
 
 
 def _every_page() -> Iterable[OwnPage]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -36,7 +36,7 @@ class Call(Struct, eq=False, gc=False):
     Attributes:
         path: the spelling of the client, because proxies in front of the router filter by it.
         name: what stands for the part ``{...}`` of the page's path, as the client spells it.
-        pages: the pages that every router loads, by path.
+        open_paths: loads and returns the paths of pages for clients and for readers of /debug.
         every_page: loads and returns all pages.
     """
 
@@ -44,7 +44,7 @@ class Call(Struct, eq=False, gc=False):
     request: web.BaseRequest
     path: str
     query: str
-    pages: Mapping[str, OwnPage]
+    open_paths: Callable[[], Iterable[str]]
     every_page: Callable[[], Iterable[OwnPage]]
     name: str = ""
     taken: bytes = b""  # the body, once it is read
@@ -113,7 +113,7 @@ def unknown(call: Call) -> ApiError:
     path, paths = call.path[:LONGEST_COMPARED_PATH], sorted(call.front.arrivals.paths)
     near = [known for known in paths if known.endswith(path) or path.rstrip("/") == known][-1:]
     if not near:
-        own = [known for known, page in call.pages.items() if "{" not in known and page.access != "replica"]
+        own = [known for known in call.open_paths() if "{" not in known]
         near = difflib.get_close_matches(path, [*paths, *own, *ADMINISTRATION], n=1, cutoff=0.8)
     if path.startswith("/v1/v1/"):
         hint = "; leave out the second /v1"

@@ -51,22 +51,12 @@ def _page(path: str, link: str) -> OwnPage:
     return PAGES.page(path, "debug", "admin", link)
 
 
-_INDEX = answer("For browsers as HTML", OBJECT)
-_INDEX["content"]["text/html"] = {"schema": TEXT}
 _STREAM = answer("State; as events with `Accept: text/event-stream`", OBJECT)
 _STREAM["content"]["text/event-stream"] = {"schema": TEXT}
 _LIMIT = in_query(
     "limit", "Decisions of each model", {"type": "integer", "minimum": 1, "maximum": 200, "default": 20}
 )
 _FULL = in_query("full", "1: also the fields without a value, as null", {"enum": [0, 1], "default": 0})
-
-
-@_page("/debug", "engines, indicators and decisions").on("GET", "List the debug pages", _INDEX, 401, 403)
-async def _index(call: Call) -> web.Response:
-    from lmetric.server.http.home import debug_index
-
-    links = {path: page.link for path, page in call.pages.items() if page.link and path.startswith("/debug/")}
-    return debug_index(call.request, links)
 
 
 @_page("/debug/engines", "engines: health, mode of the KV index, capabilities, load reports").on(

@@ -14,7 +14,6 @@ from lmetric.server.api.own_pages import ADMIN, KEY, OBJECT, TEXT, OwnPage, Page
 from lmetric.server.api.paths import decoded
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.summary import summary
-from lmetric.server.http.live import PAGE, static
 from lmetric.server.http.pages.call import Call, dumps, json
 from lmetric.server.http.running import DRAINING
 from lmetric.server.observe.exposition import OPENMETRICS, wants_openmetrics
@@ -34,8 +33,7 @@ _SCRIPT["content"]["text/css"] = {"schema": TEXT}
 async def _home(call: Call) -> web.Response:
     from lmetric.server.http.home import home
 
-    linked = [page for path, page in call.pages.items() if page.link and not path.startswith("/debug/")]
-    return await home(call.front, call.request, linked)
+    return await home(call.front, call.request, [page for page in PAGES.values() if page.link])
 
 
 @PAGES.page("/health", "health", "open", "200 while the process works").on(
@@ -84,6 +82,8 @@ async def _metrics(call: Call) -> web.Response:
     "GET", "Live page; its data is at /debug/live", answer("Page", TEXT, "text/html"), 404
 )
 async def _ui(call: Call) -> web.Response:
+    from lmetric.server.http.live import PAGE, static
+
     return static(call.front, call.request, PAGE)
 
 
@@ -95,6 +95,8 @@ async def _ui(call: Call) -> web.Response:
     parameters=(in_path("file", "Name of the file, such as page.js"),),
 )
 async def _file(call: Call) -> web.Response:
+    from lmetric.server.http.live import static
+
     return static(call.front, call.request, call.name)
 
 
@@ -130,6 +132,17 @@ async def _model(call: Call) -> web.Response:
 )
 async def _openapi(call: Call) -> web.Response:
     return json(await asyncio.to_thread(_document, call.every_page))
+
+
+@PAGES.page("/debug", "debug", "admin", "engines, indicators and decisions").on(
+    "GET", "List the debug pages", _INDEX, 401, 403
+)
+async def _debug_index(call: Call) -> web.Response:
+    from lmetric.server.http.home import debug_index
+    from lmetric.server.http.pages import debug
+
+    links = {path: page.link for path, page in debug.PAGES.items() if page.link}
+    return debug_index(call.request, links)
 
 
 @functools.cache
