@@ -29,8 +29,9 @@ from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
 from lmetric.server.observe.lateness import Late, Lateness
 from lmetric.server.observe.live import EndedRequest, LiveUpdate, point, quantile
+from lmetric.server.observe.live_problems import EngineState, of_engines, of_requests
 from lmetric.server.observe.live_view import LiveView
-from lmetric.server.observe.problems import FIXES, EngineState, of_engines, of_requests
+from lmetric.server.observe.problems import FIXES
 from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import PATIENCE_SECONDS, until
 

@@ -93,7 +93,10 @@ CALLED = {
     "/": (f"{SERVER}.http.home",),
     "/openapi.json": (f"{SERVER}.api.openapi", f"{SERVER}.http.pages.table"),
     "/debug/engines": (f"{SERVER}.http.pages.debug", f"{SERVER}.http.pages.engines"),
-    "/debug/live": (f"{SERVER}.http.live", f"{SERVER}.observe.live_view", f"{SERVER}.observe.hot"),
+    "/debug/live": (
+        f"{SERVER}.http.live",
+        *(f"{SERVER}.observe.{name}" for name in ("live_view", "live_problems", "hot")),
+    ),
     "/readiness": (f"{SERVER}.http.pages.sessions",),
 }
 # Loaded by other commands, by several processes, by the page of a decision, by files of policies.

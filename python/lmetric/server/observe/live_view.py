@@ -31,7 +31,7 @@ from lmetric.server.observe.live import (
     RunningRequest,
     point,
 )
-from lmetric.server.observe.problems import (
+from lmetric.server.observe.live_problems import (
     LEVELS,
     EngineState,
     of_engines,
