@@ -42,7 +42,7 @@ CONFIGURED = {
         (
             *(f"{SERVER}.background.replicas", f"{SERVER}.background.addresses"),
             *(f"{SERVER}.background.key_exchange", f"{SERVER}.background.stored_search"),
-            f"{SERVER}.http.pages.peers",
+            *(f"{SERVER}.http.pages.peers", f"{SERVER}.observe.key_store"),
         ),
     ),
     "replicas.redis_url": Feature(
@@ -66,7 +66,9 @@ CONFIGURED = {
         (f"{SERVER}.tls.contexts", f"{SERVER}.http.tls_listener"),
     ),
     "engines[].tls": Feature({"engines": [{"url": "https://127.0.0.1:9"}]}, (f"{SERVER}.tls.contexts",)),
-    "state_folder": Feature({"state_folder": "<folder>"}, (f"{SERVER}.observe.state",)),
+    "state_folder": Feature(
+        {"state_folder": "<folder>"}, (f"{SERVER}.observe.state", f"{SERVER}.observe.key_store")
+    ),
     "tracing": Feature(
         {"tracing": {"endpoint": "http://127.0.0.1:9"}},
         (f"{SERVER}.observe.tracing.export", "opentelemetry"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -41,7 +42,6 @@ from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import load_administration, load_pages, pages
 from lmetric.server.http.port import Bound, bind, hold, port_error
 from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
-from lmetric.server.observe.key_store import KeyStore, key_metrics
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.startup import LISTENING, startup_report
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from lmetric.server.background.key_exchange import KeyExchange
     from lmetric.server.background.replicas import Replicas
     from lmetric.server.epp.picker import Picker
+    from lmetric.server.observe.key_store import KeyStore
     from lmetric.server.observe.recorder import Recorder
     from lmetric.server.observe.state import StateFolder
     from lmetric.server.observe.tracing.export import Tracing
@@ -113,9 +114,8 @@ class Server:
             self.fleet.number_model = worker.number_model
             self.fleet.on_model_made.append(worker.join)
             self.fleet.on_model_removed.append(worker.forget)
-        folder = config.state_folder
-        self.issued = IssuedKeys(stored=folder is not None) if worker is None else worker.issued
-        self._keys = KeyStore(folder if worker is None else None, self.issued)
+        stored = config.state_folder is not None
+        self.issued = IssuedKeys(stored=stored) if worker is None else worker.issued
         self._key_exchange: KeyExchange | None = None  # with workers, their supervisor's
         self.report: dict[str, Any] = {}  # of the start
         self.is_replaced = False  # another process accepts on the same sockets from the drain on
@@ -135,6 +135,13 @@ class Server:
     def config(self) -> ServerConfig:
         """The configuration, which a reload replaces."""
         return self.fleet.config
+
+    @functools.cached_property
+    def _keys(self) -> KeyStore:
+        """The store of issued keys; with workers, their supervisor has it."""
+        from lmetric.server.observe.key_store import KeyStore
+
+        return KeyStore(self._started_with.state_folder, self.issued)
 
     def build(self) -> tuple[Identity, TlsContext | None]:
         """Builds keys, TLS and fleet from the configuration, without any connection.
@@ -188,7 +195,7 @@ class Server:
                 from lmetric.server.observe.state import StateFolder
 
                 self._state = StateFolder(config.state_folder, front.budgets.core, front.usage.table)
-            self._keys.read()
+                self._keys.read()
         else:
             self.worker.take_usage = front.usage.table.take
             self.worker.tidy_budgets = front.budgets.tidy
@@ -204,14 +211,13 @@ class Server:
         elif self._key_exchange is not None:
             front.keys_page, front.change_keys = self._key_exchange.answer, self._key_exchange.publish
         else:
-            front.change_keys = self._keys.change
+            front.change_keys = lambda keys: self._keys.change(keys)
         self._monitor = Monitor(self.fleet, front.check, self.metrics, certificates=self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
         self.metrics.further += [front.clients.metrics, self._discovery.metrics]
         self.metrics.further.append(lambda: replica_metrics(self._replicas))
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
-        self.metrics.further += [LogWriter.metrics, lambda: key_metrics(front.admission.identity.keys)]
-        self.metrics.further.append(lambda: front.admission.identity.metrics())
+        self.metrics.further += [LogWriter.metrics, lambda: front.admission.identity.metrics()]
         if config.records.path is not None:
             from lmetric.server.observe.recorder import Recorder
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lmetric.config import Auth, ConfigError
 from lmetric.extras import install
@@ -58,7 +58,13 @@ class Identity:
             await self.tokens.stop(None if after is None else after.tokens)
 
     def metrics(self) -> Iterator[Metric]:
-        """Yields the metrics of tokens."""
+        """Yields the metrics of API keys and tokens."""
+        family = GaugeMetricFamily(
+            "lmetric_api_keys", "Valid API keys, by source: file (auth.keys_file), admin", labels=("source",)
+        )
+        family.add_metric(("file",), len(self.keys))
+        family.add_metric(("admin",), self.keys.issued.count())
+        yield family
         if self.tokens is not None:
             yield from self.tokens.metrics()
 

@@ -1,17 +1,15 @@
-"""The file of issued API keys, in the folder `state_folder`, and their metrics."""
+"""The file of issued API keys, in the folder `state_folder`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
-from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lmetric._core import LmetricError
 from lmetric.server.api.issued import IssuedKey, IssuedKeys, KeyTable, decode
-from lmetric.server.api.keys import Keys
 
 FILE = "keys.json"
 
@@ -70,13 +68,3 @@ def _write(path: Path, keys: list[IssuedKey]) -> None:
     from lmetric.server.observe.state import replace_file
 
     replace_file(path, KeyTable(keys).encode())
-
-
-def key_metrics(keys: Keys) -> Iterator[Metric]:
-    """Yields the metric of the valid API keys."""
-    family = GaugeMetricFamily(
-        "lmetric_api_keys", "Valid API keys, by source: file (auth.keys_file), admin", labels=("source",)
-    )
-    family.add_metric(("file",), len(keys))
-    family.add_metric(("admin",), keys.issued.count())
-    yield family
