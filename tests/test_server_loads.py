@@ -87,6 +87,7 @@ CONFIGURED = {
     "tokenizer": Feature(
         {"tokenizer": "<tokenizer>"}, ("lmetric.tokens.prompt", "lmetric.tokens.template", "jinja2")
     ),
+    "cors": Feature({"cors": {"origins": ["*"]}}, (f"{SERVER}.http.cors",)),
     "discovery": Feature({"discovery": [{"file": "<engines>"}]}, (f"{SERVER}.discovery.file",)),
 }
 

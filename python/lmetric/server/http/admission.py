@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 from lmetric.config import ServerConfig
 from lmetric.server.api.caller import Caller, UnknownKeyError, by_header
@@ -12,9 +13,11 @@ from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import STOPPING, ClientRequest
 from lmetric.server.execution.observers import guarded
 from lmetric.server.http.client_load import ClientLoad
-from lmetric.server.http.cors import Cors
 from lmetric.server.http.forwarding import UNIX
 from lmetric.server.http.running import REFUSING, RunningRequests
+
+if TYPE_CHECKING:
+    from lmetric.server.http.cors import Cors
 
 
 class Admission:
@@ -31,7 +34,11 @@ class Admission:
         """Applies settings to new requests."""
         self.identity = identity
         self.tenants = by_header(config.tenants)
-        self.cors = Cors(config.cors.origins) if config.cors.origins else None
+        self.cors: Cors | None = None
+        if config.cors.origins:
+            from lmetric.server.http.cors import Cors
+
+            self.cors = Cors(config.cors.origins)
         self._needs_address = config.log.access
         self._request_limit = config.limits.max_concurrent_requests
         self._share_limit = ceil(self._request_limit * config.limits.max_client_share)

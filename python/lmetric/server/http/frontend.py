@@ -28,7 +28,6 @@ from lmetric.server.http.arrive import Arrivals
 from lmetric.server.http.bodies import Bodies
 from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import ClientConnection
-from lmetric.server.http.cors import Cors
 from lmetric.server.http.entrance import AlreadySentResponse, Entrance
 from lmetric.server.http.handshakes import Handshakes
 from lmetric.server.http.place import Placement
@@ -48,6 +47,7 @@ from lmetric.server.observe.usage import Row, Usage
 
 if TYPE_CHECKING:
     from lmetric.server.background.replicas import Replicas
+    from lmetric.server.http.cors import Cors
     from lmetric.server.tls.contexts import TlsContext
     from lmetric.server.worker.worker import Worker
 
