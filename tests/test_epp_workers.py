@@ -30,7 +30,8 @@ from epp_world import (
     request_body,
     request_head,
 )
-from lmetric.server.http.port import PortError, hold
+from lmetric.server.http.port import PortError
+from lmetric.server.supervisor.ports import hold
 from server_world import FakeEngine
 from test_server_process import RUN, Process, engine, router
 from test_workers import FLAGS, Client, replaced, until_seen, workers_of

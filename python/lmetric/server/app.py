@@ -40,7 +40,7 @@ from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import load_administration, load_pages, pages
-from lmetric.server.http.port import Bound, bind, hold, port_error
+from lmetric.server.http.port import Bound, bind, port_error
 from lmetric.server.http.running import DRAINING, REFUSING, REPLACED
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
@@ -547,6 +547,8 @@ async def serve(
         config = _at(config, bound)
     gateways = None
     if picks and config.worker_count > 1:
+        from lmetric.server.supervisor.ports import hold
+
         gateways = await hold(config.host, config.epp.port, "epp.port")
     files = config
     async with _with_embedded(config) as config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ from lmetric.server.epp.shared import Shared
 from lmetric.server.epp.stream import GatewayStream
 from lmetric.server.http.connection import ClientConnection
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.port import bind_error, port_error
+from lmetric.server.http.port import port_error
 from lmetric.server.http.protocol import origin_form
 from lmetric.server.http.running import DRAINING
 
@@ -104,7 +105,7 @@ class Picker:
             else:
                 self.port = server.add_secure_port(address, _credentials(epp.tls))
         except (RuntimeError, OSError) as error:
-            why = bind_error(config.host, port) or error
+            why = _bind_error(config.host, port) or error
             raise port_error(config.host, port, why, setting="epp.port") from None
         await server.start()
         self._server = server
@@ -157,3 +158,13 @@ def _credentials(tls: Any) -> grpc.ServerCredentials:
     pair = (tls.key_file.read_bytes(), tls.certificate_file.read_bytes())
     ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
     return grpc.ssl_server_credentials([pair], ca, ca is not None)
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    """Returns the error of a bind to an address, for listeners that hide it; None: it succeeds."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error
+    return None

@@ -9,7 +9,6 @@ import errno
 import os
 import socket
 import stat
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,16 +45,6 @@ def port_error(host: str, port: int, error: Exception, setting: str = "--port") 
         return PortError(number, f"cannot listen on {host}: {reason}; {fix}")
     fix = _FIXES.get(number, "set --host to an address of this machine").format(setting=setting)
     return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
-
-
-def bind_error(host: str, port: int) -> OSError | None:
-    """Returns the error of a bind to an address, for listeners that hide it; None: it succeeds."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        return error
-    return None
 
 
 @dataclass
@@ -109,36 +98,10 @@ async def bind(config: ServerConfig) -> Bound:
     path = unix_path(config.host)
     if path is not None:
         return _bind_unix(config, Path(path))
-    return Bound(await _bind_addresses(config.host, config.port, "--port"))
+    return Bound(await bind_addresses(config.host, config.port, "--port"))
 
 
-async def hold(host: str, port: int, setting: str) -> Bound:
-    """Returns sockets that hold a port for the listeners of several workers. Raises PortError.
-
-    They accept nothing. Processes of this user may bind the port with SO_REUSEPORT, and no other
-    process can. ``setting``: name of the port's setting.
-    """
-    bound = Bound(await _bind_addresses(host, port, setting))
-    if port == 0:  # a socket that stops listening keeps only a port that it was given
-        free, bound = bound, Bound(await _bind_addresses(host, bound.port, setting))
-        for each in free.sockets:
-            each.close()
-    try:
-        for each in bound.sockets:
-            # It fails if another socket listens on the port, or holds it.
-            each.listen()
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            # With SO_REUSEADDR, others could listen on the port once this socket does not.
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            each.shutdown(socket.SHUT_RDWR)  # ends only the listening
-    except OSError as error:
-        for each in bound.sockets:
-            each.close()
-        raise port_error(host, port, error, setting=setting) from None
-    return bound
-
-
-async def _bind_addresses(host: str, port: int, setting: str) -> list[socket.socket]:
+async def bind_addresses(host: str, port: int, setting: str) -> list[socket.socket]:
     """Returns sockets bound to all addresses of a host. Raises PortError."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as opened:
@@ -149,7 +112,7 @@ async def _bind_addresses(host: str, port: int, setting: str) -> list[socket.soc
             sockets = []
             for family, _, _, _, address in dict.fromkeys(addresses):
                 try:
-                    each = _bound_socket(family, address)
+                    each = bound_socket(family, address)
                 except OSError as error:
                     if error.errno == errno.EAFNOSUPPORT and len(addresses) > 1:
                         continue  # a machine without IPv6
@@ -161,7 +124,7 @@ async def _bind_addresses(host: str, port: int, setting: str) -> list[socket.soc
     return sockets
 
 
-def _bound_socket(family: int, address: Any, *options: int) -> socket.socket:
+def bound_socket(family: int, address: Any, *options: int) -> socket.socket:
     """Returns a socket bound to an address. ``options``: further ones that are on."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -174,37 +137,6 @@ def _bound_socket(family: int, address: Any, *options: int) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def divide(bound: Bound, workers: int) -> list[list[socket.socket]]:
-    """Returns the sockets of each worker, which listen. Raises PortError.
-
-    The kernel gives each worker its share of the connections. Sockets that cannot be bound again
-    (of systemd, and unix sockets) are shared: who comes first accepts.
-    """
-    alone = not bound.shared and bound.path is None and sys.platform == "linux"
-    if not alone:
-        for each in bound.sockets:
-            each.listen(BACKLOG)
-        return [bound.sockets] * workers
-    host, port = bound.host, bound.port
-    addresses = [(each.family, each.getsockname()) for each in bound.sockets]
-    # They share their port with none, so another server cannot have had it.
-    for each in bound.sockets:
-        each.close()
-    with contextlib.ExitStack() as opened:
-        divided: list[list[socket.socket]] = []
-        try:
-            for _ in range(workers):
-                divided.append([])
-                for family, address in addresses:
-                    made = opened.enter_context(_bound_socket(family, address, socket.SO_REUSEPORT))
-                    made.listen(BACKLOG)
-                    divided[-1].append(made)
-        except OSError as error:
-            raise port_error(host, port, error) from None
-        opened.pop_all()
-    return divided
 
 
 def _bind_unix(config: ServerConfig, path: Path) -> Bound:

@@ -27,12 +27,13 @@ import structlog
 from lmetric._core import Board, Budgets, LmetricError
 from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.api.issued import IssuedKey, IssuedKeys
-from lmetric.server.http.port import Bound, divide
+from lmetric.server.http.port import Bound
 from lmetric.server.observe.key_store import KeyStore
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.observe.state import StateFolder
 from lmetric.server.observe.usage import UsageTable
 from lmetric.server.supervisor.merge import merge
+from lmetric.server.supervisor.ports import divide
 from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
