@@ -13,7 +13,6 @@ import structlog
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.engines.adapter import read_page
 from lmetric.server.api.errors import Unusable
-from lmetric.server.background.downloads import Downloads
 from lmetric.server.background.polls import Polls
 from lmetric.server.execution.exchange import SATURATED
 from lmetric.server.fleet import priority
@@ -27,6 +26,7 @@ from lmetric.server.observe.metrics import Metrics
 from lmetric.server.upstream.connection import UpstreamError
 
 if TYPE_CHECKING:
+    from lmetric.server.background.downloads import Downloads
     from lmetric.server.tls.contexts import TlsContext
 
 MODELS_SECONDS = 10.0  # time between two reads of an engine's list of models
@@ -62,7 +62,7 @@ class Monitor:
         self._checks = Polls("check", self._check)
         self._reads = Polls("load", self._load_of)
         self._probes = Polls("probe", self._probe_silent)
-        self._downloads = Downloads(fleet)
+        self._downloads: Downloads | None = None  # from the first tokenizer to download on
         fleet.check = self._checks.begin
         self._warn_again_at = 0.0
         # By model without a usable engine: the time of its last warning.
@@ -122,7 +122,7 @@ class Monitor:
             periodic("load", lambda: self.config.load.interval or NO_LOAD_SECONDS, self._load),
             periodic("KV events", 1.0, self._kv),
             periodic("queues", 1.0, self._queues),
-            periodic("tokenizer downloads", 1.0, self._downloads.begin),
+            periodic("tokenizer downloads", 1.0, self._watch_downloads),
             periodic("policy files", FILE_WATCH_SECONDS, self._watch_policies),
             periodic("TLS files", FILE_WATCH_SECONDS, self._watch_certificates),
             asyncio.create_task(self._measure_lag(), name="event loop lag"),
@@ -136,7 +136,8 @@ class Monitor:
         """Stops the periodic tasks."""
         tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
         tasks += self._probes.running.values()
-        tasks += self._downloads.running.values()
+        if self._downloads is not None:
+            tasks += self._downloads.running.values()
         for task in tasks:
             task.cancel()
         self.fleet.stop()
@@ -379,6 +380,16 @@ class Monitor:
 
             for model in models:
                 await replace_changed(model)
+
+    async def _watch_downloads(self) -> None:
+        """Starts downloads of tokenizers that are due."""
+        if self._downloads is None:
+            if not any(model.tokenizers.wanted for model in self.fleet.models):
+                return
+            from lmetric.server.background.downloads import Downloads
+
+            self._downloads = Downloads(self.fleet)
+        await self._downloads.begin()
 
     async def _watch_certificates(self) -> None:
         """Uses certificates whose files have changed."""
