@@ -87,6 +87,7 @@ CONFIGURED = {
     "tokenizer": Feature(
         {"tokenizer": "<tokenizer>"}, ("lmetric.tokens.prompt", "lmetric.tokens.template", "jinja2")
     ),
+    "log.access": Feature({"log": {"access": True}}, (f"{SERVER}.observe.access_log",)),
     "cors": Feature({"cors": {"origins": ["*"]}}, (f"{SERVER}.http.cors",)),
     "discovery": Feature({"discovery": [{"file": "<engines>"}]}, (f"{SERVER}.discovery.file",)),
 }
@@ -102,12 +103,12 @@ CALLED = {
     ),
     "/readiness": (f"{SERVER}.http.pages.sessions",),
 }
-# Loaded by other commands, by several processes, by the page of a decision, by files of policies, by
-# a tokenizer of the Hub.
+# Loaded by other commands, by several processes, by the page of a decision, by files of policies,
+# by embedded engines, by a tokenizer of the Hub.
 OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
-    f"{SERVER}.background.downloads",
+    *(f"{SERVER}.background.downloads", f"{SERVER}.embedded"),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
 WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")

@@ -16,10 +16,10 @@ from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.observers import Observers, failed, guarded
-from lmetric.server.observe.access_log import AccessLog
 from lmetric.server.observe.refusals import Refusals
 
-if TYPE_CHECKING:  # it needs the extra `otel`
+if TYPE_CHECKING:
+    from lmetric.server.observe.access_log import AccessLog
     from lmetric.server.observe.tracing.export import Tracing
 
 log = structlog.get_logger("lmetric.access")
@@ -50,7 +50,7 @@ class RunningRequests:
         self.tracing: Tracing | None = None  # set by the server
         # Returns whether a request goes on with another model. Set by `FallingBack`.
         self.fall_back: Callable[[ClientRequest, InFlightRequest | None, ApiError], bool]
-        self._access_log = AccessLog()
+        self._access_log: AccessLog | None = None
         self.refusals = Refusals()
         self._idle = asyncio.Event()
         self.configure(config)
@@ -58,7 +58,14 @@ class RunningRequests:
     def configure(self, config: ServerConfig) -> None:
         """Applies settings to new requests."""
         self.rules = Rules.of(config)
-        (self.observers.add if config.log.access else self.observers.remove)(self._access_log)
+        if config.log.access:
+            if self._access_log is None:
+                from lmetric.server.observe.access_log import AccessLog
+
+                self._access_log = AccessLog()
+            self.observers.add(self._access_log)
+        elif self._access_log is not None:
+            self.observers.remove(self._access_log)
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
         """Waits until no request is in flight, or ``hurry`` is set."""

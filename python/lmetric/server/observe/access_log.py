@@ -6,8 +6,7 @@ import structlog
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
-
-NOTE_LENGTH = 200  # longest note of a refused request, in characters
+from lmetric.server.observe.refusals import NOTE_LENGTH
 
 log = structlog.get_logger("lmetric.access")
 

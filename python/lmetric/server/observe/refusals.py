@@ -9,11 +9,11 @@ import structlog
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest
-from lmetric.server.observe.access_log import NOTE_LENGTH
 from lmetric.server.observe.live import REFUSED
 
 LOG_SECONDS = 60.0  # between two lines about refusals for the same reason
 KEPT = 2048  # refused requests that are remembered
+NOTE_LENGTH = 200  # longest note of a refused request in a log, in characters
 MESSAGE_LENGTH = 500  # longest message that is remembered, in characters
 
 log = structlog.get_logger("lmetric.access")
