@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from lmetric.config import ServerConfig
 from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.xargs import own_token_slo
-from lmetric.server.app import _embedded_flags
+from lmetric.server.embedded import embedded_flags
 from test_server_process import router
 from waiting import PATIENCE_SECONDS
 
@@ -68,7 +68,7 @@ async def test_the_longest_gap_beside_a_long_prompt_is_within_the_slo() -> None:
 
 async def ends(scheduler: str) -> list[str]:
     """The order in which requests end: two long ones wait before a short one for a single slot."""
-    flags = _embedded_flags(ServerConfig.model_validate({"embedded": f"1{scheduler}"}))[0][1]
+    flags = embedded_flags(ServerConfig.model_validate({"embedded": f"1{scheduler}"}))[0][1]
     ended: list[str] = []
     async with (
         EmbeddedEngines([[*flags, "--max-sequences", "1", "--clock-speed", "10"]]) as engines,
@@ -160,7 +160,7 @@ def test_schedulers_that_do_not_exist(wrong: str) -> None:
 
 def test_embedded_engines_get_the_flags_of_their_scheduler() -> None:
     def flags(embedded: Any, **more: Any) -> list[tuple[str, list[str]]]:
-        return _embedded_flags(ServerConfig.model_validate({"embedded": embedded, **more}))
+        return embedded_flags(ServerConfig.model_validate({"embedded": embedded, **more}))
 
     assert flags(2) == flags("2") == [("both", [])] * 2
     assert flags("2,slo=12.5") == [("both", ["--order", "slo", "--order-slo", "0.0125"])] * 2

@@ -32,7 +32,7 @@ LAYERS = [
     {"discovery", "observe", "worker"},
     {"background"},
     {"http"},
-    {"epp", "supervisor"},
+    {"embedded", "epp", "supervisor"},
     {"app"},
     {"process"},
 ]

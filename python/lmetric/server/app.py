@@ -9,7 +9,7 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,6 @@ from lmetric.config import (
     EngineTls,
     ServerConfig,
     effective,
-    embedded_engines,
     needs_restart,
 )
 from lmetric.extras import install
@@ -48,7 +47,6 @@ from lmetric.server.observe.startup import LISTENING, startup_report
 from lmetric.server.tls.used import metrics as tls_metrics
 
 if TYPE_CHECKING:
-    from lmetric.roles import Role
     from lmetric.server.background.key_exchange import KeyExchange
     from lmetric.server.background.replicas import Replicas
     from lmetric.server.epp.picker import Picker
@@ -551,7 +549,7 @@ async def serve(
 
         gateways = await hold(config.host, config.epp.port, "epp.port")
     files = config
-    async with _with_embedded(config) as config:
+    async with _engines_of(config) as config:
         further = config.engines[len(files.engines) :]
         if config.worker_count > 1:
             from lmetric.server.supervisor.supervisor import supervise
@@ -585,6 +583,15 @@ async def serve(
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 loop.remove_signal_handler(number)
         return _exit_code(caught[0])
+
+
+def _engines_of(config: ServerConfig) -> contextlib.AbstractAsyncContextManager[ServerConfig]:
+    """Returns a context with the embedded engines; its value is the configuration with them."""
+    if config.embedded is None:
+        return contextlib.nullcontext(config)
+    from lmetric.server.embedded import with_embedded
+
+    return with_embedded(config)
 
 
 def _exit_code(number: int) -> int:
@@ -722,40 +729,6 @@ def run_server(
         # The objects so far live as long as the process. Without them, a full garbage collection
         # with thousands of connections takes a fraction of the time.
         return loop.run(serve(config, lambda _: gc.freeze(), reread, picks=picks))
-
-
-def _embedded_flags(config: ServerConfig) -> list[tuple[Role, list[str]]]:
-    """Returns the role and the flags of each embedded engine: N equal ones, or both roles ("2P4D").
-
-    The flags set the scheduler, and the engine features that the configuration needs.
-    """
-    assert config.embedded is not None
-    counts, order = embedded_engines(config.embedded)
-    order = order or (["--order", "priority"] if config.orders else [])
-    if len(counts) == 1:
-        both = ["--kv-connector", "nixl", "--kv-bidirectional", "--kv-load-failure-policy", "fail"]
-        moves = config.splits or config.fetches_prefixes or config.rebalances
-        return [("both", order + (both if moves else []))] * counts[0]
-    kv = ["--kv-connector", "nixl", "--kv-load-failure-policy", "recompute"]
-    half: dict[Role, int] = {"prefill": counts[0], "decode": counts[1]}
-    return [(role, [*order, "--role", role, *kv]) for role, count in half.items() for _ in range(count)]
-
-
-@contextlib.asynccontextmanager
-async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
-    """Yields the configuration with the embedded engines, which run as long as the context."""
-    if config.embedded is None:
-        yield config
-        return
-    from lmetric.engines.embedded import EmbeddedEngines
-
-    engines_of = _embedded_flags(config)
-    async with EmbeddedEngines([flags for _, flags in engines_of], kv_events=True) as embedded:
-        engines = [
-            EngineConfig(url=url, name=f"embedded-{number}", role=None if role == "both" else role)
-            for number, (url, (role, _)) in enumerate(zip(embedded.urls, engines_of, strict=True))
-        ]
-        yield config.model_copy(update={"engines": [*config.engines, *engines]})
 
 
 def _engine_tls(config: ServerConfig) -> list[EngineTls | None]:
