@@ -109,6 +109,7 @@ OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded"),
+    f"{SERVER}.fleet.subset",
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
 WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")

@@ -17,7 +17,6 @@ from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.trace import RequestTrace, TraceContext
 from lmetric.server.fleet.model import Model
-from lmetric.server.fleet.subset import Subset
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from lmetric.server.execution.plan import Step
     from lmetric.server.execution.transcript import Transcript
     from lmetric.server.fleet.canary_run import CanaryRequest
+    from lmetric.server.fleet.subset import Subset
 
 FAILED = "internal error of the router; see its log for the reason"
 STOPPING = "the router is shutting down"
