@@ -589,7 +589,7 @@ async def test_the_load_of_a_policy_blocks_no_request(
     settings = {"policy": f"{own}:score", "policies": {"named": named}, "admin": {"enabled": True}}
     async with world(2, **settings) as w:
         (model,) = w.server.fleet.models
-        first, canary = model.policies.first, model.trials.canary
+        first, canary = model.policies.first, model.try_policies().canary
         if way == "promote":
             monkeypatch.setattr(Run, "too_few", lambda _: None)
             canary.start(CanaryConfig(policy="named", share=0.5))
@@ -648,13 +648,13 @@ async def test_policies_that_were_replaced_during_a_load_stay(mine: Path) -> Non
         assert (await w.post({"policy": "bs", "share": 0.5}, "/admin/canary/start"))[0] == 200
         assert await slow == 400
         assert model.policies.settings.policy == "vllm"
-        model.trials.canary.roll_back()
+        model.try_policies().canary.roll_back()
         start = asyncio.create_task(w.post({"policy": "slow", "share": 0.5}, "/admin/canary/start"))
         await asyncio.sleep(0.1)
         named = {"policies": {"slow": "bs"}}
         model.install(policies.Policies(model.policies.settings.model_copy(update=named)))
         assert (await start)[0] == 200
-        assert model.trials.canary.built.formula == "bs"  # type: ignore[union-attr]
+        assert model.try_policies().canary.built.formula == "bs"  # type: ignore[union-attr]
 
 
 async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

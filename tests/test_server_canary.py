@@ -21,6 +21,7 @@ from lmetric.config import CanaryConfig, ServerConfig
 from lmetric.record_files import read_records
 from lmetric.server.background.policy_watch import replace_changed
 from lmetric.server.fleet.canary import (
+    CAUSES,
     TRANSITIONS,
     Canary,
     CanaryError,
@@ -30,6 +31,7 @@ from lmetric.server.fleet.canary import (
 from lmetric.server.fleet.canary_run import CanaryRequest, Run
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
+from lmetric.server.observe import trials as trial_metrics
 from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, says, token, world
 
 FILE = """
@@ -116,11 +118,16 @@ def to(canary: Canary, wanted: State) -> None:
     assert canary.state is wanted
 
 
+def test_metrics_have_each_state_and_cause() -> None:
+    assert (*State,) == trial_metrics.STATES
+    assert trial_metrics.CAUSES == CAUSES
+
+
 @pytest.mark.parametrize("before", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_each_event_in_each_state(mine: dict[str, Any], before: State, event: Event) -> None:
     model = model_of(mine)
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     to(canary, before)
     policy = model.router.stats()["policy"]
     commands = {
@@ -138,12 +145,12 @@ def test_each_event_in_each_state(mine: dict[str, Any], before: State, event: Ev
     else:
         commands[event]()
         assert canary.state is after
-    assert model.trials.on is (canary.state is State.RUNNING)
+    assert model.try_policies().on is (canary.state is State.RUNNING)
 
 
 def test_the_policy_of_all_requests_follows_the_state(mine: dict[str, Any]) -> None:
     model = model_of(mine)
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     router = model.router
     to(canary, State.RUNNING)
     assert model.policies.settings.policy == "first"
@@ -157,7 +164,7 @@ def test_the_policy_of_all_requests_follows_the_state(mine: dict[str, Any]) -> N
 
 def test_a_promotion_that_was_replaced_is_not_rolled_back(mine: dict[str, Any]) -> None:
     model = model_of(mine)
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     to(canary, State.PROMOTED)
     model.install(type(model.policies)(model.policies.settings.model_copy(update={"policy": "vllm"})))
     with pytest.raises(CanaryError, match="the policy has changed since the promotion"):
@@ -168,7 +175,7 @@ def test_a_promotion_that_was_replaced_is_not_rolled_back(mine: dict[str, Any]) 
 def test_a_promotion_installs_what_ran_as_the_canary(mine: dict[str, Any]) -> None:
     """Its file may have changed since: then all requests would get code that was not tested."""
     model = model_of(mine)
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     to(canary, State.RUNNING)
     file = Path(mine["policies"]["last"].partition(":")[0])
     file.write_text(FILE.replace("-np.arange", "np.arange"))
@@ -181,13 +188,27 @@ async def test_a_promotion_loads_no_file_and_the_next_look_does(mine: dict[str, 
     file = tmp_path / "decode.py"
     file.write_text("def score(bs):\n    return bs\n")
     model = model_of({**mine, "decode_policy": f"{file}:score"})
-    to(model.trials.canary, State.RUNNING)
+    to(model.try_policies().canary, State.RUNNING)
     file.write_text("def score(q_bs):\n    return q_bs\n")
-    model.trials.canary.promote()
+    model.try_policies().canary.promote()
     assert model.policies.decode.policy.reads == ["bs"]
     await replace_changed(model)
     assert model.policies.decode.policy.reads == ["q_bs"]
     assert model.policies.settings.policy == "last"
+
+
+async def test_a_reload_begins_trials_where_none_were_configured(mine: dict[str, Any]) -> None:
+    async with world(2, **mine) as w:
+        (model,) = w.server.fleet.models
+        assert model.trials is None
+        on_trial = {"canary": QUICK, "shadow": {"policy": "vllm"}}
+        config = ServerConfig.model_validate(w.server.config.model_dump(mode="python") | on_trial)
+        await w.server.reload(config)
+        assert model.trials is not None
+        assert model.trials.canary.running
+        assert model.trials.shadow.config == config.shadow
+        await w.server.reload(config.model_copy(update={"canary": None, "shadow": None}))
+        assert not model.trials.on
 
 
 @pytest.mark.parametrize("key", ["policy", "canary", "shadow"])
@@ -198,7 +219,7 @@ async def test_a_changed_file_restarts_the_comparison(mine: dict[str, Any], tmp_
     settings = {**mine, "canary": QUICK, "shadow": {"policy": "vllm"}}
     settings[key] = edited if key == "policy" else settings[key] | {"policy": edited}
     async with world(2, **settings) as w:
-        trials = w.server.fleet.models[0].trials
+        trials = w.server.fleet.models[0].try_policies()
         run, built = trials.canary.run, trials.shadow.built
         trials.shadow.outcomes["agreed"] = 5
         await w.server._monitor._watch_policies()
@@ -225,7 +246,7 @@ async def test_a_changed_file_restarts_a_canary_that_a_command_started(
     settings = {**mine, "policy": f"{own}:score", "shadow": {"policy": f"{shadow}:score"}}
     async with world(2, **settings) as w:
         assert (await command(w, "start", policy="last", share=0.5))[0] == 200
-        canary, config = w.server.fleet.models[0].trials.canary, w.server.config
+        canary, config = w.server.fleet.models[0].try_policies().canary, w.server.config
         run, built = canary.run, canary.built
         shadow.write_text("def score(q_bs):\n    return q_bs\n")
         await w.server._monitor._watch_policies()
@@ -263,7 +284,7 @@ async def test_the_code_of_a_configured_canary_restarts_no_other(
     settings = {**mine, "policies": mine["policies"] | named, "canary": QUICK | {"policy": "configured"}}
     async with world(2, **settings) as w:
         (model,) = w.server.fleet.models
-        canary, config = model.trials.canary, w.server.config
+        canary, config = model.try_policies().canary, w.server.config
         canary.roll_back()
         assert (await command(w, "start", policy="started", share=0.5))[0] == 200
         run, built = canary.run, canary.built
@@ -281,7 +302,7 @@ async def test_the_code_of_a_configured_canary_restarts_no_other(
 
 async def test_another_definition_of_a_canarys_name_restarts_it(mine: dict[str, Any]) -> None:
     async with world(2, **mine, canary=QUICK) as w:
-        canary, config = w.server.fleet.models[0].trials.canary, w.server.config
+        canary, config = w.server.fleet.models[0].try_policies().canary, w.server.config
         run = canary.run
         named = {**config.policies, "broken": "bs"}
         await w.server.reload(config.model_copy(update={"policies": named}))
@@ -294,22 +315,22 @@ async def test_another_definition_of_a_canarys_name_restarts_it(mine: dict[str, 
 
 def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[str, Any]) -> None:
     model = model_of(mine | {"canary": QUICK})
-    canary, settings = model.trials.canary, model.settings
+    canary, settings = model.try_policies().canary, model.settings
     assert canary.running
     run = canary.run
-    model.trials.configure(model.policies)
+    model.try_policies().configure(model.policies)
     assert canary.run is run
     canary.configure(settings.canary, policy_changed=True)
     assert canary.running
     assert canary.run is not run, "it starts again against the new policy"
     canary.roll_back()
-    model.trials.configure(model.policies)
+    model.try_policies().configure(model.policies)
     assert canary.state is State.ROLLED_BACK
     other = settings.model_copy(update={"canary": settings.canary.model_copy(update={"share": 0.2})})
-    model.trials.configure(type(model.policies)(other))
+    model.try_policies().configure(type(model.policies)(other))
     assert canary.running
     assert canary.run.config.share == 0.2
-    model.trials.configure(type(model.policies)(settings.model_copy(update={"canary": None})))
+    model.try_policies().configure(type(model.policies)(settings.model_copy(update={"canary": None})))
     assert canary.state is State.OFF
 
 
@@ -325,7 +346,7 @@ def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[st
 def test_a_reload_warns_only_of_a_canary_that_it_ends(
     mine: dict[str, Any], before: State, level: str | None
 ) -> None:
-    canary = model_of(mine).trials.canary
+    canary = model_of(mine).try_policies().canary
     to(canary, before)
     with capture_logs() as logs:
         canary.configure(None, policy_changed=True)
@@ -450,7 +471,7 @@ async def test_running_requests_finish_in_their_arm(mine: dict[str, Any]) -> Non
 
 def with_results(w: World) -> None:
     """Gives the running canary 20 sessions in each arm."""
-    run = w.server.fleet.models[0].trials.canary.run
+    run = w.server.fleet.models[0].try_policies().canary.run
     assert run is not None
     for bucket in range(20):
         for arm in (False, True):
@@ -536,7 +557,7 @@ async def rolled_back(w: World) -> None:
         await asyncio.gather(*(send(w, f"{round_} {i}") for i in range(25)))
         if (await state(w))["state"] != "running":
             break
-    await w.until(lambda: w.server.fleet.models[0].trials.canary.state is State.ROLLED_BACK)
+    await w.until(lambda: w.server.fleet.models[0].try_policies().canary.state is State.ROLLED_BACK)
     found = await state(w)
     assert "its mean TTFT is higher by at least" in found["reason"]
     assert found["canary"]["metrics"]["ttft_seconds"]["clear"]
@@ -553,14 +574,14 @@ async def test_a_failing_canary_is_rolled_back(mine: dict[str, Any], monkeypatch
         await command(w, "start", **QUICK, rollback_ttft_increase=None)
         for i in range(400):
             await w.post({"model": "tiny", "prompt": "hello", "stream": True, "user": f"s{i}"})
-            if not w.server.fleet.models[0].trials.canary.running:
+            if not w.server.fleet.models[0].try_policies().canary.running:
                 break
-        await w.until(lambda: w.server.fleet.models[0].trials.canary.state is State.ROLLED_BACK)
+        await w.until(lambda: w.server.fleet.models[0].try_policies().canary.state is State.ROLLED_BACK)
         assert "its error rate is higher" in (await state(w))["reason"]
 
 
 def shared(mine: dict[str, Any]) -> Canary:
-    canary: Canary = model_of(mine).trials.canary
+    canary: Canary = model_of(mine).try_policies().canary
     canary.share()
     return canary
 
@@ -611,7 +632,7 @@ async def test_a_restarted_canary_drops_results_of_workers_with_the_old_code(
     file.write_text("def score(bs):\n    return bs\n")
     settings = {**mine, "policy": f"{file}:score"}
     models = [model_of(settings), model_of(settings)]
-    one, two = (model.trials.canary for model in models)
+    one, two = (model.try_policies().canary for model in models)
     for canary in (one, two):
         canary.share()
         canary.start(CanaryConfig.model_validate(QUICK), 0.0)
@@ -639,7 +660,7 @@ def test_a_worker_that_starts_later_goes_on_with_the_canary(
     mine: dict[str, Any], wanted: State, replaced: bool
 ) -> None:
     model, later = model_of(mine), model_of(mine)
-    one, two = model.trials.canary, later.trials.canary
+    one, two = model.try_policies().canary, later.try_policies().canary
     to(one, wanted)
     if replaced and wanted is not State.RUNNING:
         model.install(Policies(model.policies.settings.model_copy(update={"policy": "least_requests"})))
@@ -663,7 +684,7 @@ def test_a_worker_that_starts_later_goes_on_with_the_canary(
 
 
 def test_a_worker_with_another_configuration_keeps_its_canary(mine: dict[str, Any]) -> None:
-    one, two = (model_of({**mine, "canary": {**QUICK, "salt": salt}}).trials.canary for salt in "ab")
+    one, two = (model_of({**mine, "canary": {**QUICK, "salt": salt}}).try_policies().canary for salt in "ab")
     copy = one.copy()
     assert copy is not None
     two.give_way(copy)

@@ -31,6 +31,7 @@ class Feature(NamedTuple):
     modules: tuple[str, ...]
 
 
+TRIALS = tuple(f"{SERVER}.fleet.{name}" for name in ("trials", "canary", "shadow"))
 # Values in angle brackets stand for files of the test.
 CONFIGURED = {
     "records.path": Feature(
@@ -51,12 +52,13 @@ CONFIGURED = {
     ),
     "canary": Feature(
         {"canary": {"policy": "least_requests", "share": 0.1}},
-        (f"{SERVER}.fleet.canary_run", "lmetric.canary"),
+        (*TRIALS, f"{SERVER}.fleet.canary_run", "lmetric.canary"),
     ),
+    "shadow": Feature({"shadow": {"policy": "least_requests"}}, TRIALS),
     "admin.enabled": Feature(
         {"admin": True},
         (
-            *(f"{SERVER}.fleet.canary_run", f"{SERVER}.fleet.replacement"),
+            *(*TRIALS, f"{SERVER}.fleet.canary_run", f"{SERVER}.fleet.replacement"),
             *(f"{SERVER}.http.pages.{name}" for name in ("administration", "admin", "canary", "keys")),
             *(f"{SERVER}.http.pages.{name}" for name in ("members", "usage", "workers")),
         ),

@@ -222,7 +222,7 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
 
         def shown() -> list[Any]:
             return [
-                (model.policies, model.router.stats()["policy"], model.guard, model.trials.shown())
+                (model.policies, model.router.stats()["policy"], model.guard, model.try_policies().shown())
                 for model in (first, second)
             ]
 

@@ -32,8 +32,8 @@ from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replica_state import metrics as replica_metrics
 from lmetric.server.discovery import Discovery
-from lmetric.server.fleet.canary import load_run
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.model import load_trials
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import Frontend
@@ -152,7 +152,7 @@ class Server:
             _load_tracing()
         if self.config.admin.enabled:
             load_administration()
-            load_run()  # a command may start a canary
+            load_trials()  # a command may start a canary
         self.fleet.build()
         for engine in self.fleet.engines():
             engine.quiet = logging.DEBUG
@@ -336,8 +336,9 @@ class Server:
         policies = self.fleet.policies_of(new.model_copy(update={"models": list(named.values())}))
         if new.admin.enabled:
             load_administration()
-        if new.admin.enabled or any(each.canary is not None for each in policies.values()):
-            load_run()  # in this thread
+        on_trial = (each.canary is not None or each.shadow is not None for each in policies.values())
+        if new.admin.enabled or any(on_trial):
+            load_trials()  # in this thread
         changed_keys = self.front.admission.identity.keys.changes(identity.keys)
         apply = self.front.prepare(identity, new)
         return Change(

@@ -275,7 +275,8 @@ class Monitor:
             if model.programs.follows or model.held.admits:
                 model.held.release(now)
             model.programs.warn(now)
-            model.trials.canary.look(now)
+            if model.trials is not None:
+                model.trials.canary.look(now)
 
     async def _clocks(self) -> None:
         for model in self.fleet.models:

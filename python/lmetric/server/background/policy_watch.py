@@ -28,9 +28,12 @@ async def replace_changed(model: Model) -> None:
         policies = await asyncio.to_thread(Policies, before.settings)
         if model.policies is not before:
             return  # replaced meanwhile; the next look compares the files of the new ones
-        model.trials.check(policies)
+        trials = model.trials
+        if trials is not None:
+            trials.check(policies)
         model.install(policies)
-        model.trials.configure(policies, before)
+        if trials is not None:
+            trials.configure(policies, before)
     except LmetricError as error:
         log.error(
             "cannot use a changed policy file; the old policy stays in use",

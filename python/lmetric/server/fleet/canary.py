@@ -13,18 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from msgspec import Struct
 
 from lmetric._core import LmetricError, Router
+from lmetric.canary import Comparison, Outcome
 from lmetric.config import CanaryConfig
+from lmetric.server.fleet.canary_run import CanaryRequest, End, Run, Update
 from lmetric.server.fleet.policies import Built, Policies, build
-
-if TYPE_CHECKING:
-    from lmetric.canary import Comparison, Outcome
-    from lmetric.server.fleet.canary_run import CanaryRequest, End, Run, Update
 
 log = structlog.get_logger("lmetric.canary")
 
@@ -92,13 +90,6 @@ class Copy(Struct):
     end: End | None
 
 
-def load_run() -> type[Run]:
-    """Imports runs, which only routers with canaries or `admin.enabled` need."""
-    from lmetric.server.fleet.canary_run import Run
-
-    return Run
-
-
 class Canary:
     """The canary of one model: the only writer of its state.
 
@@ -158,7 +149,7 @@ class Canary:
         self._router.set_canary(built.policy, knobs=built.knobs)
         self.built = built
         policies.also_reads(built)
-        self.run = load_run()(config, time.monotonic() if now is None else now, policies)
+        self.run = Run(config, time.monotonic() if now is None else now, policies)
         self._look_at, self.reason = self.run.counts_from, ""
         self._unsent = self._nothing()
         self._before = self._promoted = None
@@ -347,7 +338,7 @@ class Canary:
             self.promote()
         run = self.run
         if run is None or run.salt != copy.config.salt:
-            run = self.run = load_run()(copy.config, copy.started, self._policies())
+            run = self.run = Run(copy.config, copy.started, self._policies())
         run.comparison, run.counts_from, run.keys = copy.comparison, copy.counts_from, Counter(copy.keys)
         run.end = copy.end
         if copy.state is State.PROMOTED and not copy.decides:

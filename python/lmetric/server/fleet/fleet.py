@@ -183,13 +183,15 @@ class Fleet:
         before = {model.index: model.policies for model in self.models}
         with install_all([(model, new) for model, new in chosen if not model.policies.equals(new)]):
             for model, new in chosen:
-                model.trials.check(new)
+                if (trials := model.trials_for(new)) is not None:
+                    trials.check(new)
         gone = {}
         for model, new in chosen:
             model.use(new)
             gone[model] = model.replace_indicators(new.settings.indicators)
             model.outliers.settings = config.health.ejection
-            model.trials.configure(new, before[model.index])
+            if model.trials is not None:
+                model.trials.configure(new, before[model.index])
             model.hedging.configure(new.settings.hedging)
             model.held.configure(new.settings.admission, config.tenants)
             model.retry_budget.configure(config.retries)

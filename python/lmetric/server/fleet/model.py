@@ -34,7 +34,6 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.activity import Activity
 from lmetric.server.fleet.admission import HeldRequests
-from lmetric.server.fleet.canary import Canary
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
@@ -49,13 +48,13 @@ from lmetric.server.fleet.queues import Queues
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
-from lmetric.server.fleet.trials import Trials
 from lmetric.server.fleet.weights import RequestWeights, Weights
 
 if TYPE_CHECKING:
     from lmetric.server.fleet.changes import FleetChanges
     from lmetric.server.fleet.images import Images
     from lmetric.server.fleet.rebalancer import Rebalancer
+    from lmetric.server.fleet.trials import Trials
     from lmetric.tokens.images import Image
 
 log = structlog.get_logger("lmetric.fleet")
@@ -132,9 +131,9 @@ class Model:
         self.policies = Policies(settings)
         self.policies_since = time.monotonic()  # when they were installed
         self.router = _router(name, settings, self.policies, block_size=self.block_size)
-        canary = Canary(name, self.router, lambda: self.policies, install=self.install)
-        self.trials = Trials(self.router, canary)
-        self.trials.configure(self.policies)
+        self.trials: Trials | None = None  # made by the first policy on trial
+        if (trials := self.trials_for(self.policies)) is not None:
+            trials.configure(self.policies)
         priority.follow_clock(self.router, settings)
         self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants=tenants or {})
         self.programs = ProgramWatch(name, self.router, routing.programs, held=self.held)
@@ -218,8 +217,20 @@ class Model:
 
     def use(self, policies: Policies) -> None:
         """Takes the settings of policies that are installed, or equal to the installed ones."""
-        policies.also_reads(self.trials.canary.built)
+        if self.trials is not None:
+            policies.also_reads(self.trials.canary.built)
         self.policies = policies
+
+    def trials_for(self, policies: Policies) -> Trials | None:
+        """Returns what tries policies, with these policies; None: nothing was ever on trial."""
+        on_trial = policies.shadow is not None or policies.canary is not None
+        return self.try_policies() if on_trial else self.trials
+
+    def try_policies(self) -> Trials:
+        """Returns what tries policies. It is made once."""
+        if self.trials is None:
+            self.trials = load_trials()(self.name, self.router, lambda: self.policies, install=self.install)
+        return self.trials
 
     def learn_images(self, images: Iterable[Image], call: ParsedRequest) -> None:
         """Starts to learn unknown images of a request."""
@@ -250,8 +261,10 @@ class Model:
 
         ``arm``: `stable` or `canary`. None: the policy has changed since, or is no expression.
         """
-        canary = self.trials.canary
         if arm == "canary":
+            if self.trials is None:
+                return None
+            canary = self.trials.canary
             is_last = canary.run is not None and canary.run.started <= at
             return canary.built.formula if is_last and canary.built is not None else None
         return self.policies.first.formula if self.policies_since <= at else None
@@ -682,6 +695,13 @@ class Model:
             message = f"{name}: no engine of {self.name} lists it in {MODELS}"
             return ApiError(503, message, code="no_engine", headers={"retry-after": "2"})
         return no_engine_error(name, error, unusable(self.engines[each] for each in serving))
+
+
+def load_trials() -> type[Trials]:
+    """Imports policies on trial, which only a shadow, a canary and `admin.enabled` need."""
+    from lmetric.server.fleet.trials import Trials
+
+    return Trials
 
 
 def _placed(role: Role) -> PlacedRole:

@@ -38,7 +38,7 @@ def _in_use(fleet: Fleet, model_name: str | None) -> InUse:
     """
     models = fleet.models if model_name is None else [fleet.catalog.find(model_name).model]
     for model in models:
-        if model.trials.canary.running:
+        if model.trials is not None and model.trials.canary.running:
             raise BadValueError(f"{model.name}: a canary runs; promote it or roll it back first")
     return [(model, model.policies) for model in models]
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lmetric._core import Arrival, Decision, Request, Router, Ticket
+from lmetric.server.fleet.canary import Canary
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.shadow import Shadow
 
 if TYPE_CHECKING:
-    from lmetric.server.fleet.canary import Canary
     from lmetric.server.fleet.canary_run import CanaryRequest
 
 
 class Trials:
-    """The shadow and the canary of one model."""
+    """The shadow and the canary of one model.
 
-    def __init__(self, router: Router, canary: Canary) -> None:
+    ``policies``: returns the policies of the model. ``install``: replaces them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        router: Router,
+        policies: Callable[[], Policies],
+        install: Callable[[Policies], None],
+    ) -> None:
         self._router = router
         self.shadow = Shadow(router)
-        self.canary = canary
+        self.canary = Canary(model, router, policies, install=install)
 
     @property
     def on(self) -> bool:

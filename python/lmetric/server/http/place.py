@@ -188,8 +188,8 @@ class Placement:
         relay: RequestRunner | None = None
         client_request.decision_began = time.monotonic()
         try:
-            if model.trials.on:
-                decision, ticket, trial = model.trials.route(asked, now, intent.arrival)
+            if (trials := model.trials) is not None and trials.on:
+                decision, ticket, trial = trials.route(asked, now, intent.arrival)
                 routed = decision, ticket
                 client_request.trial = trial
                 if self._trial_results is None:

@@ -340,9 +340,11 @@ def _state(model: Model) -> Line:
 def _on_trial(model: Model) -> Line:
     """The settings of policies on trial, if there are any."""
     found: Line = {}
-    if (shadow := model.trials.shadow.config) is not None:
+    if (trials := model.trials) is None:
+        return found
+    if (shadow := trials.shadow.config) is not None:
         found["shadow"] = shadow.model_dump()
-    canary = model.trials.canary
+    canary = trials.canary
     if canary.running and canary.run is not None:
         found["canary"] = canary.run.config.model_dump(include={"policy", "knobs", "share"})
     return found

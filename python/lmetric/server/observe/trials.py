@@ -9,12 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from lmetric.reasons import BY_CLIENT
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
-from lmetric.server.fleet.canary import State
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 
 CHOICES = ("router", "shadow")
 OUTCOMES = ("agreed", "differed", "failed")
+# Those of `lmetric.server.fleet.canary`, which a model without trials does not load.
+STATES = ("off", "running", "promoted", "rolled_back")
+CAUSES = ("command", "ttft", "errors")
 
 
 class TrialResults(Observer):
@@ -26,7 +28,7 @@ class TrialResults(Observer):
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Adds the result of a request."""
         placed, model, status = request.trial, request.model, request.status
-        if placed is None or relay is None or model is None:
+        if placed is None or relay is None or model is None or model.trials is None:
             return
         failed = status >= 500 or (status == 200 and bool(relay.reason))
         if relay.reason.startswith(BY_CLIENT) or not (failed or status == 200):
@@ -47,7 +49,7 @@ class TrialResults(Observer):
 
 def trial_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yields the metrics of all models, with their present values."""
-    yield from _shadows([model for model in fleet.models if model.trials.shadow.config is not None])
+    yield from _shadows(fleet.models)
     yield from _canaries(fleet.models)
 
 
@@ -71,6 +73,8 @@ def _shadows(models: list[Model]) -> Iterator[Metric]:
         "lmetric_shadow_predicted_ttft_requests", "Requests with both predictions", labels=("model",)
     )
     for model in models:
+        if model.trials is None or model.trials.shadow.config is None:
+            continue
         shadow = model.trials.shadow
         for outcome in OUTCOMES:
             requests.add_metric((model.name, outcome), shadow.outcomes[outcome])
@@ -113,16 +117,17 @@ def _canaries(models: list[Model]) -> Iterator[Metric]:
         labels=("model", "metric", "bound"),
     )
     for model in models:
-        canary, model_name = model.trials.canary, model.name
-        for each in State:
-            state.add_metric((model_name, str(each)), float(canary.state is each))
-        for cause, count in canary.rollbacks.items():
-            rollbacks.add_metric((model_name, cause), count)
-        promotions.add_metric((model_name,), canary.promotions)
-        run = canary.run
-        share.add_metric((model_name,), run.config.share if run is not None and canary.running else 0.0)
-        if run is None:
+        canary, model_name = None if model.trials is None else model.trials.canary, model.name
+        for each in STATES:
+            state.add_metric((model_name, each), float(each == ("off" if canary is None else canary.state)))
+        for cause in CAUSES:
+            rollbacks.add_metric((model_name, cause), 0 if canary is None else canary.rollbacks[cause])
+        promotions.add_metric((model_name,), 0 if canary is None else canary.promotions)
+        run = None if canary is None else canary.run
+        if canary is None or run is None:
+            share.add_metric((model_name,), 0.0)
             continue
+        share.add_metric((model_name,), run.config.share if canary.running else 0.0)
         comparison, arms = run.comparison, run.arms
         for index, arm in enumerate(arms):
             requests.add_metric((model_name, arm), comparison.requests[index])

@@ -134,8 +134,9 @@ class Worker:
         """Exchanges a model's load with the other workers from now on."""
         model.router.join(self.board, model.name)
         model.set_label_key(hmac.digest(self.secret, model.name.encode(), "sha256")[:16])
-        model.trials.canary.share()
-        model.trials.canary.on_alarm = self._send_alarm
+        canary = model.try_policies().canary
+        canary.share()
+        canary.on_alarm = self._send_alarm
         self._models.append(model)
 
     def number_model(self, name: str, made: int) -> int:
@@ -220,7 +221,7 @@ class Worker:
             await self._send_updates(self._unsent())
 
     def _unsent(self) -> dict[str, Update]:
-        found = ((model.name, model.trials.canary.unsent()) for model in self._models)
+        found = ((model.name, model.try_policies().canary.unsent()) for model in self._models)
         updates = {name: update for name, update in found if update is not None}
         self._sent += bool(updates)
         return updates
@@ -247,7 +248,7 @@ class Worker:
         """Returns the canaries for a worker that starts later."""
         async with self._sending_results:
             updates = self._unsent()
-            found = ((model.name, model.trials.canary.copy()) for model in self._models)
+            found = ((model.name, model.try_policies().canary.copy()) for model in self._models)
             canaries = {name: copy for name, copy in found if copy is not None}
             copies = Copies({**self._received, os.getpid(): self._sent}, canaries)
             await self._send_updates(updates)
@@ -271,7 +272,8 @@ class Worker:
             self.receive_results(results)
 
     def _canaries(self, named: Mapping[str, T]) -> Iterator[tuple[Canary, T]]:
-        return ((model.trials.canary, named[model.name]) for model in self._models if model.name in named)
+        models = (model for model in self._models if model.name in named)
+        return ((model.try_policies().canary, named[model.name]) for model in models)
 
     async def _send_usage(self) -> None:
         if self.take_usage is not None and (rows := self.take_usage()):

@@ -50,7 +50,7 @@ def at(call: Call) -> OwnPage:
     "GET", "Show canaries and shadows, with their differences", answer("Canaries", ARRAY), 401, 403
 )
 async def _show(call: Call) -> web.Response:
-    return json([model.trials.shown() for model in call.front.fleet.models])
+    return json([model.try_policies().shown() for model in call.front.fleet.models])
 
 
 @_page(f"{PATH}/start").on(
@@ -88,14 +88,14 @@ async def _command(
     worker = call.front.worker
     repeated = worker is not None and worker.is_repeated(call.request.headers.get(MARK))
     try:
-        async with model.trials.canary.command_lock:  # commands follow each other
+        async with model.try_policies().canary.command_lock:  # commands follow each other
             await carry_out(model, body, repeated)
         call.taken = dumps(body)
     except CanaryError as error:
         raise ApiError(409, str(error), code="canary_state") from None
     except LmetricError as error:
         raise ApiError(400, str(error), param="policy", code="bad_policy") from None
-    return json(model.trials.shown())
+    return json(model.try_policies().shown())
 
 
 def _model(front: Frontend, model: object) -> Model:
@@ -111,7 +111,7 @@ async def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
     except ValidationError as error:
         raise not_valid(error) from None
     config = CanaryConfig.model_validate(given.model_dump(exclude={"model"}))
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     if repeated and canary.running and canary.run is not None and canary.run.salt == config.salt:
         return
     before, built = None, None
@@ -127,7 +127,7 @@ async def _begin(model: Model, body: dict[str, Any], repeated: bool) -> None:
 
 async def _make_policy(model: Model, body: dict[str, Any], repeated: bool) -> None:
     _check_fields(body)
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     if repeated and canary.state is State.PROMOTED:
         return
     if not repeated:
@@ -137,7 +137,7 @@ async def _make_policy(model: Model, body: dict[str, Any], repeated: bool) -> No
 
 async def _end(model: Model, body: dict[str, Any], repeated: bool) -> None:
     _check_fields(body)
-    canary = model.trials.canary
+    canary = model.try_policies().canary
     if not repeated or canary.state is not State.ROLLED_BACK:
         canary.roll_back()
 
