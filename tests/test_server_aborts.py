@@ -157,9 +157,8 @@ async def test_another_engine_continues_a_stream_with_a_malformed_abort(malforme
         assert model(w).failovers == {"continued": 1}
 
 
-async def test_a_continued_stream_can_be_aborted() -> None:
-    """The first engine dies, the second one is paused."""
-    second = 20
+def dies_and_pauses(second: int) -> Behaviour:
+    """The first engine dies. The second one is paused, with this token of the answer."""
 
     async def pauses(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.path == "/tokenize" or len(request.json["prompt"]) == len(START):
@@ -172,9 +171,31 @@ async def test_a_continued_stream_can_be_aborted() -> None:
         writer.write(head + b"".join([*events, last(STORY[second - 1], "", "abort")]) + b"0\r\n\r\n")
         return True
 
-    async with engines(pauses, pauses) as w:
-        is_aborted(await story(w), second)
+    return pauses
+
+
+async def test_a_continued_stream_can_be_aborted() -> None:
+    behave = dies_and_pauses(20)
+    async with engines(behave, behave) as w:
+        is_aborted(await story(w), 20)
         assert model(w).failovers == {"continued": 1}
+
+
+async def test_a_continued_stream_ends_at_the_stop_string_in_its_abort() -> None:
+    """The token that comes with the abort has the stop string: the answer is whole."""
+    second, stop = 20, "b"
+    before, text = (text_of(START, STORY[:count]) for count in (second - 1, second))
+    assert (stop in before, stop in text) == (False, True)
+    behave = dies_and_pauses(second)
+    async with engines(behave, behave) as w:
+        _, headers, got = await w.post(STORY_BODY | {"stop": stop})
+        assert not w.server.front.relays, "the request goes on behind its answer"
+        said = heard(got)
+        assert "error" not in said
+        assert (said["text"], said["finish"]) == (text.partition(stop)[0], "stop")
+        record = model(w).router.explain(decision_id(headers))
+        assert record is not None
+        assert record["outcome"] == "finished"
 
 
 async def test_records_and_labels_of_an_aborted_stream() -> None:

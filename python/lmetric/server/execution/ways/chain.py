@@ -93,6 +93,7 @@ def rest(p: Progress, engine: Engine) -> Way[str | None]:
                     p.end_merged(delta)
                 except MergeError:
                     raise lost from None
+                return None  # its last tokens complete a stop string
     except EngineLost:
         p.has_tokens |= attempt.reader.tokens > 0  # the ticket has them: another engine must continue
         raise
