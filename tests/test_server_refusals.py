@@ -139,6 +139,18 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     assert retry_after_seconds(line("9" * 400)) is not None
 
 
+def test_a_date_without_a_zone_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    date = time.asctime(time.gmtime(time.time() + 30))
+    try:
+        for zone in ("America/New_York", "UTC", "Asia/Tokyo"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            assert retry_after_seconds(line(date)) in (28, 29, 30, 31), zone
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_date_rests_the_engine_and_reaches_the_client(status: int) -> None:
     """Bugs 18: 30 s as a date are 30 s, for the engine and for the client."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from math import ceil
 
@@ -62,6 +63,9 @@ def retry_after_seconds(lines: bytes) -> int | None:
 
 def _seconds_of(date: bytes) -> float | None:
     try:
-        return parsedate_to_datetime(date.decode("latin-1").strip()).timestamp()
+        found = parsedate_to_datetime(date.decode("latin-1").strip())
+        if found.tzinfo is None:  # the form of `asctime` names no zone
+            found = found.replace(tzinfo=UTC)
+        return found.timestamp()
     except (ValueError, OverflowError, TypeError):
         return None
