@@ -36,7 +36,10 @@ TRIALS = tuple(f"{SERVER}.fleet.{name}" for name in ("trials", "canary", "shadow
 CONFIGURED = {
     "records.path": Feature(
         {"records": {"path": "<folder>"}},
-        (f"{SERVER}.observe.recorder", f"{SERVER}.observe.record_writer", "lmetric.record_schema"),
+        (
+            *(f"{SERVER}.observe.recorder", f"{SERVER}.observe.record_writer"),
+            *(f"{SERVER}.execution.draft", "lmetric.record_schema"),
+        ),
     ),
     "replicas.urls": Feature(
         {"replicas": {"urls": ["http://127.0.0.1:9"]}},
@@ -73,7 +76,7 @@ CONFIGURED = {
     ),
     "tracing": Feature(
         {"tracing": {"endpoint": "http://127.0.0.1:9"}},
-        (f"{SERVER}.observe.tracing.export", "opentelemetry"),
+        (f"{SERVER}.observe.tracing.export", f"{SERVER}.execution.trace", "opentelemetry"),
     ),
     "fallbacks": Feature({"fallbacks": {"large": ["small"]}}, (f"{SERVER}.http.falling_back",)),
     "rebalance": Feature({"rebalance": "star"}, (f"{SERVER}.fleet.rebalancer",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmetric._core import (
     END,
@@ -22,9 +22,11 @@ from lmetric.server.api.paths import GENERATING
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import Attempt, AttemptEvent, OtherEngine, Step
-from lmetric.server.execution.trace import AttemptTrace
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.trace import AttemptTrace
 
 # Bodies up to this size are written together with the head.
 JOIN_BYTES = 64 * 1024

@@ -14,14 +14,14 @@ from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.caller import NOBODY, Caller, UnknownKeyError
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
-from lmetric.server.execution.draft import Draft
-from lmetric.server.execution.trace import RequestTrace, TraceContext
 from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
+    from lmetric.server.execution.draft import Draft
     from lmetric.server.execution.fallback import Fallback, FallbackStep
     from lmetric.server.execution.plan import Step
+    from lmetric.server.execution.trace import RequestTrace, TraceContext
     from lmetric.server.execution.transcript import Transcript
     from lmetric.server.fleet.canary_run import CanaryRequest
     from lmetric.server.fleet.subset import Subset
