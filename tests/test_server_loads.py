@@ -78,7 +78,10 @@ CONFIGURED = {
         {"tracing": {"endpoint": "http://127.0.0.1:9"}},
         (f"{SERVER}.observe.tracing.export", f"{SERVER}.execution.trace", "opentelemetry"),
     ),
-    "fallbacks": Feature({"fallbacks": {"large": ["small"]}}, (f"{SERVER}.http.falling_back",)),
+    "fallbacks": Feature(
+        {"fallbacks": {"large": ["small"]}},
+        (f"{SERVER}.http.falling_back", f"{SERVER}.execution.fallback"),
+    ),
     "rebalance": Feature({"rebalance": "star"}, (f"{SERVER}.fleet.rebalancer",)),
     "fleet_changes": Feature(
         {"fleet_changes": "warm"}, (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes")

@@ -18,7 +18,6 @@ from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.continuing import Outcome, continuing, name_reason
 from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
-from lmetric.server.execution.fallback import CONTEXT, is_too_long
 from lmetric.server.execution.plan import (
     Attempt,
     Ended,
@@ -33,6 +32,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.upstream.connection import NOT_CONNECTED
 
 if TYPE_CHECKING:
+    from lmetric.server.execution.fallback import Fallback
     from lmetric.tokens.prompt import Tokens
 
 # The status for the client by kind of failure, if no engine could answer.
@@ -74,7 +74,7 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
         raise _declined(p, attempt, "not_served")
     if step.kv is not None and step.kv.broke(status, reader.error_code):
         raise NoTransfer
-    if status == 400 and flags & END and _may_fall_back(p, attempt):
+    if status == 400 and flags & END and _fallback_after(p, attempt) is not None:
         _pass_refused_beginning(p, attempt, flags)
     if flags & ENGINE_ERROR and step.merges and not reader.tokens:
         raise step.lost("status", f"error {reader.error_code} as the first event")
@@ -153,10 +153,12 @@ def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     raise NoTransfer
 
 
-def _may_fall_back(p: Progress, attempt: Attempt) -> bool:
-    """Whether an error answer says that the request is too long, and a fallback may serve it."""
-    has_fallback = p.client_request.fallback is not None
-    return attempt.reader.status == 400 and has_fallback and is_too_long(attempt.message)
+def _fallback_after(p: Progress, attempt: Attempt) -> Fallback | None:
+    """Returns the fallback after an error answer: if the request is too long for the model."""
+    fallback = p.client_request.fallback
+    if attempt.reader.status != 400 or fallback is None or not fallback.is_too_long(attempt.message):
+        return None
+    return fallback
 
 
 def _lacks_model(p: Progress, attempt: Attempt) -> bool:
@@ -326,8 +328,8 @@ def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
     refusal = _refusal_of(p, attempt)
     if refusal.status < 500:
         p.refused(attempt.step.engine)
-    if _may_fall_back(p, attempt):
-        refusal.code = CONTEXT
+    if (fallback := _fallback_after(p, attempt)) is not None:
+        refusal.code = fallback.too_long
     raise _refused(p, refusal, attempt.error_words)
 
 

@@ -34,6 +34,7 @@ class Fallback:
     """
 
     __slots__ = ("call", "models", "steps", "trace")
+    too_long = CONTEXT  # the code of an engine's error for which `is_too_long` is true
 
     def __init__(self, call: ParsedRequest, models: list[str]) -> None:
         self.call = call
@@ -41,7 +42,7 @@ class Fallback:
         self.steps: list[FallbackStep] = []
         self.trace: RequestTrace | None = None
 
-
-def is_too_long(words: str) -> bool:
-    """Returns whether an engine's message says that a request is too long for its model."""
-    return _TOO_LONG.search(words) is not None
+    @staticmethod
+    def is_too_long(words: str) -> bool:
+        """Returns whether an engine's message says that a request is too long for its model."""
+        return _TOO_LONG.search(words) is not None

@@ -56,7 +56,6 @@ class Catalog:
         """Applies settings to new requests."""
         self.aliases = Aliases(config.aliases)
         self._fallbacks: Mapping[str, Sequence[str]] = config.fallbacks
-        self.has_fallbacks = bool(config.fallbacks)
         tenants = config.tenants.items()
         self._lists = {name: frozenset(each.models) for name, each in tenants if each.models is not None}
         self.changed()

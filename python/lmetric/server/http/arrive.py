@@ -18,7 +18,6 @@ from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest
-from lmetric.server.execution.fallback import Fallback
 from lmetric.server.execution.intent import Intent
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
@@ -118,19 +117,9 @@ class Arrivals:
                 raise catalog.unknown(name, client_request.caller)
             if name in catalog.aliases.names:
                 self._replace_alias(client_request, call, name)
-            if catalog.has_fallbacks:
-                self._add_fallback(client_request, call)
+            if self._falling_back is not None:
+                self._falling_back.add(client_request, call, catalog)
         return call
-
-    def _add_fallback(self, client_request: ClientRequest, call: ParsedRequest) -> None:
-        """Notes the models that may serve the request in place of its own.
-
-        Token IDs of a prompt, or as an answer, mean nothing to another model.
-        """
-        name, alias = call.model or "", client_request.alias
-        models = self._fleet.catalog.fallbacks(name, alias, client_request.caller)
-        if models and call.tokens is None and call.path.prompt != "nothing":
-            client_request.fallback = Fallback(call, models)
 
     def _replace_alias(self, client_request: ClientRequest, call: ParsedRequest, alias: str) -> None:
         """Puts the model's name in the place of its alias."""

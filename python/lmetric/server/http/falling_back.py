@@ -11,6 +11,7 @@ from lmetric.server.execution.exchange import SATURATED, ClientRequest, InFlight
 from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
 from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.refusal import EngineRefusal
+from lmetric.server.fleet.catalog import Catalog
 from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.threads import PendingWork, WorkThreads
 
@@ -47,6 +48,15 @@ class FallingBack:
         self._threads = threads
         self._serve = serve
         running.fall_back = self.begin
+
+    def add(self, client_request: ClientRequest, call: ParsedRequest, catalog: Catalog) -> None:
+        """Notes the models that may serve the request in place of its own.
+
+        Token IDs of a prompt, or as an answer, mean nothing to another model.
+        """
+        models = catalog.fallbacks(call.model or "", client_request.alias, client_request.caller)
+        if models and call.tokens is None and call.path.prompt != "nothing":
+            client_request.fallback = Fallback(call, models)
 
     def begin(self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError) -> bool:
         """Returns whether the request goes on with another model, in place of an error."""

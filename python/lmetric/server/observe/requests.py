@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.fallback import FallbackStep
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.exposition import HistogramTable, Table, labels_text
@@ -25,6 +25,9 @@ from lmetric.server.observe.histograms import (
     Latencies,
     observe_both,
 )
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.fallback import FallbackStep
 
 # Bounds shown for each instance: fewer than for each class, because fleets have 1,000 instances.
 _INSTANCE_BOUNDS = {
