@@ -124,6 +124,17 @@ def test_secrets_in_wrong_places_are_not_shown(text: str, tmp_path: Path) -> Non
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "end", ["s3cret/x@host:6379/0", "[s3cret/x@host", "[s3cret]@host", "s3cret\u2100@host"]
+)
+def test_errors_about_a_redis_url_do_not_show_its_password(end: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"a Redis URL looks like .*; write special char.* as %XX"
+    ) as caught:
+        load_config(None, {"replicas.redis_url": f"redis://router:{end}"}, environ={})
+    assert "s3cret" not in str(caught.value)
+
+
 def test_kv_events_in_each_form(tmp_path: Path) -> None:
     # YAML reads off as false.
     for text, meant in (("kv_events: off", "off"), ("kv_events: 'off'", "off"), ("kv_events: auto", "auto")):

@@ -175,14 +175,14 @@ def _token(secret: SecretStr) -> SecretStr:
 
 
 def _redis_url(secret: SecretStr) -> SecretStr:
-    parts = urlsplit(secret.get_secret_value())
     expected = "a Redis URL looks like redis://:password@host:6379/0, or begins with rediss:// or unix://"
+    try:
+        parts = urlsplit(secret.get_secret_value())
+        _ = parts.port
+    except ValueError:  # its text quotes the URL
+        raise ValueError(f"{expected}; write special characters of the password as %XX") from None
     if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.scheme == "unix"):
         raise ValueError(expected)
-    try:
-        _ = parts.port
-    except ValueError as error:
-        raise ValueError(f"{expected} ({error})") from None
     if parts.scheme != "unix" and not (parts.path.strip("/").isdigit() or parts.path in ("", "/")):
         raise ValueError(f"{expected}: the path is the number of a database")
     return secret
