@@ -116,10 +116,17 @@ def test_errors_name_the_place(text: str, overrides: Any, environ: Any, says: st
         "secrets: {a: [hunter2]}",
         "engines: [{url: 'http://h', bearer: hunter2}]",
         "engines: [{url: 'http://u:hunter2@a:1'}]",
+        "engines: [{url: 'http://:hunter2@a:1'}]",
+        "engines: [{url: 'http://hunter2@a:1'}]",
+        "engines: [{url: 'http://@a:1'}]",
+        "engines: [{url: 'http://u:hunter2/x@a:1'}]",
+        "engines: [{url: 'http://u:[hunter2]@a:1'}]",
+        "replicas: {urls: ['http://:hunter2@a:1']}",
+        "tracing: {endpoint: 'http://:hunter2@a:1'}",
     ],
 )
 def test_secrets_in_wrong_places_are_not_shown(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key|has no user") as caught:
+    with pytest.raises(ConfigError, match=r"unknown key|has no user|URL looks like") as caught:
         load(text, tmp_path)
     assert "hunter2" not in str(caught.value)
 

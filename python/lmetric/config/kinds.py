@@ -27,17 +27,17 @@ def _visible(text: str, what: str) -> None:
 
 def _http_url(url: str, whose: str) -> str:
     _visible(url, f"{whose} URL")  # urlsplit drops line breaks
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:  # its text may quote a password
+        raise ValueError(f"{whose} URL looks like http://host:port, with a port up to 65535") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{whose} URL looks like http://host:port")
-    if parts.username or parts.query or parts.fragment:
+    if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(f"{whose} URL has no user, query or fragment; set API keys with api_key")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError("leave out the /v1: the router adds the paths")
-    try:
-        _ = parts.port
-    except ValueError as error:
-        raise ValueError(f"{whose} URL looks like http://host:port ({error})") from None
     return url.rstrip("/")
 
 

@@ -22,7 +22,7 @@ MASK = "**********"
 _LIKE_SECRET = re.compile(
     r"key|token(?!iz|s\b)|secret|salt|passw|pwd|credential|auth|bearer|cookie|dsn", re.IGNORECASE
 )
-_USER = re.compile(r"//[^/@\s]*@")  # of a URL
+_USER = re.compile(r"//\S*@")  # of a URL, whose password may have a slash
 
 
 def explain(
