@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import socket
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -141,27 +141,53 @@ async def test_a_folder_that_is_not_usable_is_named(tmp_path: Path) -> None:
 
 def test_old_days_are_dropped_and_bad_files_refused() -> None:
     table = UsageTable()
-    table.add(("2026-01-01", "a", "", "m"), (1, 2, 3, 4))
-    table.add(("2027-02-04", "a", "", "m"), (1, 2, 3, 4))
-    assert [row.day for row in table.rows()] == ["2026-01-01", "2027-02-04"]
+    days = [
+        (datetime(2026, 1, 1) + timedelta(days=number)).strftime("%Y-%m-%d") for number in range(DAYS + 1)
+    ]
+    for day in days[:-1]:
+        table.add((day, "a", "", "m"), (1, 2, 3, 4))
+    assert [row.day for row in table.rows()] == days[:-1]
     saved = table.save()
-    assert set(saved) == {"usage-2026-01-01.json", "usage-2027-02-04.json"}
+    assert set(saved) == {f"usage-{day}.json" for day in days[:-1]}
     assert table.save() == {}, "nothing has changed"
-    table.add(("2027-02-05", "a", "", "m"), (1, 2, 3, 4))
-    assert [row.day for row in table.rows()] == ["2027-02-04", "2027-02-05"]
-    assert (datetime(2027, 2, 5) - datetime(2026, 1, 1)).days == DAYS
+    table.add((days[-1], "a", "", "m"), (1, 2, 3, 4))
+    assert [row.day for row in table.rows()] == days[1:]
     later = table.save()
-    assert later.pop("usage-2026-01-01.json") is None
-    last = later.pop("usage-2027-02-05.json")
+    assert later.pop(f"usage-{days[0]}.json") is None
+    last = later.pop(f"usage-{days[-1]}.json")
     assert last is not None
+    assert days[-1] == "2027-02-05"
     assert not later
     other = UsageTable()
-    other.restore(saved["usage-2027-02-04.json"] or b"")
+    for day in days[1:-1]:
+        other.restore(saved[f"usage-{day}.json"] or b"")
     other.restore(last)
     assert other.rows() == table.rows()
     for broken in (last[:-4], last.replace(b"2,3", b"-2,3"), last.replace(b"02-0", b"13-0")):
         with pytest.raises(BadValueError, match="saved usage"):
             UsageTable().restore(broken)
+
+
+def test_a_clock_that_was_wrong_for_a_while_loses_no_usage() -> None:
+    table = UsageTable()
+    days = [*(f"20{year}-11-29" for year in (26, 30, 26)), "1970-01-01", "2026-11-29", "2026-11-30"]
+    for day in days:
+        table.add((day, "a", "", "m"), (1, 2, 3, 4))
+    counts = {row.day: row.counts[0] for row in table.rows()}
+    assert counts == {"2026-11-29": 3, "2030-11-29": 1, "1970-01-01": 1, "2026-11-30": 1}
+    assert None not in table.save().values(), "no file is removed"
+    assert table._size == len(table.rows())
+
+
+@pytest.mark.parametrize("wrong", ["1970-01-01", "2030-01-01"])
+def test_a_wrong_day_takes_the_place_of_one_day_alone(wrong: str) -> None:
+    table = UsageTable()
+    days = [(datetime(2026, 1, 1) + timedelta(days=number)).strftime("%Y-%m-%d") for number in range(DAYS)]
+    for day in (*days, wrong, wrong, days[-1]):
+        table.add((day, "a", "", "m"), (1, 2, 3, 4))
+    counts = {row.day: row.counts[0] for row in table.rows()}
+    assert counts == dict.fromkeys(days[1:], 1) | {wrong: 2, days[-1]: 2}
+    assert table._size == DAYS
 
 
 def test_ever_new_models_fill_no_table() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
@@ -19,7 +19,7 @@ from lmetric.server.fleet.fleet import Fleet
 if TYPE_CHECKING:
     from lmetric.server.execution.transcript import Transcript
 
-DAYS = 400  # older days are dropped
+DAYS = 400  # with usage; a further day takes the place of the oldest one
 # Rows of a day and of a table: an engine with ever new models must not fill memory or disk.
 DAY_ROWS, MOST_ROWS = 10_000, 100_000
 OTHER_MODELS = "(other models)"  # the model of further rows, which have no API key
@@ -47,7 +47,6 @@ class UsageTable:
     def __init__(self) -> None:
         self._days: dict[str, dict[tuple[str, str, str], list[int]]] = {}
         self._size = 0  # rows
-        self._last_day = ""
         self._changed: set[str] = set()  # days that differ from those of the last `save`
 
     def add(self, key: tuple[str, str, str, str], counts: Iterable[int]) -> None:
@@ -55,8 +54,10 @@ class UsageTable:
         day, *rest = key
         rows = self._days.get(day)
         if rows is None:
+            # By number, not by date: a clock that was wrong for a while costs few days.
+            while len(self._days) >= DAYS:
+                self._drop(min(self._days))
             rows = self._days[day] = {}
-            self._drop_old_days(day)
         tenant, api_key, model = rest
         known = rows.get((tenant, api_key, model))
         if known is None:
@@ -72,12 +73,9 @@ class UsageTable:
         for place, count in enumerate(counts):
             known[place] += count
 
-    def _drop_old_days(self, day: str) -> None:
-        self._last_day = max(day, self._last_day)
-        oldest = (datetime.fromisoformat(self._last_day) - timedelta(days=DAYS)).strftime("%Y-%m-%d")
-        for old in [each for each in self._days if each <= oldest]:
-            self._size -= len(self._days.pop(old))
-            self._changed.add(old)
+    def _drop(self, day: str) -> None:
+        self._size -= len(self._days.pop(day))
+        self._changed.add(day)
 
     def rows(self) -> list[Row]:
         """Returns the rows, ordered by day, tenant, API key and model.
