@@ -21,7 +21,6 @@ from lmetric.server.observe.live import REFUSED, REFUSED_SECONDS, Live
 from lmetric.server.observe.problems import FIXES, first_of, meaning_of
 
 if TYPE_CHECKING:
-    from lmetric.server.background.redis_budgets import RedisState
     from lmetric.server.background.replicas import Replicas
     from lmetric.server.observe.recorder import Recorder
     from lmetric.server.tls.contexts import TlsContext
@@ -59,7 +58,7 @@ class OwnProblems:
         for certificate in self.certificates():
             yield from _of_certificate(certificate)
         if self.replicas is not None:
-            yield from self._of_replicas(self.replicas)
+            yield from self.replicas.problems()
         for row in self.discovery.state():
             if row["problem"] is not None:
                 cause = "a source of engines cannot be read; its last engines stay"
@@ -99,32 +98,6 @@ class OwnProblems:
         queues = [*self._of_queues(now)]
         yield from queues
         yield from self._of_lateness(now, queued=bool(queues))
-
-    def _of_replicas(self, replicas: Replicas) -> Iterator[Problem]:
-        fix = "start that router, or take it out of replicas.urls; its load does not count meanwhile"
-        for url, reason in replicas.not_found.items():
-            yield Problem("replica", "the address of other routers is not found", f"{url}: {reason}", fix)
-        for address in replicas.addresses.values():
-            if address.reached is False and not address.own:
-                cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
-                yield Problem("replica", cause, reason, fix, since=address.lost_at)
-        yield from self._of_redis(replicas.redis)
-        for router, ahead in replicas.other_clocks.items():
-            cause = "the clock of another router differs: the routers do not share budgets"
-            reason = f"router {router}: {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-            fix = "synchronize the clocks, then restart the router whose clock was wrong"
-            yield Problem("replica", cause, reason, fix)
-
-    def _of_redis(self, redis: RedisState | None) -> Iterator[Problem]:
-        if redis is None:
-            return
-        if redis.reached is False:
-            cause = "Redis cannot be used: the routers do not share budgets"
-            fix = "correct what the reason names; the router tries again by itself"
-            yield Problem("redis", cause, f"{redis.address}: {redis.error}", fix, since=redis.lost_at)
-        for name, reason in redis.bad_values.items():
-            fix = "remove the field, or give the routers a database of their own in replicas.redis_url"
-            yield Problem("redis", "Redis has counts that no router wrote", f"{name}: {reason}", fix)
 
     def _of_queues(self, now: float) -> Iterator[Problem]:
         """Yields the problem that all engines of a role have waiting requests for a while."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import structlog
 from lmetric._core import Budgets, LmetricError
 from lmetric.config import ConfigError
 from lmetric.extras import install
+from lmetric.server.fleet.problem import Problem
 
 log = structlog.get_logger("lmetric.replicas")
 
@@ -52,6 +53,16 @@ class RedisState:
     lost_at: float | None = None
     routers: int = 0
     bad_values: Mapping[str, str] = field(default_factory=dict)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields why budgets are not exchanged."""
+        if self.reached is False:
+            cause = "Redis cannot be used: the routers do not share budgets"
+            fix = "correct what the reason names; the router tries again by itself"
+            yield Problem("redis", cause, f"{self.address}: {self.error}", fix, since=self.lost_at)
+        for name, reason in self.bad_values.items():
+            fix = "remove the field, or give the routers a database of their own in replicas.redis_url"
+            yield Problem("redis", "Redis has counts that no router wrote", f"{name}: {reason}", fix)
 
 
 class RedisBudgets:

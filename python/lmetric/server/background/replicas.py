@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from lmetric.server.api.replica_pages import CONTENT_TYPE, ID_DIGITS, PATH
 from lmetric.server.background.addresses import MOST_ADDRESSES, Address, look_up, read_answer
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
+from lmetric.server.fleet.problem import Problem
 from lmetric.server.tls.contexts import outgoing_context
 from lmetric.server.upstream.connection import request_error
 
@@ -379,6 +380,23 @@ class Replicas:
             "not_looked_up": self.not_found,
             "redis": None if self.redis is None else asdict(self.redis),
         }
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields why load or budgets are not exchanged."""
+        fix = "start that router, or take it out of replicas.urls; its load does not count meanwhile"
+        for url, reason in self.not_found.items():
+            yield Problem("replica", "the address of other routers is not found", f"{url}: {reason}", fix)
+        for address in self.addresses.values():
+            if address.reached is False and not address.own:
+                cause, reason = "another router cannot be reached", f"{address.place}: {address.error}"
+                yield Problem("replica", cause, reason, fix, since=address.lost_at)
+        if self.redis is not None:
+            yield from self.redis.problems()
+        for router, ahead in self.other_clocks.items():
+            cause = "the clock of another router differs: the routers do not share budgets"
+            reason = f"router {router}: {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+            fix = "synchronize the clocks, then restart the router whose clock was wrong"
+            yield Problem("replica", cause, reason, fix)
 
 
 def _times() -> tuple[float, float]:
