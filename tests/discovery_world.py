@@ -19,7 +19,8 @@ from aiohttp import web
 
 from lmetric.config import DiscoverySource
 from lmetric.server import Server
-from lmetric.server.discovery import Found, Source, SourceError
+from lmetric.server.discovery.members import Found
+from lmetric.server.discovery.source import Source, SourceError
 from waiting import until
 
 

@@ -17,7 +17,7 @@ from discovery_world import following
 from epp_world import exchange, picking, request_head
 from kube_world import Cluster, cluster
 from lmetric.config import DiscoverySource
-from lmetric.server.discovery import follow, inference_pool, kubernetes
+from lmetric.server.discovery import followed, inference_pool, kubernetes
 from lmetric_lab.embedded import EmbeddedEngines
 from server_world import world
 from test_chart_steps import STOCK, runnable, serves
@@ -176,7 +176,7 @@ async def test_the_picker_follows_the_pool_of_the_chart(api: Cluster) -> None:
     api.apply(objective(OBJECTIVE, "batch", -1, pool), "fleet")
     api.apply(objective(OBJECTIVE, "other", 7, "other-pool"), "fleet")
     priorities: dict[str, int] = {}
-    source = follow.make_source(DiscoverySource.model_validate(section(api, objects, "fleet")), priorities)
+    source = followed.make_source(DiscoverySource.model_validate(section(api, objects, "fleet")), priorities)
     async with following(source) as told:
         await told.until(lambda: told.names == ["a.fleet"])
         assert told.lists[-1][0].config.url == "http://10.1.0.1:8000"
@@ -269,7 +269,7 @@ async def test_the_picker_reads_objectives_of_llm_d(api: Cluster) -> None:
     await until(lambda: api.call("GET", objectives)[0] == 200)
     api.apply(objective(NEW_OBJECTIVE, "fast", 10, pool), "llm-d")
     priorities: dict[str, int] = {}
-    source = follow.make_source(DiscoverySource.model_validate(section(api, objects, "llm-d")), priorities)
+    source = followed.make_source(DiscoverySource.model_validate(section(api, objects, "llm-d")), priorities)
     async with following(source):
         await until(lambda: priorities == {"fast": 10}, seen=lambda: priorities)
 

@@ -12,7 +12,7 @@ import yaml
 import chart_world as chart
 from discovery_world import ApiServer, pod
 from lmetric.config import load_config
-from lmetric.server.discovery import follow, kubernetes
+from lmetric.server.discovery import followed, kubernetes
 from lmetric_lab.embedded import EmbeddedEngines
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.migrate import import_config
@@ -24,7 +24,7 @@ STOCK = EngineOptions(clock_speed=20, kv_events=False, cached_tokens=False)
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "PACE_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "_PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(followed, "_PAUSES", (0.02, 0.1))
     for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
 

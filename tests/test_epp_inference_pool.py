@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from discovery_world import ApiServer, following, keys, pod, reload_key
 from epp_world import PROMPT, TRUSTED, exchange, picking, request_body, request_head
 from lmetric.config import DiscoverySource
-from lmetric.server.discovery import follow, inference_pool, kubernetes
+from lmetric.server.discovery import followed, inference_pool, kubernetes
 from lmetric.server.discovery.inference_pool import PoolEngines
 from server_world import world
 from waiting import until
@@ -27,7 +27,7 @@ NEW_OBJECTIVES = "/apis/llm-d.ai/v1alpha2/namespaces/fleet/inferenceobjectives"
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "PACE_SECONDS", 0.02)
     monkeypatch.setattr(inference_pool, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(follow, "_PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(followed, "_PAUSES", (0.02, 0.1))
     for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
 
@@ -58,7 +58,7 @@ def section(api: ApiServer, tmp_path: Path) -> dict[str, Any]:
 
 def source(api: ApiServer, tmp_path: Path, objectives: dict[str, int] | None = None) -> PoolEngines:
     config = DiscoverySource.model_validate(section(api, tmp_path))
-    made = follow.make_source(config, objectives)
+    made = followed.make_source(config, objectives)
     assert isinstance(made, PoolEngines)
     return made
 

@@ -14,7 +14,7 @@ import yaml
 
 from discovery_world import ApiServer, following, keys, pod, reload_key
 from lmetric.config import ConfigError, DiscoverySource
-from lmetric.server.discovery import follow, kubernetes
+from lmetric.server.discovery import followed, kubernetes
 from lmetric.server.discovery.kubernetes import Pods
 from server_world import FakeEngine, world
 
@@ -22,7 +22,7 @@ from server_world import FakeEngine, world
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "PACE_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "_PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(followed, "_PAUSES", (0.02, 0.1))
     for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
 
@@ -200,7 +200,7 @@ def test_without_the_package_one_line_says_what_to_install(
     monkeypatch.delitem(sys.modules, kubernetes.__name__)
     config = DiscoverySource.model_validate({"kubernetes": {"selector": "a", "port": 1}})
     with pytest.raises(ConfigError, match=r"pip install 'kubernetes-asyncio>="):
-        follow.make_source(config)
+        followed.make_source(config)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")

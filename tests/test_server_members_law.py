@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ServerConfig
-from lmetric.server.discovery import Found, Members
+from lmetric.server.discovery.members import Found, Members
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 

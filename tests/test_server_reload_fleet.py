@@ -17,7 +17,7 @@ import pytest
 
 from lmetric.config import ADMIN, CONFIGURED, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.app import Reloads
-from lmetric.server.discovery import Found
+from lmetric.server.discovery.members import Found
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.turns import STEPS_PER_TURN

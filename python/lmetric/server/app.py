@@ -31,7 +31,7 @@ from lmetric.server.api.replica_pages import PATH
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replica_state import metrics as replica_metrics
-from lmetric.server.discovery import Discovery
+from lmetric.server.discovery.follow import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import load_trials
 from lmetric.server.fleet.policies import Policies

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmetric.server.api.identity import Identity
-from lmetric.server.discovery import Discovery
+from lmetric.server.discovery.follow import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.problem import Problem, unix_of
 from lmetric.server.observe.lateness import LATE_SECONDS, WINDOW_SECONDS, Lateness

@@ -16,7 +16,8 @@ import dns.nameserver
 import dns.resolver
 
 from lmetric.config import DiscoverySource, DnsSource, EngineConfig
-from lmetric.server.discovery.source import Found, Sink, SourceError
+from lmetric.server.discovery.members import Found
+from lmetric.server.discovery.source import Sink, SourceError
 
 LOOK_UP_SECONDS = 5.0  # time limit of one look-up, over all name servers and retries
 SHORTEST_SECONDS = 1.0  # shortest time between two look-ups

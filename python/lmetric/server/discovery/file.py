@@ -10,7 +10,8 @@ from pydantic import Field, ValidationError
 from watchfiles import awatch
 
 from lmetric.config import ConfigError, DiscoverySource, EngineConfig, UniqueKeys, explain, reading
-from lmetric.server.discovery.source import Found, Sink, SourceError
+from lmetric.server.discovery.members import Found
+from lmetric.server.discovery.source import Sink, SourceError
 
 # A changed file is read after SETTLE_MS without a further change, and every POLL_MS in any case:
 # some network file systems report no changes.

@@ -18,7 +18,8 @@ import structlog
 
 from lmetric.config import DiscoverySource, KubernetesSource
 from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, load_credentials
-from lmetric.server.discovery.source import Found, Sink, SourceError
+from lmetric.server.discovery.members import Found
+from lmetric.server.discovery.source import Sink, SourceError
 from lmetric.server.upstream.connection import request_error
 
 # The import of `kubernetes` has reported a missing package.

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from lmetric.config import ConfigError, DiscoverySource, EngineConfig, KubernetesSource, explain
 from lmetric.extras import install
-from lmetric.server.discovery.source import Found, Sink, SourceError
+from lmetric.server.discovery.members import Found
+from lmetric.server.discovery.source import Sink, SourceError
 from lmetric.server.upstream.connection import request_error
 
 try:

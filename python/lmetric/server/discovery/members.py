@@ -16,13 +16,36 @@ from dataclasses import dataclass, field
 import structlog
 
 from lmetric._core import LmetricError
-from lmetric.config import ADMIN, CONFIGURED, ServerConfig
-from lmetric.server.discovery.source import Found
+from lmetric.config import ADMIN, CONFIGURED, EngineConfig, ServerConfig
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.turns import in_turns
 
 log = structlog.get_logger("lmetric.discovery")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An engine that a source reports.
+
+    ``model``: its model; None: the router asks the engine. ``ready``: whether it may get requests.
+    An engine without an API key of its own gets the key of its section (`followed.py`).
+    """
+
+    config: EngineConfig
+    model: str | None = None
+    ready: bool = True
+
+    def is_also(self, other: "Found") -> bool:
+        """Returns whether both may be one engine, by URL, data-parallel rank and model.
+
+        A server of two models is two engines. An entry without a rank is all ranks.
+        """
+        models = (self.model, other.model)
+        ranks = (self.config.data_parallel_rank, other.config.data_parallel_rank)
+        same = all(None in pair or pair[0] == pair[1] for pair in (models, ranks))
+        return self.config.url == other.config.url and same
+
 
 # The reports of all sources, in the order of precedence. The engines to keep with their owners, by
 # name.

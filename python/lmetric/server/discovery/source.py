@@ -1,34 +1,10 @@
 """The interface of a source of engines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from lmetric._core import LmetricError
-from lmetric.config import EngineConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An engine that a source reports.
-
-    ``model``: its model; None: the router asks the engine. ``ready``: whether it may get requests.
-    An engine without an API key of its own gets the key of its section (`follow.py`).
-    """
-
-    config: EngineConfig
-    model: str | None = None
-    ready: bool = True
-
-    def is_also(self, other: "Found") -> bool:
-        """Returns whether both may be one engine, by URL, data-parallel rank and model.
-
-        A server of two models is two engines. An entry without a rank is all ranks.
-        """
-        models = (self.model, other.model)
-        ranks = (self.config.data_parallel_rank, other.config.data_parallel_rank)
-        same = all(None in pair or pair[0] == pair[1] for pair in (models, ranks))
-        return self.config.url == other.config.url and same
+from lmetric.server.discovery.members import Found
 
 
 class SourceError(LmetricError):

@@ -20,7 +20,7 @@ from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.issued import IssuedKey
 from lmetric.server.api.paths import stored_response
 from lmetric.server.api.replica_pages import ID_DIGITS
-from lmetric.server.discovery import Discovery
+from lmetric.server.discovery.follow import Discovery
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.http.admission import Admission

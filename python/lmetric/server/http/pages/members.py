@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from lmetric.config import ADMIN, CONFIGURED, ConfigError, EngineConfig, KvEvents, unix_path
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.discovery import Found
+from lmetric.server.discovery.members import Found
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.upstream.allowed import AllowedEngines
