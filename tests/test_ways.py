@@ -26,10 +26,10 @@ from execution_world import (
 )
 from lmetric._core import Decision, Ticket
 from lmetric.server.execution import attempt as attempt_module
-from lmetric.server.execution import ways
 from lmetric.server.execution.exchange import Rules
-from lmetric.server.execution.execution import Execution
+from lmetric.server.execution.execution import Execution, run
 from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.ways.plain import plain
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
 
@@ -241,7 +241,7 @@ def test_only_the_first_engine_of_a_hedged_request_reports_its_cached_blocks(clo
     finish(it)
 
 
-@pytest.mark.parametrize("function", [ways.plain.plain, ways.run])
+@pytest.mark.parametrize("function", [plain, run])
 def test_the_architecture_page_shows_the_code_as_it_is(function: object) -> None:
     page = Path(__file__).parent.parent / "docs" / "explanation" / "architecture.md"
     assert f"```python\n{inspect.getsource(function)}```" in page.read_text()  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """One request as a machine without I/O: events in, actions out.
 
-A generator (`ways.run`) runs the request; its place in the code is the state. A migration has a
-second one (`ways.move`), beside it. This class keeps the generators, gives each the events of its
-attempts, and ends the request. It has no timer and no task: `runner` carries out the actions.
+A generator (`run`) runs the request; its place in the code is the state. A migration has a second
+one (`ways.move`), beside it. The class keeps the generators, gives each the events of its attempts,
+and ends the request. It has no timer and no task: `runner` carries out the actions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import structlog
 from lmetric._core import Decision, Ticket
 from lmetric.server.api.eligibility import PARSED
 from lmetric.server.api.errors import ApiError
+from lmetric.server.execution.continuing import follow_gateway, switch
 from lmetric.server.execution.exchange import FAILED, Rules, sse_comments
+from lmetric.server.execution.failures import next_engine
 from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
@@ -24,16 +26,19 @@ from lmetric.server.execution.plan import (
     BreakOff,
     Comment,
     Ended,
+    EngineLost,
     Finish,
     NoTransfer,
+    OtherEngine,
     Step,
+    SwitchTo,
     TimeIsUp,
     Way,
     Write,
     ticket_kind,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import move, run
+from lmetric.server.execution.ways import chain, copy, encode, move, pair, parsed, plain
 from lmetric.server.fleet.engine import Engine
 
 FINISH = Finish()
@@ -276,3 +281,56 @@ class Execution(Progress):
 
 # Events after which nothing follows from an attempt.
 ENDS = frozenset({"ended", "failed", "stale", "elsewhere"})
+
+
+# -- the loop of the ways --------------------------------------------------------------------------
+
+
+def run(p: Progress) -> Way[None]:
+    """Runs a request from its decision to its end, on as many engines as that needs."""
+    name: str | None = p.decision.instance
+    way = _segment if p.model.cuts else plain.plain
+    while name is not None:
+        try:
+            engine = p.model.engines[name]
+            if p.media is not None:
+                yield from encode.encode(p, engine)
+            name = yield from way(p, engine)
+        except EngineLost as lost:
+            name = next_engine(p, lost)
+        except OtherEngine as other:
+            name = follow_gateway(p, other)
+        except SwitchTo as to:
+            name = switch(p, to.kv)
+        way = _segment
+
+
+def _segment(p: Progress, engine: Engine) -> Way[str | None]:
+    """Runs the open segment. Returns the engine of the next one; None: the answer is whole."""
+    p.has_tokens = False
+    if p.model.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
+        yield from copy.fetch_prefix(p, engine)
+    while True:
+        p.drop_attempts()
+        if p.unmergeable and p.ticket.has_next:
+            return p.next_segment()  # the last engine computes the whole answer
+        if not p.ticket.from_token:
+            p.prefill_engine = None
+        try:
+            return (yield from _way_of(p, engine)(p, engine))
+        except NoTransfer:
+            pass  # again, without it
+
+
+def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str | None]]:
+    """Returns the way in which an engine runs the open segment."""
+    if p.ticket.has_next:
+        # Only requests that may be cut have a call, or tokens of their answer.
+        if p.transcript is None and (p.call is None or engine.role == "prefill"):
+            return pair.at_once if engine.runs_halves_at_once else pair.prefill
+        return chain.part
+    if engine.runs_halves_at_once:
+        return pair.other_decode
+    if p.begun and not p.unmergeable:
+        return chain.rest if p.merged().parts is None else parsed.rest
+    return plain.plain
