@@ -78,7 +78,7 @@ def keys(server: Server) -> dict[str, str | None]:
 async def reload_key(server: Server, section: dict[str, Any], key: str | None) -> list[str]:
     """Reloads a router with another API key of its section. Returns the engines that changed."""
     changed = DiscoverySource.model_validate({**section, "api_key": key})
-    report = await server.reload(server.config.model_copy(update={"discovery": [changed]}))
+    report = await server.apply(server.prepare(server.config.model_copy(update={"discovery": [changed]})))
     engines: list[str] = report["engine_keys_changed"]
     return engines
 

@@ -532,11 +532,11 @@ async def test_a_reload_installs_a_file_that_could_not_be_loaded_before(
         assert [line["log_level"] for line in logs] == ["error"]
         assert await engines() == {"e0"}
         write(mine.with_name("deployed_later.py"), FIRST.replace("np.arange", "-np.arange"))
-        await w.server.reload(w.server.config)
+        await w.server.apply(w.server.prepare(w.server.config))
         assert await engines() == {"e1"}
         # A reload without a change neither installs nor shows what another import would give.
         sys.modules["deployed_later"].score = lambda q_bs: q_bs  # type: ignore[attr-defined]
-        await w.server.reload(w.server.config)
+        await w.server.apply(w.server.prepare(w.server.config))
         assert model.policies.first.policy.reads == ["bs"]  # type: ignore[union-attr]
         assert await engines() == {"e1"}
     del sys.modules["deployed_later"]
@@ -545,7 +545,7 @@ async def test_a_reload_installs_a_file_that_could_not_be_loaded_before(
 async def test_a_file_replaces_the_policies_of_all_models_after_a_reload(mine: Path) -> None:
     write(mine, FIRST)
     async with world([FakeEngine(), FakeEngine(model="other")], policy=f"{mine}:score") as w:
-        await w.server.reload(w.server.config)  # builds the policies of both models once
+        await w.server.apply(w.server.prepare(w.server.config))  # builds the policies of both models once
         write(mine, "import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
         await w.server._monitor._watch_policies()
         assert [each.router.stats()["policy"] for each in w.server.fleet.models] == ["second", "second"]
@@ -668,7 +668,9 @@ async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.
     models = [{"name": "other", "policy": "bs"}]
     async with world(1, model="tiny", policy=f"{mine}:score", models=models) as w:
         built.clear()
-        await w.server.reload(w.server.config.model_copy(update={"decode_policy": "lmetric"}))
+        await w.server.apply(
+            w.server.prepare(w.server.config.model_copy(update={"decode_policy": "lmetric"}))
+        )
         # Those of `tiny` at the top level, and those of `other`.
         assert built == [f"{mine}:score", "lmetric", "bs", "lmetric"]
         assert [model.policies.settings.policy for model in w.server.fleet.models] == ["bs", f"{mine}:score"]

@@ -249,7 +249,7 @@ async def test_a_changed_limit_holds_at_once_and_keeps_the_counts() -> None:
                 "tenants": ServerConfig.model_validate({"tenants": tenants(budget("requests", 3))}).tenants
             }
         )
-        await w.server.reload(changed)
+        await w.server.apply(w.server.prepare(changed))
         assert [(await ask(w))[0] for _ in range(2)] == [200, 429]
 
 

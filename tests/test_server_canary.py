@@ -251,7 +251,7 @@ async def test_a_changed_file_restarts_a_canary_that_a_command_started(
         shadow.write_text("def score(q_bs):\n    return q_bs\n")
         await w.server._monitor._watch_policies()
         other = config.shadow.model_copy(update={"policy": f"{own}:score"})
-        await w.server.reload(config.model_copy(update={"shadow": other}))
+        await w.server.apply(w.server.prepare(config.model_copy(update={"shadow": other})))
         assert (canary.state, canary.run) == (State.RUNNING, run)
         own.write_text("def score(q_bs):\n    return q_bs\n")
         with capture_logs() as logs:
@@ -266,10 +266,10 @@ async def test_a_changed_file_restarts_a_canary_that_a_command_started(
         assert canary.built is built
         own.write_text("def score(p_token):\n    return p_token\n")
         run = canary.run
-        await w.server.reload(config)
+        await w.server.apply(w.server.prepare(config))
         assert canary.running
         assert canary.run is not run
-        await w.server.reload(config.model_copy(update={"policy": "vllm"}))
+        await w.server.apply(w.server.prepare(config.model_copy(update={"policy": "vllm"})))
         assert canary.state is State.OFF
 
 
@@ -292,9 +292,9 @@ async def test_the_code_of_a_configured_canary_restarts_no_other(
             file.write_text("def score(q_bs):\n    return q_bs\n")
         await w.server._monitor._watch_policies()
         assert model.policies.canary.policy.reads == ["q_bs"]
-        await w.server.reload(config)
+        await w.server.apply(w.server.prepare(config))
         other = {**config.policies, "configured": "p_token"}
-        await w.server.reload(config.model_copy(update={"policies": other}))
+        await w.server.apply(w.server.prepare(config.model_copy(update={"policies": other})))
         assert model.policies.canary.formula == "p_token"
         assert canary.running
         assert (canary.run, canary.built) == (run, built)
@@ -305,9 +305,11 @@ async def test_another_definition_of_a_canarys_name_restarts_it(mine: dict[str, 
         canary, config = w.server.fleet.models[0].try_policies().canary, w.server.config
         run = canary.run
         named = {**config.policies, "broken": "bs"}
-        await w.server.reload(config.model_copy(update={"policies": named}))
+        await w.server.apply(w.server.prepare(config.model_copy(update={"policies": named})))
         assert canary.run is run
-        await w.server.reload(config.model_copy(update={"policies": {**named, "last": "q_bs"}}))
+        await w.server.apply(
+            w.server.prepare(config.model_copy(update={"policies": {**named, "last": "q_bs"}}))
+        )
         assert canary.running
         assert canary.run is not run
         assert canary.built.formula == "q_bs"

@@ -64,7 +64,7 @@ async def test_what_an_administrator_switched_stays_when_policies_are_replaced()
         router = it.server.fleet.models[0].router
         assert router.stats()["guard_on"]
         assert (await it.post({"on": False}, path="/admin/guard"))[0] == 200
-        await it.server.reload(it.server.config)
+        await it.server.apply(it.server.prepare(it.server.config))
         assert not router.stats()["guard_on"]
         answer = await it.client.put(it.url + "/admin/policy", json={"policy": "planner"})
         assert [(each["guard"], each["guard_reason"]) for each in await answer.json()] == [

@@ -275,7 +275,7 @@ async def test_a_reload_changes_hedging() -> None:
         new = ServerConfig.model_validate(
             config.model_dump(by_alias=True) | {"hedging": {"after_seconds": AFTER}}
         )
-        await w.server.reload(new)
+        await w.server.apply(w.server.prepare(new))
         assert model(w).hedging.after_seconds == AFTER
         _, headers, _ = await w.post(BODY)
         assert headers["x-lmetric-instance"] == "e1"

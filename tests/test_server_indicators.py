@@ -273,14 +273,14 @@ async def test_a_reload_declares_indicators_for_its_policies() -> None:
             "policy": "srv_after",
             "indicators": declared("srv_after", "vllm:c_d"),
         }
-        await w.server.reload(ServerConfig.model_validate(given))
+        await w.server.apply(w.server.prepare(ServerConfig.model_validate(given)))
         assert shown(column(w, "srv_before")) == [None, None]  # no source reports it any more
         await w.until(lambda: column(w, "srv_after") == [9, 8])
         assert await placed(w, 2) == ["e1"] * 2
         # A wrong declaration changes nothing.
         given["indicators"] = declared("lmetric", "vllm:c_d")
         with pytest.raises(lm.BadValueError, match=r"indicators\.lmetric: .*the name of a policy"):
-            await w.server.reload(ServerConfig.model_validate(given))
+            await w.server.apply(w.server.prepare(ServerConfig.model_validate(given)))
         assert await placed(w) == ["e1"]
 
 

@@ -420,7 +420,7 @@ async def test_reloads_add_and_remove_issuers(tmp_path: Path) -> None:
 
             async def reload(settings: dict[str, Any]) -> None:
                 auth_section = type(config.auth).model_validate(settings)
-                await w.server.reload(config.model_copy(update={"auth": auth_section}))
+                await w.server.apply(w.server.prepare(config.model_copy(update={"auth": auth_section})))
 
             await reload(auth(first, second, third))
             assert w.server.front.admission.identity.tokens.counts["valid"] == 1  # type: ignore[union-attr]

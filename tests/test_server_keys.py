@@ -279,7 +279,7 @@ async def test_keys_of_the_file_change_only_there_and_a_reload_keeps_issued_keys
             f"key {of_file} is in auth.keys_file: remove it there, and reload"
         )
         (tmp_path / "keys.yaml").write_text("sk-new: carol\nsk-newer: dave\n")
-        report = await w.server.reload(w.server.config)
+        report = await w.server.apply(w.server.prepare(w.server.config))
         assert (report["keys_added"], report["keys_removed"]) == (2, 1)
         asked = [await use(w, key) for key in (made["key"], "sk-new", "sk-of-the-file")]
         assert [status for status, _ in asked] == [200, 200, 401]

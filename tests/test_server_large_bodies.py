@@ -313,9 +313,9 @@ async def test_a_reload_reads_the_tls_settings_that_engines_share_once(
         read: list[Any] = []
         refresh = TlsContext.refresh
         monkeypatch.setattr(TlsContext, "refresh", lambda it: read.append(it) or refresh(it))
-        await w.server.reload(w.server.config)
+        await w.server.apply(w.server.prepare(w.server.config))
         assert len(read) == (scheme == "https")
         # Engines that are as before are the same objects: comparing them takes no time.
         before = w.server.config
-        await w.server.reload(ServerConfig.model_validate(before.model_dump()))
+        await w.server.apply(w.server.prepare(ServerConfig.model_validate(before.model_dump())))
         assert all(one is other for one, other in zip(w.server.config.engines, before.engines, strict=True))

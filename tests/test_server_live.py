@@ -548,7 +548,7 @@ async def test_a_reload_with_other_keys_ends_streams_of_removed_keys(closed: dic
         stream = events(answer)
         await anext(stream)
         await asyncio.to_thread(Path(closed["auth"]["keys_file"]).write_text, "sk-bob: bob\n")
-        await it.server.reload(it.server.config)
+        await it.server.apply(it.server.prepare(it.server.config))
         await over(stream)
 
 

@@ -48,7 +48,7 @@ class Reloaded:
         return await self.reload()
 
     async def reload(self) -> dict[str, Any]:
-        return await self.w.server.reload(self.read())
+        return await self.w.server.apply(self.w.server.prepare(self.read()))
 
     def read(self) -> ServerConfig:
         return load_config(self._file, environ={})

@@ -102,7 +102,7 @@ class Server:
         picks: bool = False,
         worker: Worker | None = None,
     ) -> None:
-        self._started_with = config  # `reload` compares a new configuration with it
+        self._started_with = config  # `apply` compares a new configuration with it
         self._further = further
         self.port = 0  # 0 after the start: it listens on a unix socket
         self._bound = bound
@@ -353,13 +353,6 @@ class Server:
             engine_tls=_engine_tls(new),
         )
 
-    async def reload(self, config: ServerConfig) -> dict[str, Any]:
-        """Prepares and applies a new configuration. Raises LmetricError; then nothing has changed.
-
-        `Reloads` prepares in a thread instead.
-        """
-        return await self.apply(self.prepare(config))
-
     async def apply(self, change: Change) -> dict[str, Any]:
         """Applies the settings of a new configuration that need no restart (`RELOADED`).
 
@@ -529,7 +522,7 @@ async def serve(
 
     A second signal ends the drain.
 
-    SIGHUP reloads settings (`Server.reload`) from the configuration that ``reread`` returns.
+    SIGHUP reloads settings (`Reloads`) from the configuration that ``reread`` returns.
     SIGUSR1 and SIGUSR2 are ignored; with several workers, SIGUSR2 replaces them one by one.
     ``started`` is called once the only process listens. ``picks``: a gateway sends the requests.
     Raises LmetricError, PortError or EngineStartError.
