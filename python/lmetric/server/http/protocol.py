@@ -7,7 +7,7 @@ query, because both may hold secrets.
 
 import re
 
-from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError
 from multidict import CIMultiDictProxy
 
@@ -102,11 +102,6 @@ def violation(request: web.BaseRequest, target: str) -> ApiError | None:
     ``target``: the request's target in origin form.
     """
     version, headers = request.version, request.headers
-    if version not in (HttpVersion10, HttpVersion11):
-        name = f"HTTP/{version.major}.{version.minor}"
-        if version < HttpVersion10:
-            return bad(f"the request is {name}; send HTTP/1.1")
-        return ApiError(505, f"{name} is not supported; send HTTP/1.1", code="http_version_not_supported")
     hosts = headers.getall("host", ())
     if len(hosts) > 1 or (not hosts and version == HttpVersion11):
         return bad(f"the request has {len(hosts)} host fields; expected one")
