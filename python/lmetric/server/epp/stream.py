@@ -212,7 +212,7 @@ class GatewayStream:
         """Goes on with a request whose credential is valid."""
         front = self._front
         if (error := self._why_not(self._fields, headers)) is not None:
-            front.refuse_request(request, error)
+            front.running.ended(request, None, error)
         elif not headers.end_of_stream:
             self._has_body = True
             seconds = front.config.timeouts.body
@@ -239,9 +239,9 @@ class GatewayStream:
         limit = self._front.config.limits.max_body_bytes
         if self._size > limit:
             error = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
-            self._front.refuse_request(self.request, error)
+            self._front.running.ended(self.request, None, error)
         elif not self._hold(len(part)):
-            self._front.refuse_request(self.request, no_room_error())
+            self._front.running.ended(self.request, None, no_room_error())
         else:
             self._parts.append(part)
             # A buffered body is one message, which is not the end if trailers follow.
@@ -257,7 +257,7 @@ class GatewayStream:
     def _body_late(self, seconds: float) -> None:
         if self.request is not None and not self._routed and not self.transport.refused:
             text = f"the body is incomplete after {seconds:g} s: {self._size} bytes received"
-            self._front.refuse_request(self.request, ApiError(408, text))
+            self._front.running.ended(self.request, None, ApiError(408, text))
             self.end(text)
 
     def _complete(self) -> None:
@@ -274,7 +274,7 @@ class GatewayStream:
             if (rewritten := self._fields.rewrite(body)) is not None:
                 body = rewritten
         except ValueError as error:
-            front.refuse_request(request, bad(f"the body is not valid JSON: {error}"))
+            front.running.ended(request, None, bad(f"the body is not valid JSON: {error}"))
             return
         before = len(self._out)
         self._shared.route(request, body, self._fields)

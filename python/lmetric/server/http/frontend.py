@@ -293,7 +293,3 @@ class Frontend(web.Server):
         if self.running.phase is not SERVING or client.closes or "connection" in error.headers:
             response.force_close()
         return response
-
-    def refuse_request(self, client_request: ClientRequest, error: ApiError) -> None:
-        """Answers an admitted request with an error, before it is routed."""
-        self.running.ended(client_request, None, error)
