@@ -157,7 +157,7 @@ class Arrivals:
             self._serve_call(client_request, read.result(), now)
 
         work = self._threads.begin(partial(self._read_large, client_request, path, body))
-        self._running.add(client_request, PendingWork(client_request, self._running, work, then=then))
+        PendingWork(client_request, self._running, work, then=then)
 
     def _serve_call(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Serves a request whose body was read. Raises ApiError."""
@@ -215,7 +215,7 @@ class Arrivals:
             return False
 
         then = partial(self._serve_model, client_request, call, searched=True)
-        self._running.add(client_request, self._stored.waiting(client_request, search, then))
+        self._stored.wait(client_request, search, then)
         return True
 
     def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
@@ -231,8 +231,7 @@ class Arrivals:
             self._serve_model(client_request, call, now)
 
         why = "; the engines were asked for its model"
-        waiting = PendingWork(client_request, self._running, found, then=then, why=why)
-        self._running.add(client_request, waiting)
+        PendingWork(client_request, self._running, found, then=then, why=why)
         return True
 
     def _read_prompt(self, call: ParsedRequest, model: Model) -> Callable[[], Tokens | ImagePrompt] | None:
@@ -283,9 +282,7 @@ class Arrivals:
             self._place(intent, now)
 
         work = self._threads.begin(partial(_prepare, call, read))
-        self._running.add(
-            intent.client_request, PendingWork(intent.client_request, self._running, work, then=then)
-        )
+        PendingWork(intent.client_request, self._running, work, then=then)
 
 
 def _prepare(

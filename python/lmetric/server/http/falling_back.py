@@ -80,7 +80,7 @@ class FallingBack:
             self._serve(client_request, fallback.call, now)
 
         work = self._threads.begin(lambda: _rename(fallback.call, following))
-        self._running.add(client_request, PendingWork(client_request, self._running, work, then=then))
+        PendingWork(client_request, self._running, work, then=then)
         return True
 
     def check_length(self, intent: Intent) -> None:

@@ -175,8 +175,7 @@ class Placement:
     def _hold(self, intent: Intent, arrival: Arrival, now: float) -> None:
         """Starts the request when the core router lets it run."""
         start = partial(self._start, intent)
-        held = HeldRequest(intent, arrival, self._running, then=start, now=now)
-        self._running.add(intent.client_request, held)
+        HeldRequest(intent, arrival, self._running, then=start, now=now)
 
     def _start(
         self,

@@ -132,23 +132,22 @@ class StoredRequests:
             self._serve(client_request, target, method)
             return
 
-        waiting = self.waiting(client_request, search, lambda _: self._serve(client_request, target, method))
-        self._running.add(client_request, waiting)
+        self.wait(client_request, search, lambda _: self._serve(client_request, target, method))
 
-    def waiting(
+    def wait(
         self,
         client_request: ClientRequest,
         search: asyncio.Task[Holder | None],
         then: Callable[[float], None],
-    ) -> PendingWork[Holder | None]:
-        """Returns a request that waits for a search of a stored response; its error ends both."""
+    ) -> None:
+        """Has a request wait for a search of a stored response, whose error ends both."""
 
         def found(search: asyncio.Future[Holder | None], now: float) -> None:
             search.result()
             then(now)
 
         why = "; other routers were asked for the stored response"
-        return PendingWork(client_request, self._running, search, then=found, why=why)
+        PendingWork(client_request, self._running, search, then=found, why=why)
 
     def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id

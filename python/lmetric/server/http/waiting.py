@@ -12,7 +12,8 @@ from lmetric.server.http.running import RunningRequests
 class WaitingRequest(InFlightRequest):
     """A request that waits before routing. A `RequestRunner` replaces it after routing.
 
-    It ends once: it goes on, or it ends early with the client's error.
+    It is in flight from its creation on, and ends once: it goes on, or it ends early with the
+    client's error.
     """
 
     def __init__(self, client_request: ClientRequest, running: RunningRequests) -> None:
@@ -20,6 +21,7 @@ class WaitingRequest(InFlightRequest):
         self._running = running
         self._limit_seconds = running.rules.timeouts.request  # of the whole request; None: none
         self._over = False
+        running.add(client_request, self)
 
     def _end_wait(self) -> bool:
         """Ends the wait. Returns False if it was over."""
