@@ -134,10 +134,9 @@ class Entrance:
 
     def no_room(self, client: ClientPort, client_request: ClientRequest | None) -> None:
         """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
-        if client.transport is not None:
-            if client_request is None:
-                head = self.requests.sort(b"", [])
-                client_request = ClientRequest(client, client.transport, head)
+        if client_request is None:
+            self._refuse_early(client, no_room_error())
+        elif client.transport is not None:
             client_request.keep_alive = False
             self._running.ended(client_request, None, no_room_error())
 
@@ -164,11 +163,20 @@ class Entrance:
                 late_body(received - head.start, head.length, self._running.rules.timeouts.body),
             )
 
-    def _refuse_early(self, client: ClientPort, error: ApiError) -> None:
-        """Answers a request without a usable head, then calls ``client.answered``."""
+    def _refuse_early(
+        self,
+        client: ClientPort,
+        error: ApiError,
+        fields: Sequence[tuple[bytes, bytes]] = (),
+        done: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Answers a request without a usable head, then calls ``done`` or ``client.answered``."""
         if client.transport is not None:
-            head = self.requests.sort(b"", [])
-            self._running.ended(ClientRequest(client, client.transport, head), None, error)
+            head = self.requests.sort(b"", fields)
+            client_request = ClientRequest(client, client.transport, head)
+            if done is not None:
+                client_request.done = done
+            self._running.ended(client_request, None, error)
 
     def refuse(self, client: ClientPort, malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one with an internal error."""
@@ -177,15 +185,11 @@ class Entrance:
             error = ApiError(500, FAILED)
         else:
             error = unreadable(malformed)
-        return self.reject(client, [], error)
+        return self.reject(client, (), error)
 
     def reject(
         self, client: ClientPort, fields: Sequence[tuple[bytes, bytes]], error: ApiError
     ) -> web.StreamResponse:
         """Answers a request with an error and closes the connection."""
-        if client.transport is not None:
-            head = self.requests.sort(b"", fields)
-            client_request = ClientRequest(client, client.transport, head)
-            client_request.done = lambda _: None
-            self._running.ended(client_request, None, error)
+        self._refuse_early(client, error, fields, done=lambda _: None)
         return self._ends
