@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from lmetric._core import Arrival, NoInstanceError, Request, RequestHead
+from lmetric._core import Arrival, NoInstanceError, Request
 from lmetric.config import ServerConfig, SloClass
 from lmetric.server.api.caller import NOBODY
 from lmetric.server.api.errors import ApiError
@@ -79,6 +79,9 @@ class Placement:
             session = session_key(client_request.tenant, session)
         policies, held = model.policies, model.held
         slo = self._slo_class(client_request, model) if held.classes else None
+        priority = None
+        if policies.reads_priority:  # as in vLLM, the header precedes the field
+            priority = call.priority if head.priority is None else head.priority
         # Positional, in the order of `Request`: keywords take 4% of a chat's instructions.
         images = call.images
         tokens = call.tokens if images is None else images.tokens
@@ -103,7 +106,7 @@ class Placement:
             split_reason,
             fetch_reason is None,
             fetch_reason,
-            _priority(head, call) if policies.reads_priority else None,
+            priority,
             None
             if model.names.uniform and client_request.pinned_to is None and client_request.subset is None
             else _instances(client_request, model),
@@ -275,11 +278,6 @@ def _instances(client_request: ClientRequest, model: Model) -> list[str] | None:
 def _length_class(client_request: ClientRequest) -> str:
     """Returns the class for learned output lengths: the path, and the tenant if there is one."""
     return f"{client_request.path} {client_request.tenant}" if client_request.tenant else client_request.path
-
-
-def _priority(head: RequestHead, call: ParsedRequest) -> float | None:
-    """Returns the client's priority. As in vLLM, the header precedes the field."""
-    return call.priority if head.priority is None else head.priority
 
 
 def _session_line(session: str) -> bytes:
