@@ -116,12 +116,12 @@ CALLED = {
     "/readiness": (f"{SERVER}.http.pages.sessions",),
 }
 # Loaded by other commands, by several processes, by the page of a decision, by files of policies,
-# by embedded engines, by a tokenizer of the Hub.
+# by embedded engines, by a tokenizer of the Hub, by a compressed body.
 OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded"),
-    f"{SERVER}.fleet.subset",
+    *(f"{SERVER}.fleet.subset", f"{SERVER}.http.unpacking"),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
 WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from aiohttp import web
 
@@ -14,7 +14,9 @@ from lmetric.server.http.connection import SMALL_BODY, ClientConnection
 from lmetric.server.http.protocol import content_coding, in_short, late_body, no_room_error
 from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.threads import WorkThreads
-from lmetric.server.http.unpacking import Unpacking
+
+if TYPE_CHECKING:
+    from lmetric.server.http.unpacking import Unpacking
 
 
 class Bodies:
@@ -23,11 +25,12 @@ class Bodies:
     def __init__(self, running: RunningRequests, threads: WorkThreads) -> None:
         self._running = running
         self._threads = threads
-        self._unpacking = Unpacking()
+        self._unpacking: Unpacking | None = None  # from the first compressed body on
 
     def close(self) -> None:
         """Stops unpacking."""
-        self._unpacking.close()
+        if self._unpacking is not None:
+            self._unpacking.close()
 
     async def read(self, request: web.BaseRequest, limit: int) -> bytes:
         """Returns the body of a request whose head aiohttp has read.
@@ -41,6 +44,10 @@ class Bodies:
         assert isinstance(client, ClientConnection)  # as `Frontend.handle` made sure
         body = await self._receive(request, limit)
         if body and (coding := content_coding(request.headers)) is not None:
+            if self._unpacking is None:
+                from lmetric.server.http.unpacking import Unpacking
+
+                self._unpacking = Unpacking()
             unpacked = await self._unpacking.unpack(coding, body, limit, account=client.account)
             if unpacked is None:
                 raise no_room_error()

@@ -13,8 +13,8 @@ from multidict import CIMultiDictProxy
 
 from lmetric._core import HeadTooLargeError, WireError
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.http.unpacking import ENCODINGS
 
+_ENCODINGS = ("gzip", "deflate")
 _ABSOLUTE = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 _TARGET = re.compile(r"[A-Za-z0-9!$%&'()*+,\-./:;=?@_~]*")  # RFC 3986, 3.3 and 3.4
 _HOST = re.compile(r"[A-Za-z0-9!$%&'()*+,\-.:;=_~\[\]]*")  # RFC 3986, 3.2.2 and 3.2.3
@@ -118,7 +118,7 @@ def violation(request: web.BaseRequest, target: str) -> ApiError | None:
             501, f'transfer-encoding "{given}" is not supported; send "chunked"', code="not_implemented"
         )
     encodings = _codings(headers)
-    if len(encodings) > 1 or not set(encodings).issubset(ENCODINGS):
+    if len(encodings) > 1 or not set(encodings).issubset(_ENCODINGS):
         return _unsupported(f'content-encoding "{", ".join(encodings)[:100]}" is not supported')
     return None
 

@@ -10,7 +10,6 @@ from lmetric.server.api.errors import bad
 from lmetric.server.api.request import LARGE_BODY, BodyParts
 from lmetric.server.http.account import ConnectionAccount
 
-ENCODINGS = ("gzip", "deflate")
 # More work than this, in packed or unpacked bytes, is done in the thread.
 LOOP_BYTES = 64 * 1024
 # Bytes unpacked at once in the thread. Requests take turns, and each piece counts against the
