@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import pytest
 
 from lmetric._core import BudgetRefusal, BudgetReservation, Budgets
 from lmetric.config import ConfigError, ServerConfig, load_config
+from lmetric.server.app import Reloads
+from lmetric.server.observe import budgets as tenant_budgets
 from lmetric.server.observe.budgets import TenantBudgets
 from server_world import (
     STREAM_HEAD,
@@ -251,6 +254,53 @@ async def test_a_changed_limit_holds_at_once_and_keeps_the_counts() -> None:
         )
         await w.server.apply(w.server.prepare(changed))
         assert [(await ask(w))[0] for _ in range(2)] == [200, 429]
+
+
+async def test_a_reload_reads_its_time_zones_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets, threads = tenant_budgets._offsets, []
+
+    def noted(name: str) -> list[tuple[float, float]]:
+        threads.append((name, threading.current_thread()))
+        return offsets(name)
+
+    monkeypatch.setattr(tenant_budgets, "_offsets", noted)
+    async with world(1, tenants=tenants(budget("requests", 2))) as w:
+        given = {"tenants": tenants(budget("requests", 1, "day", time_zone="Asia/Tokyo"))}
+        changed = w.server.config.model_copy(update={"tenants": ServerConfig.model_validate(given).tenants})
+        await Reloads(w.server, lambda: changed).reload()
+        assert [(await ask(w))[0] for _ in range(2)] == [200, 429]
+    ((name, thread),) = threads
+    assert name == "Asia/Tokyo"
+    assert thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize("name", ["Africa/Casablanca", "America/New_York", "Australia/Lord_Howe"])
+def test_the_changes_of_a_time_zone_are_found_in_few_steps(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    steps = 0
+
+    class Counted(ZoneInfo):
+        def fromutc(self, dt: datetime) -> datetime:
+            nonlocal steps
+            steps += 1
+            return super().fromutc(dt)
+
+    monkeypatch.setattr(tenant_budgets, "ZoneInfo", Counted)
+    found = tenant_budgets._offsets.__wrapped__(name)
+    assert steps < 2500  # of 10,980 days
+    zone = ZoneInfo(name)
+
+    def offset(at: float) -> float:
+        after = datetime.fromtimestamp(at, UTC).astimezone(zone).utcoffset()
+        assert after is not None
+        return after.total_seconds()
+
+    for at, after in found[1:]:
+        assert offset(at) == after != offset(at - 1)
+    for day in range(30 * 365):
+        at = found[0][0] + day * 86_400
+        assert offset(at) == [after for since, after in found if since <= at][-1]
 
 
 async def test_the_openai_client_understands_a_refusal() -> None:

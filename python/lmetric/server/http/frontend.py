@@ -40,7 +40,7 @@ from lmetric.server.http.protocol import (
 from lmetric.server.http.running import SERVING, RunningRequests
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import WorkThreads
-from lmetric.server.observe.budgets import TenantBudgets
+from lmetric.server.observe.budgets import TenantBudgets, windows_of
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.usage import Row, Usage
@@ -142,12 +142,14 @@ class Frontend(web.Server):
         Raises ConfigError.
         """
         access, isolation = PageAccess(config, identity), Isolation(config, self._random_secret)
+        windows = windows_of(config.tenants)
 
         def apply() -> None:
             self.access = access
             self._body_limit = config.limits.max_body_bytes
             self.running.configure(config)
             self.admission.configure(config, identity)
+            self.budgets.configure(windows)
             self.placement.configure(config)
             self.arrivals.configure(config, isolation)
             self.entrance.configure(config, identity)

@@ -37,7 +37,6 @@ class Placement:
     def configure(self, config: ServerConfig) -> None:
         """Applies settings to new requests."""
         tenants = config.tenants
-        self._budgets.configure(tenants)
         if self._budgets.limited:
             self._running.observers.add(self._budgets)
         self._shares = {name: (each.weight, each.handicap_seconds) for name, each in tenants.items()}

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 from zoneinfo import ZoneInfo
 
@@ -20,8 +20,12 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.observe.usage import used_tokens
 
+# By tenant: the windows of its budgets, as the core reads them.
+Windows = Mapping[str, list[dict[str, Any]]]
+
 _ZONE_YEARS = 30  # changes of a time zone are known for this long from the start on
 _DAY_SECONDS = 86_400
+_STEP_DAYS = 14  # no zone changes its offset twice in this time
 
 
 class TenantBudgets(Observer):
@@ -30,11 +34,10 @@ class TenantBudgets(Observer):
     def __init__(self, tenants: Mapping[str, TenantConfig], board: Board | None = None) -> None:
         self.core = Budgets(time.time() - time.monotonic(), board)
         self.exceeded: Counter[tuple[str, str]] = Counter()  # by tenant and shadow window
-        self.configure(tenants)
+        self.configure(windows_of(tenants))
 
-    def configure(self, tenants: Mapping[str, TenantConfig]) -> None:
+    def configure(self, windows: Windows) -> None:
         """Replaces the budgets. Counts stay. Raises BadValueError."""
-        windows = {name: [*map(_window, each.budgets)] for name, each in tenants.items() if each.budgets}
         self.core.set(windows)
         self.limited = windows.keys()  # the tenants with budgets
 
@@ -89,13 +92,18 @@ class TenantBudgets(Observer):
         yield exceeded
 
 
+def windows_of(tenants: Mapping[str, TenantConfig]) -> Windows:
+    """Returns the windows of all budgets. A reload calls it in a thread: time zones take long."""
+    return {name: [*map(_window, each.budgets)] for name, each in tenants.items() if each.budgets}
+
+
 def _window(budget: BudgetConfig) -> dict[str, Any]:
     own = budget.model_dump(exclude={"name", "time_zone"})
     zone = budget.time_zone
     return own | {"name": budget.label, "time_zone": zone and (zone, _offsets(zone))}
 
 
-@lru_cache(64)
+@cache  # there are about 600 time zones
 def _offsets(name: str) -> list[tuple[float, float]]:
     """Returns a time zone's offsets from UTC in seconds, each from a Unix time on."""
     zone = ZoneInfo(name)
@@ -107,10 +115,10 @@ def _offsets(name: str) -> list[tuple[float, float]]:
 
     start = time.time() // _DAY_SECONDS * _DAY_SECONDS - _DAY_SECONDS
     found = [(start, offset(start))]
-    for number in range(1, 366 * _ZONE_YEARS):
+    for number in range(_STEP_DAYS, 366 * _ZONE_YEARS, _STEP_DAYS):
         day = start + number * _DAY_SECONDS
         if (after := offset(day)) != found[-1][1]:
-            low, high = day - _DAY_SECONDS, day
+            low, high = day - _STEP_DAYS * _DAY_SECONDS, day
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if offset(middle) == after else (middle, high)
