@@ -274,7 +274,7 @@ async def test_a_reload_reads_its_time_zones_in_a_thread(monkeypatch: pytest.Mon
     assert thread is not threading.main_thread()
 
 
-@pytest.mark.parametrize("name", ["Africa/Casablanca", "America/New_York", "Australia/Lord_Howe"])
+@pytest.mark.parametrize("name", ["Asia/Gaza", "America/New_York", "Australia/Lord_Howe"])
 def test_the_changes_of_a_time_zone_are_found_in_few_steps(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -288,7 +288,7 @@ def test_the_changes_of_a_time_zone_are_found_in_few_steps(
 
     monkeypatch.setattr(tenant_budgets, "ZoneInfo", Counted)
     found = tenant_budgets._offsets.__wrapped__(name)
-    assert steps < 2500  # of 10,980 days
+    assert steps < 4000  # of 10,980 days
     zone = ZoneInfo(name)
 
     def offset(at: float) -> float:

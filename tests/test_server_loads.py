@@ -97,7 +97,6 @@ CONFIGURED = {
     ),
     "log.access": Feature({"log": {"access": True}}, (f"{SERVER}.observe.access_log",)),
     "cors": Feature({"cors": {"origins": ["*"]}}, (f"{SERVER}.http.cors",)),
-    "discovery": Feature({"discovery": [{"file": "<engines>"}]}, (f"{SERVER}.discovery.file",)),
     "discovery": Feature(
         {"discovery": [{"file": "<engines>"}]},
         tuple(f"{SERVER}.discovery.{name}" for name in ("followed", "source", "file")),
