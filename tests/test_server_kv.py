@@ -15,7 +15,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from lmetric import Request
-from lmetric.server.fleet import kv_feed
+from lmetric.server.fleet import kv_events
 from lmetric.server.fleet.engine import Engine
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from server_world import FakeEngine, World, decision_id, world
@@ -137,7 +137,8 @@ async def test_the_check_for_silent_engines_reads_two_indicators() -> None:
                 rows.extend(dict(row) for row in stats["instances"].values())
                 return stats
 
-        model.kv._router = Seen()  # type: ignore[assignment]
+        assert model.kv._events is not None
+        model.kv._events._router = Seen()  # type: ignore[assignment]
         model.kv.watch(model.engines.values())
         assert rows
         indicators = set(model.router.indicators())
@@ -218,7 +219,7 @@ async def test_a_lost_index_is_filled_again_by_the_requests_that_come() -> None:
 
 
 async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(kv_events, "SILENT_SECONDS", 1.5)
     async with emulated() as engine:
         entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "endpoint": "tcp://127.0.0.1:9"}}
         async with routed(entry) as w:
@@ -231,7 +232,7 @@ async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: 
 
 
 async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(kv_events, "SILENT_SECONDS", 1.5)
     async with emulated(kv_events_topic="kv@right") as engine:
         entry = {"url": engine.url, "name": "e0", "kv_events": {**IDS, "topic": "kv@wrong"}}
         async with routed(entry) as w:
@@ -250,7 +251,7 @@ async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pyte
 
 async def test_refused_prompts_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine stores no block of a prompt that it refuses, such as a prompt that is too long."""
-    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(kv_events, "SILENT_SECONDS", 1.0)
     async with emulated() as engine, routed(engine) as w:
         await connected(w)
         await through(w, prompt(0))

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from lmetric._core import EventFeed
-from lmetric.server.fleet import kv_feed
+from lmetric.server.fleet import kv_events
 from lmetric.server.fleet.engine import Engine
 from server_world import FakeEngine, Request, World, answer, plain, world
 from test_event_feed import Publisher, publisher, stored
@@ -190,7 +190,7 @@ async def test_an_engine_over_a_limit_becomes_approximate_alone() -> None:
 
 async def test_a_frozen_engine_is_not_told_to_check_its_topic(monkeypatch: pytest.MonkeyPatch) -> None:
     """ux 4: requests without a first token are no computed prompts, so no event is missing."""
-    monkeypatch.setattr(kv_feed, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(kv_events, "SILENT_SECONDS", 0.5)
     frozen = asyncio.Event()
 
     async def hangs(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -211,7 +211,7 @@ async def test_a_frozen_engine_is_not_told_to_check_its_topic(monkeypatch: pytes
                 bodies = [{"model": "tiny", "prompt": [seed] * 400} for seed in range(3)]
                 waiting = [asyncio.create_task(w.post(body)) for body in bodies]
                 await engine.asked(3)
-                await asyncio.sleep(4 * kv_feed.SILENT_SECONDS + 1)
+                await asyncio.sleep(4 * kv_events.SILENT_SECONDS + 1)
                 assert known.mode.name == "exact"
                 for task in waiting:
                     task.cancel()

@@ -121,6 +121,9 @@ OTHERS = (
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded"),
     *(f"{SERVER}.fleet.subset", f"{SERVER}.http.unpacking"),
+    f"{SERVER}.fleet.subset",
+    # By an engine with KV events or with rules for its address.
+    *(f"{SERVER}.fleet.{name}" for name in ("kv_events", "kv_choice", "kv_backfill")),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
 WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")

@@ -15,7 +15,8 @@ from lmetric.engines.endpoints import EndpointError
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.engines.identify import ADAPTERS
 from lmetric.server.fleet.kv_backfill import MAX_BODY_BYTES, REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
-from lmetric.server.fleet.kv_mode import ModelFacts, Subscription, choose, flags_for
+from lmetric.server.fleet.kv_choice import Subscription, choose
+from lmetric.server.fleet.kv_mode import ModelFacts, flags_for
 
 TOLD = Capabilities(
     "vllm",

@@ -12,7 +12,8 @@ from lmetric._core import EventFeed, LmetricError, Request, Router
 from lmetric.config import KvEvents
 from lmetric.connection_errors import reason_of
 from lmetric.doctor.subject import Subject
-from lmetric.server.fleet.kv_mode import Mode, ModelFacts, Subscription, choose, mismatch
+from lmetric.server.fleet.kv_choice import Subscription, choose, mismatch
+from lmetric.server.fleet.kv_mode import Mode, ModelFacts
 
 BLOCK_SIZE = 16  # if neither configuration nor engine gives it
 

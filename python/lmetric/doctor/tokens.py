@@ -9,7 +9,7 @@ from typing import Any
 from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
 from lmetric.engines.http import Unanswered
-from lmetric.server.fleet.kv_mode import FIX_TOKENIZER as REMEDY
+from lmetric.server.fleet.kv_choice import FIX_TOKENIZER as REMEDY
 from lmetric.tokens.errors import NotPredictable, TokenizerError
 from lmetric.tokens.files import EXPORT_COMMAND
 from lmetric.tokens.hub import HubError, configured_folder, fetch, find_folder, is_hub_id, why_not_downloaded

@@ -18,7 +18,8 @@ from lmetric._core import EventFeed, LmetricError, Router, read_request
 from lmetric.engines.adapter import Adapter
 from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
-from lmetric.server.fleet.kv_mode import ModelFacts, choose
+from lmetric.server.fleet.kv_choice import choose
+from lmetric.server.fleet.kv_mode import ModelFacts
 from lmetric.tokens.errors import NotPredictable
 from lmetric.tokens.prompt import PromptTokenizer
 

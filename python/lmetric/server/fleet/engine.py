@@ -20,6 +20,7 @@ from lmetric.config import (
     CONFIGURED,
     EngineConfig,
     EngineTls,
+    KvEventsSetting,
     PoolSettings,
     Role,
     ServerConfig,
@@ -30,7 +31,6 @@ from lmetric.engines.handover import Connector
 from lmetric.engines.identify import UNKNOWN
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
-from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
 from lmetric.server.fleet.names import ModelNames
 from lmetric.server.fleet.retry_budget import Breaks
@@ -41,6 +41,7 @@ from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
 
 if TYPE_CHECKING:
+    from lmetric.server.fleet.kv_backfill import KvBackfill
     from lmetric.tokens.prompt import PromptTokenizer
 
 NAMED_ENGINES = 5  # most engines named in one message
@@ -217,6 +218,13 @@ class Engine:
         if configured == "auto" or (reported is not None and reported.connector == configured):
             return reported
         return Handover(configured)
+
+    @property
+    def kv_events(self) -> KvEventsSetting:
+        """The setting of its KV events."""
+        if self.config.kv_events is not None:
+            return self.config.kv_events
+        return self.model.settings.kv_events if self.model is not None else "auto"
 
     @property
     def runs_halves_at_once(self) -> bool:

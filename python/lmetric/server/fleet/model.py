@@ -450,7 +450,7 @@ class Model:
         if engine.identified and rank is not None and capabilities.data_parallel_rank != rank:
             engine.unfit = f"it did not confirm data_parallel_rank {rank}"
             if capabilities.no_events is not None:
-                flags = flags_for(engine.adapter.flags, engine.config.kv_events or self.settings.kv_events)
+                flags = flags_for(engine.adapter.flags, engine.kv_events)
                 fix = capabilities.events_fix or flag_fix(flags, "kv_events")
                 engine.unfit = f"{capabilities.no_events}; {fix}" if fix else capabilities.no_events
         elif reported not in (None, role) and "encode" in (role, reported):
