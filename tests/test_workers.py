@@ -297,6 +297,28 @@ async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_d
         assert await process.ended() == 0
 
 
+async def test_a_new_worker_repeats_changes_that_came_with_an_earlier_token(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("admin: {enabled: true, token: secret}\n")
+    base = ("--workers", "2", "--config", str(file))
+    async with serving(engines=2, base=base) as (process, client, engines), engine() as further:
+        name = engines[0].url.removeprefix("http://")
+        assert (await client.post(f"/admin/engines/{name}/drain", None))[0] == 200
+        assert (await client.post("/admin/engines", {"url": further.url, "name": "further"}))[0] == 200
+        file.write_text("admin: {enabled: true, token: another}\n")
+        assert (await client.post("/admin/reload", None))[0] == 200
+        for marked in ({}, {"x-lmetric-worker": "0"}):
+            assert (await client.post("/admin/reload", None, **marked))[0] == 401, "the earlier token is over"
+        client.headers = {"authorization": "Bearer another"}
+        old = workers_of(process)
+        process.process.send_signal(signal.SIGUSR2)
+        await replaced(process, old)
+        for _ in range(6):  # whichever worker answers
+            states = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
+            assert states[name]
+            assert "further" in states
+
+
 async def test_a_worker_that_starts_during_a_reload_follows_it(tmp_path: Path) -> None:
     """An API key that was removed, or a limit, must not stay as it was in one of the workers."""
     file = tmp_path / "router.yaml"

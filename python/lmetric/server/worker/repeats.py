@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Fields of a client's request that the other workers get with it.
-FORWARDED = ("host", "authorization", "content-type", "x-api-key", "origin")
+# Fields of a client's request for a page that the other workers get with it.
+FORWARDED = ("host", "authorization", "x-api-key", "origin")
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 
 
 class AdminChange(NamedTuple):
-    """A change of an administrator, for the other workers."""
+    """A change of an administrator, for the other workers. It needs no token of the administrator.
+
+    A change is kept for new workers, while the token may become another one.
+    """
 
     method: str
     target: str
@@ -20,5 +23,5 @@ class AdminChange(NamedTuple):
 
 
 def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns the fields of a request that the other workers get with it."""
+    """Returns the fields of a request for a page that the other workers get with it."""
     return tuple((name, headers[name]) for name in FORWARDED if name in headers)

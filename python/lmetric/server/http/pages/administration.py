@@ -11,7 +11,7 @@ from lmetric.server.api.own_pages import OwnPage, Pages
 from lmetric.server.http.pages import admin, canary, keys, usage, workers
 from lmetric.server.http.pages.admin import RELOAD
 from lmetric.server.http.pages.call import Call, check_method
-from lmetric.server.worker.repeats import MARK, AdminChange, forwarded
+from lmetric.server.worker.repeats import MARK, AdminChange
 
 if TYPE_CHECKING:
     from lmetric.server.worker.worker import Worker
@@ -34,7 +34,7 @@ async def answer(call: Call) -> web.StreamResponse:
         and response.status < 300
         and not call.path.startswith(_IN_ALL_WORKERS)
     )
-    if worker is not None and changes and not worker.is_repeated(request.headers.get(MARK)):
+    if worker is not None and changes and not call.is_repeated:
         await _repeat(call, worker)
     return response
 
@@ -55,8 +55,7 @@ def _at(call: Call) -> tuple[OwnPage, str]:
 async def _repeat(call: Call, worker: Worker) -> None:
     """Makes a change in all other workers. Raises ApiError."""
     request = call.request
-    headers = (*forwarded(request.headers), (MARK, str(worker.number)))
-    change = AdminChange(request.method, call.target, headers, call.taken)
+    change = AdminChange(request.method, call.target, ((MARK, str(worker.number)),), call.taken)
     if failed := await worker.repeat(change):
         told = "; ".join(failed)
         raise ApiError(502, f"not all workers have made the change; send it again: {told}", code="workers")

@@ -16,6 +16,7 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import OwnPage
 from lmetric.server.api.request import read_object
 from lmetric.server.http.frontend import Frontend
+from lmetric.server.worker.repeats import MARK
 
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
@@ -53,6 +54,12 @@ class Call(Struct, eq=False, gc=False):
     def target(self) -> str:
         """Path and query, as the client spells them."""
         return f"{self.path}?{self.query}" if self.query else self.path
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the supervisor of the workers sends the request, after another worker got it."""
+        worker = self.front.worker
+        return worker is not None and worker.is_repeated(self.request.headers.get(MARK))
 
     async def body(self, limit: int = PAGE_BODY_BYTES) -> bytes:
         """Reads the body of at most ``limit`` bytes. Raises ApiError."""

@@ -20,7 +20,6 @@ from lmetric.server.fleet.policies import build
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.http.pages.call import Call, dumps, json
-from lmetric.server.worker.repeats import MARK
 
 PATH = "/admin/canary"
 BODY_BYTES = 1 << 16
@@ -85,11 +84,9 @@ async def _command(
     """
     body = read_object(await call.body(BODY_BYTES) or b"{}")
     model = _model(call.front, body.get("model"))
-    worker = call.front.worker
-    repeated = worker is not None and worker.is_repeated(call.request.headers.get(MARK))
     try:
         async with model.try_policies().canary.command_lock:  # commands follow each other
-            await carry_out(model, body, repeated)
+            await carry_out(model, body, call.is_repeated)
         call.taken = dumps(body)
     except CanaryError as error:
         raise ApiError(409, str(error), code="canary_state") from None

@@ -30,7 +30,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
 from lmetric.server.http.pages.call import Call, json, large_json
-from lmetric.server.worker.repeats import MARK, forwarded
+from lmetric.server.worker.repeats import forwarded
 
 _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Fields of a tenant's own record with `errors.show_engines: false`.
@@ -144,13 +144,13 @@ async def _live(call: Call) -> web.StreamResponse:
     ),
 )
 async def _decision(call: Call) -> web.Response:
-    worker, headers = call.front.worker, call.request.headers
+    worker = call.front.worker
     try:
         return json(_record(call, _full(call.query)))
     except ApiError as error:
-        if error.status != 404 or worker is None or worker.is_repeated(headers.get(MARK)):
+        if error.status != 404 or worker is None or call.is_repeated:
             raise
-        if (found := await worker.find(call.target, forwarded(headers))) is None:
+        if (found := await worker.find(call.target, forwarded(call.request.headers))) is None:
             raise
         return json(found)
 
