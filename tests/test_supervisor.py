@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -15,10 +16,11 @@ from lmetric._core import Board, LmetricError
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server.http.port import Bound
 from lmetric.server.supervisor import supervisor as module
-from lmetric.server.supervisor.supervisor import LIVE_UPDATES, MOST_CHANGES, Process, Supervisor
+from lmetric.server.supervisor.supervisor import LIVE_UPDATES, Process, Supervisor
 from lmetric.server.worker import channel as channels
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
 from lmetric.server.worker.repeats import AdminChange
+from server_world import world
 from waiting import until
 
 PAGE = "# TYPE a counter\na_total {}\n"
@@ -33,24 +35,100 @@ async def supervisor() -> AsyncIterator[Supervisor]:
     await it.close()
 
 
-def post(page: str, value: Any, method: str = "POST") -> AdminChange:
-    return AdminChange(method, f"/admin/engines/{page}", (), orjson.dumps(value))
+def post(name: str, what: str) -> AdminChange:
+    return AdminChange("POST", f"/admin/engines/{name}/{what}", (), b"", kept=(name, "draining"))
 
 
-async def test_pushed_values_displace_no_change(supervisor: Supervisor) -> None:
-    await supervisor.repeat(post("e/drain", None))
-    for number in range(MOST_CHANGES + 1):
-        await supervisor.repeat(post("e/indicators", {"gpu_power": number}))
-    await supervisor.repeat(post("e/indicators", {"heat": 1}))
-    kept = [(each.target, each.body) for each in supervisor._changes.values()]
-    assert kept == [
-        ("/admin/engines/e/drain", b"null"),
-        ("/admin/engines/e/indicators", b'{"gpu_power":10000}'),
-        ("/admin/engines/e/indicators", b'{"heat":1}'),
-    ]
-    await supervisor.repeat(post("e?drain=5", None, "DELETE"))
-    targets = [each.target for each in supervisor._changes.values()]
-    assert targets == ["/admin/engines/e/drain", "/admin/engines/e?drain=5"]
+class Alone:
+    """The only worker of a supervisor, in this process."""
+
+    number = 0
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.repeat = supervisor.repeat
+
+    def is_repeated(self, mark: str | None) -> bool:
+        return False
+
+
+@asynccontextmanager
+async def administered(supervisor: Supervisor) -> AsyncIterator[Callable[..., Awaitable[list[str]]]]:
+    """Yields a function that makes changes and returns the targets and bodies that are kept."""
+    async with world(2, admin={"enabled": True}, indicators=PUSHED) as w:
+        w.server.front.worker = Alone(supervisor)  # type: ignore[assignment]
+
+        async def change(method: str, path: str, value: Any = None) -> list[str]:
+            body = None if value is None else orjson.dumps(value)
+            async with w.client.request(method, w.url + path, data=body) as answer:
+                assert answer.status == 200, await answer.text()
+            return [f"{each.target} {each.body.decode()}" for each in supervisor._changes.values()]
+
+        yield change
+        w.server.front.worker = None
+
+
+PUSHED = {name: {"source": "push"} for name in ("gpu_power", "heat")}
+LASTING = {"url": "http://127.0.0.1:1", "name": "lasting", "model": "tiny"}
+FURTHER = {"url": "http://127.0.0.1:2", "name": "pod", "model": "tiny"}
+
+
+@pytest.fixture
+def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CHANGES", 12)
+
+
+@pytest.mark.usefixtures("few_changes")
+async def test_engines_that_come_and_go_displace_no_change(supervisor: Supervisor) -> None:
+    async with administered(supervisor) as change:
+        await change("POST", "/admin/engines", LASTING)
+        await change("POST", "/admin/engines/e0/undrain")
+        await change("POST", "/admin/engines/e0/drain")
+        await change("DELETE", "/admin/engines/e1")
+        for number in range(20):
+            name, url = f"pod-{number}", f"http://127.0.0.1:{number + 10}"
+            await change("POST", "/admin/engines", {**FURTHER, "url": url, "name": name})
+            await change("POST", f"/admin/engines/{name}/drain")
+            await change("DELETE", f"/admin/engines/{name}?drain=1")
+            await change("POST", f"/add_worker?url={url}")
+            await change("POST", f"/remove_worker?url={url}")
+            await change("POST", "/workers", {"url": url})
+            await change("POST", "/workers", {"url": url})
+            await change("DELETE", f"/workers/127.0.0.1:{number + 10}")
+            kept = await change("POST", f"/remove_worker?url={url}")
+        assert kept == [
+            f"/admin/engines {orjson.dumps(LASTING).decode()}",
+            "/admin/engines/e0/drain ",
+            "/admin/engines/e1 ",
+        ]
+        supervisor._forget_configured()  # as a reload does: the configuration lists e1 again
+        assert await change("POST", "/remove_worker?url=http://127.0.0.1:9") == kept[:2]
+
+
+@pytest.mark.usefixtures("few_changes")
+async def test_later_values_replace_earlier_ones(supervisor: Supervisor) -> None:
+    async with administered(supervisor) as change:
+        await change("POST", "/admin/engines", FURTHER)
+        await change("POST", "/admin/engines/e0/drain")
+        for number in range(20):
+            await change("POST", "/admin/weights", {"version": number, "engines": ["e0", "pod"]})
+            await change("POST", "/admin/weights", {"version": number, "engines": ["pod"]})
+            await change("POST", "/admin/engines/e0/indicators", {"gpu_power": number})
+            await change("POST", "/admin/engines/pod/indicators", {"gpu_power": number})
+            for policy in ("round_robin", "least_requests"):
+                await change("PUT", "/admin/policy", {"policy": policy})
+            await change("POST", "/admin/engines/e0/role", {"role": "both", "drain": number})
+            await change("POST", "/admin/guard", {"on": number % 2 == 0})
+        await change("POST", "/admin/engines/e0/indicators", {"heat": 1})
+        kept = await change("DELETE", "/admin/engines/pod")
+        assert kept == [
+            "/admin/engines/e0/drain ",
+            '/admin/weights {"version":19,"engines":["e0"]}',
+            '/admin/engines/e0/indicators {"gpu_power":19}',
+            '/admin/policy {"policy":"least_requests"}',
+            '/admin/engines/e0/role {"role":"both","drain":19}',
+            '/admin/guard {"on":false}',
+            '/admin/engines/e0/indicators {"heat":1}',
+        ]
 
 
 class Answering:
@@ -275,17 +353,17 @@ async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_one
     monkeypatch.setattr(supervisor, "_ask", ask)
     worker = add(supervisor, {})
     async with asyncio.timeout(30):
-        await asyncio.gather(*(supervisor._repeat(worker, post("e/undrain", None)) for _ in range(9)))
+        await asyncio.gather(*(supervisor._repeat(worker, post("e", "undrain")) for _ in range(9)))
     assert most == 9, "changes of one worker do not wait for each other"
     made.clear()
     supervisor.processes.clear()
     for number in range(200):
-        await supervisor.repeat(post(f"e{number}/drain", None))
+        await supervisor.repeat(post(f"e{number}", "drain"))
     worker = add(supervisor, {})
     worker.ready = worker.started = False
     catching_up = asyncio.create_task(supervisor._catch_up(worker))
     await until(lambda: len(made) > 50)
-    await supervisor.repeat(post("e199/undrain", None))
+    await supervisor.repeat(post("e199", "undrain"))
     await catching_up
     assert made == [f"/admin/engines/e{number}/drain" for number in range(200)] + [
         "/admin/engines/e199/undrain"

@@ -38,7 +38,7 @@ from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.connection import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
-from lmetric.server.worker.repeats import MARK, AdminChange
+from lmetric.server.worker.repeats import MARK, POLICY, REMOVED, WEIGHTS, AdminChange
 from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
 
 log = structlog.get_logger("lmetric.workers")
@@ -50,9 +50,6 @@ REPEAT_SECONDS = 30.0
 SHORT_LIFE_SECONDS = 10.0  # a worker that ends sooner is replaced after a pause
 MOST_PAUSE_SECONDS = 30.0
 CANARY = "/admin/canary/"
-POLICY = "/admin/policy"
-WEIGHTS = "/admin/weights"
-INDICATORS = "/indicators"  # ends the page of an engine
 LIVE_UPDATES = 4  # updates of the live page, by sending worker, that a worker may leave unanswered
 MOST_CHANGES = 10_000  # changes of administrators that a new worker repeats
 
@@ -135,7 +132,7 @@ class Supervisor:
         self._numbers: set[int] = set()  # areas of the shared memory in use
         self._watchers: set[asyncio.Task[None]] = set()
         self._showing: set[asyncio.Task[None]] = set()  # updates of live pages
-        self._changes: dict[tuple[str, str, bytes], AdminChange] = {}
+        self._changes: dict[tuple[str, ...], AdminChange] = {}  # for new workers
         self._ended_page = ""  # metrics of the workers that have ended
         self._failures = 0  # ends in a row of workers that lived a short time
         self._reloading = asyncio.Lock()
@@ -375,27 +372,36 @@ class Supervisor:
         if change.target.startswith(CANARY):  # a new worker copies the canaries of another one
             async with self._canaries:
                 return await self._repeat_in_others(change, mark)
-        # The next step of a trainer, or the next value, replaces it: thousands must not displace
-        # others.
-        what = change.body
-        if change.target == WEIGHTS:
-            what = orjson.dumps(orjson.loads(change.body).get("engines"))
-        elif change.target.endswith(INDICATORS):
-            what = orjson.dumps(sorted(orjson.loads(change.body)))
-        elif change.method == "DELETE":
-            removed = change.target.partition("?")[0] + INDICATORS
-            self._forget(lambda target: target == removed)
-        key = change.method, change.target, what
-        self._changes.pop(key, None)
-        self._changes[key] = change
-        if len(self._changes) > MOST_CHANGES:
-            del self._changes[next(iter(self._changes))]
+        # Engines that come and go, and the steps of trainers, must not displace other changes.
+        for name in change.removed:
+            self._forget_engine(name)
+        if change.kept is not None:
+            self._keep(change.kept, change)
         return await self._repeat_in_others(change, mark)
 
-    def _forget(self, is_over: Callable[[str], bool]) -> None:
-        """Leaves out the changes of pages that a new worker must not repeat."""
-        for key in [key for key in self._changes if is_over(key[1])]:
-            del self._changes[key]
+    def _keep(self, what: tuple[str, ...], change: AdminChange) -> None:
+        """Keeps a change for new workers, behind all others."""
+        self._changes.pop(what, None)
+        self._changes[what] = change
+        if len(self._changes) > MOST_CHANGES:
+            del self._changes[next(iter(self._changes))]
+
+    def _forget_engine(self, name: str) -> None:
+        """Leaves out the changes of an engine that is gone, but not its removal."""
+        changes, self._changes = self._changes, {}
+        for what, change in changes.items():
+            if what[:2] == WEIGHTS and name in what[2:]:
+                left = [each for each in what[2:] if each != name]
+                body = orjson.dumps({**orjson.loads(change.body), "engines": left})
+                if left:
+                    self._keep((*WEIGHTS, *left), change._replace(body=body))
+            elif what[0] != name or what[1] == REMOVED:
+                self._keep(what, change)
+
+    def _forget_configured(self) -> None:
+        """Leaves out the changes of what a reload has set to the configuration again."""
+        for what in [what for what in self._changes if what[:2] == POLICY or what[1] == REMOVED]:
+            del self._changes[what]
 
     async def _repeat_in_others(self, change: AdminChange, mark: str | None) -> list[str]:
         others = [each for each in self.processes if each.ready and str(each.number) != mark]
@@ -535,7 +541,7 @@ class Supervisor:
                     log.error("a worker does not take the configuration of the others", reason=str(error))
             self.config = config.model_copy(update={"engines": [*config.engines, *self._further]})
             self._reread_config = config
-            self._forget(lambda target: target == POLICY)  # the configured policies are back
+            self._forget_configured()
             return report or {}
 
     async def restart(self) -> None:

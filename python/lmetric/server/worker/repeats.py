@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 # Fields of a client's request for a page that the other workers get with it.
 FORWARDED = ("host", "authorization", "x-api-key", "origin")
+# Kinds of kept changes: the removal of a configured engine, the weights of all or of the named
+# engines, and policies.
+REMOVED, WEIGHTS, POLICY = "removed", ("", "weights"), ("", "policy")
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
 
 
@@ -14,12 +17,19 @@ class AdminChange(NamedTuple):
     """A change of an administrator, for the other workers. It needs no token of the administrator.
 
     A change is kept for new workers, while the token may become another one.
+
+    Attributes:
+        kept: the engine (empty: all) and the kind of change, which a later change replaces. None:
+            new workers do not repeat the change.
+        removed: names of engines that are gone: new workers repeat no earlier change of them.
     """
 
     method: str
     target: str
     headers: tuple[tuple[str, str], ...]
     body: bytes
+    kept: tuple[str, ...] | None = None
+    removed: tuple[str, ...] = ()
 
 
 def forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -36,6 +36,7 @@ from lmetric.server.fleet.replacement import replace_policies
 from lmetric.server.fleet.weights import begin_weights
 from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, only_value, unknown
+from lmetric.server.worker.repeats import POLICY, WEIGHTS
 
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
@@ -103,7 +104,7 @@ async def _add(call: Call) -> web.Response:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
         raise not_valid(error) from None
-    engine = await members.add(front, config, model)
+    engine = await members.add(call, config, model)
     return json((await engines.shown(front.fleet, [engine]))[0])
 
 
@@ -123,7 +124,7 @@ async def _remove(call: Call) -> web.Response:
             raise ValueError
     except ValueError:
         raise bad("the query must be empty or drain=SECONDS (0 to 86400)", "drain") from None
-    removed = await members.remove(front, engine, seconds)
+    removed = await members.remove(call, engine, seconds)
     return json({**(await engines.shown(front.fleet, [engine]))[0], "removed": removed})
 
 
@@ -143,6 +144,7 @@ async def _hold(call: Call, engine: Engine, draining: bool) -> web.Response:
         engine.ask_anew()
     engine.draining = draining
     engine.hold()
+    call.kept = engine.name, "draining"
     if not (draining or engine.healthy) and (check := call.front.fleet.check(engine)) is not None:
         await check  # it may have been paused or asleep, and may not be any more
     return json(*await engines.shown(call.front.fleet, [engine]))
@@ -188,6 +190,7 @@ async def _switch(call: Call) -> web.Response:
     finally:
         engine.switches -= 1
         engine.hold()
+    call.kept = engine.name, "role"
     return json(*await engines.shown(fleet, [engine]))
 
 
@@ -211,6 +214,7 @@ async def _push(call: Call) -> web.Response:
         model.router.report_load(engine.name, extra=values)
     except (ValueError, LmetricError) as error:
         raise bad(str(error)) from None
+    call.kept = engine.name, "indicators", *sorted(values)
     return json({"engine": engine.name, "indicators": values})
 
 
@@ -227,6 +231,7 @@ async def _guard(call: Call) -> web.Response:
         raise bad("on must be true or false", "on")
     for model in call.front.fleet.models:
         model.router.configure(guard=on)
+    call.kept = "", "guard"
     return json({"guard": on})
 
 
@@ -285,6 +290,8 @@ async def _weights(call: Call) -> web.Response:
         reason = f"{asleep[0]} is asleep; announce its weights after /wake_up"
         raise ApiError(409, reason, param="engines", code="engine_asleep")
     begin_weights(chosen, version, cache_kept=kept)
+    if names != []:
+        call.kept = *WEIGHTS, *(names or ())
     return await large_json(await engines.shown(fleet, chosen))
 
 
@@ -332,6 +339,7 @@ async def _set_policy(call: Call) -> web.Response:
     given = {policy: knobs for policy, knobs in POLICY_KNOBS.items() if policy in changes}
     for knobs in given.values():
         changes.setdefault(knobs, {})
+    call.kept = *POLICY, model_name or "", *sorted(changes)
     try:
         for model in fleet.models if model_name is None else [fleet.catalog.find(model_name).model]:
             settings = model.policies.settings.model_copy(update=changes)

@@ -55,7 +55,10 @@ def _at(call: Call) -> tuple[OwnPage, str]:
 async def _repeat(call: Call, worker: Worker) -> None:
     """Makes a change in all other workers. Raises ApiError."""
     request = call.request
-    change = AdminChange(request.method, call.target, ((MARK, str(worker.number)),), call.taken)
+    headers = ((MARK, str(worker.number)),)
+    change = AdminChange(
+        request.method, call.target, headers, call.taken, kept=call.kept, removed=call.removed
+    )
     if failed := await worker.repeat(change):
         told = "; ".join(failed)
         raise ApiError(502, f"not all workers have made the change; send it again: {told}", code="workers")

@@ -36,6 +36,9 @@ class Call(Struct, eq=False, gc=False):
 
     Attributes:
         path: the spelling of the client, because proxies in front of the router filter by it.
+        kept: what a new worker repeats of a change: the engine (empty: all) and the kind of change.
+            A later change replaces it. None: new workers do not repeat the change.
+        removed: names of engines that the change has removed.
         name: what stands for the part ``{...}`` of the page's path, as the client spells it.
         open_paths: loads and returns the paths of pages for clients and for readers of /debug.
         every_page: loads and returns all pages.
@@ -49,6 +52,8 @@ class Call(Struct, eq=False, gc=False):
     every_page: Callable[[], Iterable[OwnPage]]
     name: str = ""
     taken: bytes = b""  # the body, once it is read
+    kept: tuple[str, ...] | None = None
+    removed: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:

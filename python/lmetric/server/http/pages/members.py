@@ -11,14 +11,17 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.discovery.members import Found
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.pages.call import Call
 from lmetric.server.upstream.allowed import AllowedEngines
+from lmetric.server.worker.repeats import REMOVED
 
 
-async def add(front: Frontend, config: EngineConfig, model: str | None) -> Engine:
+async def add(call: Call, config: EngineConfig, model: str | None) -> Engine:
     """Adds an engine. Raises ApiError.
 
     ``model``: the name of its model; None: as the engine reports.
     """
+    front = call.front
     fleet, members = front.fleet, front.discovery.members
     if fleet.check_url is not None:
         try:
@@ -40,24 +43,30 @@ async def add(front: Frontend, config: EngineConfig, model: str | None) -> Engin
     if engine is None:
         await members.change(ADMIN, partial(_without, config.label))
         raise bad(f"the engine cannot be added for model {model!r}; see the log for the reason")
+    call.kept = engine.name, "added"
     return engine
 
 
-async def remove(front: Frontend, engine: Engine, seconds: float) -> bool:
+async def remove(call: Call, engine: Engine, seconds: float) -> bool:
     """Removes an engine once it is idle, or after ``seconds``. Raises ApiError.
 
     Returns False if the engine was added again meanwhile.
     """
-    members = front.discovery.members
-    if engine.source not in (CONFIGURED, ADMIN):
+    members, source = call.front.discovery.members, engine.source
+    if source not in (CONFIGURED, ADMIN):
         raise ApiError(
             409,
             f"{engine.source} lists {engine.name} and would add it again: remove it there, or drain it",
             code="discovered",
         )
-    await members.change(engine.source, partial(_without, engine.name), seconds)
+    await members.change(source, partial(_without, engine.name), seconds)
     await members.settled(engine)
-    return front.fleet.engine(engine.name) is not engine
+    listed = (each.config.label for owner in (CONFIGURED, ADMIN) for each in members.of(owner))
+    if engine.name not in listed:
+        call.removed = (*call.removed, engine.name)
+        if source == CONFIGURED:  # a new worker reads the configuration, which still lists it
+            call.kept = engine.name, REMOVED
+    return call.front.fleet.engine(engine.name) is not engine
 
 
 def _without(name: str, listed: Sequence[Found]) -> Sequence[Found]:

@@ -86,7 +86,7 @@ async def _delete(call: Call) -> web.Response:
     """Removes the engine with this ID, or all engines at this URL. Running requests continue."""
     engines = _known(call.front.fleet, unquote(call.name))
     for engine in engines:
-        await members.remove(call.front, engine, 0)
+        await members.remove(call, engine, 0)
     text = f"Worker {engines[0].config.url} removed successfully"
     return json({"success": True, "status": "accepted", "worker_id": engines[0].name, "message": text})
 
@@ -120,7 +120,7 @@ async def _remove(call: Call) -> web.Response:
     url = _url(call)
     engines = _found(call.front.fleet, url)
     for engine in engines:
-        await members.remove(call.front, engine, 0)
+        await members.remove(call, engine, 0)
     if not engines:  # 200, as from the rivals: trainers end a worker only after a success here
         return web.Response(text=f"Worker {url} not found; nothing was removed")
     return web.Response(text=f"Successfully removed worker: {url}")
@@ -183,7 +183,7 @@ async def _added(call: Call, fields: dict[str, Any], model: str | None) -> tuple
         known[0].ask_anew()
         return known[0], True
     try:
-        return await members.add(call.front, config, model), False
+        return await members.add(call, config, model), False
     except ApiError as error:
         status = 400 if error.status == 409 else error.status
         raise _failed("ADD", error.message, error.param, status=status) from None
