@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
 from lmetric.cli.app import GROUPS, build_all
 from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, HELP_ALL, MAIN
+from lmetric.cli.settings import _KEYS, _UNSET
 from lmetric.config import ServerConfig
+from lmetric.descriptions import descriptions
 from lmetric_lab.emulated import EngineOptions
 from lmetric_lab.sim.scenario import Scenario
 
@@ -67,6 +69,21 @@ def test_help_fits_80_columns_and_shows_each_default(name: str) -> None:
     for flag, entry in shown.items():
         if flag not in switches | {"-h", "--help"}:
             assert re.search(r"\[.*(default: |required)", entry) or "with defaults" in entry, entry
+
+
+def test_the_help_of_an_unset_setting_is_the_end_of_its_description() -> None:
+    ends = {}
+    for key in _KEYS.values():
+        section: Any = ServerConfig
+        for part in key.split("."):
+            names = {field.alias or name: name for name, field in section.model_fields.items()}
+            text = descriptions(section)[names[part]]
+            field = section.model_fields[names[part]]
+            section = next(iter(get_args(field.annotation)), field.annotation)
+        _, found, words = text.rpartition("default: ")
+        if found and not field.is_required() and field.get_default() in (None, [], {}):
+            ends[key] = words.partition(";")[0]
+    assert ends == _UNSET
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -158,8 +158,8 @@ def test_the_positional_arguments_of_a_request_have_its_order() -> None:
 # other. The laboratory imports the router, never the reverse, but for three doors.
 PYTHON = ROOT.parents[1]
 ROUTER_ROOMS = [
-    {"_core", "connection_errors", "defaults", "extras", "printable", "reasons", "roles", "timeline"}
-    | {"validation", "why"},
+    {"_core", "connection_errors", "defaults", "descriptions", "extras", "printable", "reasons", "roles"}
+    | {"timeline", "validation", "why"},
     {"canary", "engines", "expr", "plugins", "profiles", "record_schema", "tokens", "top"},
     {"lengths", "policies", "record_parquet", "top_screen"},
     {"options", "record_files"},

@@ -16,8 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -935,33 +933,15 @@ def _refused(
     return error
 
 
-@cache
-def describe(cls: type[BaseModel]) -> None:
-    """Gives the fields of an option their texts in the code as descriptions.
-
-    Only documents need them. pydantic would read the source in every process.
-    """
-    import ast
-    import inspect
-
-    for base in reversed(cls.__mro__[: cls.__mro__.index(BaseModel)]):
-        definition: Any = ast.parse(inspect.getsource(base)).body[0]
-        for field, text in pairwise(definition.body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
-                    if name in cls.model_fields:
-                        cls.model_fields[name].description = inspect.cleandoc(about)
-    cls.model_rebuild(force=True)
-
-
 def json_schema(what: str) -> dict[str, Any]:
     """The JSON schema of a server option: a word, or a mapping of settings."""
+    from lmetric.descriptions import DescribedSchema
+
     selector = SELECTORS[what]
     words: list[Any] = ["none", *served(what)] if selector == "kind" else [True, False, "none", "on"]
     mappings = []
     for kind, cls in served(what).items():
-        describe(cls)
-        schema = cls.model_json_schema()
+        schema = cls.model_json_schema(schema_generator=DescribedSchema)
         own = {
             name: each for name, each in schema["properties"].items() if not is_study(cls.model_fields[name])
         }

@@ -14,6 +14,7 @@ from lmetric.config import PoolSettings, ServerConfig, reloads
 from lmetric.config.kinds import Strict
 from lmetric.config.tuning import KEY as TUNING
 from lmetric.config.tuning import is_tuning, tuning_fields
+from lmetric.descriptions import descriptions
 
 HEAD = """\
 # Configuration
@@ -69,10 +70,10 @@ def when(field: FieldInfo) -> str:
 
 
 def rows(fields: Iterable[tuple[str, FieldInfo, str]]) -> str:
-    """Returns a table of settings: key, field and the end of the description."""
+    """Returns a table of settings: key, field and description."""
     lines = ["| key | default | reload | | change it if |\n| --- | --- | --- | --- | --- |\n"]
-    for key, field, end in fields:
-        description = (field.description or "").replace("|", "\\|") + end
+    for key, field, about in fields:
+        description = about.replace("|", "\\|")
         reload = "yes" if reloads(key.removeprefix(f"{TUNING}.")) else ""
         lines.append(f"| `{key}` | {default(field)} | {reload} | {description} | {when(field)} |\n")
     return "".join(lines)
@@ -92,13 +93,15 @@ def sections(model: type[BaseModel], path: str, seen: dict[type[BaseModel], str]
     general = PoolSettings.model_fields if path == "models[]." else {}
     fields = {name: field for name, field in model.model_fields.items() if name not in general}
 
+    described = descriptions(model)
+
     def listed() -> Iterator[tuple[str, FieldInfo, str]]:
         for name, field in fields.items():
             key, (below, _) = f"{path}{field.alias or name}", inner(field.annotation)
             if is_section(field) and below in seen and below is not ServerConfig:
-                yield key, field, f". Keys as in `{seen[below]}`"
+                yield key, field, f"{described[name]}. Keys as in `{seen[below]}`"
             elif not is_section(field) and not is_tuning(field):
-                yield key, field, ""
+                yield key, field, described[name]
 
     yield rows(listed())
     for name, field in fields.items():
@@ -106,7 +109,7 @@ def sections(model: type[BaseModel], path: str, seen: dict[type[BaseModel], str]
         if below is not None and below not in seen:
             where = f"{path}{field.alias or name}{many}"
             seen[below] = where
-            about = field.description or ""
+            about = described[name]
             change = f" Change it if {when(field)}." if is_section(field) and when(field) else ""
             yield f"\n## {where}\n\n{about[:1].upper()}{about[1:]}.{change}\n"
             yield MODELS if where == "models[]" else ""
@@ -141,21 +144,20 @@ def option_tables() -> Iterator[str]:
     """Yields the kinds of each option, and a table of their settings for servers."""
     for what, selector in options.SELECTORS.items():
         yield f"\n### {what}\n\n"
-        found: dict[str, FieldInfo] = {}
+        found: dict[str, tuple[FieldInfo, str]] = {}
         for kind, cls in options.served(what).items():
             if selector == "kind":
                 yield f"- `{kind}`: {(cls.__doc__ or '').strip().splitlines()[0]}\n"
-            options.describe(cls)
+            described = descriptions(cls)
             for name, field in options.offered(cls, server=True).items():
                 if name != selector:
-                    found.setdefault(name, field)
+                    found.setdefault(name, (field, described[name]))
         if selector != "kind":
             yield f"{(cls.__doc__ or '').strip().splitlines()[0]}\n"
         if found:
             yield "\n| key | default | | change it if |\n| --- | --- | --- | --- |\n"
-        for name, field in found.items():
+        for name, (field, about) in found.items():
             shown = "" if field.default is None else f"`{json.dumps(field.default)}`"
-            about = " ".join((field.description or "").split())
             yield f"| `{what}.{name}` | {shown} | {about} | {options.when(field)} |\n"
 
 
@@ -164,13 +166,21 @@ TAIL = """
 """
 
 
+def about(path: tuple[str, ...]) -> str:
+    """Returns the description of a tuning setting."""
+    section: Any = ServerConfig
+    for key in path[:-1]:
+        section, _ = inner(section.model_fields[key].annotation)
+    return descriptions(section)[path[-1]]
+
+
 def files() -> dict[str, str]:
     """Returns the page."""
     pool = [f"`{name}`" for name, field in PoolSettings.model_fields.items() if not is_tuning(field)]
     made = "".join(sections(ServerConfig, "", {ServerConfig: ""}))
     made = made.replace("{names}", f"{', '.join(pool[:-1])} and {pool[-1]}")
     tuning = rows(
-        (".".join((TUNING, *path)), field, "") for path, field in tuning_fields(ServerConfig).items()
+        (".".join((TUNING, *path)), field, about(path)) for path, field in tuning_fields(ServerConfig).items()
     )
     page = HEAD + "\n" + made + OPTIONS + "".join(option_tables()) + TUNING_HEAD + tuning + TAIL
     return {"docs/reference/configuration.md": page}

@@ -37,6 +37,8 @@ _KEYS = {
     "log_level": "log.level",
     "log_json": "log.json",
 }
+# The meaning of unset keys, as at the end of their descriptions.
+_UNSET = {"model": "as the engines report", "profile": "learned from traffic"}
 
 
 def _option(group: str, *flags: str, **more: Any) -> Any:
@@ -158,9 +160,7 @@ def _default(key: str) -> str:
         return "text" if key == "log.json" and not value else str(value).lower()
     if value not in (None, [], {}):
         return str(value)
-    # A description ends with the meaning of an unset key.
-    _, found, words = (field.description or "").rpartition("default: ")
-    return str(words).partition(";")[0] if found else "none"
+    return _UNSET.get(key, "none")
 
 
 def command_with_settings(

@@ -5,7 +5,7 @@ from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lmetric.config.kinds import Strict
+from lmetric.config.kinds import Strict, setting
 
 
 def _zone(name: str) -> str:
@@ -22,64 +22,35 @@ class BudgetConfig(Strict):
     """A window in which a tenant may use a number of requests or tokens."""
 
     counts: Literal["requests", "input_tokens", "output_tokens", "total_tokens", "uncached_input_tokens"] = (
-        Field(
-            description="what the window counts: requests, input_tokens, uncached_input_tokens, "
-            "output_tokens or total_tokens. A request reserves its prompt and max_tokens, and settles "
-            "by the engine's usage",
-            json_schema_extra={"when": "you add a budget"},
-        )
+        setting(when="you add a budget")
     )
-    limit: int = Field(
-        ge=1,
-        le=10**12,
-        description="most that the tenant may use in a period; further requests get a 429",
-        json_schema_extra={"when": "you add a budget"},
+    """what the window counts: requests, input_tokens, uncached_input_tokens, output_tokens or
+    total_tokens. A request reserves its prompt and max_tokens, and settles by the engine's usage"""
+    limit: int = setting(ge=1, le=10**12, when="you add a budget")
+    """most that the tenant may use in a period; further requests get a 429"""
+    per: Literal["second", "minute", "hour", "day", "month"] = setting(when="you add a budget")
+    """length of the period: second, minute, hour, day or month; a rolling month has 30 days"""
+    time_zone: Annotated[str, AfterValidator(_zone)] | None = setting(
+        None, when="the budget begins anew each day or month"
     )
-    per: Literal["second", "minute", "hour", "day", "month"] = Field(
-        description="length of the period: second, minute, hour, day or month; a rolling month has 30 days",
-        json_schema_extra={"when": "you add a budget"},
+    """time zone of calendar periods, e.g. Europe/Berlin; null: a rolling period, which ends now"""
+    cached_weight: float = setting(1.0, ge=0, le=1, when="cached input is cheaper for the tenant")
+    """weight of cached tokens; only with input_tokens and total_tokens"""
+    per_model: bool = setting(False, when="the limit is for each model")
+    """count each model for itself; false: all models together"""
+    per_key: bool = setting(False, when="a tenant has several keys")
+    """count each API key for itself; false: all keys of the tenant together"""
+    slo_class: str | None = setting(None, when="batch must not take all of a budget")
+    """count only requests of this class (`admission.classes`), e.g. batch: with a lower limit than
+    another budget, it leaves a part to other classes; null: all requests"""
+    shadow: bool = setting(False, when="you try a limit on real traffic")
+    """count, and refuse nothing; lmetric_tenant_budget_exceeded_total has the requests that a limit
+    would refuse"""
+    name: Annotated[str, Field(pattern="^[ -~]{1,64}$")] | None = setting(
+        None, when="two budgets of a tenant count the same"
     )
-    time_zone: Annotated[str, AfterValidator(_zone)] | None = Field(
-        None,
-        description="time zone of calendar periods, e.g. Europe/Berlin; null: a rolling period, which ends "
-        "now",
-        json_schema_extra={"when": "the budget begins anew each day or month"},
-    )
-    cached_weight: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="weight of cached tokens; only with input_tokens and total_tokens",
-        json_schema_extra={"when": "cached input is cheaper for the tenant"},
-    )
-    per_model: bool = Field(
-        False,
-        description="count each model for itself; false: all models together",
-        json_schema_extra={"when": "the limit is for each model"},
-    )
-    per_key: bool = Field(
-        False,
-        description="count each API key for itself; false: all keys of the tenant together",
-        json_schema_extra={"when": "a tenant has several keys"},
-    )
-    slo_class: str | None = Field(
-        None,
-        description="count only requests of this class (`admission.classes`), e.g. batch: with a lower limit "
-        "than another budget, it leaves a part to other classes; null: all requests",
-        json_schema_extra={"when": "batch must not take all of a budget"},
-    )
-    shadow: bool = Field(
-        False,
-        description="count, and refuse nothing; lmetric_tenant_budget_exceeded_total has the requests that a "
-        "limit would refuse",
-        json_schema_extra={"when": "you try a limit on real traffic"},
-    )
-    name: Annotated[str, Field(pattern="^[ -~]{1,64}$")] | None = Field(
-        None,
-        description="name in errors and metrics; default: such as `requests per minute`. A renamed budget "
-        "begins at 0",
-        json_schema_extra={"when": "two budgets of a tenant count the same"},
-    )
+    """name in errors and metrics; default: such as `requests per minute`. A renamed budget begins
+    at 0"""
 
     @property
     def label(self) -> str:

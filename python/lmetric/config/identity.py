@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from lmetric.config.kinds import Strict, is_loopback
+from lmetric.config.kinds import Strict, is_loopback, setting
 
 
 def _key_set(place: str) -> str:
@@ -41,46 +41,25 @@ ClaimName = Annotated[str, Field(min_length=1, max_length=256)]
 class JwtIssuer(Strict):
     """An issuer of JSON Web Tokens (JWT), and the claims that the router reads."""
 
-    issuer: str = Field(
-        min_length=1,
-        max_length=1024,
-        description="expected claim `iss`, exactly as the issuer writes it",
-        json_schema_extra={"when": "clients have tokens of this issuer"},
+    issuer: str = setting(min_length=1, max_length=1024, when="clients have tokens of this issuer")
+    """expected claim `iss`, exactly as the issuer writes it"""
+    audience: str = setting(min_length=1, max_length=1024, when="clients have tokens of this issuer")
+    """name of this service that the claim `aud` must have"""
+    jwks: Annotated[str, AfterValidator(_key_set)] = setting(when="clients have tokens of this issuer")
+    """the issuer's public keys (JWKS): a file, or an https address, usually the `jwks_uri` of its
+    discovery document. The router reads them again if they change"""
+    clock_skew_seconds: float = setting(
+        30.0, ge=0, le=600, when="the issuer's clock and the router's differ by more"
     )
-    audience: str = Field(
-        min_length=1,
-        max_length=1024,
-        description="name of this service that the claim `aud` must have",
-        json_schema_extra={"when": "clients have tokens of this issuer"},
-    )
-    jwks: Annotated[str, AfterValidator(_key_set)] = Field(
-        description="the issuer's public keys (JWKS): a file, or an https address, usually the `jwks_uri` of "
-        "its discovery document. The router reads them again if they change",
-        json_schema_extra={"when": "clients have tokens of this issuer"},
-    )
-    clock_skew_seconds: float = Field(
-        30.0,
-        ge=0,
-        le=600,
-        description="difference of clocks that the claims `exp`, `nbf` and `iat` may have, seconds",
-        json_schema_extra={"when": "the issuer's clock and the router's differ by more"},
-    )
-    tenant_claim: ClaimName = Field(
-        description="claim with the tenant's name. Metrics have a series for each tenant",
-        json_schema_extra={"when": "another claim names the team or customer"},
-    )
-    class_claim: ClaimName | None = Field(
-        None,
-        description="claim with the class of requests (`admission.classes`); the header x-slo-class then has "
-        "no effect. null: the header or the tenant's `slo_class`",
-        json_schema_extra={"when": "clients must not choose their class"},
-    )
-    models_claim: ClaimName | None = Field(
-        None,
-        description="claim with the only models, adapters and aliases that the token may use, as a list or "
-        "divided by spaces. A token without the claim is refused; null: the tenant's `models`",
-        json_schema_extra={"when": "the issuer decides which models a client uses"},
-    )
+    """difference of clocks that the claims `exp`, `nbf` and `iat` may have, seconds"""
+    tenant_claim: ClaimName = setting(when="another claim names the team or customer")
+    """claim with the tenant's name. Metrics have a series for each tenant"""
+    class_claim: ClaimName | None = setting(None, when="clients must not choose their class")
+    """claim with the class of requests (`admission.classes`); the header x-slo-class then has no
+    effect. null: the header or the tenant's `slo_class`"""
+    models_claim: ClaimName | None = setting(None, when="the issuer decides which models a client uses")
+    """claim with the only models, adapters and aliases that the token may use, as a list or divided
+    by spaces. A token without the claim is refused; null: the tenant's `models`"""
 
     @property
     def key_file(self) -> Path | None:

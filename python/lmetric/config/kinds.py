@@ -254,6 +254,20 @@ def _off(word: object) -> object:
     return "off" if word is False else word
 
 
+def setting(default: Any = ..., *, when: str = "", tuning: bool = False, **more: Any) -> Any:
+    """A key of a section. The text below it in the code is its description.
+
+    Args:
+        when: the reason to change it, as the end of a sentence with "if".
+        tuning: whether the key is below `tuning`.
+        more: arguments of `pydantic.Field`.
+    """
+    extra: Any = ({"when": when} if when else {}) | ({"tuning": True} if tuning else {})
+    if "default_factory" not in more:
+        more["default"] = default
+    return Field(json_schema_extra=extra or None, **more)
+
+
 class OptionError(ValueError):
     """An invalid routing option.
 

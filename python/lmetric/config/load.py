@@ -132,7 +132,9 @@ def render_changed(config: ServerConfig) -> str:
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of configuration files."""
-    schema = ServerConfig.model_json_schema()
+    from lmetric.descriptions import DescribedSchema
+
+    schema = ServerConfig.model_json_schema(schema_generator=DescribedSchema)
     fold_schema(schema)
     for key, field in SHORTHANDS.items():
         if key not in options.OPTIONS:

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from lmetric._core import __version__
 from lmetric.config import CanaryStart, EngineConfig, PolicyChange, Role
+from lmetric.descriptions import DescribedSchema
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api import paths
 from lmetric.server.api.error_codes import ERROR_TYPES, ERRORS
@@ -216,7 +217,9 @@ def _headers(declared: Mapping[str, str]) -> JSON:
 def _components() -> JSON:
     settings = (EngineConfig, PolicyChange, CanaryStart)
     configured: list[tuple[Any, Any]] = [(each, "validation") for each in settings]
-    _, models = models_json_schema(configured, ref_template="#/components/schemas/{model}")
+    _, models = models_json_schema(
+        configured, ref_template="#/components/schemas/{model}", schema_generator=DescribedSchema
+    )
     code = {"type": ["string", "null"], "enum": [*ERRORS, None]}
     error = {
         "type": "object",
