@@ -48,6 +48,7 @@ def test_a_first_leg_makes_one_token_for_nobody() -> None:
         max_tokens=400,
         min_tokens=300,
         logprobs=3,
+        logprob_token_ids=[1, 2],
         return_token_ids=True,
         cache_salt="s",
         temperature=0.5,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,40 @@ import pytest
 
 from lmetric.config import EngineConfig
 from lmetric.doctor import Target, examine
+from lmetric.engines.handover import CHAT, COMPLETIONS, FirstSegment
 from router_world import Served, configured, served
 from test_real_router import running, text
-from vllm_process import MODEL, NIXL, VllmEngine
+from vllm_process import MODEL, NIXL, VllmEngine, environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Start = Callable[..., list[VllmEngine]]
 FIXED = {"ignore_eos": True}
 LONG = 3500  # tokens of an answer during which an engine dies
+# Reads paths and bodies, and prints vLLM's objection to each of them, or null.
+CHECKER = """
+import json, sys
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+def check(path, body):
+    kind = ChatCompletionRequest if "chat" in path else CompletionRequest
+    try:
+        kind.model_validate_json(body)
+    except Exception as error:
+        return str(error)
+print(json.dumps([check(*each) for each in json.load(sys.stdin)]))
+"""
+# Fields that depend on each other.
+ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"logprobs": 0, "logprob_token_ids": [1, 2]}),
+    (COMPLETIONS, {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9}),
+    (COMPLETIONS, {"min_tokens": 5, "max_tokens": 9, "logprobs": 2, "return_tokens_as_token_ids": True}),
+    (COMPLETIONS, {"echo": True, "max_tokens": 9, "return_token_ids": True}),
+    (CHAT, {"logprobs": True, "logprob_token_ids": [1, 2]}),
+    (CHAT, {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}),
+    (CHAT, {"min_tokens": 5, "max_tokens": 9, "max_completion_tokens": 9, "return_token_ids": True}),
+]
 
 
 @contextlib.asynccontextmanager
@@ -47,6 +74,18 @@ async def counted(engine: VllmEngine, name: str, label: str = "") -> float:
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}") and label in line
     )
+
+
+def test_vllm_accepts_the_body_of_each_prefill() -> None:
+    given = []
+    for path, fields in ANSWERS:
+        prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+        body = json.dumps({"model": "m", **prompt, **fields}).encode()
+        given += [(path, each.decode()) for each in (body, FirstSegment(path, body).for_one_token())]
+    command = [environment() / "bin" / "python", "-c", CHECKER]
+    run = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout.splitlines()[-1]) == [None] * len(given)
 
 
 async def fetched(engines: list[VllmEngine]) -> float:

@@ -265,6 +265,7 @@ _OF_THE_ANSWER = frozenset(
         "max_completion_tokens",
         "logprobs",
         "top_logprobs",
+        "logprob_token_ids",  # vLLM refuses it without `logprobs`
         "echo",
         "return_token_ids",
         "return_tokens_as_token_ids",
