@@ -377,7 +377,10 @@ class Progress:
     def accept(self, attempt: Attempt) -> None:
         """Records the version of the weights that gave a part of the client's answer."""
         if attempt.weights is not None:
-            self.model.request_weights.note(self.decision.id, attempt.weights)
+            weights, decision = self.model.request_weights, self.decision.id
+            versions = weights.get(decision, [])
+            if attempt.weights not in versions:
+                weights.keep(decision, [*versions, attempt.weights])
 
     def commit(self, attempt: Attempt) -> None:
         """Forwards an engine's answer to the client from now on."""

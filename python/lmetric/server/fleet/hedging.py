@@ -6,16 +6,15 @@ Barroso, The Tail at Scale, 2013).
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import Literal
 
 from lmetric.config import HedgingConfig
+from lmetric.server.fleet.notes import REMEMBERED, Remembered
 
 # Hedges that an idle budget saves up, and hedges allowed at the start.
 MOST_SAVED = 10.0
 START_SAVED = 1.0
-# Hedged requests whose other decision is remembered.
-REMEMBERED = 4096
 
 # "won": the client got the second engine's answer. "lost": the first engine's. "failed": the second
 # engine failed before a token. "ended": the request ended before a token.
@@ -62,20 +61,10 @@ class Hedging:
         # Metrics subtract these counts from the core router's: tries that no engine got. They are
         # hedges on the own engine or on none, and engines between a gateway's pick and choice.
         self.uncounted: Counter[str] = Counter()
-        self._others: OrderedDict[int, int] = OrderedDict()
+        # By decision, the other decision of a hedged request.
+        self.others: Remembered[int] = Remembered(2 * REMEMBERED)
 
     def configure(self, settings: HedgingConfig) -> None:
         """Replaces the settings. Running requests keep their time."""
         self.after_seconds = settings.after_seconds
         self.budget.ratio = settings.budget_ratio
-
-    def pair(self, first: int, second: int) -> None:
-        """Remembers the two decisions of a hedged request."""
-        self._others[first] = second
-        self._others[second] = first
-        while len(self._others) > 2 * REMEMBERED:
-            self._others.popitem(last=False)
-
-    def other(self, decision: int) -> int | None:
-        """Returns the other decision of a hedged request; None: it was not hedged."""
-        return self._others.get(decision)

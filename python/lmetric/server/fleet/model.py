@@ -40,7 +40,7 @@ from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import ModelFacts, flag_fix, flags_for
 from lmetric.server.fleet.names import ModelNames
-from lmetric.server.fleet.notes import RequestNotes
+from lmetric.server.fleet.notes import Remembered
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import ProgramWatch
@@ -48,7 +48,7 @@ from lmetric.server.fleet.queues import Queues
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.fleet.tokenizers import Tokenizers
-from lmetric.server.fleet.weights import RequestWeights, Weights
+from lmetric.server.fleet.weights import Weights
 
 if TYPE_CHECKING:
     from lmetric.server.fleet.changes import FleetChanges
@@ -142,7 +142,8 @@ class Model:
         self.encoders: dict[str, Engine] = {}  # those that only encode
         self.queues = Queues(self.router, self.engines)
         self.weights = Weights(name, self.engines)
-        self.request_weights = RequestWeights()
+        # By decision, the announced versions of weights that gave parts of the answer, in order.
+        self.request_weights: Remembered[list[str]] = Remembered()
         # Set if running requests may move, and if engines join and leave warm.
         self.mover: Rebalancer | None = None
         self.changes: FleetChanges | None = None
@@ -163,7 +164,8 @@ class Model:
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
         self.hedging = Hedging(settings.hedging)
-        self.notes = RequestNotes()
+        # By decision, notes with the keys of its record: earlier names, and the credential.
+        self.notes: Remembered[Mapping[str, str]] = Remembered()
         # Whether requests may be split between engines of role both, whether engines fetch prefixes
         # from each other, and whether several engines of role both may produce one answer.
         self.splits = routing.split is not None

@@ -1,26 +1,25 @@
-"""Notes about requests for their decision records: earlier names, and the credential."""
+"""What is remembered of requests: their notes, versions of weights, and second decisions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from typing import TypeVar
 
-# Requests whose notes are kept, for each model.
-KEPT = 4096
+T = TypeVar("T")
+
+# Requests that are remembered, for each model.
+REMEMBERED = 4096
 
 
-class RequestNotes:
-    """Notes about a model's requests, by decision. The oldest are forgotten."""
+class Remembered(OrderedDict[int, T]):
+    """Something about a model's requests, by decision. The oldest are forgotten."""
 
-    def __init__(self) -> None:
-        self._notes: OrderedDict[int, Mapping[str, str]] = OrderedDict()
+    def __init__(self, most: int = REMEMBERED) -> None:
+        super().__init__()
+        self._most = most
 
-    def add(self, decision: int, notes: Mapping[str, str]) -> None:
-        """Keeps the notes about a request, with the keys of its record."""
-        self._notes[decision] = notes
-        if len(self._notes) > KEPT:
-            self._notes.popitem(last=False)
-
-    def of(self, decision: int) -> Mapping[str, str]:
-        """Returns the notes about a request; empty if there are none."""
-        return self._notes.get(decision, {})
+    def keep(self, decision: int, value: T) -> None:
+        """Remembers a value. A decision that has one keeps its place."""
+        self[decision] = value
+        while len(self) > self._most:
+            self.popitem(last=False)

@@ -7,7 +7,7 @@ models, clients get answers of either, and the router predicts wrong hits.
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import structlog
@@ -16,8 +16,6 @@ from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.fleet")
 
-# Requests whose versions of weights are remembered, for each model.
-REMEMBERED = 4096
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/")
 
 
@@ -88,25 +86,3 @@ class Weights:
         ((usual, _),) = counts.most_common(1)
         self._usual = next(root for root in roots.values() if weights_of(root) == usual)
         return {name: root for name, root in roots.items() if weights_of(root) != usual}
-
-
-class RequestWeights:
-    """The announced versions of weights under which answers began, by decision.
-
-    A request that continues at another engine may have several. The oldest requests are forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._versions: OrderedDict[int, list[str]] = OrderedDict()
-
-    def note(self, decision: int, version: str) -> None:
-        """Remembers that an engine with these weights gave a part of the answer."""
-        versions = self._versions.setdefault(decision, [])
-        if version not in versions:
-            versions.append(version)
-        if len(self._versions) > REMEMBERED:
-            self._versions.popitem(last=False)
-
-    def of(self, decision: int) -> list[str] | None:
-        """Returns the versions of a request, the first one first; None: none was announced."""
-        return self._versions.get(decision)

@@ -206,7 +206,7 @@ class Placement:
                 or client_request.fallback is not None
                 or client_request.caller is not NOBODY
             ):
-                model.notes.add(decision.id, client_request.notes)
+                model.notes.keep(decision.id, client_request.notes)
             if model.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model_name = asked.lora_name or model.name
                 model.changes.note(ticket.prompt_key, call.tokens, str(model_name), salt=call.salt)

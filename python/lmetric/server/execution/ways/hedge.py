@@ -91,7 +91,9 @@ def _second(p: Progress, hedge: Hedge, first: Engine, *, again: Again) -> Step |
     if engine is None:
         return None
     p.model.hedging.budget.spend()
-    p.model.hedging.pair(p.decision.id, hedge.decision.id)
+    others, own, second = p.model.hedging.others, p.decision.id, hedge.decision.id
+    others.keep(own, second)
+    others.keep(second, own)
     hedge.step = step = again(p, engine)
     p.hedge = hedge
     p.tried_engines += (engine.name,)

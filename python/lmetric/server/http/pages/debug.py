@@ -194,10 +194,10 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
             from lmetric.timeline import timeline
             from lmetric.why import because
 
-            other = model.hedging.other(number)
-            notes = model.notes.of(number) or model.notes.of(other or 0)
+            other = model.hedging.others.get(number)
+            notes = model.notes.get(number) or model.notes.get(other or 0, {})
             shown = {"model": model.name, **notes, **record, "id": label}
-            if versions := model.request_weights.of(number):
+            if versions := model.request_weights.get(number):
                 shown["weights"] = versions
             if other is not None:
                 shown["other_attempt"] = model.labels.label(other, tenant)
