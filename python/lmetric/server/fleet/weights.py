@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import structlog
 
@@ -27,21 +27,6 @@ def weights_of(root: str) -> str:
     """
     cached = _CACHED.search(root)
     return (cached[1] if cached else root.rstrip("/").rpartition("/")[2]).lower()
-
-
-def begin_weights(engines: Iterable[Engine], version: str, *, cache_kept: bool) -> None:
-    """Sets the version of engines' weights.
-
-    ``cache_kept``: what they have cached still counts. Else it leaves the KV index.
-    """
-    of_models: dict[str, list[Engine]] = {}
-    for engine in engines:
-        engine.weights = version
-        if engine.model is not None:
-            of_models.setdefault(engine.model.name, []).append(engine)
-    for some in [] if cache_kept else of_models.values():
-        assert some[0].model is not None
-        some[0].model.begin_empty(some)
 
 
 class Weights:

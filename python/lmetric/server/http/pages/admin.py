@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 from urllib.parse import unquote
 
@@ -33,7 +33,6 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.replacement import replace_policies
-from lmetric.server.fleet.weights import begin_weights
 from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, only_value, unknown
 from lmetric.server.worker.repeats import POLICY, WEIGHTS
@@ -289,10 +288,25 @@ async def _weights(call: Call) -> web.Response:
     if asleep := [engine.name for engine in chosen if engine.asleep]:
         reason = f"{asleep[0]} is asleep; announce its weights after /wake_up"
         raise ApiError(409, reason, param="engines", code="engine_asleep")
-    begin_weights(chosen, version, cache_kept=kept)
+    _begin(chosen, version, cache_kept=kept)
     if names != []:
         call.kept = *WEIGHTS, *(names or ())
     return await large_json(await engines.shown(fleet, chosen))
+
+
+def _begin(engines: Iterable[Engine], version: str, *, cache_kept: bool) -> None:
+    """Sets the version of engines' weights.
+
+    ``cache_kept``: what they have cached still counts. Else it leaves the KV index.
+    """
+    of_models: dict[str, list[Engine]] = {}
+    for engine in engines:
+        engine.weights = version
+        if engine.model is not None:
+            of_models.setdefault(engine.model.name, []).append(engine)
+    for some in [] if cache_kept else of_models.values():
+        assert some[0].model is not None
+        some[0].model.begin_empty(some)
 
 
 def _chosen(fleet: Fleet, names: Sequence[str]) -> list[Engine]:
