@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from constants import with_constants
 from lmetric.config import Ejection, Retries
 from lmetric.server.fleet.outliers import MAX_SATURATED_SECONDS, Outliers
 from lmetric.server.fleet.retry_budget import LOST_REQUESTS, WINDOW_SECONDS, Breaks, RetryBudget
-from lmetric.server.fleet.service import CLIENT_SECONDS, EVENTS, MEANINGS, TRANSITIONS, ServiceRecord
+from lmetric.server.fleet.service import CLIENT_SECONDS, MEANINGS, TRANSITIONS, Event, ServiceRecord
 from lmetric.server.fleet.watchdog import Watchdog
 
 
@@ -47,7 +48,7 @@ class Group:
 
 def test_every_state_and_event_is_described_and_used() -> None:
     assert {state for state, _ in TRANSITIONS} == set(MEANINGS)
-    assert {event for _, event in TRANSITIONS} == set(EVENTS)
+    assert {event for _, event in TRANSITIONS} == set(get_args(Event))
     assert {state for then in TRANSITIONS.values() for state in then} == set(MEANINGS)
 
 

@@ -525,15 +525,6 @@ class Model:
         """Whether all engines read `cache_salt` on /v1/messages."""
         return all(engine.adapter.salts_messages for engine in self.engines.values())
 
-    @property
-    def context_tokens(self) -> int | None:
-        """The longest `max_model_len` of its engines; None: an engine does not report it."""
-        placed = (engine for engine in self.engines.values() if not engine.encodes)
-        cards = [engine.capabilities.base(self.name) for engine in placed]
-        lengths = [card.max_model_len if card is not None else None for card in cards]
-        known = [length for length in lengths if length is not None]
-        return max(known) if known and len(known) == len(lengths) else None
-
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""
         if _is_too_large(path, call):

@@ -11,7 +11,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-# The states of an engine (`MEANINGS`) and the events that change them (`EVENTS`).
+# The states of an engine (`MEANINGS`) and the events that change them.
+# UP: health checks passed. LOST: a connection was refused, checks failed repeatedly, or it stopped
+# generating. OUTLIER: a rule of `health.ejection` found it to be an outlier. PROBE_PASSED: after
+# its ejection, a health check and the router's own small request succeeded. PROBE_FAILED: that
+# request failed. SERVED: a client's request succeeded, or none came for `base_seconds`.
 State = Literal["HEALTHY", "DOWN", "EJECTED", "PROBING"]
 Event = Literal["UP", "LOST", "OUTLIER", "PROBE_PASSED", "PROBE_FAILED", "SERVED"]
 
@@ -20,14 +24,6 @@ MEANINGS: Mapping[State, str] = {
     "DOWN": "not reachable, not healthy by its own report, or it stopped generating; gets no requests",
     "EJECTED": "its requests failed where others succeeded; gets no requests until its ejection is over",
     "PROBING": "gets requests on trial: the next proven failure ejects it again, for longer",
-}
-EVENTS: Mapping[Event, str] = {
-    "UP": "health checks passed",
-    "LOST": "a connection was refused, checks failed repeatedly, or it stopped generating",
-    "OUTLIER": "a rule of `health.ejection` found it to be an outlier",
-    "PROBE_PASSED": "after its ejection, a health check and the router's own small request succeeded",
-    "PROBE_FAILED": "after its ejection, that small request failed",
-    "SERVED": "a client's request succeeded, or none came for `base_seconds`",
 }
 # For each state and event, the states that may follow.
 TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {

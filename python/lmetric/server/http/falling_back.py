@@ -12,6 +12,7 @@ from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
 from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.fleet.catalog import Catalog
+from lmetric.server.fleet.model import Model
 from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.threads import PendingWork, WorkThreads
 
@@ -94,7 +95,7 @@ class FallingBack:
             return
         if not any(name in self._names for name in fallback.models):
             return
-        limit = intent.model.context_tokens
+        limit = _context_tokens(intent.model)
         if limit is not None and len(tokens) >= limit:
             message = f"the prompt has {len(tokens)} tokens; {intent.model.name} takes {limit}"
             raise ApiError(400, message, param="prompt", code=CONTEXT)
@@ -122,3 +123,12 @@ def _rename(call: ParsedRequest, model: str) -> None:
     call.rename(model)
     if call.changes:
         call.apply_changes()
+
+
+def _context_tokens(model: Model) -> int | None:
+    """The longest `max_model_len` of a model's engines; None: an engine does not report it."""
+    placed = (engine for engine in model.engines.values() if not engine.encodes)
+    cards = [engine.capabilities.base(model.name) for engine in placed]
+    lengths = [card.max_model_len if card is not None else None for card in cards]
+    known = [length for length in lengths if length is not None]
+    return max(known) if known and len(known) == len(lengths) else None
