@@ -122,6 +122,7 @@ OTHERS = (
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded"),
     *(f"{SERVER}.fleet.subset", f"{SERVER}.http.unpacking"),
     f"{SERVER}.fleet.subset",
+    f"{SERVER}.fleet.token_check",  # by an engine whose tokenizer is known
     # By an engine with KV events or with rules for its address.
     *(f"{SERVER}.fleet.{name}" for name in ("kv_events", "kv_choice", "kv_backfill")),
 )

@@ -6,14 +6,12 @@ import asyncio
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import orjson
 import structlog
 
 from lmetric.config import PoolSettings
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.upstream.connection import UpstreamError
 from lmetric.tokens.errors import TokenizerError
 from lmetric.tokens.hub import configured_folder, find_folder, is_hub_id, why_not_downloaded
 
@@ -89,28 +87,9 @@ class Tokenizers:
         tokenizer = self.current
         if tokenizer is None or engine.compared is tokenizer:
             return
+        from lmetric.server.fleet.token_check import compare
 
-        from lmetric.tokens.verify import NotVerifiable, verify
-
-        async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-            return await engine.upstream.post(path, orjson.dumps(body), seconds)
-
-        try:
-            differences = await verify(tokenizer, post, name)
-        except (NotVerifiable, UpstreamError) as error:
-            if isinstance(error, UpstreamError) and error.before_sending:
-                raise
-            log.info("cannot compare tokens", model=self._model, engine=engine.name, reason=str(error))
-            return
-        engine.compared = tokenizer
-        engine.tokens_differ = str(differences[0]) if differences else None
-        if differences:
-            log.warning(
-                "the engine tokenizes prompts differently from the router",
-                model=self._model,
-                engine=engine.name,
-                differences=[str(difference) for difference in differences],
-            )
+        await compare(tokenizer, engine, model=self._model, name=name, seconds=seconds)
 
     async def _load_new(self, root: str | None) -> None:
         if (setting := self._configured) is not None:
