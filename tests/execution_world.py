@@ -31,6 +31,7 @@ from lmetric.engines.adapter import Capabilities, Handover
 from lmetric.options import SplitAt
 from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
+from lmetric.server.execution import ways
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.execution import Execution
@@ -148,6 +149,7 @@ class Setup:
 
     def model(self) -> Model:
         model = Model(0, "tiny", [], self.config().pool_settings())
+        ways.load(model)
         model.tokenizers.current = tokenizer()
         for name in self.names:
             model.add(self.engine(name))

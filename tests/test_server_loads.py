@@ -82,10 +82,15 @@ CONFIGURED = {
         {"fallbacks": {"large": ["small"]}},
         (f"{SERVER}.http.falling_back", f"{SERVER}.execution.fallback"),
     ),
-    "rebalance": Feature({"rebalance": "star"}, (f"{SERVER}.fleet.rebalancer",)),
-    "fleet_changes": Feature(
-        {"fleet_changes": "warm"}, (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes")
+    "rebalance": Feature(
+        {"rebalance": "star", "model": "tiny"},
+        (f"{SERVER}.fleet.rebalancer", f"{SERVER}.execution.ways.move"),
     ),
+    "fleet_changes": Feature(
+        {"fleet_changes": "warm", "model": "tiny"},
+        (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes", f"{SERVER}.execution.ways.move"),
+    ),
+    "prefix_fetch": Feature({"prefix_fetch": True, "model": "tiny"}, (f"{SERVER}.execution.ways.copy",)),
     "policy": Feature(
         {"policy": "bs + 1"},
         ("lmetric.policies", "lmetric.expr", "lmetric.plugins"),
@@ -127,7 +132,7 @@ OTHERS = (
     *(f"{SERVER}.fleet.{name}" for name in ("kv_events", "kv_choice", "kv_backfill")),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
-WAYS = ("plain", "pair", "chain", "parsed", "hedge", "copy", "encode", "abort", "move")
+WAYS = ("plain", "pair", "chain", "parsed", "hedge", "encode", "abort")
 OPTIONAL = {
     *(name for feature in CONFIGURED.values() for name in feature.modules),
     *(name for names in CALLED.values() for name in names),

@@ -32,6 +32,7 @@ from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.problems import OwnProblems
 from lmetric.server.background.replica_state import metrics as replica_metrics
 from lmetric.server.discovery.follow import Discovery
+from lmetric.server.execution import ways
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import load_trials
 from lmetric.server.fleet.policies import Policies
@@ -107,6 +108,7 @@ class Server:
         self.port = 0  # 0 after the start: it listens on a unix socket
         self._bound = bound
         self.fleet = Fleet(config)
+        self.fleet.on_model_made.append(ways.load)
         self.worker = worker
         if worker is not None:
             self.fleet.number_model = worker.number_model

@@ -15,6 +15,7 @@ import structlog
 from lmetric._core import Decision, Ticket
 from lmetric.server.api.eligibility import PARSED
 from lmetric.server.api.errors import ApiError
+from lmetric.server.execution import ways
 from lmetric.server.execution.continuing import follow_gateway, switch
 from lmetric.server.execution.exchange import FAILED, Rules, sse_comments
 from lmetric.server.execution.failures import next_engine
@@ -38,7 +39,7 @@ from lmetric.server.execution.plan import (
     ticket_kind,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import chain, copy, encode, move, pair, parsed, plain
+from lmetric.server.execution.ways import chain, encode, pair, parsed, plain
 from lmetric.server.fleet.engine import Engine
 
 FINISH = Finish()
@@ -90,7 +91,7 @@ class Execution(Progress):
     def migrate(self, target: Engine, now: float) -> list[Act]:
         """Starts a migration for the rebalancer, if the request can move."""
         self.now = now
-        self._migration_way = way = move.move(self, target)
+        self._migration_way = way = ways.move.move(self, target)
         self._go_migration(way.send, None)
         return self._out()
 
@@ -309,7 +310,7 @@ def _segment(p: Progress, engine: Engine) -> Way[str | None]:
     """Runs the open segment. Returns the engine of the next one; None: the answer is whole."""
     p.has_tokens = False
     if p.model.fetches_prefixes and not p.begun and p.ticket.fetch is not None:
-        yield from copy.fetch_prefix(p, engine)
+        yield from ways.copy.fetch_prefix(p, engine)
     while True:
         p.drop_attempts()
         if p.unmergeable and p.ticket.has_next:

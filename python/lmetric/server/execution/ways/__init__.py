@@ -12,3 +12,30 @@ the next event. Failures are exceptions, raised where the way waits:
 - `TimeIsUp`: the timer of the way is over (hedge, copy).
 - `Ended`: the request ends with this error.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.ways import copy as copy
+    from lmetric.server.execution.ways import move as move
+    from lmetric.server.fleet.model import Model
+
+# The ways that not every model needs. Once loaded, each is an attribute of this package.
+_OPTIONAL: dict[str, Callable[[Model], object]] = {
+    "copy": lambda model: model.fetches_prefixes,
+    "move": lambda model: model.mover is not None,
+}
+
+
+def load(model: Model) -> None:
+    """Loads the ways that a new model needs.
+
+    No request loads a way: an upgrade may have replaced its file meanwhile.
+    """
+    for name, needed in _OPTIONAL.items():
+        if needed(model):
+            import_module(f"{__name__}.{name}")
