@@ -436,7 +436,7 @@ class Requests(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3))
     def late(self, number: int) -> None:
         """Reports all events of an ended attempt, which must have no effect."""
-        told: dict[AttemptEvent, Any] = {"ready": 0, "events": [b"{}"], "failed": ("reset", "it broke")}
+        told: dict[AttemptEvent, Any] = {"ready": 0, "events": [b"{}"], "failed": ("reset", "it broke", "")}
         told |= {"stale": True}
         gone, execution = self.it.gone, self.it.execution
         before = execution.done, execution.main, execution.side

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from log_watch import MARKED_PROMPT
 from server_world import (
     STREAM_HEAD,
     FakeEngine,
@@ -111,6 +112,21 @@ async def test_the_client_gets_the_engines_own_answer_to_poison() -> None:
         status, headers, got = await it.post(POISON)
         assert (status, got) == (500, ERROR)
         assert "x-lmetric-decision" in headers
+
+
+QUOTING = {"error": {"message": f"input_value={{'text': '{MARKED_PROMPT}'}}"}}
+
+
+async def test_the_words_of_engines_reach_the_client_and_no_log() -> None:
+    """An error of an engine may repeat the prompt. `watched_log` finds it."""
+    behave = says(plain(500, QUOTING), then="keep")
+    async with world([FakeEngine(behave=behave) for _ in range(2)], health=QUICK) as it:
+        assert (await it.post())[2] == QUOTING
+        assert it.server.fleet.models[0].outliers.suspects == 1
+    async with world([FakeEngine(behave=behave), FakeEngine()], health=QUICK) as it:
+        for _ in range(40):
+            await it.post()
+        assert it.server.fleet.models[0].engines["e0"].service.ejections
 
 
 async def test_an_engine_that_fails_everything_is_ejected_for_longer_and_longer() -> None:

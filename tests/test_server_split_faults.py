@@ -18,6 +18,7 @@ from tokenizers.decoders import DecodeStream
 
 from lmetric.options import SplitAt
 from lmetric_lab.emulated.text import TOKENIZER_PATH
+from log_watch import MARKED_PROMPT
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, plain, world
 from split_world import (
@@ -340,7 +341,8 @@ async def miscounts(_: FakeEngine, request: Request, writer: asyncio.StreamWrite
     return True
 
 
-ERROR = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
+# With a text that no log may have (`watched_log`).
+ERROR = {"error": {"message": f"EngineCore encountered an issue: {MARKED_PROMPT}", "code": 500}}
 BUSY = {"error": {"message": "busy", "code": 503}}
 
 
@@ -441,6 +443,22 @@ async def test_a_last_leg_that_breaks_in_the_middle(failover: bool) -> None:
         assert (status, said["error"]["code"], said["finish"]) == (200, "reset", None)
         assert STORY_TEXT.startswith(said["text"])
         assert len(said["text"]) > len(TOKENIZER.decode(STORY[:10]))
+
+
+async def reports(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+    """Reports an error in the middle of the answer."""
+    writer.write(STREAM_HEAD + b"".join(streamed_by(request, upto=2)))
+    await writer.drain()
+    await asyncio.sleep(0.02)
+    writer.write(chunk(event(ERROR)) + b"0\r\n\r\n")
+    return True
+
+
+@pytest.mark.parametrize("failover", [False, True])
+async def test_an_error_in_the_middle_of_all_answers_reaches_the_client_and_no_log(failover: bool) -> None:
+    async with faulty(but(reports, times=99), stream_failover=failover) as w:
+        _, _, got = await w.post({**ASKED, "stream": True})
+        assert MARKED_PROMPT in str(got)
 
 
 async def test_nobody_is_left_for_the_rest() -> None:

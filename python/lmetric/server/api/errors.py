@@ -23,8 +23,11 @@ class ApiError(Exception):
     """An error for the client: an HTTP status and an OpenAI error object.
 
     ``engines``: details with engine names. They follow the message unless they are hidden from
-    clients. ``more``: further fields of the body, beside ``error``.
+    clients. ``more``: further fields of the body, beside ``error``. ``words``: an engine's own
+    words, which follow the message. They may repeat the prompt, so no log has them.
     """
+
+    words = ""
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class ApiError(Exception):
         """Returns the error object as JSON."""
         kind = _TYPES.get(self.status, "server_error")
         shown = f" ({self.engines})" if self.engines and show_engines else ""
-        error = {"message": self.message + shown, "type": kind, "param": self.param, "code": self.code}
+        message = f"{self.message}{self.words}{shown}"
+        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error, **self.more})
 
 

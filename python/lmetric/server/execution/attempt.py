@@ -21,7 +21,7 @@ from lmetric._core import (
 from lmetric.server.api.paths import GENERATING
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
-from lmetric.server.execution.plan import Attempt, AttemptEvent, OtherEngine, Step
+from lmetric.server.execution.plan import REPORTED_ERROR, Attempt, AttemptEvent, OtherEngine, Step
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
@@ -246,18 +246,20 @@ class EngineAttempt(Attempt):
             if flags & ENGINE_ERROR:
                 self.error = True
             if flags & INCOMPLETE:
-                self.fail("engine_error", self._why_incomplete())
+                self.fail("engine_error", *self._why_incomplete())
             elif flags & END:
                 self.over = True
                 self._listener.on_attempt_event("ended", self)
                 self._close()
 
-    def _why_incomplete(self) -> str:
+    def _why_incomplete(self) -> tuple[str, str]:
         withheld = self.reader.withheld
         if not withheld:
-            return "the engine's stream ended without a finish_reason"
+            return "the engine's stream ended without a finish_reason", ""
         said = self.step.engine.adapter.error(withheld)
-        return f"the engine reported an error: {said}" if said else "the engine aborted the answer"
+        if not said:
+            return "the engine aborted the answer", ""
+        return REPORTED_ERROR, f": {said}"
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
@@ -361,14 +363,14 @@ class EngineAttempt(Attempt):
             self._drop()
             self._connect()
 
-    def fail(self, kind: str, reason: str) -> None:
-        """Ends the attempt with a failure."""
+    def fail(self, kind: str, reason: str, words: str = "") -> None:
+        """Ends the attempt with a failure. `words`: see `EngineLost`."""
         if self.over:
             return
         if self.trace is not None:
             guarded(self.trace.failed, self, kind)  # before `cancel`, which knows no reason
         self.cancel()
-        self._listener.on_attempt_event("failed", self, (kind, reason))
+        self._listener.on_attempt_event("failed", self, (kind, reason, words))
 
     def end_elsewhere(self, other: OtherEngine) -> None:
         """Ends the attempt: its gateway has the answer from another engine."""

@@ -31,7 +31,7 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
     except EngineLost as lost:
         p.reason, code = lost.reason, ticket_kind(lost.kind)
         blame(p, lost)
-        engines = f"{engine.name}: {lost.reason}"
+        engines = f"{engine.name}: {lost.client_reason}"
         if p.committed:
             raise broken(p, engines, lost.kind) from None
         message = "the engine that holds the response did not answer"

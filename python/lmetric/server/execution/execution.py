@@ -148,13 +148,13 @@ class Execution(Progress):
         elif event == "unseen":
             self._unseen(attempt)
         elif event == "failed":
-            kind, reason = detail
+            kind, reason, words = detail
             if kind == "cancelled":  # perhaps by no fault of the engine
                 return self.leave(reason)
             self.withheld = b""
             if attempt is self.observing and not attempt.reader.aborted:
                 self.withheld = attempt.reader.withheld
-            go(way.throw, step.lost(kind, reason))
+            go(way.throw, step.lost(kind, reason, words))
         elif event == "elsewhere":
             go(way.throw, detail)
         else:

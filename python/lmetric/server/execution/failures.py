@@ -128,7 +128,7 @@ def kind_of(status: int) -> str:
 
 def _error_answer(attempt: Attempt, kind: str) -> EngineLost:
     """Returns the failure of an engine that gave an error answer."""
-    return attempt.step.lost(kind, f"status {attempt.reader.status}{attempt.error_words}")
+    return attempt.step.lost(kind, f"status {attempt.reader.status}", attempt.error_words)
 
 
 def _declined(p: Progress, attempt: Attempt, kind: str, *, whole: bool = True) -> EngineLost:
@@ -274,7 +274,7 @@ def _record(p: Progress, lost: EngineLost) -> bool:
 def add_failure(p: Progress, lost: EngineLost) -> bool:
     """Records a failed attempt for the verdict. Returns whether its engine is lost."""
     engine, kind, reason = lost.engine, lost.retried_kind, lost.reason
-    p.tried += (f"{engine.name}: {reason}",)
+    p.tried += (f"{engine.name}: {lost.client_reason}",)
     if not _accepted(lost):
         return kind == "refused"
     if p.verdicts is None:
@@ -340,8 +340,9 @@ def _refused(p: Progress, refusal: EngineRefusal, words: str, *, failure: str = 
     if p.rules.show_engines:
         refusal.headers["x-lmetric-instance"] = refusal.engine
     if p.client_request.opened and not _is_object(refusal.body()):
-        said = f"the engine refused the request with status {refusal.status}{words}"
+        said = f"the engine refused the request with status {refusal.status}"
         error = ApiError(refusal.status, said, engines=refusal.engine)
+        error.words = words
     return Ended(error, failure)
 
 
@@ -352,12 +353,12 @@ def _give_up(p: Progress, lost: EngineLost, kind: str) -> Ended:
     """
     code = ticket_kind(kind)
     if p.committed:
-        return broken(p, f"{lost.engine.name}: {lost.reason}", kind)
+        return broken(p, f"{lost.engine.name}: {lost.client_reason}", kind)
     refusal = p.refusal
     if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
         if refusal.status in SATURATED:
             refusal.wait(_wait_seconds(p))
-        return _refused(p, refusal, f": {lost.reason}", failure=kind)
+        return _refused(p, refusal, f": {lost.client_reason}", failure=kind)
     headers = {"x-lmetric-decision": p.label}
     status, message = 503 if p.over_budget else STATUSES[code], "no engine could answer"
     suspect = p.verdicts is not None and p.verdicts.suspect

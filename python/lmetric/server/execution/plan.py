@@ -61,9 +61,9 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
         """Whether its answer continues the tokens of earlier segments: it has a path of its own."""
         return self.for_client and self.target is not None
 
-    def lost(self, kind: str, reason: str) -> EngineLost:
-        """Returns the failure of its engine."""
-        return EngineLost(self.engine, kind, reason, step=self)
+    def lost(self, kind: str, reason: str, words: str = "") -> EngineLost:
+        """Returns the failure of its engine. `words`: see `EngineLost`."""
+        return EngineLost(self.engine, kind, reason, step=self, words=words)
 
 
 class Cancel(Struct, frozen=True, eq=False):
@@ -139,7 +139,7 @@ class Attempt:
 
     @property
     def error_words(self) -> str:
-        """The engine's message after a colon; empty without one."""
+        """The engine's message after a colon, for the client alone; empty without one."""
         return f": {message}" if (message := self.message) else ""
 
 
@@ -164,6 +164,9 @@ class Migration:
     sent_tokens: int = 0  # tokens in the last request to source or target
 
 
+REPORTED_ERROR = "the engine reported an error"  # the reason before the engine's own words
+
+
 # -- exceptions that a way meets -------------------------------------------------------------------
 
 
@@ -173,14 +176,21 @@ def ticket_kind(kind: str) -> str:
 
 
 class EngineLost(Exception):
-    """An engine failed a step, or declined it. `step`: None if no step was sent."""
+    """An engine failed a step, or declined it.
 
-    def __init__(self, engine: Engine, kind: str, reason: str, *, step: Step | None = None) -> None:
+    `step`: None if no step was sent. `words`: the engine's own, after a colon. They may repeat the
+    prompt, so they reach its client alone, and no log.
+    """
+
+    def __init__(
+        self, engine: Engine, kind: str, reason: str, *, step: Step | None = None, words: str = ""
+    ) -> None:
         super().__init__(reason)
         self.engine = engine
         self.kind = kind
         self.reason = reason
         self.step = step
+        self.client_reason = reason + words
 
     @property
     def retried_kind(self) -> str:

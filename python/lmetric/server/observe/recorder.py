@@ -169,7 +169,7 @@ class Recorder(Observer):
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
                 client_request.status,
-                # Without the engine's words, which may repeat the prompt.
+                # Without details, so that few reasons differ.
                 relay.reason.partition(": ")[0] if relay is not None else "",
                 relay.instance if relay is not None else None,
                 model.block_size,

@@ -19,7 +19,16 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.execution.failures import check_beginning, continued, refuse
-from lmetric.server.execution.plan import Attempt, Commit, EngineLost, MergeError, Step, Way, Write
+from lmetric.server.execution.plan import (
+    REPORTED_ERROR,
+    Attempt,
+    Commit,
+    EngineLost,
+    MergeError,
+    Step,
+    Way,
+    Write,
+)
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, Delta, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
@@ -133,8 +142,8 @@ def _choices(step: Step, data: bytes) -> list[dict[str, Any]]:
     try:
         event: dict[str, Any] = orjson.loads(data)
         if "error" in event:
-            said = (event["error"] or {}).get("message", "an error without a message")
-            raise step.lost("engine_error", str(said))
+            words = f": {step.engine.adapter.error(data)}"
+            raise step.lost("engine_error", REPORTED_ERROR, words)
         choices: list[dict[str, Any]] = event["choices"]
         ends = [choice.get("finish_reason") for choice in choices]
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:

@@ -129,8 +129,7 @@ def _next(p: Progress, params: dict[str, Any]) -> Way[tuple[Step, str, bool]]:
     step, status = attempt.step, attempt.reader.status
     if status != 200:
         blame_status(p, attempt)
-        why = f"status {status}{attempt.error_words}"
-        log.debug("media were not encoded", model=p.model.name, engine=step.engine.name, reason=why)
+        log.debug("media were not encoded", model=p.model.name, engine=step.engine.name, status=status)
         return step, "refused", status >= 500 or status in SATURATED or status == 404
     stored = _stored(bytes(attempt.answer))
     if not stored:
