@@ -16,6 +16,7 @@ from lmetric._core import Board, LmetricError
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server.http.port import Bound
 from lmetric.server.supervisor import supervisor as module
+from lmetric.server.supervisor.merge import merge
 from lmetric.server.supervisor.supervisor import LIVE_UPDATES, Process, Supervisor
 from lmetric.server.worker import channel as channels
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
@@ -142,6 +143,37 @@ class Answering:
         self.asked.set()
         await self.go.wait()
         return self.page
+
+
+ENGINES = """# TYPE lmetric_engine_state gauge
+lmetric_engine_state{instance="b",model="tiny",state="HEALTHY"} 1.0
+lmetric_engine_state{model="",instance="c \\" {,",state="DOWN"} 1.0
+"""
+COUNTED = """# TYPE lmetric_instance_decisions counter
+lmetric_instance_decisions_total{model="tiny",instance="a"} 1.0
+lmetric_instance_decisions_total{model="tiny",instance="b"} 2.0
+lmetric_instance_decisions_total{model="tiny",instance="c \\" {,"} 3.0
+# TYPE lmetric_requests counter
+lmetric_requests_total{model="tiny",tenant=",instance=\\"a\\"",code="200"} 4.0
+"""
+
+
+@pytest.mark.parametrize("page", [ENGINES, ENGINES.replace('"b"', '"a"'), ""])
+@pytest.mark.parametrize("started", [False, True])
+async def test_engines_that_are_gone_leave_the_counts_of_ended_workers(
+    supervisor: Supervisor, page: str, started: bool
+) -> None:
+    answering = Answering(page)
+    answering.go.set()
+    worker = Process(0, 0, None, channel=answering)  # type: ignore[arg-type]
+    worker.ready, worker.started = True, started
+    supervisor.processes.append(worker)
+    supervisor._ended_page = merge([], [COUNTED], openmetrics=True)
+    shown = await supervisor.metrics(openmetrics=False)
+    gone = {ENGINES: "a", "": None}.get(page, "b") if started else None
+    expected = [line for line in COUNTED.splitlines() if "{" in line and f'instance="{gone}"' not in line]
+    for text in (shown, supervisor._ended_page):  # not only hidden: new engines must not fill the memory
+        assert [line for line in text.splitlines() if "_total{" in line] == expected
 
 
 async def test_a_worker_that_ends_during_a_scrape_counts_once(supervisor: Supervisor) -> None:

@@ -35,6 +35,8 @@ _EOF = "# EOF"
 # Name and labels, value, exemplar. The text of a label may hold what begins an exemplar.
 _SAMPLE = re.compile(r'([^\s{]++(?:\{(?:[^"}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\})?) (\S++)(.*)')
 _TOTAL = "_total"
+_INSTANCE = re.compile(r'[{,]instance="((?:[^"\\\n]|\\.)*+)"')
+_STATE = "lmetric_engine_state{"  # has a sample of each engine of the fleet
 
 
 class Family:
@@ -90,6 +92,20 @@ def read(text: str) -> dict[str, Family]:
         key, value, exemplar = sample.groups()
         family.samples[key] = value, exemplar
     return families
+
+
+def without_gone(ended: str, pages: Sequence[str]) -> str:
+    """Returns a page of workers that have ended without the engines that have left the fleet.
+
+    ``pages``: of workers that run.
+    """
+    states = (line for page in pages for line in page.split("\n") if line.startswith(_STATE))
+    present = {found[1] for line in states if (found := _INSTANCE.search(line)) is not None}
+    if not present:
+        return ended
+    present.add("")  # of requests without an engine
+    named = ((line, _INSTANCE.search(line)) for line in ended.split("\n"))
+    return "\n".join(line for line, found in named if found is None or found[1] in present)
 
 
 def merge(pages: Sequence[str], ended: Sequence[str] = (), *, openmetrics: bool) -> str:

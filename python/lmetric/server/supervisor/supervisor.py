@@ -32,7 +32,7 @@ from lmetric.server.observe.key_store import KeyStore
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.observe.state import StateFolder
 from lmetric.server.observe.usage import UsageTable
-from lmetric.server.supervisor.merge import merge
+from lmetric.server.supervisor.merge import merge, without_gone
 from lmetric.server.supervisor.ports import divide
 from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.connection import request_error
@@ -362,7 +362,12 @@ class Supervisor:
         await asyncio.gather(*map(ask, asked))
         # The last page of a worker that has ended meanwhile is in `_ended_page`.
         pages = [worker.page for worker in asked if worker in self.processes]
-        return await asyncio.to_thread(merge, pages, [self._ended_page], openmetrics=openmetrics)
+        ended = left = self._ended_page
+        if any(worker.started for worker in asked):  # it knows all engines
+            left = await asyncio.to_thread(without_gone, ended, pages)
+        if self._ended_page is ended:
+            self._ended_page = left
+        return await asyncio.to_thread(merge, pages, [left], openmetrics=openmetrics)
 
     async def repeat(self, change: AdminChange) -> list[str]:
         """Makes an administrator's change in all workers that have not made it."""
