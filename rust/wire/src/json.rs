@@ -154,6 +154,7 @@ impl Key {
             b"message" => Key::Message,
             b"response" => Key::Wrapper,
             b"text" | b"content" | b"reasoning" | b"reasoning_content" | b"refusal" => Key::Text,
+            b"thinking" | b"partial_json" => Key::Text,
             b"token_ids" => Key::TokenIds,
             b"tool_calls" => Key::ToolCalls,
             b"role" => Key::Role,
@@ -525,6 +526,27 @@ mod tests {
         assert_eq!(chunk("{}", r#""stop""#), 0);
         assert_eq!(chunk(r#"{"content":"z"}"#, r#""length""#), 1);
         assert_eq!(probe(r#"{"choices":[],"usage":{"prompt_tokens":3}}"#).tokens(), 0);
+    }
+
+    #[test]
+    fn events_of_messages_count_what_carries_a_token() {
+        let delta = |delta: &str| {
+            probe(&format!(r#"{{"index":0,"type":"content_block_delta","delta":{delta}}}"#)).tokens()
+        };
+        assert_eq!(delta(r#"{"type":"text_delta","text":"a"}"#), 1);
+        assert_eq!(delta(r#"{"type":"thinking_delta","thinking":"hm"}"#), 1);
+        assert_eq!(delta(r#"{"type":"input_json_delta","partial_json":"{"}"#), 1);
+        assert_eq!(delta(r#"{"type":"signature_delta","signature":"c2ln"}"#), 0);
+        for event in [
+            r#"{"type":"message_start","message":{"type":"message","content":[],"stop_reason":null}}"#,
+            r#"{"index":0,"type":"content_block_start","content_block":{"type":"thinking","thinking":""}}"#,
+            r#"{"index":1,"type":"content_block_start","content_block":{"type":"tool_use","id":"t","name":"n","input":{}}}"#,
+            r#"{"index":1,"type":"content_block_stop"}"#,
+            r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"}}"#,
+            r#"{"type":"message_stop"}"#,
+        ] {
+            assert_eq!(probe(event).tokens(), 0, "{event}");
+        }
     }
 
     #[test]
