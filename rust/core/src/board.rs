@@ -30,11 +30,14 @@ const AREA: usize = AREA_HEAD + RING + ROWS * ROW;
 /// Start of the notes, in words, and their number. A note takes two words.
 const NOTES_AT: usize = HEAD + WRITERS * AREA;
 const NOTES: usize = 1 << 17;
-/// Places in which a note may be.
+/// Places in which a note may be: those of its group.
 const PLACES: usize = 16;
+const GROUPS: usize = NOTES / PLACES;
+/// Start of the numbers of replaced notes, one for each group.
+const REPLACED_AT: usize = NOTES_AT + 2 * NOTES;
 /// Start of the tenants, in words, and their number. A tenant takes a key, and a number of requests
 /// for each writer.
-const TENANTS_AT: usize = NOTES_AT + 2 * NOTES;
+const TENANTS_AT: usize = REPLACED_AT + GROUPS;
 const TENANTS: usize = 1 << 14;
 const TENANT: usize = 1 + WRITERS;
 /// Start of the names, in words, and their number.
@@ -47,7 +50,7 @@ pub(crate) const BUDGETS_AT: usize = LOG_AT + log::WORDS;
 /// Size of the memory in bytes. Pages that nobody writes take none.
 pub const BYTES: usize = (BUDGETS_AT + budgets::ALL_WORDS) * size_of::<u64>();
 /// The first word, which changes with the layout.
-const LAYOUT: u64 = 0x6c6d_6574_7269_6335;
+const LAYOUT: u64 = 0x6c6d_6574_7269_6336;
 /// Attempts to read a row that is being written. A writer that stops meanwhile reports the change
 /// afterwards.
 const TRIES: u32 = 64;
@@ -75,8 +78,6 @@ pub struct Board {
     memory: Box<dyn Memory>,
     writer: usize,
     own: Mutex<Own>,
-    /// Notes that this writer has replaced by others.
-    replaced: AtomicU64,
 }
 
 /// The writer's own area.
@@ -121,7 +122,7 @@ impl Board {
         words[USED_AREAS].fetch_or(1 << writer, Ordering::AcqRel);
         let changes = words[at(writer) + CHANGES].load(Ordering::Relaxed);
         let own = Mutex::new(Own { changes, ..Own::default() });
-        Ok(Board { memory, writer, own, replaced: AtomicU64::new(0) })
+        Ok(Board { memory, writer, own })
     }
 
     /// Returns the number of this writer's area.
@@ -236,54 +237,48 @@ impl Board {
     }
 }
 
-/// Notes: values that all workers may look up by a key. They outlive their writer. Of too many
-/// notes, some are lost.
+/// Notes: values that all workers may look up by a key. They outlive their writer. A note beyond
+/// the places of its group replaces the group's oldest note.
 impl Board {
     /// Notes a value; 0 removes the note. `key`: a hash, not 0.
     pub fn note(&self, key: u64, value: u64) {
-        // The value is stored with its key: a reader, and two writers of one place, can mix two
-        // notes, and such a mixture must not look like a note.
-        let sealed = if value == 0 { 0 } else { value ^ key };
-        for place in places(key) {
-            let [at, held] = self.place(place);
-            let found = at.load(Ordering::Acquire);
-            let own = found == key
-                || (found == 0
-                    && value != 0
-                    && match at.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire) {
-                        Ok(_) => true,
-                        Err(other) => other == key,
-                    });
-            if own {
-                held.store(sealed, Ordering::Release);
-                return;
+        let own = self.places(key).find(|[at, _]| at.load(Ordering::Acquire) == key);
+        if value == 0 {
+            if let Some([at, held]) = own {
+                held.store(0, Ordering::Release);
+                let _ = at.compare_exchange(key, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
+            return;
         }
-        if value != 0 {
-            let next = self.replaced.fetch_add(1, Ordering::Relaxed) as usize % PLACES;
-            let [at, held] = self.place(places(key).nth(next).expect("one of the places"));
+        let take = |[at, _]: &[&AtomicU64; 2]| {
+            at.compare_exchange(0, key, Ordering::AcqRel, Ordering::Acquire)
+                .map_or_else(|other| other == key, |_| true)
+        };
+        let [_, held] = own.or_else(|| self.places(key).find(take)).unwrap_or_else(|| {
+            let replaced = &self.memory.words()[REPLACED_AT + key as usize % GROUPS];
+            let next = replaced.fetch_add(1, Ordering::Relaxed) as usize % PLACES;
+            let [at, held] = self.places(key).nth(next).expect("one of the places");
             held.store(0, Ordering::Release);
             at.store(key, Ordering::Release);
-            held.store(sealed, Ordering::Release);
-        }
+            [at, held]
+        });
+        // The value is stored with its key: a reader, and two writers of one place, can mix two
+        // notes, and such a mixture must not look like a note.
+        held.store(value ^ key, Ordering::Release);
     }
 
     /// Returns the value that a worker has noted for a key.
     pub fn noted(&self, key: u64) -> Option<u64> {
-        let found = places(key).find(|place| self.place(*place)[0].load(Ordering::Acquire) == key)?;
-        let sealed = self.place(found)[1].load(Ordering::Acquire);
+        let [_, held] = self.places(key).find(|[at, _]| at.load(Ordering::Acquire) == key)?;
+        let sealed = held.load(Ordering::Acquire);
         (sealed != 0).then_some(sealed ^ key)
     }
 
-    fn place(&self, place: usize) -> [&AtomicU64; 2] {
-        let at = NOTES_AT + 2 * place;
-        let words = self.memory.words();
-        [&words[at], &words[at + 1]]
+    /// Yields the places in which a note may be.
+    fn places(&self, key: u64) -> impl Iterator<Item = [&AtomicU64; 2]> {
+        let group = NOTES_AT + key as usize % GROUPS * (2 * PLACES);
+        self.memory.words()[group..][..2 * PLACES].chunks_exact(2).map(|place| [&place[0], &place[1]])
     }
-}
-
-fn places(key: u64) -> impl Iterator<Item = usize> {
-    (0..PLACES).map(move |step| (key as usize).wrapping_add(step) % NOTES)
 }
 
 /// Names: small numbers that are the same in all workers.
@@ -514,6 +509,37 @@ pub(crate) mod tests {
         let found = keys.iter().filter(|key| one.noted(**key).is_some()).count();
         assert_eq!(found, PLACES);
         assert!(keys.iter().all(|key| one.noted(*key).is_none_or(|value| value == key + 1)));
+    }
+
+    /// A key of the note with this number.
+    fn hashed(note: u64) -> u64 {
+        xxhash_rust::xxh3::xxh3_64(&note.to_le_bytes())
+    }
+
+    #[test]
+    fn of_too_many_notes_the_oldest_are_lost() {
+        let memory = memory();
+        let workers = [board(&memory, 0), board(&memory, 1)];
+        let notes = 300_000;
+        (0..notes).for_each(|note| workers[note as usize % 2].note(hashed(note), 7));
+        let lost = |newest: u64| {
+            (notes - newest..notes).filter(|note| workers[0].noted(hashed(*note)).is_none()).count()
+        };
+        assert_eq!(lost(40_000), 0);
+        assert!(lost(100_000) < 3_000, "{}", lost(100_000));
+    }
+
+    #[test]
+    fn a_removed_note_leaves_its_place_to_others() {
+        let memory = memory();
+        let one = board(&memory, 0);
+        let live = 5_000;
+        (0..live).for_each(|note| one.note(hashed(note), 7));
+        for note in live..live + 200_000 {
+            one.note(hashed(note), 8);
+            one.note(hashed(note), 0);
+        }
+        assert!((0..live).all(|note| one.noted(hashed(note)) == Some(7)));
     }
 
     #[test]
