@@ -178,6 +178,16 @@ proptest! {
 
 const ACME: Tenant = Tenant { id: 7, ..Tenant::NOBODY };
 
+/// Admission that holds only requests of tenants at their limits.
+fn limited(max_concurrent: Option<u32>) -> LoadConfig {
+    let limits = TenantLimits { max_concurrent, max_waiting: None };
+    LoadConfig {
+        room_seconds: Some(f64::INFINITY),
+        tenants: [(ACME.id, limits)].into_iter().collect(),
+        ..LoadConfig::default()
+    }
+}
+
 #[test]
 fn a_tenants_limits_count_the_requests_of_all_workers() {
     let memory = memory();
@@ -185,13 +195,7 @@ fn a_tenants_limits_count_the_requests_of_all_workers() {
         .map(|number| {
             let mut router = router(&["x", "y"]);
             router.join(board(&memory, number), 1).unwrap();
-            let limits = TenantLimits { max_concurrent: Some(2), max_waiting: None };
-            let config = LoadConfig {
-                room_seconds: Some(f64::INFINITY),
-                tenants: [(ACME.id, limits)].into_iter().collect(),
-                ..LoadConfig::default()
-            };
-            router.set_admission(Some(config)).unwrap();
+            router.set_admission(Some(limited(Some(2)))).unwrap();
             router
         })
         .collect();
@@ -208,4 +212,25 @@ fn a_tenants_limits_count_the_requests_of_all_workers() {
     workers[0].drop_arrival(first.unwrap(), 0.1);
     assert_eq!(workers[1].release_held(0.1).ready.len(), 1);
     assert_eq!(workers[0].release_held(0.1).ready.len(), 0);
+}
+
+#[test]
+fn a_new_limit_counts_the_requests_that_run_on_other_workers_already() {
+    let memory = memory();
+    let mut workers = [0, 1].map(|number| {
+        let mut router = router(&["x", "y"]);
+        router.join(board(&memory, number), 1).unwrap();
+        router.set_admission(Some(limited(None))).unwrap();
+        router
+    });
+    let chain = chain(1, 4);
+    let asked = Request { tenant: ACME, ..request(&chain) };
+    for _ in 0..2 {
+        assert!(matches!(workers[0].arrive(&asked, 0.0).unwrap().unwrap().1, Verdict::Free));
+    }
+    for router in &mut workers {
+        router.set_admission(Some(limited(Some(2)))).unwrap();
+    }
+    let (_, third) = workers[1].arrive(&asked, 0.1).unwrap().unwrap();
+    assert!(matches!(third, Verdict::Held { by: HeldFor::Concurrency, .. }), "{third:?}");
 }

@@ -99,6 +99,16 @@ impl Limits {
         }
     }
 
+    /// Publishes the requests of tenants that have a limit of such requests from now on.
+    pub fn limit(&mut self, is_limited: impl Fn(u64) -> bool) {
+        for (tenant, usage) in &mut self.tenants {
+            usage.limited |= is_limited(*tenant);
+        }
+        for (tenant, usage) in self.tenants.iter().filter(|(_, usage)| usage.limited) {
+            self.publish(*tenant, usage.running);
+        }
+    }
+
     /// Publishes that these limits end.
     pub fn end_all(&self) {
         for (tenant, _) in self.tenants.iter().filter(|(_, usage)| usage.limited) {

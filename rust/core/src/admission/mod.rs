@@ -257,7 +257,11 @@ impl Admission {
         let config = config.map(LoadConfig::checked).transpose()?;
         let had_levels = self.has_levels();
         match (&mut self.load, config) {
-            (Some(load), Some(config)) => load.config = config,
+            (Some(load), Some(config)) => {
+                load.config = config;
+                let Load { config, limits, .. } = load;
+                limits.limit(|tenant| config.max_concurrent(tenant).is_some());
+            }
             (load, Some(config)) => {
                 let limits = Limits::new(self.shared.clone());
                 *load = Some(Load { config, limits, ..Load::default() });
@@ -587,7 +591,7 @@ impl Admission {
         let key = arrival.key();
         load.queue.remove(key, place, arrival.work);
         load.service.took(arrival.work);
-        let limited = load.config.tenants.get(&tenant).is_some_and(|own| own.max_concurrent.is_some());
+        let limited = load.config.max_concurrent(tenant).is_some();
         load.limits.begin(tenant, weight.max(1e-3), limited, now);
         load.begin_level(key, weight, now);
         let share = load.shares.begin(key.share(), new_tokens.max(1.0) as u32, weight.max(1e-3));

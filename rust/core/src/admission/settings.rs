@@ -78,10 +78,14 @@ impl LoadConfig {
         Ok(self)
     }
 
+    /// Returns a tenant's limit of requests on engines.
+    pub(super) fn max_concurrent(&self, tenant: u64) -> Option<u32> {
+        self.tenants.get(&tenant)?.max_concurrent
+    }
+
     /// Returns whether a tenant's limit allows a further request on engines.
     pub(super) fn may_run(&self, tenant: u64, limits: &Limits) -> bool {
-        let most = self.tenants.get(&tenant).and_then(|own| own.max_concurrent);
-        most.is_none_or(|most| limits.running_everywhere(tenant) < most)
+        self.max_concurrent(tenant).is_none_or(|most| limits.running_everywhere(tenant) < most)
     }
 
     /// Returns the wait on an instance up to which it has room.
