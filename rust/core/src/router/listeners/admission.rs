@@ -16,6 +16,7 @@ use crate::router::context::{Arrived, DecisionContext};
 use crate::router::state::State;
 use crate::router::tickets::{Kept, TicketState};
 use crate::wide::largest;
+use smallvec::SmallVec;
 use std::borrow::Cow;
 
 /// Reported use of a KV cache from which an instance has no room: further requests would make its
@@ -23,6 +24,8 @@ use std::borrow::Cow;
 const FULL_USAGE: f64 = 0.95;
 /// Time after an arrival for which its decision uses what the arrival computed.
 const SAME_SECONDS: Seconds = 0.01;
+/// Slots whose capacities are read at a time: others wait for the caches for microseconds.
+const SLOTS: usize = 64;
 
 impl Listener for Admission {
     fn placed(&mut self, placement: &Placement<'_>, record: &mut DecisionRecord, _: &mut Kept) {
@@ -253,16 +256,22 @@ fn alone_seconds(state: &State, hit: f64, new: f64) -> Seconds {
     fastest.unwrap_or_else(|| new / state.mean_prefill_rate())
 }
 
-/// Passes the capacities of all instances to the programs.
+/// Passes the capacities of all instances to the programs. Programs may wait for other workers, so
+/// the caches are free by then.
 fn update_capacities(programs: &mut Followed, state: &State, tokens_per_block: f64, now: Seconds) {
-    let mut caches = state.caches.write();
-    for slot in 0..state.fleet.slots() {
-        let id = InstanceId(slot as u32);
-        caches.note_full(id, now);
-        let capacity =
-            cached_blocks_at_most(&caches, state, id).map(|blocks| blocks * tokens_per_block.max(1.0));
-        let available = able(state).0[slot];
-        programs.set_instance(id, capacity, available, now);
+    let able = able(state).0;
+    for first in (0..able.len()).step_by(SLOTS) {
+        let mut caches = state.caches.write();
+        let capacity = |slot: usize| {
+            let id = InstanceId(slot as u32);
+            caches.note_full(id, now);
+            cached_blocks_at_most(&caches, state, id).map(|blocks| blocks * tokens_per_block.max(1.0))
+        };
+        let capacities: SmallVec<[_; SLOTS]> = (first..able.len().min(first + SLOTS)).map(capacity).collect();
+        drop(caches);
+        for (slot, capacity) in (first..).zip(capacities) {
+            programs.set_instance(InstanceId(slot as u32), capacity, able[slot], now);
+        }
     }
 }
 
@@ -282,9 +291,14 @@ fn cached_blocks_at_most(caches: &Caches, state: &State, id: InstanceId) -> Opti
 mod tests {
     use super::*;
     use crate::Registry;
+    use crate::board::{BYTES, Board, Memory};
     use crate::estimate::StepTime;
     use crate::fleet::Role;
+    use crate::program::ProgramConfig;
+    use crate::router::caches::check_free;
     use crate::router::{Router, RouterConfig};
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64;
 
     fn model(prefill_seconds_per_token: Seconds) -> StepTime {
         StepTime {
@@ -307,6 +321,30 @@ mod tests {
             router.set_step_time(id, Some(model(*seconds))).unwrap();
         }
         router
+    }
+
+    /// Memory that no thread uses while it holds caches.
+    struct Uncached(Box<[AtomicU64]>);
+
+    impl Memory for Uncached {
+        fn words(&self) -> &[AtomicU64] {
+            check_free();
+            &self.0
+        }
+    }
+
+    #[test]
+    fn the_caches_are_free_while_capacities_are_published() {
+        let memory = (0..BYTES / size_of::<u64>()).map(|_| AtomicU64::new(0)).collect();
+        let board = Arc::new(Board::new(Box::new(Uncached(memory)), 0).unwrap());
+        let mut router = fleet(&[(Role::Both, 1e-3); 3]);
+        router.set_programs(Some(ProgramConfig::default())).unwrap();
+        router.join(board.clone(), 1).unwrap();
+        router.publish_all(0.0);
+        let before = board.log_end();
+        router.release_held(1.0);
+        let ledger = |id| router.listeners.admission.followed().unwrap().ledger(InstanceId(id));
+        assert!(board.log_end() > before && (0..3).all(|id| ledger(id).is_some()));
     }
 
     #[test]
