@@ -7,10 +7,12 @@ use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 const BLOCK: usize = 16;
 const WINDOW: Group = Group { id: 1, needed: 1, every: 1 };
@@ -97,6 +99,74 @@ fn a_changed_key_scheme_leaves_groups_and_gpus_their_bytes() {
         assert!(!feed.router().caches().read().groups().is_empty());
         assert_eq!(bound(), before / 2);
     }
+}
+
+/// Memory of which a watched thread frees large parts only after another thread has visited:
+/// [`COME`] counts the visits. [`ALONE`]: a visit was missing for long.
+struct Watched;
+
+const LARGE: usize = 4096;
+static ASKED: AtomicBool = AtomicBool::new(false);
+static COME: AtomicUsize = AtomicUsize::new(0);
+static ALONE: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    static IS_WATCHED: Cell<bool> = const { Cell::new(false) };
+}
+
+#[global_allocator]
+static MEMORY: Watched = Watched;
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Watched {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: of the caller.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        if layout.size() >= LARGE && IS_WATCHED.get() {
+            let (before, since) = (COME.load(Ordering::SeqCst), Instant::now());
+            ASKED.store(true, Ordering::SeqCst);
+            while COME.load(Ordering::SeqCst) == before {
+                std::thread::yield_now();
+                if since.elapsed() > Duration::from_secs(10) {
+                    ALONE.store(true, Ordering::SeqCst);
+                    IS_WATCHED.set(false);
+                    break;
+                }
+            }
+        }
+        // SAFETY: of the caller.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[test]
+fn others_get_the_feed_and_the_caches_while_blocks_of_old_keys_are_freed() {
+    let (feed, hashes) = (feed(8 << 20), engine(20_000));
+    let source = feed.source("a", 0).unwrap();
+    assert_eq!(store(&feed, source, &hashes).done, hashes.len());
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::SeqCst) {
+                if ASKED.swap(false, Ordering::SeqCst) {
+                    drop(feed.router().caches().read());
+                    feed.names();
+                    COME.fetch_add(1, Ordering::SeqCst);
+                }
+                std::thread::yield_now();
+            }
+        });
+        IS_WATCHED.set(true);
+        feed.set_keys(keys(32));
+        IS_WATCHED.set(false);
+        over.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(feed.names().0, 0);
+    assert!(COME.load(Ordering::SeqCst) > 16, "the names have 16 tables");
+    assert!(!ALONE.load(Ordering::SeqCst));
 }
 
 /// Returns whether another user of the feed gets it while `run` applies an event.

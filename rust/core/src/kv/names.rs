@@ -247,6 +247,12 @@ impl Names {
         }
     }
 
+    /// Removes all caches. Returns the old names, because dropping them takes time.
+    pub(crate) fn empty(&mut self) -> Names {
+        let new = Names::new(self.byte_bound);
+        std::mem::replace(self, new)
+    }
+
     /// Ensures that the cache has a table. Returns false if there is no room for it.
     fn open(&mut self, instance: InstanceId, cache: Cache) -> bool {
         let slots = (instance.index() + 1).saturating_sub(self.ranks.len());

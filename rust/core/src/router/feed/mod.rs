@@ -107,15 +107,15 @@ impl KvFeed {
         if self.keys() == keys {
             return;
         }
+        let (_names, _index); // dropped last: decisions and events do not wait for it
         let mut state = self.state.lock();
         *self.keys.write() = keys;
         let mut caches = self.caches.write();
+        _names = state.names.empty();
         for slot in 0..caches.slots() {
             state.begin_anew(InstanceId(slot as u32), &self.epoch);
         }
-        let old = caches.empty();
-        drop(caches);
-        drop(old);
+        _index = caches.empty();
     }
 
     /// Returns the event source for a rank of an instance.
