@@ -9,6 +9,7 @@ use common::{STEP, chain, request};
 use lmetric_core::Registry;
 use lmetric_core::admission::{HeldFor, LoadConfig, TenantLimits, Verdict};
 use lmetric_core::fleet::Role;
+use lmetric_core::ids::MAX_INSTANCES;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::{Request, Tenant};
@@ -233,4 +234,24 @@ fn a_new_limit_counts_the_requests_that_run_on_other_workers_already() {
     }
     let (_, third) = workers[1].arrive(&asked, 0.1).unwrap().unwrap();
     assert!(matches!(third, Verdict::Held { by: HeldFor::Concurrency, .. }), "{third:?}");
+}
+
+#[test]
+fn load_without_a_row_is_published_once_a_row_is_free() {
+    let memory = memory();
+    let own = board(&memory, 0);
+    (1..MAX_INSTANCES).for_each(|_| assert!(own.take().is_some()));
+    let (mut a, mut b) = (router(&["x", "y"]), router(&["x", "y"]));
+    a.join(own, 1).unwrap();
+    b.join(board(&memory, 1), 1).unwrap();
+    for seed in 0..2 {
+        a.route(&request(&chain(seed, 10)), 0.0).unwrap();
+        a.publish_changes();
+    }
+    let has_load = |name: &&str| value(&mut b, Indicator::Bs, name) == 1.0;
+    let (with, without): (Vec<_>, Vec<_>) = ["x", "y"].into_iter().partition(has_load);
+    assert_eq!((with.len(), without.len(), a.publish_all(0.1)), (1, 1, false));
+    a.remove_instance(with[0]).unwrap();
+    assert!(a.publish_all(0.2));
+    assert_eq!(value(&mut b, Indicator::Bs, without[0]), 1.0);
 }

@@ -9,7 +9,7 @@ use crate::board::{Board, NUMBERS, WRITERS};
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::router::ledger::{Ledger, Share};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 const _: () = assert!(Share::NAMES.len() == NUMBERS);
@@ -27,8 +27,8 @@ pub struct Workers {
     /// By worker and row: the slot whose load it has.
     known: [Vec<Option<u32>>; WRITERS],
     changed: Vec<u32>,
-    /// Whether the board had no row for an instance.
-    is_full: bool,
+    /// Slots with load for which the board has no row.
+    lacking: BTreeSet<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +49,7 @@ impl Workers {
             seen: [None; WRITERS],
             known: Default::default(),
             changed: Vec::new(),
-            is_full: false,
+            lacking: BTreeSet::new(),
         };
         for slot in (0..fleet.slots()).filter(|slot| fleet.is_live(InstanceId(*slot as u32))) {
             workers.slots.insert(workers.key(fleet, slot), slot as u32);
@@ -64,7 +64,7 @@ impl Workers {
 
     /// Returns whether an instance's load is not published, because the board has no row for it.
     pub fn is_full(&self) -> bool {
-        self.is_full
+        !self.lacking.is_empty()
     }
 
     /// Returns the key of an instance; not 0, which marks free rows.
@@ -85,6 +85,7 @@ impl Workers {
                 for slot in self.known.iter_mut().flatten() {
                     *slot = slot.filter(|slot| *slot != id.0);
                 }
+                self.lacking.remove(&id.index());
                 if let Some(row) = self.rows[id.index()].take() {
                     self.board.give(row.number);
                 }
@@ -105,7 +106,7 @@ impl Workers {
     /// the changes that are written at once.
     pub fn publish_all(&mut self, ledger: &Ledger, fleet: &Fleet, now: Seconds) {
         for slot in 0..self.rows.len() {
-            if self.rows[slot].is_some_and(|row| !row.idle) {
+            if self.rows[slot].is_some_and(|row| !row.idle) || self.lacking.contains(&slot) {
                 self.write(ledger, fleet, slot, now);
             }
         }
@@ -119,8 +120,11 @@ impl Workers {
         let idle = share.is_nothing();
         if self.rows[slot].is_none() && !idle {
             self.rows[slot] = self.board.take().map(|number| Row { number, idle });
-            self.is_full |= self.rows[slot].is_none();
         }
+        match self.rows[slot].is_none() && !idle {
+            true => self.lacking.insert(slot),
+            false => self.lacking.remove(&slot),
+        };
         if let Some(row) = self.rows[slot] {
             self.board.write(row.number, self.key(fleet, slot), &share.numbers());
             self.rows[slot] = Some(Row { idle, ..row });
