@@ -14,31 +14,16 @@ use rand::SeedableRng;
 
 /// Cache blocks per instance of the idle fleet.
 const CACHE_BLOCKS: u32 = 10_000;
-/// The scored request.
-const REQUEST: Request<'static> = Request {
-    chain: &[],
-    prompt_tokens: 1_000,
-    tokens_per_block: 16.0,
-    expected_output_tokens: Some(200),
-    think_tokens: None,
-    length_class: None,
-    session: None,
-    split_reason: None,
-    fetch_reason: None,
-    instances: None,
-    arrival: None,
-    ttft_slo_seconds: None,
-    level: 0,
-    sheddable: false,
-    whole_answer: false,
-    session_final: false,
-    home: None,
-    tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
-    lora: None,
-    priority: None,
-    arm: crate::request::Arm::Stable,
-    shadow: false,
-};
+
+/// Returns the scored request.
+fn request() -> Request<'static> {
+    Request {
+        prompt_tokens: 1_000,
+        tokens_per_block: 16.0,
+        expected_output_tokens: Some(200),
+        ..Request::default()
+    }
+}
 
 impl Router {
     /// Returns a warning for each policy that scores no instance of an idle fleet: two instances
@@ -69,7 +54,7 @@ impl Router {
             eligible_count: slots,
             name_hashes: idle.state.fleet.name_hashes(),
             ordinal: 0,
-            session: REQUEST.session,
+            session: None,
         };
         let mut scores = Scores::default();
         scores.reset(slots);
@@ -97,7 +82,7 @@ impl Router {
         )))
     }
 
-    /// Returns a router with two idle instances and indicators filled in for [`REQUEST`].
+    /// Returns a router with two idle instances and indicators filled in for [`request`].
     fn idle_fleet(
         &self,
         selector: &Selector,
@@ -127,9 +112,10 @@ impl Router {
             let ahead = Ahead::new(selector.reads, slots, policy.length_curve(), policy.decode_weights());
             idle.state.ledger.set_ahead(Some(ahead));
         }
-        idle.match_prefix(&REQUEST);
+        let request = request();
+        idle.match_prefix(&request);
         let able = idle.state.fleet.eligible_count();
-        idle.state.derive(&mut idle.context, &REQUEST, selector.reads, able, handoff, 0.0);
+        idle.state.derive(&mut idle.context, &request, selector.reads, able, handoff, 0.0);
         idle.state.derive_declared(&mut idle.context, &selector.declared, 0.0);
         Ok(idle)
     }
