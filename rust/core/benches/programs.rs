@@ -7,7 +7,7 @@ use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::ProgramConfig;
 use lmetric_core::request::{Request, Tenant};
-use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use lmetric_core::router::{IndexFeed, PrefixMatch, Router, RouterConfig};
 use std::time::Instant;
 
 /// Programs in a full table.
@@ -58,7 +58,10 @@ impl Bed {
         let tenant = Tenant { id: u64::from(continues), ..Tenant::NOBODY };
         let request = Request { prompt_tokens, tokens_per_block: 16.0, tenant, ..Request::default() };
         let now = self.now();
-        let decision = self.router.route_taking(&request, &mut self.chain, None, now).expect("an instance");
+        let decision = self
+            .router
+            .route_matched(&request, &mut self.chain, &mut PrefixMatch::default(), None, now)
+            .expect("an instance");
         self.router.advance(decision.ticket, Event::Finished(Usage::default()), now).expect("open");
     }
 }

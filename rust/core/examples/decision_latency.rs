@@ -194,7 +194,9 @@ fn main() {
             let routing = Instant::now();
             hash(&tokens, &mut chain);
             let request = Request { prompt_tokens: TOKENS, tokens_per_block: 16.0, ..Request::default() };
-            let decision = router.route_taking(&request, &mut chain, None, now).expect("an instance");
+            let decision = router
+                .route_matched(&request, &mut chain, &mut PrefixMatch::default(), None, now)
+                .expect("an instance");
             let routed = routing.elapsed();
             router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
             let spans = [

@@ -14,7 +14,7 @@ use lmetric_core::plan::{Event, Failure};
 use lmetric_core::priority::vtc::VirtualTokens;
 use lmetric_core::priority::{Adaptive, MemGuard, Settings, TailRate, Work};
 use lmetric_core::request::{Request, Tenant};
-use lmetric_core::router::{Priorities, Router, RouterConfig};
+use lmetric_core::router::{PrefixMatch, Priorities, Router, RouterConfig};
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64;
 use std::hint::black_box;
@@ -80,7 +80,9 @@ fn decisions(name: &str, priorities: Option<Priorities>, instances: usize) {
         let tenant = Tenant { id: rng.random_range(0..100), ..Tenant::NOBODY };
         let request = Request { prompt_tokens, tokens_per_block: 16.0, tenant, ..Request::default() };
         let start = Instant::now();
-        let decision = router.route_taking(&request, &mut chain, None, now).expect("an instance");
+        let decision = router
+            .route_matched(&request, &mut chain, &mut PrefixMatch::default(), None, now)
+            .expect("an instance");
         took.push(start.elapsed().as_nanos() as f64);
         router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
     }

@@ -16,7 +16,7 @@ use lmetric_core::ids::InstanceId;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::rebalance::{InstanceLoad, RunningRequest};
 use lmetric_core::request::Request;
-use lmetric_core::router::{RebalanceConfig, Rebalancing, Router, RouterConfig, TicketId};
+use lmetric_core::router::{PrefixMatch, RebalanceConfig, Rebalancing, Router, RouterConfig, TicketId};
 use lmetric_core::settings::SettingsReader;
 use lmetric_study::rebalance::named;
 use rand::{RngExt, SeedableRng};
@@ -118,7 +118,9 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
             expected_output_tokens: Some(32_768),
             ..Request::default()
         };
-        let decision = router.route_taking(&request, &mut chain, None, 0.0).expect("an instance");
+        let decision = router
+            .route_matched(&request, &mut chain, &mut PrefixMatch::default(), None, 0.0)
+            .expect("an instance");
         router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
         router.advance(decision.ticket, Event::Tokens(rng.random_range(10..16_000)), 1.0).expect("open");
         let instance = decision.segment.instance.index();

@@ -9,7 +9,7 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::request::Request;
-use lmetric_core::router::{FetchConfig, Router, RouterConfig, Split};
+use lmetric_core::router::{FetchConfig, PrefixMatch, Router, RouterConfig, Split};
 use lmetric_core::split::predict::Instance;
 use lmetric_core::split::{Found, Load, Settings, Whole, search};
 use lmetric_study::REGISTRY;
@@ -93,7 +93,9 @@ fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
         let request =
             Request { prompt_tokens, tokens_per_block: 16.0, expected_output_tokens, ..Request::default() };
         let start = Instant::now();
-        let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
+        let decision = router
+            .route_matched(&request, &mut chain, &mut PrefixMatch::default(), None, now)
+            .expect("somebody");
         (decision, start.elapsed())
     };
     router.set_split(&Split::NONE).expect("good settings");

@@ -1,12 +1,11 @@
-//! Decisions: match, score, commit.
+//! Decisions: match, score, plan, commit.
 use super::caches::PrefixMatch;
 use super::decision::Decision;
 use super::listeners::Before;
-use super::parts::{Chosen, Rest, Turn};
+use super::parts::{Chosen, Turn};
 use super::router::Router;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
-use crate::policy::Scores;
 use crate::record::DecisionRecord;
 use crate::request::Request;
 use std::borrow::Cow;
@@ -18,42 +17,16 @@ impl Router {
     /// `NoInstance` if no instance is eligible; the ledger is unchanged. `BadValue` for an invalid
     /// request, or for one without an arrival if requests are admitted ([`Router::arrive`]).
     pub fn route(&mut self, request: &Request<'_>, now: Seconds) -> Result<Decision, CoreError> {
-        self.route_labelled(request, None, now)
-    }
-
-    /// [`Router::route`] with the request's own id for the decision record.
-    ///
-    /// # Errors
-    /// The errors of [`Router::route`].
-    pub fn route_labelled(
-        &mut self,
-        request: &Request<'_>,
-        request_id: Option<&str>,
-        now: Seconds,
-    ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let request = &*self.prepared(request, now)?;
-        let (chosen, record) = self.decide(request, request_id, now)?;
+        let (chosen, record) = self.decide(request, None, now)?;
         Ok(self.commit_plan(request, chosen, record, now))
     }
 
-    /// [`Router::route_labelled`] without a copy of the prompt's chain. The ticket takes `chain`
-    /// and leaves a spare buffer in its place. `request.chain` is not read.
-    ///
-    /// # Errors
-    /// The errors of [`Router::route`]; `chain` is then unchanged.
-    pub fn route_taking(
-        &mut self,
-        request: &Request<'_>,
-        chain: &mut Vec<u64>,
-        request_id: Option<&str>,
-        now: Seconds,
-    ) -> Result<Decision, CoreError> {
-        self.route_matched(request, chain, &mut PrefixMatch::default(), request_id, now)
-    }
-
-    /// [`Router::route_taking`] with the prefixes that [`SharedCaches::match_prefix`] found for the
-    /// same chain, without the router. They are found again if instances have changed since.
+    /// [`Router::route`] without a copy of the prompt's chain. The ticket takes `chain` and leaves a
+    /// spare buffer in its place. `request.chain` is not read. `found`: the prefixes that
+    /// [`SharedCaches::match_prefix`] found for the same chain, without the router. They are found
+    /// again if instances have changed since. `request_id`: the request's own id, for its record.
     ///
     /// [`SharedCaches::match_prefix`]: super::SharedCaches::match_prefix
     ///
@@ -136,7 +109,7 @@ impl Router {
     }
 
     /// Returns the decision record of the last choice of a first segment.
-    fn explained(
+    pub(super) fn explained(
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,
@@ -180,47 +153,8 @@ impl Router {
         chosen
     }
 
-    /// Returns the scores of the last [`Router::score`], one per slot.
-    pub fn last_scores(&self) -> &Scores {
-        &self.context.first.scores
-    }
-
-    /// Third stage: places the whole request on `chosen`, writes the decision record and opens the
-    /// ticket.
-    ///
-    /// # Errors
-    /// `BadValue` if the last [`Router::score`] did not score the slot `chosen`, or if the request
-    /// is invalid.
-    pub fn commit(
-        &mut self,
-        request: &Request<'_>,
-        request_id: Option<&str>,
-        chosen: InstanceId,
-        now: Seconds,
-    ) -> Result<Decision, CoreError> {
-        self.state.fleet.check(chosen)?;
-        request.check()?;
-        if self.context.first.scores.score.len() != self.state.fleet.slots() {
-            return Err(CoreError::BadValue {
-                what: "commit".into(),
-                got: "a fleet that has changed since the last score".into(),
-                expected: "a request that was scored just before".into(),
-            });
-        }
-        let score = self.context.first.scores.score[chosen.index()];
-        if !score.is_finite() {
-            return Err(CoreError::BadValue {
-                what: "commit".into(),
-                got: format!("slot {}, whose score is {score}", chosen.0),
-                expected: "a slot with a finite score".into(),
-            });
-        }
-        let record = self.explained(request, request_id, chosen, now);
-        let fetch = self.state.fetch_for(&mut self.context, request, chosen, &Rest::default(), &[], now);
-        Ok(self.commit_plan(request, Chosen::whole(chosen, fetch), record, now))
-    }
-
-    fn commit_plan(
+    /// Places a planned request.
+    pub(super) fn commit_plan(
         &mut self,
         request: &Request<'_>,
         chosen: Chosen,

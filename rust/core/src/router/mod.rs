@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
-//! | `decide`, `follow` | decisions; events of placed requests |
+//! | `decide`, `follow`, `stages` | decisions; events of placed requests; stages of decisions |
 //! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; trials; fleet changes |
 //! | `configure`, `features`, `reports`, `tiers` | settings; features; reports; tier indexes |
 //! | `router` | [`Router`] itself |
@@ -49,6 +49,7 @@ mod requests;
 mod router;
 mod settings;
 pub mod shared;
+mod stages;
 mod state;
 pub mod tickets;
 mod tiers;
