@@ -162,23 +162,22 @@ fn blocks_without_a_known_name_or_parent_are_skipped() {
 
 #[test]
 fn a_storage_tier_without_removals_is_a_hint() {
-    let bed = Bed::new(TierConfig::default());
-    let tiers = || bed.feed.router().lock().caches().read().tiers_of(bed.a.instance).collect::<Vec<_>>();
-    bed.store(bed.a, Tier::Gpu, 1, 0..8);
-    assert_eq!(tiers(), []);
-    bed.name(bed.a, Tier::Storage, 1, 0..8);
-    bed.remove(bed.a, Tier::Gpu, 1, 0..8);
-    assert_eq!((tiers(), bed.hits("a", 1, 8)), (vec![(Tier::Storage, 8, true)], (0, 0)));
-    bed.feed.router().lock().set_tiers(all()).unwrap();
-    assert_eq!(bed.hits("a", 1, 8), (8, 8));
-    bed.feed.router().lock().set_tiers(TierConfig::default()).unwrap();
-    bed.remove(bed.a, Tier::Storage, 1, 7..8);
-    assert_eq!((tiers(), bed.hits("a", 1, 8)), (vec![(Tier::Storage, 7, false)], (7, 7)));
     let off = TierConfig { counted: TierUse::Off, ..TierConfig::default() };
-    bed.feed.router().lock().set_tiers(off).unwrap();
-    assert_eq!(bed.hits("a", 1, 8), (0, 0));
+    // Blocks that hit before and after the tier has reported a removal.
+    for (config, hint, known) in [(TierConfig::default(), 0, 7), (all(), 8, 7), (off, 0, 0)] {
+        let bed = Bed::new(config);
+        let tiers = || bed.feed.router().lock().caches().read().tiers_of(bed.a.instance).collect::<Vec<_>>();
+        bed.store(bed.a, Tier::Gpu, 1, 0..8);
+        assert_eq!(tiers(), []);
+        bed.name(bed.a, Tier::Storage, 1, 0..8);
+        bed.remove(bed.a, Tier::Gpu, 1, 0..8);
+        assert_eq!((tiers(), bed.hits("a", 1, 8)), (vec![(Tier::Storage, 8, true)], (hint, hint)));
+        bed.remove(bed.a, Tier::Storage, 1, 7..8);
+        assert_eq!((tiers(), bed.hits("a", 1, 8)), (vec![(Tier::Storage, 7, false)], (known, known)));
+    }
     for load_ratio in [-0.1, 1.1, f64::NAN] {
-        let error = bed.feed.router().lock().set_tiers(TierConfig { load_ratio, ..all() }).unwrap_err();
+        let config = RouterConfig { tiers: TierConfig { load_ratio, ..all() }, ..RouterConfig::default() };
+        let error = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).err().unwrap();
         assert!(error.to_string().starts_with("tier_load_ratio: "), "{error}");
     }
 }
@@ -229,7 +228,12 @@ fn lmetric_prefers_a_tier_to_computing_and_the_gpu_to_a_tier() {
     // Loading 62 blocks costs less than computing 2.
     bed.remove(bed.a, Tier::Gpu, 1, 62..64);
     (0..20).for_each(|_| assert_eq!(bed.chosen(1, 64), "b"));
-    bed.feed.router().lock().set_tiers(TierConfig { load_ratio: 1.0, ..all() }).unwrap();
+    // Unless it costs as much as computing 62.
+    let bed = Bed::new(TierConfig { load_ratio: 1.0, ..all() });
+    bed.store(bed.b, Tier::Gpu, 1, 0..64);
+    bed.name(bed.b, Tier::Cpu, 1, 0..64);
+    bed.remove(bed.b, Tier::Gpu, 1, 0..64);
+    bed.store(bed.a, Tier::Gpu, 1, 0..62);
     (0..20).for_each(|_| assert_eq!(bed.chosen(1, 64), "a"));
 }
 

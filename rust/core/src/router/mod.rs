@@ -11,7 +11,7 @@
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow`, `stages` | decisions; events of placed requests; stages of decisions |
 //! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; trials; fleet changes |
-//! | `configure`, `features`, `reports`, `tiers` | settings; features; reports; tier indexes |
+//! | `configure`, `features`, `reports` | settings; features; reports |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
 //! | `listeners` | features beside the core: guard, priorities, admission, rebalancing and others |
@@ -52,7 +52,6 @@ pub mod shared;
 mod stages;
 mod state;
 pub mod tickets;
-mod tiers;
 mod trial;
 mod warm;
 

@@ -16,6 +16,7 @@ use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Member, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
+use crate::kv::tier::Tier;
 use crate::policy::{Fallbacks, Policy};
 use crate::program::Followed;
 use crate::record::DecisionRecord;
@@ -313,6 +314,14 @@ impl Router {
     /// If the router has no such slot.
     pub fn step_time(&self, id: InstanceId) -> Option<StepTime> {
         self.state.ledger.step_fit(id.index()).step_time()
+    }
+
+    /// Returns an instance's loads from a tier: the cost of a loaded token relative to a computed
+    /// one, the number of loads behind it, and the tokens loaded.
+    pub fn tier_loads_of(&self, id: InstanceId, tier: Tier) -> (f64, u64, u64) {
+        let ratio = self.state.tier_load_ratio(id.index(), tier);
+        let loads = self.state.ledger.loads(id.index()).of(tier);
+        loads.map_or((ratio, 0, 0), |loads| (ratio, loads.cost.observed(), loads.hit_tokens as u64))
     }
 
     /// Returns the learned seconds per fetched token, the learned fixed seconds per fetch and the

@@ -104,11 +104,6 @@ impl Caches {
         }
     }
 
-    /// Sets which lower tiers count in matches.
-    pub(super) fn set_counted(&mut self, counted: TierUse) {
-        self.counted = counted;
-    }
-
     /// Enters queued predictions. `take` exchanges them for an empty queue.
     pub(super) fn enter(&mut self, take: impl FnOnce(&mut Predictions)) {
         take(&mut self.predictions);

@@ -10,7 +10,6 @@ use super::content::{Caches, PrefixMatch};
 use super::predictions::{Prediction, Predictions};
 use crate::fleet::Member;
 use crate::ids::InstanceId;
-use crate::kv::tiers::TierUse;
 use crate::request::Request;
 use crate::router::patience::give_way;
 use crate::router::settings::{IndexFeed, RouterConfig};
@@ -125,21 +124,11 @@ impl SharedCaches {
         self.inner.version.load(Ordering::Relaxed)
     }
 
-    /// Changes the caches' instances or settings, so that earlier matches no longer count.
-    fn change<T>(&self, with: impl FnOnce(&mut Caches) -> T) -> T {
+    /// Calls [`Caches::member`]. Earlier matches no longer count.
+    pub(in crate::router) fn member(&self, member: Member, generation: u32, feed: IndexFeed) {
         let mut caches = self.write();
         self.inner.version.fetch_add(1, Ordering::Relaxed);
-        with(&mut caches)
-    }
-
-    /// Calls [`Caches::member`].
-    pub(in crate::router) fn member(&self, member: Member, generation: u32, feed: IndexFeed) {
-        self.change(|caches| caches.member(member, generation, feed));
-    }
-
-    /// Sets which lower tiers count in matches.
-    pub(in crate::router) fn set_counted(&self, counted: TierUse) {
-        self.change(|caches| caches.set_counted(counted));
+        caches.member(member, generation, feed);
     }
 
     /// Queues a prediction; `chain`: the blocks that it is about. The caches get it before anybody
