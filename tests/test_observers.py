@@ -17,7 +17,7 @@ from lmetric.server.observe.recorder import Recorder
 from lmetric.server.observe.requests import RequestMetrics
 from lmetric.server.observe.tracing.export import Tracing
 from lmetric.server.observe.tracing.requests import AttemptSpan, SampledRequest, UnsampledRequest
-from lmetric.server.observe.trials import TrialResults
+from lmetric.server.observe.trial_results import TrialResults
 from otlp_world import receiver
 from server_world import FakeEngine, reset, world
 from test_server_client import client, post

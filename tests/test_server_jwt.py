@@ -137,7 +137,7 @@ async def test_claims_limit_models_and_set_the_class() -> None:
         assert await usable(models="gpt") == {"gpt", "large"}, "an alias with its models"
         assert await usable(models=["other", "large"], team="blue") == {"large"}, "both lists hold"
         assert await usable(models=[]) == set()
-        classes = w.server.front.metrics.requests._classes
+        classes = w.server.front.metrics.requests.classes
         classes.clear()
         for claims, slo_class in (
             ({"tier": "gold"}, "gold"),

@@ -111,6 +111,11 @@ CONFIGURED = {
 # Loaded by the first call of a page: in a thread if it takes more than a few milliseconds.
 CALLED = {
     "/": (f"{SERVER}.http.home",),
+    "/metrics": (
+        *(f"{SERVER}.observe.{name}" for name in ("families", "request_families", "exposition")),
+        *(f"{SERVER}.observe.{name}" for name in ("instances", "admission", "build", "outliers")),
+        *(f"{SERVER}.observe.{name}" for name in ("programs", "trials")),
+    ),
     "/openapi.json": (f"{SERVER}.api.openapi", f"{SERVER}.http.pages.table"),
     "/debug/engines": (f"{SERVER}.http.pages.debug", f"{SERVER}.http.pages.engines"),
     "/debug/live": (
@@ -120,13 +125,12 @@ CALLED = {
     "/readiness": (f"{SERVER}.http.pages.sessions",),
 }
 # Loaded by other commands, by several processes, by the page of a decision, by files of policies,
-# by embedded engines, by a tokenizer of the Hub, by a compressed body.
+# by embedded engines, by a tokenizer of the Hub, by a compressed body, by policies on trial.
 OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
-    *(f"{SERVER}.background.downloads", f"{SERVER}.embedded"),
-    *(f"{SERVER}.fleet.subset", f"{SERVER}.http.unpacking"),
-    f"{SERVER}.fleet.subset",
+    *(f"{SERVER}.background.downloads", f"{SERVER}.embedded", f"{SERVER}.http.unpacking"),
+    *(f"{SERVER}.fleet.subset", f"{SERVER}.observe.trial_results"),
     f"{SERVER}.fleet.token_check",  # by an engine whose tokenizer is known
     # By an engine with KV events or with rules for its address.
     *(f"{SERVER}.fleet.{name}" for name in ("kv_events", "kv_choice", "kv_backfill")),
@@ -175,7 +179,7 @@ async def _run(*pages: str) -> tuple[int, set[str]]:
 
 
 async def test_a_plain_server_loads_no_optional_feature() -> None:
-    lines, loaded = await _run("/metrics", "/health")
+    lines, loaded = await _run("/health")
     assert {f"{SERVER}.execution.ways.{way}" for way in WAYS} <= loaded
     assert loaded & OPTIONAL == set()
     assert lines <= MOST_LINES

@@ -13,6 +13,7 @@ from lmetric import indicator_table
 from lmetric.config import Auth, EngineConfig, JwtIssuer, RecordsConfig, ServerConfig
 from lmetric.config.epp import EppConfig
 from lmetric.server.app import Server
+from lmetric.server.observe.families import families as each_family
 from lmetric_lab.capacity import Goal, Question, Twin
 from lmetric_lab.capacity.watch import Watch
 from lmetric_lab.whatif import Limits
@@ -98,7 +99,7 @@ def families() -> list[Metric]:
             server = Server(config, picks=True)
             await server.start()
             try:
-                return list(server.metrics.families())
+                return [family for family in each_family(server.metrics) if family is not None]
             finally:
                 await server.stop()
 

@@ -16,7 +16,8 @@ from lmetric._core import LmetricError
 from lmetric.config import ServerConfig
 from lmetric.server.app import Server, runner
 from lmetric.server.http.port import Bound
-from lmetric.server.observe.exposition import OPENMETRICS
+from lmetric.server.observe.exposition import render
+from lmetric.server.observe.families import families
 from lmetric.server.observe.logs import configure_logging
 from lmetric.server.worker.channel import Channel, ChannelClosedError
 from lmetric.server.worker.worker import Start, Worker
@@ -125,8 +126,7 @@ class WorkerProcess:
 
     async def _metrics(self, openmetrics: bool) -> str:
         assert self._server is not None
-        text, _ = await self._server.metrics.render(OPENMETRICS if openmetrics else None)
-        return text.decode()
+        return (await render(families(self._server.metrics), openmetrics)).decode()
 
     async def _reload(self, config: ServerConfig) -> dict[str, Any]:
         assert self._server is not None

@@ -1,4 +1,4 @@
-"""Policies on trial, shadows and canaries: the results of their requests, and metrics."""
+"""Metrics of policies on trial: shadows and canaries."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric.reasons import BY_CLIENT
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 
@@ -17,34 +14,6 @@ OUTCOMES = ("agreed", "differed", "failed")
 # Those of `lmetric.server.fleet.canary`, which a model without trials does not load.
 STATES = ("off", "running", "promoted", "rolled_back")
 CAUSES = ("command", "ttft", "errors")
-
-
-class TrialResults(Observer):
-    """Adds the results of requests to the canary of their model.
-
-    Requests whose client left, and invalid ones, have no result.
-    """
-
-    def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
-        """Adds the result of a request."""
-        placed, model, status = request.trial, request.model, request.status
-        if placed is None or relay is None or model is None or model.trials is None:
-            return
-        failed = status >= 500 or (status == 200 and bool(relay.reason))
-        if relay.reason.startswith(BY_CLIENT) or not (failed or status == 200):
-            return
-        from lmetric.canary import Outcome  # the request's canary has loaded it
-
-        began, usage = request.started, relay.usage
-        outcome = Outcome(failed)
-        if not failed and usage is not None:
-            outcome.e2e_seconds = request.ended_at - began
-            if first := usage.first_token_at:
-                outcome.ttft_seconds = first - began
-                outcome.further_tokens = max(0, usage.output_tokens - 1)
-            if usage.cached_tokens is not None:
-                outcome.cached_tokens, outcome.prompt_tokens = usage.cached_tokens, usage.prompt_tokens or 0
-        model.trials.canary.ended(placed, began, outcome)
 
 
 def trial_metrics(fleet: Fleet) -> Iterator[Metric]:
