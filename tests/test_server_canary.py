@@ -203,11 +203,11 @@ async def test_a_reload_begins_trials_where_none_were_configured(mine: dict[str,
         assert model.trials is None
         on_trial = {"canary": QUICK, "shadow": {"policy": "vllm"}}
         config = ServerConfig.model_validate(w.server.config.model_dump(mode="python") | on_trial)
-        await w.server.reload(config)
+        await w.server.apply(w.server.prepare(config))
         assert model.trials is not None
         assert model.trials.canary.running
         assert model.trials.shadow.config == config.shadow
-        await w.server.reload(config.model_copy(update={"canary": None, "shadow": None}))
+        await w.server.apply(w.server.prepare(config.model_copy(update={"canary": None, "shadow": None})))
         assert not model.trials.on
 
 
