@@ -324,6 +324,19 @@ async def test_pushed_load_is_heard() -> None:
         assert status["load"]["connected"]
 
 
+async def test_pushed_load_is_heard_also_if_events_are_refused() -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as used:
+        port = used.bind_to_random_port("tcp://127.0.0.1")
+        bound = {**IDS, "endpoint": f"tcp://127.0.0.1:{port}", "bind": True}
+        async with (
+            emulated(api="sglang", load_publish_endpoint="tcp://*:0") as engine,
+            routed(engine, kv_events=bound) as w,
+        ):
+            [model] = w.server.fleet.models
+            assert model.engines["e0"].mode.cause == "cannot subscribe to its KV events"
+            await w.until(lambda: ((model.kv.status("e0") or {})["load"] or {}).get("connected", False))
+
+
 async def test_an_engine_without_a_prefix_cache_is_routed_by_load_only() -> None:
     page = b'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",num_gpu_blocks="9"} 1\n'
     async with world([FakeEngine(metrics=page)], policy="lmetric") as w:

@@ -232,13 +232,13 @@ class KvEvents:
         same = events is not None and (events.subscriptions, events.pooled) == (subscriptions, pooled)
         if not same or self._pushed.get(engine.name) != pushed:
             self._unwire(engine.name)
-            self._pushed[engine.name] = pushed
             self._hear_load(engine.name, pushed)
             try:
                 if subscriptions:
                     self._subscribe(engine, subscriptions, mode, pooled=pooled)
             except LmetricError as error:
-                self._unwire(engine.name)
+                self._unwire(engine.name)  # of all ranks, and of the pushed load
+                self._hear_load(engine.name, pushed)
                 mode = Mode("approximate", "cannot subscribe to its KV events", str(error), _FIX_SUBSCRIBE)
         else:
             if engine.mode.name != "exact":
@@ -391,6 +391,7 @@ class KvEvents:
 
     def _hear_load(self, name: str, pushed: tuple[str, str] | None) -> None:
         """Subscribes to the load that an engine pushes."""
+        self._pushed[name] = pushed
         if pushed is None:
             return
         feed = self._opened()
