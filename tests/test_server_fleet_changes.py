@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from lmetric.server.fleet.changes import FleetChanges
 from lmetric_lab.emulated import EngineOptions, EngineServer
@@ -224,6 +225,29 @@ async def test_a_rolling_restart_loses_nothing() -> None:
         for name in ("b0", "b1", "b2"):
             await w.engines[name].stop()
             w.stopped.add(name)
+
+
+async def test_a_fetch_whose_change_ends_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(both(), both()) as w:
+        for number in range(4):
+            await asked(w, COMPLETIONS, talk(number))
+        monkeypatch.setattr(
+            w.engines["b0"]._ranks[0].driver, "_schedule", lambda: None
+        )  # makes no more steps
+        model = w.server.fleet.models[0]
+        changes(w).leaves(model.engines["b0"])
+        (task,) = (change.task for change in changes(w)._changes.values())
+        assert task is not None
+
+        def fetches() -> list[Any]:
+            return [each for each in asyncio.all_tasks() if each.get_name() == "warm fetch"]
+
+        await w.until(fetches)
+        with capture_logs() as logs:
+            changes(w).forget("b0")
+            await asyncio.gather(task, *fetches(), return_exceptions=True)
+        assert not changes(w).outcomes
+        assert logs == []
 
 
 async def test_changes_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

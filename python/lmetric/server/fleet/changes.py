@@ -171,7 +171,8 @@ class FleetChanges:
         self, warming: Warming, number: int, prompt: int, tokens: int, source: str, target: str
     ) -> None:
         arrived = 0
-        outcome, reason = "failed", ""
+        outcome: str | None = "failed"
+        reason = ""
         try:
             known = self._prompts.get(prompt)
             pair = self._engines.get(source), self._engines.get(target)
@@ -191,9 +192,13 @@ class FleetChanges:
             outcome, reason = "late", "it did not end within `max_seconds` of the change"
         except (UpstreamError, HandoverError) as error:
             reason = str(error)
+        except asyncio.CancelledError:
+            outcome = None  # its change has ended, or the router stops
+            raise
         finally:
-            self.outcomes[outcome] += 1
-            if outcome != "fetched":
+            if outcome is not None:
+                self.outcomes[outcome] += 1
+            if outcome not in ("fetched", None):
                 log.warning(
                     "a prefix was not fetched for a fleet change",
                     model=self._model, outcome=outcome, source=source, target=target, reason=reason,
