@@ -25,6 +25,7 @@ from structlog.testing import capture_logs
 from lmetric._core import BadValueError
 from lmetric.config import ConfigError
 from lmetric.server.api import openapi
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.api.issued import (
     KEPT_SECONDS,
     MOST_CHARACTERS,
@@ -39,6 +40,7 @@ from lmetric.server.api.issued import (
     revoke,
 )
 from lmetric.server.http.pages.table import PAGES
+from lmetric.server.observe import requests as metrics_of_requests
 from lmetric.server.observe.key_store import FILE
 from server_world import World, world
 
@@ -89,6 +91,21 @@ def schema_of(path: str, method: str, status: str) -> dict[str, Any]:
     document = openapi.document(PAGES.values())
     answer = document["paths"][path][method]["responses"][status]
     return {**answer["content"]["application/json"]["schema"], "components": document["components"]}
+
+
+async def test_ever_new_tenants_of_issued_keys_make_no_further_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_of_requests, "MOST_SERIES", 2)
+    async with router(tmp_path, "{sk-of-the-file: bob, sk-of-another: eve}") as w:
+        for number in range(4):
+            assert (await use(w, (await issued(w, f"t{number}"))["key"]))[0] == 200
+        for key in ("sk-of-the-file", "sk-of-another"):
+            assert (await use(w, key))[0] == 200
+        await w.settled()
+        requests = w.server.front.metrics.requests.requests
+        counts = {tenant: count for (_, tenant, _), count in requests.items()}
+        assert counts == {"t0": 1, "t1": 1, OTHER_TENANTS: 2, "bob": 1, "eve": 1}
 
 
 async def test_a_key_is_shown_once_listed_and_revoked_at_once(tmp_path: Path) -> None:

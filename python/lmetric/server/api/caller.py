@@ -15,7 +15,8 @@ class Caller(NamedTuple):
     ``key_id``: ID of the API key, or of a token's subject; empty: none. ``issuer``: of its JSON Web
     Token; empty: it has none. ``claims``: the claims that the router has read. ``slo_class``: the
     class of its requests; empty: its tenant's; None: the credential names none, so the header may.
-    ``models``: the only names of models that it may use; None: all.
+    ``models``: the only names of models that it may use; None: all. ``issued``: whether its API key
+    was issued by /admin/keys.
     """
 
     tenant: str
@@ -24,6 +25,12 @@ class Caller(NamedTuple):
     claims: str = ""
     slo_class: str | None = None
     models: frozenset[str] | None = None
+    issued: bool = False
+
+    @property
+    def any_tenant(self) -> bool:
+        """Whether its tenant may have any name, which no file of the router lists."""
+        return self.issued or bool(self.issuer)
 
     @property
     def credential(self) -> str | None:
@@ -34,7 +41,7 @@ class Caller(NamedTuple):
 
 
 NOBODY = Caller("")
-OTHER_TENANTS = "(other tenants)"  # in counts: issuers of tokens may name any number of tenants
+OTHER_TENANTS = "(other tenants)"  # in counts: tokens and issued keys may name any number of tenants
 
 
 def by_header(tenants: Iterable[str]) -> dict[str, str]:

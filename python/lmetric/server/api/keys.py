@@ -88,12 +88,12 @@ class Keys:
         """
         hashed = digest(key)
         tenant = self._tenants.get(hashed)
-        if tenant is None:
-            issued = self.issued.find(hashed)
-            if issued is None or self.issued.state(issued) != "active":
-                return None
-            tenant = issued.tenant
-        return Caller(tenant, _id(hashed))
+        if tenant is not None:
+            return Caller(tenant, _id(hashed))
+        issued = self.issued.find(hashed)
+        if issued is None or self.issued.state(issued) != "active":
+            return None
+        return Caller(issued.tenant, _id(hashed), issued=True)
 
     def refusal(self, key: str) -> str | None:
         """Returns why a key that `find` does not accept is not valid; None: it is unknown."""

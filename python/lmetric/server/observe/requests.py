@@ -1,7 +1,7 @@
 """Counts of requests, latencies by class and by instance, and the router's own time.
 
-Labels are bounded: classes and tenants come from the configuration, and instances that have left
-the fleet are dropped.
+Labels are bounded: classes come from the configuration, further tenants share a series, and
+instances that have left the fleet are dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InstanceRequests:
             self.under += reported - predicted
 
 
-MOST_SERIES = 20_000  # of `lmetric_requests_total`, after which tenants of tokens share one
+MOST_SERIES = 20_000  # of `lmetric_requests_total`, after which tenants that no file lists share one
 
 
 class RequestMetrics(Observer):
@@ -82,8 +82,7 @@ class RequestMetrics(Observer):
         """Records a request for an engine that ended."""
         model, now = request.model.name if request.model is not None else "", request.ended_at
         key = model, request.tenant, request.status
-        # The issuers of tokens may name any number of tenants.
-        if request.caller.issuer and len(self.requests) >= MOST_SERIES and key not in self.requests:
+        if request.caller.any_tenant and len(self.requests) >= MOST_SERIES and key not in self.requests:
             key = model, OTHER_TENANTS, request.status
         self.requests[key] += 1
         if request.priority is not None:
