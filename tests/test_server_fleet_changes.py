@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from lmetric.server.fleet import changes as module
 from lmetric.server.fleet.changes import FleetChanges
 from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import Pd, nixl
@@ -33,6 +36,26 @@ def changes(w: Pd) -> FleetChanges:
     found = w.server.fleet.models[0].changes
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize(("tokens", "salt"), [(20, 0), (20, 4000), (2000, 0)])
+def test_remembered_prompts_of_any_length_keep_within_the_limit(
+    tokens: int, salt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_TOKENS", 1 << 17)  # 512 KiB
+    remembered = FleetChanges("m", None, {}, None)  # type: ignore[arg-type]
+    tracemalloc.start()
+    try:
+        for key in range(3000):
+            prompt = np.full(tokens, key, np.uint32)
+            for _ in range(2):  # the second time, it only becomes the latest
+                remembered.note(key << 32, prompt, f"model {key}", salt=f"{key:0{salt}}" if salt else None)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 4 << 17
+    assert len(remembered._prompts) == (1 << 17) // (tokens + salt + 128)
+    assert remembered._prompts[2999 << 32].fields["model"] == "model 2999"
 
 
 def talk(number: int, path: str = COMPLETIONS, **more: Any) -> dict[str, Any]:

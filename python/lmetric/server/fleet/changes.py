@@ -30,7 +30,8 @@ from lmetric.server.upstream.connection import UpstreamError
 
 log = structlog.get_logger("lmetric.changes")
 
-MAX_TOKENS = 1 << 23  # of remembered prompts: 4 bytes each
+MAX_TOKENS = 1 << 23  # of remembered prompts, with `PROMPT_TOKENS`: 4 bytes each
+PROMPT_TOKENS = 128  # as much memory as the objects of a prompt
 ANSWER_SECONDS = 30.0  # longest wait for each of the two engines
 LEAST_SECONDS = 1.0  # for a fetch that begins near the end of a change
 LOOK_SECONDS = 0.25  # time between two looks at the streams of an engine that leaves
@@ -39,7 +40,18 @@ LOOK_SECONDS = 0.25  # time between two looks at the streams of an engine that l
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     tokens: Any  # an array of uint32
-    fields: Mapping[str, str]  # of the body: what the prefix cache depends on
+    model: str
+    salt: str | None
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The fields of the body that the prefix cache depends on."""
+        return {"model": self.model} | ({} if self.salt is None else {"cache_salt": self.salt})
+
+    @property
+    def size(self) -> int:
+        """The memory of the prompt, in tokens."""
+        return PROMPT_TOKENS + len(self.tokens) + len(self.salt or "")
 
 
 @dataclass(slots=True)
@@ -70,12 +82,11 @@ class FleetChanges:
         old = self._prompts.pop(key, None)
         if old is None:
             # A copy: the buffer belongs to the request.
-            fields = {"model": model} | ({} if salt is None else {"cache_salt": salt})
-            old = _Prompt(np.array(tokens, np.uint32), fields)
-            self._tokens += len(old.tokens)
+            old = _Prompt(np.array(tokens, np.uint32), model, salt)
+            self._tokens += old.size
         self._prompts[key] = old
         while self._tokens > MAX_TOKENS and self._prompts:
-            self._tokens -= len(self._prompts.popitem(last=False)[1].tokens)
+            self._tokens -= self._prompts.popitem(last=False)[1].size
 
     def warms(self, name: str) -> bool:
         """Whether an engine fetches prefixes before it gets requests."""
