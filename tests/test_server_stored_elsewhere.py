@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import orjson
@@ -82,12 +83,18 @@ async def test_a_router_that_does_not_answer_delays_only_unknown_responses(
         await a.settled()
 
 
-async def test_a_router_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step_seconds", [0, 3600, -3600])
+async def test_a_router_that_is_gone_is_not_waited_for(
+    step_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the wall clock is set meanwhile."""
     async with two([Responses()]) as (a, b):
         path = f"{RESPONSES}/resp_{0:032x}"
         await b.server.stop()
         await a.until(lambda: any(each.lost_at for each in a.server.front.replicas.addresses.values()))
         asked = []
+        wall_clock = time.time
+        monkeypatch.setattr(time, "time", lambda: wall_clock() + step_seconds)
 
         async def lost(*_: object, page: str = "", **__: object) -> bytes:
             asked.append(page)

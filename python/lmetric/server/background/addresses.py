@@ -33,6 +33,7 @@ class Address:
         self.reached: bool | None = None  # None: not tried yet
         self.error: str | None = None
         self.lost_at: float | None = None  # Unix time of the first failure since it was reached
+        self.lost_since = math.inf  # the same on the monotonic clock; infinity: it is reached
         self.sending: asyncio.Task[None] | None = None
         self.version: int | None = None  # last load that it received; None: the next message is full
         self.full_at = -math.inf  # time of the last full message, monotonic clock

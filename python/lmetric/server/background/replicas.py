@@ -16,6 +16,7 @@ Each worker publishes its own load, and the supervisor the budgets of all worker
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -327,7 +328,7 @@ class Replicas:
             self.counts["sent", "failed"] += 1
             if address.reached is not False:
                 log.warning("cannot reach another router", address=address.place, reason=reason)
-                address.lost_at = time.time()
+                address.lost_at, address.lost_since = time.time(), time.monotonic()
             address.reached, address.error = False, reason
         else:
             if address.own:
@@ -336,6 +337,7 @@ class Replicas:
             if address.reached is False:
                 log.info("another router is reachable again", address=address.place)
             address.reached, address.error, address.lost_at = True, None, None
+            address.lost_since = math.inf
             self.on_keys_version(address, router, keys)
 
     async def _resolve(self) -> None:

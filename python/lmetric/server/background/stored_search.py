@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -57,9 +56,9 @@ class StoredSearch:
             many = "too many requests search other routers for stored responses"
             raise _not_now(many, code="too_many_searches")
         query = urlencode({"tenant": tenant, "id": response_id}, errors="surrogateescape")
-        gone = time.time() - GONE_SECONDS  # the exchange of load notes when a router is lost or back
+        gone = time.monotonic() - GONE_SECONDS  # the exchange of load notes when a router is lost or back
         addresses = self._replicas.addresses.values()
-        others = [each for each in addresses if not each.own and (each.lost_at or math.inf) > gone]
+        others = [each for each in addresses if not each.own and each.lost_since > gone]
         silent: list[Address] = []
         asking = [self._ask(each, f"{STORED_PAGE}?{query}", silent) for each in others]
         asked = [asyncio.create_task(each, name="stored response") for each in asking]
