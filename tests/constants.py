@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 import pytest
 from pydantic import BaseModel
 
-from lmetric import options
+from lmetric import option_values
 from lmetric.config import ServerConfig
 from lmetric.config.kinds import Strict
 
@@ -46,7 +46,7 @@ def configured(values: Mapping[str, Any], root: type[BaseModel] = ServerConfig) 
 def constant_options() -> Iterator[None]:
     """Makes the constants of routing options settings of servers, while in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "is_study", options.is_simulated)
+        patch.setattr(option_values, "is_study", option_values.is_simulated)
         yield
 
 

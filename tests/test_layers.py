@@ -160,9 +160,10 @@ PYTHON = ROOT.parents[1]
 ROUTER_ROOMS = [
     {"_core", "connection_errors", "defaults", "descriptions", "extras", "printable", "reasons", "roles"}
     | {"timeline", "validation", "why"},
-    {"canary", "engines", "expr", "plugins", "profiles", "record_schema", "tokens", "top"},
+    {"canary", "engines", "expr", "option_errors", "plugins", "profiles", "record_schema", "tokens", "top"},
     {"lengths", "policies", "record_parquet", "top_screen"},
     {"options", "record_files"},
+    {"option_values"},
     {"config", "records", "relay"},
     {"server"},
     {"doctor", "gateways"},

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 import lmetric as lm
 from lmetric import BadValueError, NoInstanceError, Request, Router, TicketError, UnknownNameError
-from lmetric.options import Llumnix, Star, parse
+from lmetric.option_values import parse
+from lmetric.options import Llumnix, Star
 
 Array = NDArray[Any]
 

@@ -12,7 +12,7 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
-from lmetric.options import parse
+from lmetric.option_values import parse
 from lmetric.server.background import monitor as health
 from lmetric.server.fleet import priority
 from lmetric_lab.emulated import EngineOptions

@@ -10,7 +10,8 @@ import pytest
 
 import lmetric as lm
 from cli_world import call
-from lmetric.options import SimulatedFetch, parse
+from lmetric.option_values import parse
+from lmetric.options import SimulatedFetch
 from lmetric.profiles import load_profile
 from lmetric_lab.defaults import SLICE
 from lmetric_lab.sim.result import Run

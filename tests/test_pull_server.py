@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lmetric.config import PoolSettings, ServerConfig
-from lmetric.options import parse
+from lmetric.option_values import parse
 from lmetric_lab.emulated import EngineOptions
 from moves_world import move, plain
 from pd_world import Pd, nixl

@@ -9,7 +9,7 @@ import pytest
 
 from lmetric import BadValueError, Router
 from lmetric.config import load_config
-from lmetric.options import kind_of, parse
+from lmetric.option_values import kind_of, parse
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 
 

@@ -24,7 +24,7 @@ RUN_TUNED = f"from lmetric_lab.tuned import accept_constants; accept_constants()
 
 # Such a router that splits every request at a fraction: servers refuse this planner in
 # configurations.
-RUN_FORCED = f"from lmetric import options; del options._STUDIED['force']; {RUN_TUNED}"
+RUN_FORCED = f"from lmetric import option_values; del option_values._STUDIED['force']; {RUN_TUNED}"
 
 
 class Process:

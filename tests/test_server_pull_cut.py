@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmetric.options import SplitAt, parse
+from lmetric.option_values import parse
+from lmetric.options import SplitAt
 from lmetric_lab.emulated import EngineOptions
 from moves_world import move, mover
 from pd_world import Pd

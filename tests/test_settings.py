@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 from constants import constant_options
-from lmetric import BadValueError, Request, Router, options
+from lmetric import BadValueError, Request, Router, option_values, options
 from lmetric.cli import routing
 from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config, render
 from lmetric.defaults import DEFAULT_POLICY
+from lmetric.option_errors import instances_of
+from lmetric.option_values import parse
 from lmetric.options import (
     DecodePlacement,
     Guard,
@@ -23,9 +25,9 @@ from lmetric.options import (
     ProgramAuto,
     Routing,
     SimulatedFetch,
+    SplitBy,
     Star,
     UniBoost,
-    parse,
 )
 from lmetric_lab.cli import simulate
 
@@ -112,13 +114,21 @@ def test_the_configuration_that_is_printed_is_read_again(tmp_path: Path) -> None
     assert yaml.safe_load(printed)["rebalance"]["half_life_steps"] == 512.0
 
 
+def test_the_tables_of_options_agree() -> None:
+    assert tuple(option_values._KINDS) == options.OPTIONS
+    for what, kinds in option_values._KINDS.items():
+        found = [*dict.fromkeys(cls for cls, _ in kinds.values()), *([SplitBy] if what == "split" else [])]
+        assert {cls.what for cls in found} == {what}
+        assert instances_of(what) == ", ".join(f"lmetric.{cls.__name__}(...)" for cls in found)
+
+
 def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
     marked = {
         (cls.__name__, name)
         for what in options.OPTIONS
-        for cls in options.classes(what).values()
+        for cls in option_values.classes(what).values()
         for name, each in cls.model_fields.items()
-        if options.is_study(each) and not options.is_constant(each)
+        if option_values.is_study(each) and not option_values.is_constant(each)
     }
     assert marked == {
         ("LibraSplit", "parts"), ("LibraSplit", "lengths_given"), ("DecodePlacement", "lengths_given"),

@@ -4,8 +4,8 @@ Each option is a frozen pydantic model with the defaults of the router. Units ar
 model raises `lmetric.BadValueError` for unknown settings and types, and the router for values out
 of range. `Routing` groups the options.
 
-Files, command lines and `lmetric.simulate` also accept options as text or mappings, which `parse`
-reads: ``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
+Files, command lines and `lmetric.simulate` also accept options as text or mappings:
+`lmetric.option_values` reads them.
 
 A setting is a constant of servers unless `Served` or `Study` annotates it: studies chose its
 default, and no operator needs another value. Servers refuse constants and settings for studies.
@@ -13,16 +13,14 @@ default, and no operator needs another value. Servers refuse constants and setti
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from lmetric.defaults import DEFAULT_POLICY, PLANNER
-from lmetric.validation import expected
 
 if TYPE_CHECKING:
     from lmetric.lengths import LengthPredictor
@@ -100,8 +98,6 @@ class ServerDefault:
     value: Any
 
 
-_Mark = TypeVar("_Mark", Served, Study, ServerDefault)
-_CONSTANT = Study("it is a constant of servers")
 _LENGTHS = Study("it needs the true length of each answer")
 _FORECASTS = Study("it needs the true length of each answer", get_args(Forecast)[1:])
 _REASONING = Study("requests do not contain the length of their reasoning")
@@ -116,6 +112,7 @@ class _Option(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
+    what: ClassVar[str]  # the option's name
     core_kind: ClassVar[str] = ""  # the kind; "": in the fields
     # Settings that the server reads, and the core does not have.
     of_servers: ClassVar[tuple[str, ...]] = ()
@@ -129,8 +126,10 @@ class _Option(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
+            from lmetric.option_errors import refusal
+
             cls = type(self)
-            raise _refusal(cls, error, cls.__name__, list(cls.model_fields)) from None
+            raise refusal(cls, error, cls.__name__, list(cls.model_fields)) from None
 
 
 class LibraSplit(_Option):
@@ -140,6 +139,7 @@ class LibraSplit(_Option):
     Source: Libra, Algorithm 1.
     """
 
+    what: ClassVar[str] = "split"
     core_kind: ClassVar[str] = "libra"
 
     parts: Annotated[int, _REASONING] = 2
@@ -174,6 +174,7 @@ class DecodePlacement(_Option):
     Use it with the policy ``planner`` (docs/research/planner.md).
     """
 
+    what: ClassVar[str] = "split"
     core_kind: ClassVar[str] = "apart"
 
     recent_seconds: float = 30.0
@@ -196,6 +197,7 @@ class DecodePlacement(_Option):
 class SplitAt(_Option):
     """Split every request at a fraction of its prompt and `max_tokens`; for tests of engines."""
 
+    what: ClassVar[str] = "split"
     core_kind: ClassVar[str] = "force"
 
     fraction: Annotated[float, Served()]
@@ -206,6 +208,7 @@ class PrefixFetch(_Option):
     """Fetch the part of a prompt's KV that another instance holds, if that is faster than computing
     it."""
 
+    what: ClassVar[str] = "prefix_fetch"
     core_kind: ClassVar[str] = "on"
 
     seconds_per_token: float | None = None
@@ -240,6 +243,7 @@ class UniBoost(_Option):
     Source: UniBoost, section 3. Documentation: docs/how-to/overload.md.
     """
 
+    what: ClassVar[str] = "priority"
     core_kind: ClassVar[str] = "uniboost"
 
     gamma: float = 0.1
@@ -273,11 +277,14 @@ class FairShares(_Option):
     """Order the engines' queues by tenants' shares of service (virtual token counters, OSDI
     2024)."""
 
+    what: ClassVar[str] = "priority"
     core_kind: ClassVar[str] = "vtc"
 
 
 class _Rebalancing(_Option):
     """The settings of all methods that move requests by their predicted lengths."""
+
+    what: ClassVar[str] = "rebalance"
 
     forecast: Annotated[ForecastLike, _FORECASTS, Served("you have trained a predictor of lengths")] = "curve"
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
@@ -335,6 +342,7 @@ class Llumnix(_Rebalancing):
 class Guard(_Option):
     """The hot-spot guard. Documentation: docs/explanation/default_policy.md."""
 
+    what: ClassVar[str] = "guard"
     core_kind: ClassVar[str] = "guard"
 
     enabled: Annotated[bool, Served()] = True
@@ -356,6 +364,8 @@ class Guard(_Option):
 class SplitBy(_Option):
     """Split requests with a planner of the core, by name: for planners without a class."""
 
+    what: ClassVar[str] = "split"
+
     planner: Annotated[str, Served()]
     """The planner's name."""
     settings: Annotated[Mapping[str, float], Served()] = {}
@@ -369,6 +379,7 @@ class ProgramObservation(_Option):
     docs/how-to/agents.md.
     """
 
+    what: ClassVar[str] = "programs"
     core_kind: ClassVar[str] = "observe"
 
     theta: Annotated[float, Served("programs fill the caches too much, or too little")] = 1.0
@@ -432,6 +443,7 @@ class ThunderAgent(_Option):
     Source: Kang et al. 2026, arXiv 2602.13692.
     """
 
+    what: ClassVar[str] = "programs"
     core_kind: ClassVar[str] = "thunder_agent"
 
     theta: float = 1.0
@@ -466,6 +478,7 @@ class WarmChanges(_Option):
     considers the 4,096 most used prompts.
     """
 
+    what: ClassVar[str] = "fleet_changes"
     core_kind: ClassVar[str] = "warm"
 
     max_seconds: float = 30.0
@@ -540,7 +553,7 @@ class Routing(BaseModel):
             split = None if pools else default_of("split", policy)
         if fetch == "auto":
             fetch = default_of("prefix_fetch", policy)
-            fetch = _for_server("prefix_fetch", fetch, ()) if server and fetch is not None else fetch
+            fetch = with_server_defaults(fetch) if server and fetch is not None else fetch
         return self.model_copy(update={"split": split, "prefix_fetch": fetch})
 
     @property
@@ -550,51 +563,11 @@ class Routing(BaseModel):
         return {what: getattr(self, what) for what in OPTIONS}
 
 
-# By option: the kinds in configurations, each with its class and the fields that the kind sets.
-_KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
-    "split": {"libra": (LibraSplit, {}), "apart": (DecodePlacement, {}), "force": (SplitAt, {})},
-    "prefix_fetch": {"on": (PrefixFetch, {})},
-    "priority": {"uniboost": (UniBoost, {}), "vtc": (FairShares, {})},
-    "rebalance": {
-        "star": (Star, {}),
-        "star_current": (Star, {"prediction": False}),
-        "star_oracle": (Star, {"forecast": "given"}),
-        "llumnix": (Llumnix, {}),
-    },
-    "programs": {
-        "observe": (ProgramObservation, {}),
-        "auto": (ProgramAuto, {}),
-        "admit": (ProgramAdmission, {}),
-        "thunder_agent": (ThunderAgent, {}),
-    },
-    "fleet_changes": {"warm": (WarmChanges, {})},
-    "guard": {"on": (Guard, {})},
-}
-OPTIONS = tuple(_KINDS)
+OPTIONS = ("split", "prefix_fetch", "priority", "rebalance", "programs", "fleet_changes", "guard")
 """Names of the options: keywords of `lmetric.Router` and `lmetric.simulate`, keys of files."""
 # By option: the key that a plain value sets.
 SELECTORS = {what: "enabled" if what in ("prefix_fetch", "guard") else "kind" for what in OPTIONS}
-# Kinds that configurations of servers refuse, with the reason. Tests of engines give `SplitAt`.
-_STUDIED = {
-    "force": "it splits without a gain",
-    "star_current": "it is star without its prediction",
-    "star_oracle": "it needs the true length of each answer",
-    "llumnix": "it has the rules of a rival",
-    "thunder_agent": "it has the rules of a rival",
-}
-_SWITCH: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 _ADAPTIVE = ("window", "min_requests", "every", "smoothing", "min_gamma", "max_gamma")
-
-
-def served(what: str) -> dict[str, Any]:
-    """The classes of option `what` on servers, by kind."""
-    return {name: cls for name, (cls, _) in _KINDS[what].items() if name not in _STUDIED}
-
-
-def classes(what: str) -> dict[str, Any]:
-    """The classes of option `what` in simulations, by kind."""
-    own = {name: SimulatedFetch if cls is PrefixFetch else cls for name, (cls, _) in _KINDS[what].items()}
-    return {name: cls for name, cls in own.items() if cls is not SplitAt}
 
 
 def default_of(what: str, policy: str) -> Any:
@@ -604,416 +577,22 @@ def default_of(what: str, policy: str) -> Any:
     return {"split": DecodePlacement(), "prefix_fetch": PrefixFetch()}.get(what)
 
 
-def _mark(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
-    """The annotation of a kind; None: there is none."""
-    return next((each for each in field.metadata if isinstance(each, kind)), None)
-
-
-def _study(field: FieldInfo) -> Study:
-    """The reason why servers refuse a setting, or some of its values."""
-    return _mark(field, Study) or _CONSTANT
-
-
-def is_study(field: FieldInfo) -> bool:
-    """Whether servers do not offer a setting: it is for simulations only, or a constant."""
-    return _mark(field, Served) is None
-
-
-def is_simulated(field: FieldInfo) -> bool:
-    """Whether a setting is for simulations only."""
-    return _mark(field, Served) is None and _mark(field, Study) is not None
-
-
-def is_constant(field: FieldInfo) -> bool:
-    """Whether a setting is a constant of servers."""
-    return _mark(field, Served) is None and _mark(field, Study) is None
-
-
-def when(field: FieldInfo) -> str:
-    """The reason to change a setting of servers."""
-    served = _mark(field, Served)
-    return "" if served is None else served.when
-
-
 def server_default(field: FieldInfo) -> Any:
     """The default of a setting in servers."""
-    other = _mark(field, ServerDefault)
-    return field.default if other is None else other.value
+    return next((each.value for each in field.metadata if isinstance(each, ServerDefault)), field.default)
 
 
-def offered(cls: type[BaseModel], *, server: bool) -> dict[str, FieldInfo]:
-    """The settings of an option by name: all, or those of servers."""
-    return {name: each for name, each in cls.model_fields.items() if not (server and is_study(each))}
-
-
-def _is_studied(field: FieldInfo, value: object) -> bool:
-    """Whether a setting has a value for simulations only."""
-    if isinstance(value, str) and value in (_study(field).values or ()):
-        return True
-    return is_study(field) and value not in (field.default, server_default(field))
-
-
-def kind_of(option: object) -> str:
-    """The kind of an option in configurations; ``none`` for None, ``auto`` for ``"auto"``."""
-    if option is None or isinstance(option, str):
-        return option or "none"
-    if isinstance(option, Star):
-        if not option.prediction:
-            return "star_current"
-        return "star_oracle" if option.forecast == "given" else "star"
-    if isinstance(option, SplitBy):
-        return option.planner
-    return str(option.core_kind)  # type: ignore[attr-defined]
-
-
-def parse_settings(text: str) -> dict[str, str]:
-    """Settings from ``"a=1, b=2"``.
-
-    Raises:
-        BadValueError: a part is not NAME=VALUE.
-    """
-    found = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not name or not equals or not value:
-            raise _bad("settings", part, "NAME=VALUE, as probes=8")
-        found[name] = value
-    return found
-
-
-def as_mapping(what: str, value: Any) -> Any:
-    """Converts a plain value of an option to a mapping. Returns other values unchanged.
-
-    ``libra(probes=8)`` becomes ``{"kind": "libra", "probes": "8"}``, and ``on`` becomes
-    ``{"enabled": True}``.
-
-    Raises:
-        BadValueError: the text has no valid syntax.
-    """
-    selector = SELECTORS[what]
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, bool):
-        return {selector: value if selector == "enabled" or value else "none"}
-    if not isinstance(value, str):
-        return {selector: None} if value is None else value
-    text = value.strip()
-    if selector == "enabled":
-        if text in ("none", "auto"):
-            return {selector: False if text == "none" else None}
-        if "=" not in text:
-            return {selector: text}
-        return ({selector: True} if what == "prefix_fetch" else {}) | parse_settings(text)
-    called = re.fullmatch(r"(\w+)\s*\((.*)\)", text, re.DOTALL)
-    return {selector: text} if called is None else {selector: called[1], **parse_settings(called[2])}
-
-
-def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> Any:
-    """Reads an option from a configuration: a name, a text, a mapping, or the option itself.
-
-    Args:
-        what: one of `OPTIONS`.
-        server: refuse settings for simulations only, and apply the defaults of servers.
-        policy: policy whose default kind is used for a mapping without a kind.
-
-    Returns:
-        The option; None for ``none``; ``"auto"`` for None and ``auto`` of splits and prefix
-        fetches; None for ``auto`` of the guard.
-
-    Raises:
-        BadValueError: with the attributes `path` (field names below `what`), `value` and `problem`.
-    """
-    if isinstance(value, _classes(what)):
-        _check_range(what, value, list(dict(value)))
-        if not server:
-            return value
-        if not isinstance(value, SplitAt):
-            _check_kind(what, kind_of(value))
-        return _for_server(what, value, ())
-    given = as_mapping(what, value)
-    if not isinstance(given, dict):
-        raise _refused((), value, f"expected a name, a mapping, or one of {_options(what)}", what)
-    off = None if what in ("priority", "rebalance", "programs", "fleet_changes") else "auto"
-    selected = given.pop(SELECTORS[what], None)
-    if SELECTORS[what] == "enabled":
-        return _switched(what, selected, given, server)
-    by_default = selected is None or (selected == "auto" and "auto" not in _KINDS[what])
-    if (by_default or selected == "none") and not given:
-        return None if selected == "none" else off
-    if by_default:
-        selected = kind_of(default_of(what, policy))
-        if selected == "none":
-            known = ", ".join(_known(what, server))
-            raise _refused(("kind",), None, f"missing beside settings; expected one of {known}", what)
-    if what == "split" and selected not in (*_KINDS[what], "none") and selected in _planners():
-        if server and selected not in _planners("experimental"):
-            raise _refused((), selected, "it is for studies only: use it in simulate or study", what)
-        option = _checked(what, SplitBy, {"planner": str(selected), "settings": given})
-        _check_range(what, option, [])
-        return option
-    if selected == "none":
-        name = next(iter(given))
-        raise _refused((name,), given[name], "'none' takes no settings; remove it", what)
-    if selected not in _KINDS[what]:
-        raise _refused(
-            (), selected, f"expected one of {', '.join(_known(what, server))}", what, _known(what, server)
-        )
-    return _made(what, selected, given, server)
-
-
-def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> Any:
-    """Reads a prefix fetch or a guard, which can be on or off."""
-    try:
-        on = _SWITCH.validate_python(enabled)
-    except ValueError:
-        expected = "expected on, off, auto, or settings as NAME=VALUE"
-        raise _refused((), enabled, expected, what) from None
-    if on is None and not given:
-        return None if what == "guard" else "auto"
-    if what == "guard":
-        return _made(what, "on", given | {"enabled": on is not False}, server)
-    made = _made(what, "on", given, server)
-    return None if on is False else made
-
-
-def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
-    cls, presets = _KINDS[what][kind]
-    if server:
-        _check_kind(what, kind)
-    made = SimulatedFetch if cls is PrefixFetch else cls
-    for name, field in made.model_fields.items() if server else ():
-        if name in given and is_study(field):
-            raise _refused((name,), given[name], f"it {_unoffered(field)}; remove it", what)
-    option = _checked(what, made, {**presets, **given}, server)
-    _check_range(what, option, list(given))
-    if server:
-        option = _for_server(what, option, tuple(given))
-    return _plain(option) if isinstance(option, SimulatedFetch) else option
-
-
-def _unoffered(field: FieldInfo) -> str:
-    whose = "cannot be set" if is_constant(field) else "is for simulations only"
-    return f"{whose} ({_study(field).because})"
-
-
-def _check_kind(what: str, kind: str) -> None:
-    """Raises BadValueError for a kind that servers refuse."""
-    if kind in _STUDIED:
-        kinds = ", ".join(_known(what, server=True))
-        problem = f"it is for simulations only ({_STUDIED[kind]}); expected one of {kinds}"
-        raise _refused((), kind, problem, what)
-
-
-def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
-    """The option with the defaults of servers. Raises BadValueError for values for simulations
-    only."""
+def with_server_defaults(option: Any, given: tuple[str, ...] = ()) -> Any:
+    """An option with the defaults of servers. ``given``: settings that keep their value."""
     for name, field in type(option).model_fields.items():
-        value = getattr(option, name)
-        if _is_studied(field, value):
-            told, expected = (
-                each if isinstance(each, str) else f"{each!r}" for each in (value, field.default)
-            )
-            raise _refused((name,), value, f"{told} {_unoffered(field)}; expected {expected}", what)
-        if name not in given and value == field.default != server_default(field):
+        if name not in given and getattr(option, name) == field.default != server_default(field):
             option = option.model_copy(update={name: server_default(field)})
     return option
 
 
-def _plain(fetch: SimulatedFetch) -> PrefixFetch:
-    """The fetch as a `PrefixFetch`, if it has no settings of the simulator."""
-    own = _shared(fetch)
-    return own if SimulatedFetch(**dict(own)) == fetch else fetch
-
-
-def _shared(fetch: PrefixFetch) -> PrefixFetch:
-    """The settings that a fetch of the simulator has in common with others."""
-    return PrefixFetch(**{name: getattr(fetch, name) for name in PrefixFetch.model_fields})
-
-
-def _known(what: str, server: bool = False) -> list[str]:
-    named = _planners("experimental" if server else "study") if what == "split" else []
-    extra = [name for name in named if name not in _KINDS[what]]
-    return ["none", *(served(what) if server else classes(what)), *extra]
-
-
-def _classes(what: str) -> tuple[Any, ...]:
-    """The classes of an option."""
-    own = tuple(dict.fromkeys(cls for cls, _ in _KINDS[what].values()))
-    return (*own, SplitBy) if what == "split" else own
-
-
-def _planners(offers: Maturity = "study") -> list[str]:
-    from lmetric._core import planners
-
-    return list(planners(offers))
-
-
-def _options(what: str) -> str:
-    return ", ".join(f"lmetric.{cls.__name__}(...)" for cls in _classes(what))
-
-
-def _checked(what: str, cls: type[_Option], given: Mapping[str, Any], server: bool = False) -> Any:
-    """Checks the values and returns an instance of `cls`."""
-    from lmetric._core import BadValueError
-
-    try:
-        return cls(**given)
-    except BadValueError as error:
-        cause: Any = error.__context__
-    raise _refusal(cls, cause, what, list(offered(cls, server=server)))
-
-
-def _refusal(cls: type[_Option], error: ValidationError, what: str, known: list[str]) -> Exception:
-    """Returns the first error of pydantic as a BadValueError.
-
-    ``what``: the option in the message. ``known``: its settings.
-    """
-    problem = error.errors(include_url=False)[0]
-    path = tuple(map(str, problem["loc"][-1:]))
-    if problem["type"] == "missing":
-        return _refused(path, None, f"missing; {cls.core_kind or cls.__name__!r} needs it", what)
-    if problem["type"] == "extra_forbidden":
-        return _refused(path, problem["input"], "unknown setting", what, known)
-    return _refused(path, problem["input"], expected(problem), what)
-
-
-def _check_range(what: str, option: Any, given: list[str]) -> None:
-    """Raises BadValueError if the core refuses a value, with the field if a single one is
-    invalid."""
-    from lmetric._core import LmetricError, Router, parsed_option
-
-    def refused(settings: Any) -> LmetricError | None:
-        try:
-            if what == "guard":
-                Router("lmetric", guard=settings)
-            else:
-                parsed_option(what, *settings)
-        except LmetricError as error:
-            return error
-        return None
-
-    if isinstance(option, SimulatedFetch):
-        option = _shared(option)
-        given = [name for name in given if hasattr(option, name)]
-    whole = refused(option if what == "guard" else core_settings(what, option))
-    if whole is None:
-        return
-    for name in given if not isinstance(option, SplitBy) else ():
-        value = getattr(option, name)
-        if what == "guard":
-            alone: Any = Guard(**{name: value})
-        else:
-            kind, settings = core_settings(what, option)
-            alone = kind, {name: settings[name]} if name in settings else {}
-        if error := refused(alone):
-            expected = str(error).rpartition("expected ")[2]
-            raise _refused((name,), value, f"expected {expected}", what) from None
-    raise whole
-
-
-def _refused(
-    path: tuple[str, ...],
-    value: Any,
-    problem: str,
-    what: str,
-    known: list[str] | None = None,
-) -> Exception:
-    import difflib
-
-    from lmetric._core import BadValueError
-
-    if known is not None:
-        near = next(iter(difflib.get_close_matches(str(path[-1] if path else value), known, 1, 0.5)), None)
-        listed = f"known here: {', '.join(known) or 'nothing'}"
-        problem += f"; did you mean {near!r}?" if near else "" if not path else f"; {listed}"
-    where = ".".join((what, *path))
-    said = problem if problem.startswith("missing") else f"{value!r} is not valid; {problem}"
-    error = BadValueError(f"{where}: {said}")
-    error.path, error.value, error.problem = path, value, problem  # type: ignore[attr-defined]
-    return error
-
-
-def json_schema(what: str) -> dict[str, Any]:
-    """The JSON schema of a server option: a word, or a mapping of settings."""
-    from lmetric.descriptions import DescribedSchema
-
-    selector = SELECTORS[what]
-    words: list[Any] = ["none", *served(what)] if selector == "kind" else [True, False, "none", "on"]
-    mappings = []
-    for kind, cls in served(what).items():
-        schema = cls.model_json_schema(schema_generator=DescribedSchema)
-        own = {
-            name: each for name, each in schema["properties"].items() if not is_study(cls.model_fields[name])
-        }
-        switch = {"const": kind} if selector == "kind" else {"type": ["boolean", "null"]}
-        required = [selector] if selector == "kind" else []
-        mappings.append({**schema, "properties": {selector: switch, **own}, "required": required})
-    return {"anyOf": [{"enum": [*words, "auto", None]}, *mappings]}
-
-
-def as_settings(what: str, option: Any) -> Any:
-    """An option in the form that `parse` reads: a word, or a mapping with all fields of servers."""
-    if option is None or isinstance(option, str):
-        return option or ("auto" if what == "guard" else "none")
-    if isinstance(option, SplitBy):
-        return {"kind": option.planner, **option.settings}
-    shown = {
-        name: getattr(option, name)
-        for name, field in type(option).model_fields.items()
-        if not is_study(field) or _is_studied(field, getattr(option, name))
-    }
-    if isinstance(option, PrefixFetch):
-        return {"enabled": True, **shown}
-    if isinstance(option, Guard):
-        return shown
-    if isinstance(option, Star) and (kind := kind_of(option)) == "star_current":
-        del shown["prediction"]
-        return {"kind": kind, **shown}
-    return {"kind": option.core_kind, **shown}
-
-
-def canonical(what: str, value: Any, policy: str = "") -> Any:
-    """A checked value in its shortest form: a word if it has no settings, else a mapping.
-
-    Raises:
-        BadValueError: the value is invalid.
-    """
-    option = parse(what, value, policy=policy)
-    given = as_mapping(what, value)
-    selected = given.pop(SELECTORS[what], None)
-    if not given:
-        if what == "guard":
-            return None if option is None else option.enabled
-        return "on" if what == "prefix_fetch" and option not in (None, "auto") else kind_of(option)
-    settings = option.settings if isinstance(option, SplitBy) else None
-    kept = {name: settings[name] if settings else getattr(option, name) for name in given} if option else {}
-    if what == "guard":
-        return ({} if selected is None else {"enabled": option.enabled}) | kept
-    if what == "prefix_fetch":
-        return "none" if option is None else kept
-    return {"kind": selected or kind_of(option), **kept}
-
-
-def shown(value: Any) -> str:
-    """A result of `canonical` as text: ``libra(probes=8)``."""
-    if not isinstance(value, Mapping):
-        return str(value)
-    settings = {name: each for name, each in value.items() if name != "kind"}
-    text = ", ".join(f"{name}={each:g}" if isinstance(each, float) else f"{name}={each}" for name, each in
-                     settings.items())  # fmt: skip
-    return f"{value['kind']}({text})" if "kind" in value else text
-
-
-def sweep(value: Any) -> Iterator[Any]:
-    """All combinations of a mapping's values, which can be lists. Yields other values unchanged."""
-    from itertools import product
-
-    if not isinstance(value, Mapping):
-        yield value
-        return
-    lists = [each if isinstance(each, list) else [each] for each in value.values()]
-    for values in product(*lists):
-        yield dict(zip(value, values, strict=True))
+def is_option(value: object, what: str) -> TypeGuard[_Option]:
+    """Whether a value is an instance of a class of option ``what``."""
+    return isinstance(value, _Option) and value.what == what
 
 
 def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
@@ -1028,8 +607,10 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     """
     if option is None:
         return "none", {}
-    if not isinstance(option, _classes(what)):
-        raise _bad(what, option, f"{_options(what)} or None")
+    if not is_option(option, what):
+        from lmetric.option_errors import bad, instances_of
+
+        raise bad(what, option, f"{instances_of(what)} or None")
     if isinstance(option, SplitBy):
         return option.planner, dict(option.settings)
     values = dict(option)
@@ -1042,65 +623,11 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
         kind = "star" if values.pop("prediction") else "star_current"
     dropped = _ADAPTIVE if isinstance(option, UniBoost) and not option.adaptive else ()
     if isinstance(option, SimulatedFetch):
-        raise _bad(what, option, "lmetric.PrefixFetch(...) or None; SimulatedFetch is for simulations only")
+        from lmetric.option_errors import bad
+
+        raise bad(what, option, "lmetric.PrefixFetch(...) or None; SimulatedFetch is for simulations only")
     return kind, {
         name: float(value) if isinstance(value, bool) else value
         for name, value in values.items()
         if value is not None and name not in (*dropped, *option.of_servers)
     }
-
-
-def _bad(what: str, got: object, expected: str) -> Exception:
-    from lmetric._core import BadValueError
-
-    return BadValueError(f"{what}: {got!r} is not valid; expected {expected}")
-
-
-__all__ = [
-    "OPTIONS",
-    "SELECTORS",
-    "Auto",
-    "Binding",
-    "CountedTiers",
-    "DecodePlacement",
-    "Failure",
-    "FairShares",
-    "Forecast",
-    "ForecastLike",
-    "Guard",
-    "Handoff",
-    "KvSource",
-    "LibraSplit",
-    "Llumnix",
-    "Maturity",
-    "Option",
-    "PrefixFetch",
-    "PriorityOption",
-    "RebalanceOption",
-    "Routing",
-    "SimulatedFetch",
-    "SplitAt",
-    "SplitBy",
-    "SplitOption",
-    "Star",
-    "UniBoost",
-    "WarmChanges",
-    "as_mapping",
-    "as_settings",
-    "canonical",
-    "classes",
-    "core_settings",
-    "default_of",
-    "is_constant",
-    "is_study",
-    "json_schema",
-    "kind_of",
-    "offered",
-    "parse",
-    "parse_settings",
-    "served",
-    "server_default",
-    "shown",
-    "sweep",
-    "when",
-]

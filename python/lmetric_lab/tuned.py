@@ -4,13 +4,13 @@ Servers do not offer them. The demo sets times by the engines' clock, and tests 
 frequent.
 """
 
-from lmetric import options
+from lmetric import option_values
 from lmetric.cli import main
 
 
 def accept_constants() -> None:
     """Makes the constants of routing options settings of servers, in this process."""
-    options.is_study = options.is_simulated
+    option_values.is_study = option_values.is_simulated
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lmetric import options
+from lmetric import option_values, options
 from lmetric.config import PoolSettings, ServerConfig, reloads
 from lmetric.config.kinds import Strict
 from lmetric.config.tuning import KEY as TUNING
@@ -59,7 +59,7 @@ def default(field: FieldInfo) -> str:
     if value is None or value in ([], {}) or isinstance(value, Strict | options.Guard):
         return ""
     if isinstance(value, options.ProgramObservation):
-        value = options.kind_of(value)
+        value = option_values.kind_of(value)
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
@@ -145,11 +145,11 @@ def option_tables() -> Iterator[str]:
     for what, selector in options.SELECTORS.items():
         yield f"\n### {what}\n\n"
         found: dict[str, tuple[FieldInfo, str]] = {}
-        for kind, cls in options.served(what).items():
+        for kind, cls in option_values.served(what).items():
             if selector == "kind":
                 yield f"- `{kind}`: {(cls.__doc__ or '').strip().splitlines()[0]}\n"
             described = descriptions(cls)
-            for name, field in options.offered(cls, server=True).items():
+            for name, field in option_values.offered(cls, server=True).items():
                 if name != selector:
                     found.setdefault(name, (field, described[name]))
         if selector != "kind":
@@ -158,7 +158,7 @@ def option_tables() -> Iterator[str]:
             yield "\n| key | default | | change it if |\n| --- | --- | --- | --- |\n"
         for name, (field, about) in found.items():
             shown = "" if field.default is None else f"`{json.dumps(field.default)}`"
-            yield f"| `{what}.{name}` | {shown} | {about} | {options.when(field)} |\n"
+            yield f"| `{what}.{name}` | {shown} | {about} | {option_values.when(field)} |\n"
 
 
 TAIL = """

@@ -169,6 +169,14 @@ def class_of(name: str, declared: Any, runtime: Any) -> str:
     return about + ("\n" + "".join(rows) if rows else "")
 
 
+def is_option(name: str) -> bool:
+    """Whether a name is of a public class in `lmetric.options`."""
+    cls = getattr(options, name)
+    return (
+        getattr(cls, "__module__", "") == options.__name__ and hasattr(cls, "model_fields") and name[0] != "_"
+    )
+
+
 def files() -> dict[str, str]:
     """Returns the page."""
     logging.getLogger("griffe").setLevel(logging.ERROR)  # docstrings of the core are Markdown
@@ -181,8 +189,7 @@ def files() -> dict[str, str]:
     )
     names = [name for name in lm.__all__ if not isinstance(getattr(lm, name), lm.Expr)]
     functions = [name for name in names if getattr(getattr(lm, name), "__module__", "") == "lmetric.expr"]
-    optional = [name for name in options.__all__ if hasattr(getattr(options, name), "model_fields")]
-    optional += [name for name in names if hasattr(options, name) and name not in optional]
+    optional = [name for name in sorted(vars(options)) if is_option(name)]
     errors = [
         name
         for name in names

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pydantic.fields import FieldInfo
 
-from lmetric import options
+from lmetric import option_values, options
 from lmetric.cli.help import DISAGGREGATION, EXPERIMENTAL, POLICY
 from lmetric.defaults import PLANNER
 
@@ -32,9 +32,9 @@ SWEPT = ("split", "rebalance")
 def _settings_of(what: str, *, server: bool) -> str:
     """The settings of each kind with their defaults, for the help text."""
     described = []
-    classes = options.served(what) if server else options.classes(what)
+    classes = option_values.served(what) if server else option_values.classes(what)
     for cls in dict.fromkeys(classes.values()):
-        own = options.offered(cls, server=server).items()
+        own = option_values.offered(cls, server=server).items()
         if shown := [_setting(name, field, server=server) for name, field in own if name != "enabled"]:
             described.append(f"{cls.core_kind}: {', '.join(shown)}" if len(classes) > 1 else ", ".join(shown))
     return "; ".join(described)
@@ -53,8 +53,8 @@ def _default(what: str, *, server: bool) -> str:
     if what == "guard":
         return "off, unless the policy turns it on"
     if what == "programs":
-        return options.kind_of(options.ProgramAuto())
-    usual, planned = (options.kind_of(options.default_of(what, policy)) for policy in ("", PLANNER))
+        return option_values.kind_of(options.ProgramAuto())
+    usual, planned = (option_values.kind_of(options.default_of(what, policy)) for policy in ("", PLANNER))
     return usual if usual == planned else f"{usual}; with {PLANNER}: {planned}"
 
 
@@ -68,7 +68,7 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
     made = []
     for what in options.OPTIONS:
         flag = "--" + what.replace("_", "-")
-        kinds = ["none", *(options.served(what) if server else options.classes(what))]
+        kinds = ["none", *(option_values.served(what) if server else option_values.classes(what))]
         text, panel = _HELP[what]
         option = partial(typer.Option, rich_help_panel=panel, show_default=_default(what, server=server))
         if what == "guard":
@@ -101,7 +101,7 @@ def overrides(given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for what in options.OPTIONS:
         found[what] = given.pop(what)
-        for name, value in options.parse_settings(given.pop(f"{what}_settings", None) or "").items():
+        for name, value in option_values.parse_settings(given.pop(f"{what}_settings", None) or "").items():
             found[f"{what}.{name}"] = value
     return found
 

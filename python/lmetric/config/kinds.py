@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
-from lmetric import options
 from lmetric.engines.xargs import MOST_SLO_MS
 from lmetric.roles import Role as Role
 
@@ -285,27 +284,35 @@ class OptionError(ValueError):
 
 
 class Option:
-    """Annotates a key whose value `lmetric.options.parse` reads, with the settings of servers."""
+    """Annotates a key whose value `option_values.parse` reads, with the settings of servers."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def _checked(self, value: Any) -> Any:
         from lmetric._core import LmetricError
+        from lmetric.option_values import parse
 
         try:
-            return options.parse(self._what, value, server=True)
+            return parse(self._what, value, server=True)
         except LmetricError as error:
             raise OptionError(error) from None
 
+    def _written(self, value: Any) -> Any:
+        from lmetric.option_values import as_settings
+
+        return as_settings(self._what, value)
+
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         """Makes pydantic call `parse`, and write options as in files."""
-        written = core_schema.plain_serializer_function_ser_schema(partial(options.as_settings, self._what))
+        written = core_schema.plain_serializer_function_ser_schema(self._written)
         return core_schema.no_info_plain_validator_function(self._checked, serialization=written)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
         """The schema of a word, or a mapping of server settings."""
-        return options.json_schema(self._what)
+        from lmetric.option_values import json_schema
+
+        return json_schema(self._what)
 
 
 IndicatorSource = Annotated[str, AfterValidator(_indicator_source)]

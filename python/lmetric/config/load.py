@@ -109,7 +109,7 @@ def _with_kinds(section: dict[str, Any], policy: Any) -> None:
             continue
         chosen = options.default_of(what, str(name))
         if chosen is not None:
-            value[selector] = True if selector == "enabled" else options.kind_of(chosen)
+            value[selector] = True if selector == "enabled" else chosen.core_kind
 
 
 def render(config: ServerConfig) -> str:
@@ -271,8 +271,10 @@ def _mapping_of(key: str, value: Any, source: str) -> Any:
     """The mapping that a plain value of a section or an option abbreviates. Raises ConfigError."""
     if key not in options.OPTIONS:
         return {SHORTHANDS[key]: value}
+    from lmetric.option_values import as_mapping
+
     try:
-        return options.as_mapping(key, value)
+        return as_mapping(key, value)
     except LmetricError as error:
         raise ConfigError(f"{source}: {key}: {error}") from None
 

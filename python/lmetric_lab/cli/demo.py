@@ -149,7 +149,7 @@ def command(
     """
     from lmetric import LmetricError, Policy, Router
     from lmetric.cli.show import note, print_json, print_text, stdout
-    from lmetric.options import served
+    from lmetric.option_values import served
     from lmetric_lab.demo import Setting
     from lmetric_lab.sim.setups import split_policies
 

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from lmetric._core import LmetricError
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, POLICY, RESULTS
-from lmetric.options import parse_settings
+from lmetric.option_values import parse_settings
 from lmetric.validation import expected
 from lmetric_lab.sim.scenario import Scenario
 from lmetric_lab.sim.setting import Group, Setting, bounds, option_of, setting_of, type_in_files

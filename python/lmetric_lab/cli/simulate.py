@@ -144,7 +144,7 @@ def _command(
     **more: Any,
 ) -> None:
     """Runs the command. `more` has the flags of `Scenario` and of routing options."""
-    from lmetric import options
+    from lmetric import option_values, options
     from lmetric.cli.show import note, print_text
     from lmetric_lab.cli import scenario
     from lmetric_lab.cli.results import warn_unscored
@@ -166,8 +166,8 @@ def _command(
     if planned:
         more["split_settings"] = None  # the planner's default split
     swept, settings = _options(more)
-    planners = {"kind": "apart", **options.parse_settings(split_settings or "")}
-    of_planner = {"split": options.canonical("split", planners)} if planned and split_settings else {}
+    planners = {"kind": "apart", **option_values.parse_settings(split_settings or "")}
+    of_planner = {"split": option_values.canonical("split", planners)} if planned and split_settings else {}
     if "priority" in orders and settings.get("priority", "none") == "none":
         raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
     splits, moves = swept["split"], swept["rebalance"]
@@ -203,8 +203,9 @@ def _command(
     )  # fmt: skip
 
     def splits_by(choice: PolicyChoice, ways: dict[str, Any]) -> bool:
-        default = None if pooled else options.default_of("split", choice.base)
-        return options.parse("split", ways["split"]) is not None if "split" in ways else default is not None
+        if "split" in ways:
+            return option_values.parse("split", ways["split"]) is not None
+        return not pooled and options.default_of("split", choice.base) is not None
 
     setups = [
         Setup(
@@ -251,7 +252,7 @@ def _choices(texts: Iterable[str]) -> list[PolicyChoice]:
 
 def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """The values of each swept option, and the settings of the other options."""
-    from lmetric import options
+    from lmetric import option_values, options
     from lmetric._core import LmetricError
     from lmetric.cli import routing
     from lmetric_lab.sim.setups import split_policies
@@ -259,7 +260,7 @@ def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any
     swept: dict[str, list[Any]] = {}
     plain: dict[str, Any] = {}
     for what in options.OPTIONS:
-        value, settings = flags.pop(what), options.parse_settings(flags.pop(f"{what}_settings") or "")
+        value, settings = flags.pop(what), option_values.parse_settings(flags.pop(f"{what}_settings") or "")
         if what in routing.SWEPT:
             each: list[Any] = list(dict.fromkeys(split_policies(value or [])))
         else:
@@ -267,7 +268,7 @@ def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any
         if settings:
             each = _with_settings(what, each, settings)
         try:
-            found = [options.canonical(what, value) for value in each]
+            found = [option_values.canonical(what, value) for value in each]
         except LmetricError as error:
             raise typer.BadParameter(str(error), param_hint="--" + what.replace("_", "-")) from None
         if what in routing.SWEPT:
@@ -279,15 +280,16 @@ def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any
 
 def _with_settings(what: str, values: list[Any], settings: dict[str, str]) -> list[Any]:
     """The values, with these settings added to the only value that is not none."""
-    from lmetric import options
+    from lmetric import option_values, options
 
     kept = [value for value in values if value != "none"]
     if options.SELECTORS[what] == "kind" and len(kept) != 1:
         flag = "--" + what.replace("_", "-")
-        raise typer.BadParameter(f"needs one kind: {flag} {'|'.join(options.classes(what))}",
+        raise typer.BadParameter(f"needs one kind: {flag} {'|'.join(option_values.classes(what))}",
                                  param_hint=f"{flag}-settings")  # fmt: skip
     values = values or [None]
-    return [value if value == "none" else options.as_mapping(what, value) | settings for value in values]
+    as_mapping = option_values.as_mapping
+    return [value if value == "none" else as_mapping(what, value) | settings for value in values]
 
 
 def _ways(orders: list[str], splits: list[Any], moves: list[Any]) -> list[dict[str, Any]]:

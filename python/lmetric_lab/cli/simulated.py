@@ -118,7 +118,7 @@ def _labels(cells: list[Cell]) -> list[str]:
 
 def _way(result: Result, figure: str, setting: str) -> str:
     """The local order, split or rebalance of a result, with its settings."""
-    from lmetric.options import shown
+    from lmetric.option_values import shown
 
     given = result.setup.settings.get(setting)
     return shown(given) if isinstance(given, Mapping) else str(getattr(result.figures, figure))

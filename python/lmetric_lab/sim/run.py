@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from lmetric import _core
-from lmetric.options import OPTIONS, Routing, core_settings, kind_of, parse
+from lmetric.option_values import kind_of, parse
+from lmetric.options import OPTIONS, Routing, core_settings
 from lmetric.policies import policy_name
 from lmetric.profiles import Profile
 from lmetric_lab.queueing import HostTier, Swap

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from lmetric import options
+from lmetric import option_values
 from lmetric._core import LmetricError, check_local_order
 from lmetric.policies import policy_name
 from lmetric_lab.queueing import HostTier, Swap
@@ -74,12 +74,12 @@ class RoutingOption:
 
     def _read(self, value: Any, info: core_schema.ValidationInfo) -> Any:
         if isinstance(value, str | bool | Mapping | NoneType):
-            return options.canonical(self.what, value, policy_name(info.data.get("policy")))
-        options.parse(self.what, value)
+            return option_values.canonical(self.what, value, policy_name(info.data.get("policy")))
+        option_values.parse(self.what, value)
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Makes pydantic call `lmetric.options` alone."""
+        """Makes pydantic call `lmetric.option_values` alone."""
         return core_schema.with_info_plain_validator_function(self._read)
 
 

@@ -16,7 +16,7 @@ import orjson
 from lmetric import _core, plugins
 from lmetric._core import LmetricError
 from lmetric.defaults import PLANNER
-from lmetric.options import shown
+from lmetric.option_values import shown
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric_lab.defaults import DEFAULT_PROFILE

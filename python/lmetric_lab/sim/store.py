@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lmetric._core import LmetricError
 from lmetric.extras import install
-from lmetric.options import shown
+from lmetric.option_values import shown
 from lmetric_lab.sim.max_load import MaxLoad
 from lmetric_lab.sim.setups import Result
 

@@ -16,10 +16,11 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from lmetric import options, plugins
+from lmetric import plugins
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_lines
 from lmetric.config.kinds import OptionError
+from lmetric.option_values import canonical, sweep
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
 from lmetric_lab.defaults import DEFAULT_PROFILE, SLICE, trace_path
 from lmetric_lab.sim.max_load import Rule
@@ -198,14 +199,14 @@ def _options(what: str, value: Any) -> list[Any]:
     """Reads lists of an option, each in its shortest form. Settings in a mapping can be lists,
     too."""
     try:
-        return [options.canonical(what, one) for each in _listed(value) for one in options.sweep(each)]
+        return [canonical(what, one) for each in _listed(value) for one in sweep(each)]
     except LmetricError as error:
         raise OptionError(error) from None
 
 
 def _mappings(value: Any) -> list[Any]:
     """Reads a list of mappings; `none` switches the setting off. A value can be a list, too."""
-    return [None if one == "none" else one for each in _listed(value) for one in options.sweep(each)]
+    return [None if one == "none" else one for each in _listed(value) for one in sweep(each)]
 
 
 if TYPE_CHECKING:
