@@ -26,17 +26,24 @@ PATHS: dict[str, tuple[dict[str, Any], bytes, str]] = {
     "/v1/responses": (
         {"model": "tiny", "input": "a", "store": False},
         b'event: response.created\ndata: {"type":"response.created","response":{"id":"r"}}\n\n'
+        b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{"id":"r"}}\n\n'
         b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"b"}\n\n'
         b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"r"}}\n\n',
         "StreamingResponsesResponse",
     ),
 }
+# Events before the first one that the engine has computed.
+OPENING = {"/v1/messages": 0, "/v1/responses": 2}
 WHOLE = {"id": "whole", "usage": {"input_tokens": 1, "output_tokens": 1}}
 # The ways in which an engine dies before the first event, and before a whole answer.
 DEATHS: dict[str, Behaviour] = {
     "at once": reset,
     "after the head": says(STREAM_HEAD, then="reset"),
     "after a comment": says(STREAM_HEAD + chunk(b": ping\n\n"), then="reset"),
+    "after the events that open a response": says(
+        STREAM_HEAD + chunk(PATHS["/v1/responses"][1].partition(b"event: response.output")[0]),
+        then="reset",
+    ),
     "in an event": says(STREAM_HEAD + chunk(b"event: message_start\ndata: {"), then="reset"),
     "in the body": says(plain(200, b'{"id": "whole"}').removesuffix(b"}"), then="reset"),
 }
@@ -89,7 +96,7 @@ async def test_two_workers_use_the_other_engine(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_after_an_event_the_error_names_what_vllm_lacks(path: str) -> None:
     body, events, lacks = PATHS[path]
-    first = events.partition(b"\n\n")[0] + b"\n\n"
+    first = b"".join(each + b"\n\n" for each in events.split(b"\n\n")[: OPENING[path] + 1])
     dies = says(STREAM_HEAD + chunk(first), then="reset")
     async with world([FakeEngine(behave=dies), FakeEngine(behave=lives)]) as w:
         _, _, got = await w.post(body | {"stream": True}, path)

@@ -11,10 +11,10 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, world
+from server_world import STREAM_HEAD, Behaviour, FakeEngine, Request, World, chunk, says, world
 from test_server_aborts import model
 
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
 USAGE = {"input_tokens": 4, "output_tokens": 2}
 
@@ -39,6 +39,11 @@ START = event(
 TEXT = delta(type="text_delta", text="b")
 THINKING = delta(type="thinking_delta", thinking="hm")
 ARGUMENTS = delta(type="input_json_delta", partial_json='{"a":')
+ANSWER = START + TEXT + ends("end_turn")
+
+
+def stream(*events: bytes) -> bytes:
+    return STREAM_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n"
 
 
 @pytest.fixture
@@ -70,6 +75,59 @@ async def test_each_part_of_a_message_is_a_token(
         (line,) = (each for each in logs if each["event"] == "request")
         assert line["ttft_seconds"] < line["duration_seconds"] - 0.25
         assert line["output_tokens"] == USAGE["output_tokens"]
+
+
+# -- the beginning of a response
+# -------------------------------------------------------------------------
+
+
+def opened(**fields: Any) -> bytes:
+    response = {"id": "r", "status": "in_progress", "background": False, **fields}
+    return event("response.created", response=response) + event("response.in_progress", response=response)
+
+
+REST = event("response.output_text.delta", delta="a") + event("response.completed", response={"id": "r"})
+
+
+def late(seconds: float) -> Behaviour:
+    """Opens a response at once, and sends the rest after a time."""
+
+    async def behave(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + chunk(opened()))
+        await asyncio.sleep(seconds)
+        writer.write(chunk(REST) + b"0\r\n\r\n")
+        return True
+
+    return behave
+
+
+async def test_a_response_waits_for_its_first_token_like_other_streams() -> None:
+    limits = {"first_byte": 30, "between_chunks": 0.2}
+    async with world([FakeEngine(behave=late(1.5))], timeouts=limits) as w:
+        _, _, got = await w.post({"model": "tiny", "input": "a", "stream": True}, RESPONSES)
+        assert got == opened() + REST
+
+
+async def test_another_engine_answers_a_response_whose_first_token_is_late() -> None:
+    behaviours = late(60), says(stream(opened(), REST))
+    async with world([FakeEngine(behave=each) for each in behaviours], timeouts={"first_byte": 0.5}) as w:
+        status, headers, got = await w.post({"model": "tiny", "input": "a", "stream": True}, RESPONSES)
+        assert (status, headers["x-lmetric-instance"], got) == (200, "e1", opened() + REST)
+
+
+async def test_a_response_in_the_background_begins_at_once() -> None:
+    """Its client may leave, and ask for it later."""
+    begun = opened(background=True)
+
+    async def behave(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + chunk(begun))
+        await engine.until_left(writer)
+        return False
+
+    async with world([FakeEngine(behave=behave)]) as w:
+        asked = {"model": "tiny", "input": "a", "stream": True, "background": True}
+        async with w.client.post(w.url + RESPONSES, json=asked) as answer:
+            assert await answer.content.readexactly(len(begun)) == begun
 
 
 def decoding(w: World) -> float:

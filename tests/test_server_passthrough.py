@@ -42,6 +42,8 @@ assert keys  # a fixture
 BATCH = "/v1/chat/completions/batch"
 GENERATE = "/inference/v1/generate"
 RESPONSES = "/v1/responses"
+# The first event of a response in the background.
+OPENING = {"type": "response.created", "response": {"status": "in_progress", "background": True}}
 
 
 def user(text: str) -> dict[str, str]:
@@ -510,7 +512,7 @@ async def test_an_engine_that_fails_while_a_response_is_read(behave: str) -> Non
             if behave == "hang":
                 await self.until_left(writer)
             else:
-                writer.write(STREAM_HEAD + chunk(event({"type": "response.created"})))
+                writer.write(STREAM_HEAD + chunk(event(OPENING)))
                 await writer.drain()
                 await asyncio.sleep(0.05)
                 writer.transport.abort()
@@ -551,7 +553,7 @@ async def test_a_server_that_stops_ends_requests_for_stored_responses() -> None:
             if request.method != "GET" or not request.path.startswith(RESPONSES):
                 return await super()._answer(request, writer)
             self.requests.append(request)
-            writer.write(STREAM_HEAD + chunk(event({"type": "response.created"})))
+            writer.write(STREAM_HEAD + chunk(event(OPENING)))
             await self.until_left(writer)
             return False
 

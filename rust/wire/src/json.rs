@@ -59,6 +59,10 @@ pub struct Found {
     pub completion: bool,
     /// It is an event of type `ping`.
     pub ping: bool,
+    /// It is an event that opens a response before the engine has computed anything:
+    /// `response.created`, `response.queued` or `response.in_progress`. Not so for a response in the
+    /// background, which its client may leave from then on.
+    pub opening: bool,
     /// It is an object with a member.
     pub named: bool,
     /// Some choice carries text, reasoning or tool calls.
@@ -91,12 +95,12 @@ impl Found {
 
     /// Whether an event of a stream carries a part of the answer, its end or an error. Engines and
     /// proxies send other events to keep a connection alive. Events of other APIs than completions
-    /// count, except `ping` and empty ones.
+    /// count, except `ping`, empty ones and those that only open a response.
     pub fn progress(&self) -> bool {
         let part = if self.completion {
             self.content || self.token_ids.is_some_and(|n| n > 0)
         } else {
-            self.named && !self.ping
+            self.named && !self.ping && !self.opening
         };
         part || self.finish != Finish::Open || self.error
     }
@@ -144,6 +148,7 @@ enum Key {
     Code,
     Object,
     Type,
+    Background,
 }
 
 impl Key {
@@ -173,7 +178,28 @@ impl Key {
             b"code" => Key::Code,
             b"object" => Key::Object,
             b"type" => Key::Type,
+            b"background" => Key::Background,
             _ => Key::Other,
+        }
+    }
+}
+
+/// The `type` of a document, as far as it matters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Type {
+    #[default]
+    Other,
+    Ping,
+    /// An event that opens a response.
+    Opening,
+}
+
+impl Type {
+    fn of(word: &[u8]) -> Self {
+        match word {
+            b"ping" => Type::Ping,
+            b"response.created" | b"response.queued" | b"response.in_progress" => Type::Opening,
+            _ => Type::Other,
         }
     }
 }
@@ -205,6 +231,9 @@ pub(crate) struct Probe {
     length: usize,
     /// Prompt tokens of the last usage that its `input_tokens` leaves out.
     cache_tokens: u64,
+    kind: Type,
+    /// It is a response in the background.
+    background: bool,
     found: Found,
 }
 
@@ -220,6 +249,8 @@ impl Default for Probe {
             word: [0; WORD],
             length: 0,
             cache_tokens: 0,
+            kind: Type::Other,
+            background: false,
             found: Found::default(),
         }
     }
@@ -306,10 +337,12 @@ impl Probe {
         if self.lex == Lex::Word {
             self.letters(b" ");
         }
-        let Self { cache_tokens, mut found, .. } = std::mem::take(self);
+        let Self { cache_tokens, kind, background, mut found, .. } = std::mem::take(self);
         if cache_tokens > 0 {
             found.usage.prompt = found.usage.prompt.map(|tokens| tokens.saturating_add(cache_tokens));
         }
+        found.ping = kind == Type::Ping;
+        found.opening = kind == Type::Opening && !background;
         found
     }
 
@@ -430,7 +463,7 @@ impl Probe {
             }
             (Place::Top, Key::Error) => self.found.error = true,
             (Place::Top, Key::Object) => self.found.error |= word == Some(b"error"),
-            (Place::Top, Key::Type) => self.found.ping = word == Some(b"ping"),
+            (Place::Top, Key::Type) => self.kind = word.map_or(Type::Other, Type::of),
             _ => {}
         }
     }
@@ -451,6 +484,10 @@ impl Probe {
             }
             (Place::TokenIds, _) => {
                 *token_ids = token_ids.map(|n| n + 1);
+                return;
+            }
+            (Place::Wrapper, Key::Background) => {
+                self.background = word == Some(b"true");
                 return;
             }
             (Place::Usage, Key::Prompt) => &mut usage.prompt,
@@ -618,6 +655,9 @@ mod tests {
             r#"{"choices":[{"text":"","token_ids":[],"finish_reason":null}]}"#,
             r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
             r#"{"type":"ping"}"#,
+            r#"{"type":"response.created","sequence_number":0,"response":{"status":"in_progress","background":false}}"#,
+            r#"{"response":{"status":"queued"},"type":"response.queued"}"#,
+            r#"{"type":"response.in_progress","response":{"background":null}}"#,
             "{}",
             "[]",
             "x",
@@ -633,6 +673,8 @@ mod tests {
             r#"{"error":{"message":"m"}}"#,
             r#"{"type":"content_block_delta","delta":{"text":"a"}}"#,
             r#"{"type":"response.output_text.delta","delta":"a"}"#,
+            r#"{"type":"response.created","response":{"background":true}}"#,
+            r#"{"type":"response.output_item.added","item":{"type":"message"}}"#,
         ] {
             assert!(probe(event).progress(), "{event}");
         }

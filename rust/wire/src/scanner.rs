@@ -86,9 +86,10 @@ impl Said {
         }
         step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
         self.note(found, step);
-        // A chat stream opens with a chunk that only names the role: not yet a sign of life from
-        // the model.
-        self.ready |= !found.choices || tokens > 0 || found.finish != Finish::Open || found.error;
+        // A chat stream opens with a chunk that only names the role, a response with events that
+        // repeat the request: not yet a sign of life from the model.
+        let opening = found.choices || found.opening;
+        self.ready |= !opening || tokens > 0 || found.finish != Finish::Open || found.error;
     }
 
     fn note(&mut self, found: &Found, step: &mut Step) {

@@ -732,6 +732,30 @@ fn the_engines_failure_in_an_observed_stream_is_withheld() {
     }
 }
 
+/// vLLM sends these events before it computes anything.
+#[test]
+fn events_that_open_a_response_do_not_commit() {
+    let head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let event = |kind: &str, more: &str| format!("event: {kind}\ndata: {{\"type\":\"{kind}\"{more}}}\n\n");
+    let opened = |more: &str| {
+        ["created", "queued", "in_progress"].map(|kind| event(&format!("response.{kind}"), more)).concat()
+    };
+    let delta = event("response.output_text.delta", r#","delta":"a""#);
+    let mut scanner = Scanner::default();
+    scanner.begin(false, false, false);
+    scanner.feed(head).unwrap();
+    let events = opened(r#","response":{"background":false}"#);
+    assert_eq!(scanner.feed(events.as_bytes()).unwrap(), Step::default());
+    assert_eq!(scanner.progress(), 0);
+    let step = scanner.feed(delta.as_bytes()).unwrap();
+    assert!(step.ready && step.tokens == 1 && scanner.progress() == 1);
+    assert!(scanner.commit(b"", false).ends_with((events + &delta).as_bytes()));
+    // Its client may leave a response in the background, and ask for it later.
+    scanner.begin(false, false, false);
+    scanner.feed(head).unwrap();
+    assert!(scanner.feed(opened(r#","response":{"background":true}"#).as_bytes()).unwrap().ready);
+}
+
 #[test]
 fn only_streams_of_status_200_are_observed() {
     let body = b"data: {\"kv_transfer_params\":1}\n\n".as_slice();
