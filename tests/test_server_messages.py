@@ -130,6 +130,27 @@ async def test_a_response_in_the_background_begins_at_once() -> None:
             assert await answer.content.readexactly(len(begun)) == begun
 
 
+# -- errors
+# -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["internal_error", "api_error", "overloaded_error"])
+async def test_another_engine_answers_after_an_error_as_the_first_event(kind: str) -> None:
+    failed = stream(event("error", error={"type": kind, "message": "EngineCore encountered an issue."}))
+    async with world([FakeEngine(behave=says(failed)), FakeEngine(behave=says(stream(ANSWER)))]) as w:
+        status, headers, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        assert (status, headers["x-lmetric-instance"], got) == (200, "e1", ANSWER)
+        assert model(w).retried.total() == 1
+
+
+async def test_an_error_of_the_request_is_the_clients() -> None:
+    refused = event("error", error={"type": "invalid_request_error", "message": "m"})
+    async with world([FakeEngine(behave=says(stream(refused))), FakeEngine()]) as w:
+        _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        assert got == refused
+        assert not model(w).retried
+
+
 def decoding(w: World) -> float:
     """The requests past their first token."""
     return model(w).router.indicators_of("e0", ["decode_bs"])["decode_bs"]

@@ -75,7 +75,8 @@ pub struct Found {
     pub finish: Finish,
     /// The document is an error object.
     pub error: bool,
-    /// The error's numeric `code`.
+    /// The error's numeric `code`. Anthropic's errors have none: the status that its `type` means,
+    /// if that is a failure of the engine.
     pub error_code: Option<u64>,
     /// The last usage.
     pub usage: Usage,
@@ -464,6 +465,14 @@ impl Probe {
             (Place::Top, Key::Error) => self.found.error = true,
             (Place::Top, Key::Object) => self.found.error |= word == Some(b"error"),
             (Place::Top, Key::Type) => self.kind = word.map_or(Type::Other, Type::of),
+            (Place::Error, Key::Type) => {
+                let code = match word {
+                    Some(b"internal_error" | b"api_error") => 500,
+                    Some(b"overloaded_error") => 503,
+                    _ => return,
+                };
+                self.found.error_code.get_or_insert(code);
+            }
             _ => {}
         }
     }
@@ -644,6 +653,17 @@ mod tests {
         ] {
             assert_eq!(probe(other).finish, Finish::Open, "{other}");
         }
+    }
+
+    #[test]
+    fn the_type_of_an_error_without_a_code_means_a_status() {
+        let code = |error: &str| probe(&format!(r#"{{"type":"error","error":{error}}}"#)).error_code;
+        assert_eq!(code(r#"{"type":"internal_error","message":"dead"}"#), Some(500));
+        assert_eq!(code(r#"{"type":"api_error","message":"dead"}"#), Some(500));
+        assert_eq!(code(r#"{"type":"overloaded_error","message":"full"}"#), Some(503));
+        assert_eq!(code(r#"{"type":"invalid_request_error","message":"too long"}"#), None);
+        assert_eq!(code(r#"{"type":"api_error","code":400}"#), Some(400));
+        assert_eq!(code(r#"{"code":400,"type":"api_error"}"#), Some(400));
     }
 
     #[test]
