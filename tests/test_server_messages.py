@@ -11,8 +11,8 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from server_world import STREAM_HEAD, Behaviour, FakeEngine, Request, World, chunk, says, world
-from test_server_aborts import model
+from server_world import STREAM_HEAD, Behaviour, FakeEngine, Request, World, chunk, plain, says, world
+from test_server_aborts import NOT_ORDERED, ORDERED, Development, engines, model
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
@@ -151,6 +151,84 @@ async def test_an_error_of_the_request_is_the_clients() -> None:
         assert not model(w).retried
 
 
+# -- aborts
+# -------------------------------------------------------------------------
+
+
+def once(state: str, *pieces: bytes, then: bytes = b"") -> Behaviour:
+    """Answers the first message with these pieces, and the others with `then`."""
+    left = True
+
+    async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal left
+        assert isinstance(engine, Development)
+        if request.path != MESSAGES:
+            writer.write(plain(404, {}))
+        elif left:
+            left, engine.state = False, state
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.05)
+        else:
+            writer.write(then)
+        return True
+
+    return behave
+
+
+def whole(text: str, **more: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": text}]
+    return {"id": "m", "type": "message", "content": content, "model": "tiny", "usage": USAGE, **more}
+
+
+# vLLM leaves null fields out of a whole message; others may not.
+@pytest.mark.parametrize("aborted", [whole("a"), whole("a", stop_reason=None)], ids=["absent", "null"])
+@pytest.mark.parametrize("state", [*ORDERED, *NOT_ORDERED])
+async def test_a_whole_message_that_its_engine_aborted(state: str, aborted: dict[str, Any]) -> None:
+    done = whole("b", stop_reason="end_turn")
+    behave = once(state, plain(200, aborted), then=plain(200, done))
+    async with engines(behave, behave, timeouts={"between_chunks": 0.5}) as w:
+        _, _, got = await w.post(ASKED, MESSAGES)
+        ordered = state in ORDERED
+        assert got == (aborted if ordered else done)
+        assert failed(w) == ({"cancelled": 1} if ordered else {})
+        assert model(w).retried == ({} if ordered else {"reset": 1})
+
+
+@pytest.mark.parametrize("begun", [START + TEXT, START], ids=["text", "start"])
+@pytest.mark.parametrize("state", [*ORDERED, *NOT_ORDERED])
+async def test_a_stream_of_a_message_that_its_engine_aborted(state: str, begun: bytes) -> None:
+    """By order it ends as the engine ends it. Otherwise it must not look whole."""
+    behave = once(state, STREAM_HEAD + chunk(begun), chunk(ends(None)) + b"0\r\n\r\n")
+    async with engines(behave, timeouts={"between_chunks": 0.5}) as w:
+        _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        await w.settled()
+        if state in ORDERED:
+            assert got == begun + ends(None)
+            assert failed(w) == {"cancelled": 1}
+        else:
+            end = got.removeprefix(begun)
+            assert end.startswith(b"event: error\n")
+            assert b"the engine aborted the answer" in end
+            assert b"message_delta" not in end
+            assert failed(w) == {"engine_error": 1}
+
+
+async def test_another_engine_answers_if_an_abort_comes_at_once() -> None:
+    aborted, done = stream(START, ends(None)), stream(ANSWER)
+    behave = once("stops", aborted, then=done)
+    async with engines(behave, behave) as w:
+        _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        assert got == ANSWER
+        assert model(w).retried == {"reset": 1}
+
+
 def decoding(w: World) -> float:
     """The requests past their first token."""
     return model(w).router.indicators_of("e0", ["decode_bs"])["decode_bs"]
+
+
+def failed(w: World) -> dict[str, int]:
+    """The failures of requests, by kind."""
+    return {kind: count for kind, count in model(w).router.stats()["failed"].items() if count}

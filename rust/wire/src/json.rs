@@ -17,7 +17,8 @@ pub enum Finish {
     Stopped,
     /// With a call of a tool: `tool_calls`.
     CalledTools,
-    /// By the engine: `abort` or `error`.
+    /// By the engine: `abort` or `error`. In Anthropic's API, vLLM gives an aborted message no
+    /// `stop_reason`.
     Aborted,
 }
 
@@ -105,6 +106,11 @@ impl Found {
         };
         part || self.finish != Finish::Open || self.error
     }
+
+    /// Whether it is a message of Anthropic's API, or an event of it, that the engine aborted.
+    pub(crate) fn aborted_message(&self) -> bool {
+        self.finish == Finish::Aborted && !self.completion
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,6 +197,10 @@ enum Type {
     #[default]
     Other,
     Ping,
+    /// A whole message.
+    Message,
+    /// The event with the end of a message.
+    MessageDelta,
     /// An event that opens a response.
     Opening,
 }
@@ -199,10 +209,21 @@ impl Type {
     fn of(word: &[u8]) -> Self {
         match word {
             b"ping" => Type::Ping,
+            b"message" => Type::Message,
+            b"message_delta" => Type::MessageDelta,
             b"response.created" | b"response.queued" | b"response.in_progress" => Type::Opening,
             _ => Type::Other,
         }
     }
+}
+
+/// The `stop_reason` of a message.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum StopReason {
+    #[default]
+    Absent,
+    Null,
+    Given,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,6 +254,7 @@ pub(crate) struct Probe {
     /// Prompt tokens of the last usage that its `input_tokens` leaves out.
     cache_tokens: u64,
     kind: Type,
+    stop_reason: StopReason,
     /// It is a response in the background.
     background: bool,
     found: Found,
@@ -251,6 +273,7 @@ impl Default for Probe {
             length: 0,
             cache_tokens: 0,
             kind: Type::Other,
+            stop_reason: StopReason::Absent,
             background: false,
             found: Found::default(),
         }
@@ -338,12 +361,21 @@ impl Probe {
         if self.lex == Lex::Word {
             self.letters(b" ");
         }
-        let Self { cache_tokens, kind, background, mut found, .. } = std::mem::take(self);
+        let Self { cache_tokens, kind, stop_reason, background, mut found, .. } = std::mem::take(self);
         if cache_tokens > 0 {
             found.usage.prompt = found.usage.prompt.map(|tokens| tokens.saturating_add(cache_tokens));
         }
         found.ping = kind == Type::Ping;
         found.opening = kind == Type::Opening && !background;
+        // Other objects may be of the type `message`, too, but they report no output tokens.
+        let aborted = match kind {
+            Type::Message => stop_reason != StopReason::Given && found.usage.output.is_some(),
+            Type::MessageDelta => stop_reason == StopReason::Null,
+            _ => false,
+        };
+        if aborted && !found.completion && found.finish == Finish::Open {
+            found.finish = Finish::Aborted;
+        }
         found
     }
 
@@ -453,10 +485,11 @@ impl Probe {
             }
             // Anthropic's messages, whole and as events. OpenAI's choices have a key of this name
             // for stop strings.
-            (Place::Top | Place::Delta, Key::StopReason)
-                if !self.found.completion && word == Some(b"max_tokens") =>
-            {
-                self.found.finish = Finish::AtLimit;
+            (Place::Top | Place::Delta, Key::StopReason) => {
+                self.stop_reason = StopReason::Given;
+                if !self.found.completion && word == Some(b"max_tokens") {
+                    self.found.finish = Finish::AtLimit;
+                }
             }
             // OpenAI's responses.
             (Place::Incomplete, Key::Reason) if word == Some(b"max_output_tokens") => {
@@ -493,6 +526,10 @@ impl Probe {
             }
             (Place::TokenIds, _) => {
                 *token_ids = token_ids.map(|n| n + 1);
+                return;
+            }
+            (Place::Top | Place::Delta, Key::StopReason) if word == Some(b"null") => {
+                self.stop_reason = StopReason::Null;
                 return;
             }
             (Place::Wrapper, Key::Background) => {
@@ -647,12 +684,38 @@ mod tests {
         for other in [
             r#"{"type":"message","content":[{"stop_reason":"max_tokens"}],"stop_reason":"end_turn"}"#,
             r#"{"type":"message_start","message":{"stop_reason":null}}"#,
+            r#"{"type":"message_start","message":{"type":"message","stop_reason":null,"usage":{"output_tokens":0}}}"#,
             r#"{"object":"response","incomplete_details":null}"#,
             r#"{"object":"response","incomplete_details":{"reason":"content_filter"}}"#,
             r#"{"choices":[{"delta":{"stop_reason":"max_tokens"},"stop_reason":"max_tokens"}]}"#,
         ] {
             assert_eq!(probe(other).finish, Finish::Open, "{other}");
         }
+    }
+
+    /// vLLM leaves the reason out of a whole message: its null fields are not sent.
+    #[test]
+    fn a_message_without_a_reason_was_aborted() {
+        for aborted in [
+            r#"{"id":"m","type":"message","content":[],"usage":{"output_tokens":1}}"#,
+            r#"{"stop_reason":null,"usage":{"output_tokens":1},"type":"message"}"#,
+            r#"{"type":"message_delta","delta":{"stop_reason":null,"stop_sequence":null},"usage":{"output_tokens":1}}"#,
+            r#"{"delta":{"stop_reason":null},"type":"message_delta"}"#,
+        ] {
+            assert_eq!(probe(aborted).finish, Finish::Aborted, "{aborted}");
+            assert!(probe(aborted).aborted_message(), "{aborted}");
+        }
+        for other in [
+            r#"{"type":"message","stop_reason":"end_turn","usage":{"output_tokens":1}}"#,
+            r#"{"type":"message","role":"user","content":[]}"#,
+            r#"{"type":"message_delta","delta":{},"usage":{"output_tokens":1}}"#,
+            r#"{"type":"content_block_delta","delta":{"text":"a","stop_reason":null}}"#,
+            r#"{"type":"message_delta","choices":[],"delta":{"stop_reason":null}}"#,
+            r#"{"choices":[{"delta":{"stop_reason":null},"stop_reason":null}]}"#,
+        ] {
+            assert_eq!(probe(other).finish, Finish::Open, "{other}");
+        }
+        assert!(!probe(r#"{"choices":[{"finish_reason":"abort"}]}"#).aborted_message());
     }
 
     #[test]

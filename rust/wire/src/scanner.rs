@@ -113,8 +113,8 @@ impl Said {
 struct Ends {
     /// The end of the last whole event.
     last: Option<usize>,
-    /// The start of an event that the client must not get: a `[DONE]` that arrives too early, or
-    /// the engine's failure in an observed stream.
+    /// The start of an event that the client must not get: a `[DONE]` that arrives too early, the
+    /// engine's failure in an observed stream, or the end of an aborted message.
     halt: Option<usize>,
     /// It is the engine's failure.
     failed: bool,
@@ -243,9 +243,9 @@ impl Scanner {
         self.observer.as_deref()
     }
 
-    /// The event with which the engine failed after a token of an observed stream; empty if there
-    /// is none. The client did not get it. An error that is the request's fault (status 4xx)
-    /// passes.
+    /// The event with which the engine failed after a token of an observed stream, or aborted a
+    /// message; empty if there is none. The client did not get it. An error that is the request's
+    /// fault (status 4xx) passes.
     pub fn withheld(&self) -> &[u8] {
         &self.withheld
     }
@@ -638,13 +638,18 @@ impl Scanner {
     fn read_events(&mut self, piece: &[u8], step: &mut Step) -> Ends {
         let (said, require_finish, committed) = (&mut self.said, self.require_finish, self.committed);
         let fillers = &mut self.fillers;
-        let withholds = self.observer.is_some() && !matches!(self.out, Out::Length(_));
+        let withholds = !matches!(self.out, Out::Length(_));
+        let observed = self.observer.is_some();
         let (mut halt, mut failed) = (None, false);
         let last = self.events.feed(piece, |event, start| match event {
             _ if halt.is_some() => {}
             Event::Done if require_finish && said.finish == Finish::Open && !said.error => halt = Some(start),
             Event::Done => said.ready = true,
-            Event::Data(found) if withholds && said.tokens > 0 && !said.error && engine_failed(&found) => {
+            Event::Data(found)
+                if withholds
+                    && !said.error
+                    && (observed && said.tokens > 0 && engine_failed(&found) || found.aborted_message()) =>
+            {
                 said.note(&found, step);
                 (halt, failed) = (Some(start), true);
             }

@@ -732,6 +732,35 @@ fn the_engines_failure_in_an_observed_stream_is_withheld() {
     }
 }
 
+/// Without its end, a message that the engine aborted cannot look whole.
+#[test]
+fn the_end_of_an_aborted_message_is_withheld() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let event = |kind: &str, more: &str| format!("event: {kind}\ndata: {{\"type\":\"{kind}\"{more}}}\n\n");
+    let start = event("message_start", r#","message":{"type":"message","stop_reason":null}"#);
+    let delta = event("content_block_delta", r#","delta":{"text":"a"}"#);
+    let stop = event("message_stop", "");
+    for (reason, aborted) in [("null", true), (r#""end_turn""#, false)] {
+        let end = event(
+            "message_delta",
+            &format!(r#","delta":{{"stop_reason":{reason}}},"usage":{{"output_tokens":1}}"#),
+        );
+        for begun in [[&start, &delta].map(String::as_str).concat(), start.clone()] {
+            let response = [head, &begun, &end, &stop].concat();
+            for cuts in [vec![], vec![head.len() + begun.len()], (0..response.len()).collect()] {
+                let mut scanner = Scanner::default();
+                scanner.begin(true, false, false);
+                let run = play_begun(scanner, response.as_bytes(), &cuts, true, None);
+                assert_eq!((run.outcome.incomplete, run.outcome.ended), (aborted, !aborted));
+                assert_eq!(run.outcome.finish == Finish::Aborted, aborted);
+                let expected = if aborted { begun.clone() } else { [begun.as_str(), &end, &stop].concat() };
+                assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), expected);
+                assert_eq!(run.scanner.withheld().starts_with(end.as_bytes()), aborted);
+            }
+        }
+    }
+}
+
 /// vLLM sends these events before it computes anything.
 #[test]
 fn events_that_open_a_response_do_not_commit() {

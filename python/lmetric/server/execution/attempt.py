@@ -256,10 +256,9 @@ class EngineAttempt(Attempt):
         withheld = self.reader.withheld
         if not withheld:
             return "the engine's stream ended without a finish_reason", ""
-        said = self.step.engine.adapter.error(withheld)
-        if not said:
+        if self.reader.aborted:
             return "the engine aborted the answer", ""
-        return REPORTED_ERROR, f": {said}"
+        return REPORTED_ERROR, f": {self.step.engine.adapter.error(withheld)}"
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader

@@ -12,6 +12,7 @@ import orjson
 
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.engines.handover import dumps, with_fields
+from lmetric.server.api.paths import MESSAGES
 from lmetric.server.execution.attempt import ANSWER_BYTES
 from lmetric.server.execution.failures import (
     check_beginning,
@@ -36,6 +37,10 @@ from lmetric.server.execution.transcript import object_of
 from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
+
+_ABORTED = "its answer was aborted"
+# The last events of a message. The first one says how it ended.
+_MESSAGE_END = b'event: message_delta\ndata: %b\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 def plain(p: Progress, engine: Engine) -> Way[str | None]:
@@ -64,7 +69,7 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
         try:
             yield None  # until the end of the answer
         except EngineLost as lost:
-            event = _abort_event(attempt, lost)
+            event = _abort_event(p, attempt, lost)
             if event is None or not (yield from aborts_by_order(p, lost.engine)):
                 raise
             _end_aborted(p, attempt, event)
@@ -104,7 +109,10 @@ def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
     Raises EngineLost if the engine aborted it for another reason.
     """
     body, step = attempt.reader.payload(), attempt.step
-    yield from _check_abort(p, step, _choices_of(step, body)[1])
+    if p.client_request.path == MESSAGES:  # vLLM answers a failure with the status 500
+        yield from _check_order(p, step)
+    else:
+        yield from _check_abort(p, step, _choices_of(step, body)[1])
     p.accept(attempt)
     p.answered = attempt  # it was canceled, so its reader still has the usage
     p.write_whole(body, step.engine.name)
@@ -113,9 +121,15 @@ def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
 
 def _check_abort(p: Progress, step: Step, choices: list[Any]) -> Way[None]:
     """Raises EngineLost unless an engine aborted its whole answer by order."""
-    ends = [choice.get("finish_reason") for choice in choices]
-    if "abort" not in ends or not (yield from aborts_by_order(p, step.engine)):
-        raise step.lost("reset", "its answer was aborted")
+    if all(choice.get("finish_reason") != "abort" for choice in choices):
+        raise step.lost("reset", _ABORTED)
+    yield from _check_order(p, step)
+
+
+def _check_order(p: Progress, step: Step) -> Way[None]:
+    """Raises EngineLost unless an engine aborted an answer by order."""
+    if not (yield from aborts_by_order(p, step.engine)):
+        raise step.lost("reset", _ABORTED)
 
 
 def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -130,14 +144,16 @@ def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], li
     return answer, choices
 
 
-def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
+def _abort_event(p: Progress, attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
     """Returns the withheld event with which the engine aborted its stream; None: it did not."""
     withheld = attempt.reader.withheld
     if lost.step is not attempt.step or not (attempt.reader.aborted and withheld):
         return None
     try:
+        if p.client_request.path == MESSAGES:
+            return object_of(withheld)
         event, choices = _choices_of(attempt.step, withheld)
-    except EngineLost:
+    except (EngineLost, MergeError):
         return None  # malformed: another engine continues
     lists = all(isinstance(choice.get("token_ids") or [], list) for choice in choices)
     return event if lists and choices and choices[0].get("finish_reason") == "abort" else None
@@ -145,6 +161,9 @@ def _abort_event(attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
 
 def _end_aborted(p: Progress, attempt: Attempt, event: dict[str, Any]) -> None:
     """Ends a forwarded stream with the event that aborted it."""
+    if p.client_request.path == MESSAGES:
+        p.acts.append(Write(_MESSAGE_END % dumps(event), last=True))
+        return
     transcript, recorded = p.merged(), True
     try:
         p.observe()
