@@ -70,6 +70,12 @@ def test_prompts_of_all_kinds() -> None:
     assert list(ids["token_ids"]) == [1, 2, 3]
     assert ids["cache_salt"] == "pepper"
     assert "token_ids" not in pool.fields("input", {"input": "An embedding"})
+    told = {"role": "system", "content": "Be brief."}
+    whole = list(pool.fields("chat", {"messages": [told, *CHAT["messages"]]})["token_ids"])
+    apart = pool.fields("messages", {"messages": CHAT["messages"], "system": "Be brief."})
+    assert list(apart["token_ids"]) == whole
+    response = {"input": CHAT["messages"][0]["content"], "instructions": "Be brief."}
+    assert list(pool.fields("responses", response)["token_ids"]) == whole
     salted = {"cache_salt": "pepper", "user": "u", "max_completion_tokens": 7}
     salted_chat = pool.fields("chat", CHAT | salted)
     assert len(salted_chat["token_ids"]) == len(chat["token_ids"])

@@ -31,14 +31,19 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
     return False
 
 
-def read_fields(strategy: gateway.LmetricStrategy, **fields: Any) -> Any:
+def read_fields(strategy: gateway.LmetricStrategy, messages: Any = MESSAGES, **fields: Any) -> Any:
     """The fields of a request for the core, from these fields of its body."""
     pool = strategy._pool("fields")
     pool.use([Deployment("one")])
-    strategy._choose(pool, "fields", MESSAGES, None, {"litellm_call_id": "fields", **fields})
+    strategy._choose(pool, "fields", messages, None, {"litellm_call_id": "fields", **fields})
     call = strategy._calls["fields"]
     strategy._close("fields", call, "cancelled")
     return call._fields
+
+
+def ids(fields: Any) -> list[int]:
+    """The tokens of a prompt; empty: they are not known."""
+    return [int(token) for token in fields.get("token_ids", ())]
 
 
 async def pools_of_names() -> dict[str, list[str]]:
@@ -123,6 +128,29 @@ async def main() -> None:
         found["no_turn"] = len(read_fields(strategy, add_generation_prompt=False)["token_ids"])
         found["limited"] = read_fields(strategy, extra_body={"max_output_tokens": 7})["max_tokens"]
         found["session"] = read_fields(strategy, user="u")["session"]
+        system, question = MESSAGES
+        tool = {"name": "look", "description": "Looks."}
+        schema = {"type": "object", "properties": {}}
+        found["agents"] = {
+            "chat": ids(read_fields(strategy)),
+            "messages": ids(read_fields(strategy, [question], system=system["content"])),
+            "responses": ids(
+                read_fields(strategy, None, input=question["content"], instructions=system["content"])
+            ),
+            "tools": ids(
+                read_fields(strategy, tools=[{"type": "function", "function": tool | {"parameters": schema}}])
+            ),
+            "messages_tools": ids(
+                read_fields(
+                    strategy,
+                    [question],
+                    system=[{"type": "text", "text": system["content"]}],
+                    tools=[tool | {"input_schema": schema}],
+                    metadata={"user_id": "u"},  # as Claude Code sends it
+                    litellm_metadata={"user_api_key_request_route": "/v1/messages"},
+                )
+            ),
+        }
         await strategy.close()
     found["pools"] = await pools_of_names()
     print(json.dumps(found))

@@ -100,6 +100,13 @@ def test_fields_of_a_body_reach_the_core(library: dict[str, Any]) -> None:
     assert (library["limited"], library["session"]) == (7, "u")
 
 
+def test_system_prompts_of_coding_agents_are_counted(library: dict[str, Any]) -> None:
+    agents = library["agents"]
+    assert agents["messages"] == agents["responses"] == agents["chat"]
+    assert agents["messages_tools"] == agents["tools"]
+    assert len(agents["tools"]) >= len(agents["chat"]) > 100  # the tokens are known
+
+
 def test_names_that_clients_invent_make_no_pools(library: dict[str, Any]) -> None:
     assert library["pools"] == {"llama": ["llama"], "vllm/0": ["llama", "vllm/*"]}
 

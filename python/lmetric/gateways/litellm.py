@@ -51,6 +51,11 @@ _BODY_FIELDS = (
     *("tools", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens"),
 )
+# Further fields of the prompt, by API.
+_API_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("system", "thinking", "output_config"),
+    "responses": ("instructions", "reasoning", "previous_response_id", "truncation"),
+}
 
 
 class _Call(Placement):
@@ -192,7 +197,9 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             self._close(call_id, old, "reset")
         given = {**kwargs, **(kwargs.get("extra_body") or {})}
         body = {"model": model} | {name: given[name] for name in _BODY_FIELDS if given.get(name) is not None}
-        metadata = kwargs.get("metadata") or kwargs.get("litellm_metadata") or {}
+        # A request of Anthropic's API has a `metadata` of its own.
+        both = kwargs.get("metadata"), kwargs.get("litellm_metadata")
+        metadata = {name: value for each in both if isinstance(each, dict) for name, value in each.items()}
         session = metadata.get("session_id") or kwargs.get("litellm_session_id")
         more = {"session": str(session)} if session else {}
         if is_wildcard and self._tokenizer is None:  # models of one wildcard share no cache
@@ -202,9 +209,14 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             # LiteLLM passes the prompt of a text completion as the only message.
             path, body["prompt"] = "completion", messages[0]["content"]
         elif messages is not None:
-            path, body["messages"] = "chat", messages
+            is_anthropic = route.endswith("/v1/messages") or given.get("system") is not None
+            path, body["messages"] = "messages" if is_anthropic else "chat", messages
         else:
-            path, body["input"] = "input", text or ""
+            is_response = route.endswith("/responses") or given.get("instructions") is not None
+            # Some versions of LiteLLM pass the input of a response only among `kwargs`.
+            path, body["input"] = "responses" if is_response else "input", text or given.get("input") or ""
+        more_names = (name for name in _API_FIELDS.get(path, ()) if given.get(name) is not None)
+        body |= {name: given[name] for name in more_names}
         fields = pool.fields(path, body, request_id=call_id[:256], allow_split=False, **more)
         call = self._calls[call_id] = _Call(pool, fields, kwargs.get("timeout"))
         call.send()

@@ -88,7 +88,7 @@ class Pool:
         """Returns the fields of `lmetric.Request` for a body. Prompts match as in `serve`.
 
         Args:
-            path: "chat", "completion" or "input" (embeddings).
+            path: "chat", "completion", "messages", "responses" or "input" (embeddings).
             more: further fields.
         """
         _, _, _, session, _, salt, most, text, ids, more_bytes, more_tokens, _ = read_request(
@@ -112,6 +112,10 @@ class Pool:
         with contextlib.suppress(NotPredictable):
             if path == "chat":
                 return self._tokenizer.chat(body)
+            if path == "messages":
+                return self._tokenizer.messages(body)
+            if path == "responses":
+                return self._tokenizer.responses(body)
             if path == "completion" and isinstance(prompt := body.get("prompt"), str):
                 return self._tokenizer.encode(self._tokenizer.completion_text(body, prompt))
         return None
