@@ -304,6 +304,14 @@ def dumps(body: JSON) -> bytes:
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def _prompt_logprobs(path: str, request: JSON) -> str | None:
+    """The field that requests log probabilities of the prompt; None: no field does."""
+    if request.get("prompt_logprobs") is not None:  # 0 requests those of the prompt's own tokens
+        return "prompt_logprobs"
+    # vLLM adds them to a chat with `echo` in any case.
+    return "echo" if request.get("echo") and (path == CHAT or request.get("logprobs") is not None) else None
+
+
 def whole_reason(path: str, request: JSON) -> str | None:
     """The reason why a request cannot be split after its prompt; None if it can."""
     if path not in (CHAT, COMPLETIONS):
@@ -311,9 +319,11 @@ def whole_reason(path: str, request: JSON) -> str | None:
     for name in ("n", "best_of"):
         if request.get(name) not in (None, 1):
             return f"{name} is {request[name]!r}: a KV transfer serves one answer per prompt"
-    for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds"):
+    for name in ("use_beam_search", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"
+    if (name := _prompt_logprobs(path, request)) is not None:
+        return f"{name} is set: an engine computes the whole prompt for its log probabilities"
     prompt = request.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         return "it has several prompts"
