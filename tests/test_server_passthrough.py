@@ -526,8 +526,11 @@ async def test_an_engine_that_fails_while_a_response_is_read(behave: str) -> Non
             await w.until(lambda: w.engines[0].left)
         else:
             assert status == 200
-            assert b"response.created" in answer
-            assert b"in the middle of its answer" in answer
+            begun, _, end = answer.partition(b"event: error\ndata: ")
+            assert begun == event(OPENING)
+            error = orjson.loads(end)
+            assert (error["type"], error["code"]) == ("error", "reset")
+            assert "in the middle of its answer" in error["message"]
 
 
 async def test_a_client_that_leaves_ends_the_request_at_the_engine() -> None:

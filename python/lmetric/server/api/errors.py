@@ -69,6 +69,8 @@ def last_events(path: str, body: bytes) -> bytes:
     ``body``: the error as JSON, ours or an engine's. The events of Anthropic's messages and
     OpenAI's responses have names, and a stream of these ends without ``[DONE]``.
     """
+    if path.startswith(f"{RESPONSES}/"):  # a stored response
+        path = RESPONSES
     body = body.replace(b"\r", b" ").replace(b"\n", b" ")  # an engine's own error may have lines
     if path not in (MESSAGES, RESPONSES):
         return b"data: %b\n\ndata: [DONE]\n\n" % body
@@ -83,7 +85,7 @@ def last_events(path: str, body: bytes) -> bytes:
         }
         data: dict[str, Any] = {"type": "error", "error": named}
     else:
-        # The number of the engine's last event is not known. Some clients look for `error`.
+        # The router reads no numbers of events. Some clients look for `error`.
         data = {"type": "error", "sequence_number": 0, "error": error}
         data |= {name: error.get(name) for name in ("code", "message", "param")}
     return b"event: error\ndata: %b\n\n" % orjson.dumps(data)
