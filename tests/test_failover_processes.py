@@ -104,9 +104,10 @@ def tokens_of(raw: bytes) -> int:
     return counts[-1] if counts else 0
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"]
+    ("path", "sampling"),
+    [(CHAT, {"temperature": 0.9, "seed": 3}), (COMPLETIONS, {"temperature": 0})],
+    ids=["sampled chats", "greedy completions"],
 )
 async def test_killing_one_of_two_engines_breaks_no_stream(path: str, sampling: dict[str, Any]) -> None:
     """The emulated engine's next token depends on the tokens before it, also when sampled.

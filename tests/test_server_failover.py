@@ -41,7 +41,7 @@ TOKENS = 60
 
 def engine(**changes: Any) -> EngineOptions:
     """An engine without KV transfer."""
-    return EngineOptions.model_validate({"port": 0, "clock_speed": 5.0} | changes)
+    return EngineOptions.model_validate({"port": 0, "clock_speed": 50.0} | changes)
 
 
 def failing(how: str, after: int = 20) -> EngineOptions:
