@@ -1,5 +1,7 @@
 """Errors of tokenizers."""
 
+import traceback
+
 from lmetric._core import LmetricError
 
 
@@ -18,6 +20,20 @@ class NotPredictable(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def unpredictable(error: Exception) -> NotPredictable:
+    """Returns the reason why reading a prompt failed.
+
+    A malformed request may fail the reader or a template in any way. The engine judges it.
+    """
+    return error if isinstance(error, NotPredictable) else NotPredictable("tokenizer", kind_and_place(error))
+
+
+def kind_and_place(error: Exception) -> str:
+    """Returns the kind and the place of an error. Its message may have a part of a prompt."""
+    (frame,) = traceback.extract_tb(error.__traceback__, limit=-1)
+    return f"{type(error).__name__} in {frame.name}, {frame.filename}:{frame.lineno}"
 
 
 class NotAligned(Exception):

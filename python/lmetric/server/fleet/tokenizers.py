@@ -12,7 +12,7 @@ import structlog
 
 from lmetric.config import PoolSettings
 from lmetric.server.fleet.engine import Engine
-from lmetric.tokens.errors import TokenizerError
+from lmetric.tokens.errors import NotPredictable, TokenizerError
 from lmetric.tokens.hub import configured_folder, find_folder, is_hub_id, why_not_downloaded
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ class Tokenizers:
             tokenizer = await asyncio.to_thread(self._load, folder)
             self.wanted = None
             self._use(tokenizer)
+
+    def count_text(self, why: NotPredictable) -> None:
+        """Counts a prompt that is matched as text although the model matches tokens."""
+        self.text_prompts[why.reason] += 1
+        log.debug("a prompt is matched as text", model=self._model, reason=why.reason, why=str(why))
 
     def drop(self, reason: str) -> None:
         """Removes the tokenizer: prompts are matched as text from now on. Logs the reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -26,24 +26,15 @@ from lmetric.server.http.admission import Admission
 from lmetric.server.http.place import Placement
 from lmetric.server.http.stored import StoredRequests
 from lmetric.server.http.threads import PendingWork, WorkThreads
-from lmetric.server.http.tokenizing import (
-    RENDERED_BYTES,
-    count_text_prompt,
-    encode_all,
-    may_have_media,
-    prompt_text,
-    read_media,
-    read_prompt,
-    renders_at_once,
-    take_prompt,
-    unpredictable,
-)
-from lmetric.tokens.errors import NotPredictable
+from lmetric.tokens.errors import NotPredictable, unpredictable
 
 if TYPE_CHECKING:
     from lmetric.server.http.falling_back import FallingBack
     from lmetric.tokens.images import ImagePrompt
-    from lmetric.tokens.prompt import Tokens
+    from lmetric.tokens.prompt import PromptTokenizer, Tokens
+
+    Prompt = Tokens | ImagePrompt
+    Read = Callable[[], Prompt | None]  # work of a thread
 
 log = structlog.get_logger("lmetric.access")
 
@@ -190,12 +181,15 @@ class Arrivals:
             priority.check_form(call, model)
             if call.priority is not None:
                 priority.remove(call)
-        in_thread: Callable[[], Tokens | ImagePrompt | None] | None = self._read_prompt(call, model)
-        if may_have_media(model, call):
-            if in_thread is None and len(call.body) <= RENDERED_BYTES:
-                read_media(call)
-            else:
-                in_thread = partial(_read_media, call, in_thread)
+        in_thread = self._read_prompt(call, model)
+        if model.encoders:
+            from lmetric.server.http.tokenizing import RENDERED_BYTES, may_have_media, read_media
+
+            if may_have_media(call):
+                if in_thread is None and len(call.body) <= RENDERED_BYTES:
+                    read_media(call)
+                else:
+                    in_thread = partial(_read_media, call, in_thread)
         splits = len(call.body) > LARGE_BODY and model.cuts
         intent = Intent(client_request, call, model, adapter=adapter)
         if in_thread is None and not call.changes and not splits:
@@ -234,7 +228,7 @@ class Arrivals:
         PendingWork(client_request, self._running, found, then=then, why=why)
         return True
 
-    def _read_prompt(self, call: ParsedRequest, model: Model) -> Callable[[], Tokens | ImagePrompt] | None:
+    def _read_prompt(self, call: ParsedRequest, model: Model) -> Read | None:
         """Tokenizes the prompt if its model matches tokens.
 
         Returns long work as a function, for a thread.
@@ -242,19 +236,13 @@ class Arrivals:
         tokenizer = model.tokenizers.current
         if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
-        if not renders_at_once(tokenizer, call):
-            return partial(read_prompt, tokenizer, call)
-        try:
-            text = prompt_text(tokenizer, call)
-            tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
-            prompt = None if tokens is None else tokenizer.expand(text, tokens)
-        except Exception as error:
-            count_text_prompt(model, unpredictable(error))
-            return None
-        if prompt is None:
-            return partial(encode_all, tokenizer, text)
-        take_prompt(model, call, prompt)
-        return None
+        return self._tokenize(model, tokenizer, call)
+
+    @cached_property
+    def _tokenize(self) -> Callable[[Model, PromptTokenizer, ParsedRequest], Read | None]:
+        from lmetric.server.http.tokenizing import begin
+
+        return begin
 
     def _place(self, intent: Intent, now: float) -> None:
         """Places a request whose prompt was read. Raises ApiError."""
@@ -262,22 +250,22 @@ class Arrivals:
             self._falling_back.check_length(intent)
         self._placement.place(intent, now)
 
-    def _prepare_in_thread(
-        self, intent: Intent, read: Callable[[], Tokens | ImagePrompt | None] | None
-    ) -> None:
+    def _prepare_in_thread(self, intent: Intent, read: Read | None) -> None:
         """Changes the body in a thread, and renders or tokenizes its prompt; then places it.
 
         It is not placed if it has ended by then.
         """
         call, model = intent.call, intent.model
 
-        def then(work: asyncio.Future[Tokens | ImagePrompt | None], now: float) -> None:
+        def then(work: asyncio.Future[Prompt | None], now: float) -> None:
             try:
                 prompt = work.result()
             except NotPredictable as error:
-                count_text_prompt(model, error)
+                model.tokenizers.count_text(error)
             else:
                 if prompt is not None:
+                    from lmetric.server.http.tokenizing import take_prompt
+
                     take_prompt(model, call, prompt)
             self._place(intent, now)
 
@@ -285,9 +273,7 @@ class Arrivals:
         PendingWork(intent.client_request, self._running, work, then=then)
 
 
-def _prepare(
-    call: ParsedRequest, read: Callable[[], Tokens | ImagePrompt | None] | None
-) -> Tokens | ImagePrompt | None:
+def _prepare(call: ParsedRequest, read: Read | None) -> Prompt | None:
     """Changes a body, and returns its prompt's tokens. Raises NotPredictable."""
     if call.changes:
         call.apply_changes()
@@ -297,17 +283,15 @@ def _prepare(
         raise unpredictable(error) from None
 
 
-def _read_media(
-    call: ParsedRequest, read: Callable[[], Tokens | ImagePrompt | None] | None
-) -> Tokens | ImagePrompt | None:
+def _read_media(call: ParsedRequest, read: Read | None) -> Prompt | None:
     """Reads the media, and returns the prompt's tokens. Raises NotPredictable."""
+    from lmetric.server.http.tokenizing import read_media
+
     read_media(call)
     return None if read is None else read()
 
 
-def _read_first(
-    intent: Intent, read: Callable[[], Tokens | ImagePrompt | None] | None
-) -> Tokens | ImagePrompt | None:
+def _read_first(intent: Intent, read: Read | None) -> Prompt | None:
     """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable."""
     call = intent.call
     call.first = FirstSegment(intent.client_request.path, call.body)

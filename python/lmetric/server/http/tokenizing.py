@@ -1,8 +1,12 @@
-"""Renders and tokenizes prompts before routing: short ones at once, long ones in a thread."""
+"""Renders and tokenizes prompts before routing: short ones at once, long ones in a thread.
+
+The first request of a model with a tokenizer loads this module.
+"""
 
 from __future__ import annotations
 
-import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +14,7 @@ import structlog
 
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.model import Model
-from lmetric.tokens.errors import NotPredictable
+from lmetric.tokens.errors import NotPredictable, kind_and_place, unpredictable
 
 if TYPE_CHECKING:
     from lmetric.tokens.images import ImagePrompt
@@ -26,18 +30,23 @@ ENCODED_APIS = ("chat", "messages", "responses")
 log = structlog.get_logger("lmetric.tokens")
 
 
-def unpredictable(error: Exception) -> NotPredictable:
-    """Returns the reason why reading a prompt failed.
-
-    A malformed request may fail the reader or a template in any way. The engine judges it.
-    """
-    return error if isinstance(error, NotPredictable) else NotPredictable("tokenizer", _shown(error))
-
-
-def _shown(error: Exception) -> str:
-    """Returns the kind and the place of an error. Its message may have a part of a prompt."""
-    (frame,) = traceback.extract_tb(error.__traceback__, limit=-1)
-    return f"{type(error).__name__} in {frame.name}, {frame.filename}:{frame.lineno}"
+def begin(
+    model: Model, tokenizer: PromptTokenizer, call: ParsedRequest
+) -> Callable[[], Tokens | ImagePrompt] | None:
+    """Tokenizes the prompt of a request. Returns long work as a function, for a thread."""
+    if not renders_at_once(tokenizer, call):
+        return partial(read_prompt, tokenizer, call)
+    try:
+        text = prompt_text(tokenizer, call)
+        tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
+        prompt = None if tokens is None else tokenizer.expand(text, tokens)
+    except Exception as error:
+        model.tokenizers.count_text(unpredictable(error))
+        return None
+    if prompt is None:
+        return partial(encode_all, tokenizer, text)
+    take_prompt(model, call, prompt)
+    return None
 
 
 def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
@@ -63,9 +72,9 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
     return text._replace(scope=call.scope) if call.scope else text
 
 
-def may_have_media(model: Model, call: ParsedRequest) -> bool:
-    """Whether engines of a model encode media, and a request may have some."""
-    if not model.encoders or call.path.prompt not in ENCODED_APIS:
+def may_have_media(call: ParsedRequest) -> bool:
+    """Whether a request may have media that an engine encodes in advance."""
+    if call.path.prompt not in ENCODED_APIS:
         return False
     from lmetric.tokens.media import has_media
 
@@ -79,7 +88,7 @@ def read_media(call: ParsedRequest) -> None:
     try:
         call.media = media_of(call.path.prompt, call.request)
     except Exception as error:  # of a malformed request, which the engine judges
-        log.debug("the media of a request are unknown", reason=_shown(error))
+        log.debug("the media of a request are unknown", reason=kind_and_place(error))
 
 
 def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt) -> None:
@@ -91,15 +100,9 @@ def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt)
     if prompt.unknown:
         model.learn_images(prompt.unknown, call)
     if prompt.tokens is None:
-        count_text_prompt(model, NotPredictable("media", "no engine has rendered an image yet"))
+        model.tokenizers.count_text(NotPredictable("media", "no engine has rendered an image yet"))
     elif len(prompt.images) < prompt.image_count:
         model.tokenizers.text_prompts["image"] += 1
-
-
-def count_text_prompt(model: Model, why: NotPredictable) -> None:
-    """Counts a prompt that is matched as text although its model matches tokens."""
-    model.tokenizers.text_prompts[why.reason] += 1
-    log.debug("a prompt is matched as text", model=model.name, reason=why.reason, why=str(why))
 
 
 def renders_at_once(tokenizer: PromptTokenizer, call: ParsedRequest) -> bool:
