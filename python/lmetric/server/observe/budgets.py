@@ -21,7 +21,7 @@ from lmetric.server.execution.observers import Observer
 from lmetric.server.observe.usage import used_tokens
 
 # By tenant: the windows of its budgets, as the core reads them.
-Windows = Mapping[str, list[dict[str, Any]]]
+Windows = dict[str, list[dict[str, Any]]]
 
 _ZONE_YEARS = 30  # changes of a time zone are known for this long from the start on
 _DAY_SECONDS = 86_400
