@@ -124,8 +124,8 @@ CALLED = {
     ),
     "/readiness": (f"{SERVER}.http.pages.sessions",),
 }
-# Loaded by other commands, by several processes, by the page of a decision, by files of policies,
-# by embedded engines, by a tokenizer of the Hub, by a compressed body, by policies on trial.
+# Loaded by other commands, by several processes and by the page of a decision. Also by files of
+# policies, policies on trial, embedded engines, tokenizers of the Hub and compressed bodies.
 OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),

@@ -13,7 +13,7 @@ from lmetric.server.observe.requests import RequestMetrics
 
 
 class Metrics:
-    """What /metrics shows, without its text, which `families` writes."""
+    """The counts of the server, and the sources of further ones. `families` writes their text."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
