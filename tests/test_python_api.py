@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import doctest
 import importlib.metadata
@@ -51,6 +52,13 @@ def test_compare_ranks_policies_of_each_kind_and_plots_them() -> None:
             lm.compare(wrong)
     with pytest.raises(TypeError, match="compare"):
         lm.compare(["lmetric"], SLICE, instance=8)
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    stub = ast.parse(Path(lm.__file__).with_suffix(".pyi").read_text())
+    imports = [each for each in stub.body if isinstance(each, ast.ImportFrom) and each.module != "typing"]
+    seen = {name.asname: each.module for each in imports for name in each.names}
+    assert seen == lm._HOME_OF | dict.fromkeys(lm._SHADOWS, "lmetric.expr")
 
 
 def test_every_public_name_exists_and_none_shadows_a_builtin() -> None:

@@ -26,293 +26,59 @@ Names are imported on first use, so ``import lmetric`` is fast.
 
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lmetric._core import (
-        Arrival,
-        BadValueError,
-        Board,
-        Decision,
-        EngineBoost,
-        EventFeed,
-        ExpressionError,
-        LmetricError,
-        LoadFormatError,
-        LoadMessage,
-        NoInstanceError,
-        PolicyError,
-        Request,
-        Router,
-        StepTable,
-        Ticket,
-        TicketError,
-        UnknownNameError,
-        check_expression,
-        encode_load,
-        indicator_table,
-        policy_table,
-    )
-    from lmetric._core import __version__ as __version__
-    from lmetric.expr import (
-        BOUND_BS,
-        BOUND_TOKENS,
-        BS,
-        CACHE_FREE_TOKENS,
-        DECODE_BS,
-        DECODE_PRESSURE,
-        DECODE_PRESSURE_KNOWN,
-        DECODE_TOKENS,
-        DECODE_TOKENS_PER_SECOND,
-        EXPECTED_OUTPUT_TOKENS,
-        FETCH_COST_TOKENS,
-        FETCH_TOKENS,
-        FETCHES,
-        HANDOFF_ARRIVED_TOKENS,
-        HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN,
-        HANDOFF_COMING_TOKENS,
-        HANDOFF_RUNNING_TOKENS,
-        HANDOFF_SECONDS,
-        HIT_TOKENS,
-        INDEX_BLOCKS,
-        INSTANCES,
-        KV_HIT,
-        KV_USAGE,
-        LENGTH_CLASS,
-        LORA_BS,
-        LORA_LOADED,
-        LORA_NAME,
-        NEW_TOKENS,
-        P_SECONDS,
-        P_TOKEN,
-        PREDICTED_TPOT_SECONDS,
-        PREDICTED_TTFT_SECONDS,
-        PREFILL_RELATIVE_ERROR,
-        PREFILL_TOKENS_PER_SECOND,
-        PRIORITY,
-        PROMPT_TOKENS,
-        Q_BS,
-        QUEUED_PREFILL_TOKENS,
-        R_BS,
-        RECOMPUTE_RATIO,
-        REMAINING_TOKENS,
-        REPORT_AGE_SECONDS,
-        REPORTED_RUNNING,
-        REPORTED_WAITING,
-        STEP_RELATIVE_ERROR,
-        STEP_SECONDS,
-        TENANT,
-        TENANT_BS,
-        TIER_HIT_TOKENS,
-        TOKENS,
-        WINDOW_OUTPUT_TOKENS,
-        WINDOW_PREFILL_TOKENS,
-        Expr,
-        clip,
-        evaluate,
-        exp,
-        group_max,
-        group_mean,
-        group_min,
-        group_sum,
-        indicator,
-        knob,
-        log,
-        maximum,
-        mean,
-        minimum,
-        norm,
-        sqrt,
-        std,
-        where,
-    )
-    from lmetric.expr import abs as abs
-    from lmetric.expr import max as max
-    from lmetric.expr import min as min
-    from lmetric.lengths.forecast import forecast_function
-    from lmetric.options import (
-        DecodePlacement,
-        FairShares,
-        Guard,
-        LibraSplit,
-        Llumnix,
-        PrefixFetch,
-        ProgramAdmission,
-        ProgramAuto,
-        ProgramObservation,
-        SplitAt,
-        SplitBy,
-        Star,
-        ThunderAgent,
-        UniBoost,
-        WarmChanges,
-    )
-    from lmetric.policies import Policy, PolicyFunction, policy_function
-    from lmetric.relay import EngineTarget, Relay, RelayError
-    from lmetric_lab.sim.churn import FleetChange
-    from lmetric_lab.sim.comparison import Comparison, compare
-    from lmetric_lab.sim.result import Run
-    from lmetric_lab.sim.run import simulate
-    from lmetric_lab.sim.scenario import Scenario
-    from lmetric_lab.sim.traces import Trace, load_trace
-
-__all__ = [
-    "BOUND_BS",
-    "BOUND_TOKENS",
-    "BS",
-    "CACHE_FREE_TOKENS",
-    "DECODE_BS",
-    "DECODE_PRESSURE",
-    "DECODE_PRESSURE_KNOWN",
-    "DECODE_TOKENS",
-    "DECODE_TOKENS_PER_SECOND",
-    "EXPECTED_OUTPUT_TOKENS",
-    "FETCHES",
-    "FETCH_COST_TOKENS",
-    "FETCH_TOKENS",
-    "HANDOFF_ARRIVED_TOKENS",
-    "HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN",
-    "HANDOFF_COMING_TOKENS",
-    "HANDOFF_RUNNING_TOKENS",
-    "HANDOFF_SECONDS",
-    "HIT_TOKENS",
-    "INDEX_BLOCKS",
-    "INSTANCES",
-    "KV_HIT",
-    "KV_USAGE",
-    "LENGTH_CLASS",
-    "LORA_BS",
-    "LORA_LOADED",
-    "LORA_NAME",
-    "NEW_TOKENS",
-    "PREDICTED_TPOT_SECONDS",
-    "PREDICTED_TTFT_SECONDS",
-    "PREFILL_RELATIVE_ERROR",
-    "PREFILL_TOKENS_PER_SECOND",
-    "PRIORITY",
-    "PROMPT_TOKENS",
-    "P_SECONDS",
-    "P_TOKEN",
-    "QUEUED_PREFILL_TOKENS",
-    "Q_BS",
-    "RECOMPUTE_RATIO",
-    "REMAINING_TOKENS",
-    "REPORTED_RUNNING",
-    "REPORTED_WAITING",
-    "REPORT_AGE_SECONDS",
-    "R_BS",
-    "STEP_RELATIVE_ERROR",
-    "STEP_SECONDS",
-    "TENANT",
-    "TENANT_BS",
-    "TIER_HIT_TOKENS",
-    "TOKENS",
-    "WINDOW_OUTPUT_TOKENS",
-    "WINDOW_PREFILL_TOKENS",
-    "Arrival",
-    "BadValueError",
-    "Board",
-    "Comparison",
-    "Decision",
-    "DecodePlacement",
-    "EngineBoost",
-    "EngineTarget",
-    "EventFeed",
-    "Expr",
-    "ExpressionError",
-    "FairShares",
-    "FleetChange",
-    "Guard",
-    "LibraSplit",
-    "Llumnix",
-    "LmetricError",
-    "LoadFormatError",
-    "LoadMessage",
-    "NoInstanceError",
-    "Policy",
-    "PolicyError",
-    "PolicyFunction",
-    "PrefixFetch",
-    "ProgramAdmission",
-    "ProgramAuto",
-    "ProgramObservation",
-    "Relay",
-    "RelayError",
-    "Request",
-    "Router",
-    "Run",
-    "Scenario",
-    "SplitAt",
-    "SplitBy",
-    "Star",
-    "StepTable",
-    "ThunderAgent",
-    "Ticket",
-    "TicketError",
-    "Trace",
-    "UniBoost",
-    "UnknownNameError",
-    "WarmChanges",
-    "__version__",
-    "check_expression",
-    "clip",
-    "compare",
-    "encode_load",
-    "evaluate",
-    "exp",
-    "forecast_function",
-    "group_max",
-    "group_mean",
-    "group_min",
-    "group_sum",
-    "indicator",
-    "indicator_table",
-    "knob",
-    "load_trace",
-    "log",
-    "maximum",
-    "mean",
-    "minimum",
-    "norm",
-    "policy_function",
-    "policy_table",
-    "simulate",
-    "sqrt",
-    "std",
-    "where",
-]
-
+from typing import Any
 
 # `lm.min`, `lm.max` and `lm.abs` are not in `__all__`, so `from lmetric import *` keeps the
 # builtins.
 _SHADOWS = ("abs", "max", "min")
 _MODULES = ("expr", "options", "policies")
+# By module, its names here. `__init__.pyi` has the same names for type checkers.
 # The laboratory's names are one of the three doors to it.
 _HOMES = {
-    "EngineTarget": "lmetric.relay",
-    "Comparison": "lmetric_lab.sim.comparison",
-    "FleetChange": "lmetric_lab.sim.churn",
-    "Relay": "lmetric.relay",
-    "RelayError": "lmetric.relay",
-    "Run": "lmetric_lab.sim.result",
-    "Scenario": "lmetric_lab.sim.scenario",
-    "compare": "lmetric_lab.sim.comparison",
-    "simulate": "lmetric_lab.sim.run",
-    "Trace": "lmetric_lab.sim.traces",
-    "forecast_function": "lmetric.lengths.forecast",
-    "load_trace": "lmetric_lab.sim.traces",
+    "lmetric._core": (
+        "Arrival BadValueError Board Decision EngineBoost EventFeed ExpressionError LmetricError "
+        "LoadFormatError LoadMessage NoInstanceError PolicyError Request Router StepTable Ticket "
+        "TicketError UnknownNameError check_expression encode_load indicator_table policy_table "
+        "__version__"
+    ),
+    "lmetric.expr": (
+        "BOUND_BS BOUND_TOKENS BS CACHE_FREE_TOKENS DECODE_BS DECODE_PRESSURE DECODE_PRESSURE_KNOWN "
+        "DECODE_TOKENS DECODE_TOKENS_PER_SECOND EXPECTED_OUTPUT_TOKENS FETCH_COST_TOKENS FETCH_TOKENS "
+        "FETCHES HANDOFF_ARRIVED_TOKENS HANDOFF_ARRIVED_TOKENS_FOR_CERTAIN HANDOFF_COMING_TOKENS "
+        "HANDOFF_RUNNING_TOKENS HANDOFF_SECONDS HIT_TOKENS INDEX_BLOCKS INSTANCES KV_HIT KV_USAGE "
+        "LENGTH_CLASS LORA_BS LORA_LOADED LORA_NAME NEW_TOKENS P_SECONDS P_TOKEN PREDICTED_TPOT_SECONDS "
+        "PREDICTED_TTFT_SECONDS PREFILL_RELATIVE_ERROR PREFILL_TOKENS_PER_SECOND PRIORITY PROMPT_TOKENS "
+        "Q_BS QUEUED_PREFILL_TOKENS R_BS RECOMPUTE_RATIO REMAINING_TOKENS REPORT_AGE_SECONDS "
+        "REPORTED_RUNNING REPORTED_WAITING STEP_RELATIVE_ERROR STEP_SECONDS TENANT TENANT_BS "
+        "TIER_HIT_TOKENS TOKENS WINDOW_OUTPUT_TOKENS WINDOW_PREFILL_TOKENS Expr clip evaluate exp "
+        "group_max group_mean group_min group_sum indicator knob log maximum mean minimum norm sqrt std "
+        "where"
+    ),
+    "lmetric.lengths.forecast": "forecast_function",
+    "lmetric.options": (
+        "DecodePlacement FairShares Guard LibraSplit Llumnix PrefixFetch ProgramAdmission ProgramAuto "
+        "ProgramObservation SplitAt SplitBy Star ThunderAgent UniBoost WarmChanges"
+    ),
+    "lmetric.policies": "Policy PolicyFunction policy_function",
+    "lmetric.relay": "EngineTarget Relay RelayError",
+    "lmetric_lab.sim.churn": "FleetChange",
+    "lmetric_lab.sim.comparison": "Comparison compare",
+    "lmetric_lab.sim.result": "Run",
+    "lmetric_lab.sim.run": "simulate",
+    "lmetric_lab.sim.scenario": "Scenario",
+    "lmetric_lab.sim.traces": "Trace load_trace",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME_OF, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"lmetric.{name}")
-    if name in __all__ or name in _SHADOWS:
-        own = ("lmetric._core", "lmetric.expr", "lmetric.options", "lmetric.policies")
-        for home in (_HOMES[name],) if name in _HOMES else own:
-            if (found := getattr(import_module(home), name, None)) is not None:
-                globals()[name] = found
-                return found
+    home = "lmetric.expr" if name in _SHADOWS else _HOME_OF.get(name)
+    if home is not None:
+        found = globals()[name] = getattr(import_module(home), name)
+        return found
     if name.isupper() and (symbol := import_module("lmetric.expr").declared(name)) is not None:
         return symbol
     near = get_close_matches(name, __all__, n=1)

@@ -180,13 +180,10 @@ def is_option(name: str) -> bool:
 def files() -> dict[str, str]:
     """Returns the page."""
     logging.getLogger("griffe").setLevel(logging.ERROR)  # docstrings of the core are Markdown
-    package = griffe.load(
-        "lmetric",
-        search_paths=[str(SOURCES)],
-        allow_inspection=False,
-        resolve_aliases=True,
-        resolve_external=True,
-    )
+    loader = griffe.GriffeLoader(search_paths=[str(SOURCES)], allow_inspection=False)
+    loader.load("lmetric_lab")
+    package = loader.load("lmetric")
+    loader.resolve_aliases()
     names = [name for name in lm.__all__ if not isinstance(getattr(lm, name), lm.Expr)]
     functions = [name for name in names if getattr(getattr(lm, name), "__module__", "") == "lmetric.expr"]
     optional = [name for name in sorted(vars(options)) if is_option(name)]
