@@ -183,6 +183,37 @@ def test_log_probabilities_are_joined(text: str) -> None:
     assert told["choices"][0]["token_ids"] is None
 
 
+@pytest.mark.parametrize("names", [False, True], ids=["texts", "ids"])
+@pytest.mark.parametrize("forwarded", [False, True])
+@pytest.mark.parametrize("stop", [None, "not there"])
+def test_offsets_of_a_stream_go_on(forwarded: bool, names: bool, stop: str | None) -> None:
+    """Each engine counts from the start of its own stream, chunk by chunk."""
+
+    def named(token: int) -> str:
+        return f"token_id:{token}" if names else ENCODER.decode([token])
+
+    def logprobs(ids: list[int], at: int) -> dict[str, Any]:
+        tokens = [named(token) for token in ids]
+        offsets = [at + sum(map(len, tokens[:n])) for n in range(len(tokens))]
+        return {"tokens": tokens, "token_logprobs": [0.0] * len(ids), "text_offset": offsets}
+
+    ids = [int(t) for t in ENCODER.encode(" a quiet river and a small boat")]  # type: ignore[union-attr]
+    one = joined(logprobs=0, max_tokens=99, stream=True, stop=stop, return_tokens_as_token_ids=names)
+    given = answer(COMPLETIONS, ids[:3], text_of(ids[:3]), logprobs=logprobs(ids[:3], 0))
+    one.take(given, 3, whole=True)
+    if forwarded:
+        one._logprobs = None  # only its tokens are recorded
+    found = []
+    for first in (3, 7):  # the engines that continue
+        for n in range(first, first + 4, 2):
+            at = sum(len(named(token)) for token in ids[first:n])
+            choice = {"token_ids": ids[n : n + 2], "logprobs": logprobs(ids[n : n + 2], at)}
+            made = one.more({"index": 0, "text": "", "finish_reason": None, **choice})
+            assert made.logprobs is not None
+            found += made.logprobs["text_offset"]
+    assert found == logprobs(ids, 0)["text_offset"][3 : 3 + len(found)]
+
+
 @pytest.mark.parametrize(
     ("path", "told", "why", "failed"),
     [

@@ -342,17 +342,17 @@ class Transcript:
         return self._stop.due(over=finish is not None or found is not None), ids, found
 
     def _offset(self) -> int:
-        """Returns the `text_offset` at which the log probabilities of the next segment begin.
+        """Returns the `text_offset` at which the next log probabilities begin.
 
-        In a stream, vLLM starts a chunk at the end of the text so far. In other answers it adds up
-        the texts of its tokens, which may be longer.
+        vLLM adds up the texts of the tokens. They may be longer than the text, as of a character of
+        several tokens. Those of a forwarded stream are not recorded.
         """
         before = self._logprobs or {}
-        if self._stop is not None:
-            return len(self._stop.text)
-        if self.request.get("stream") or not (before.get("text_offset") and before.get("tokens")):
-            return len(self._decoded)
-        return int(before["text_offset"][-1]) + len(before["tokens"][-1])
+        if before.get("text_offset") and before.get("tokens"):
+            return int(before["text_offset"][-1]) + len(before["tokens"][-1])
+        if self.request.get("return_tokens_as_token_ids"):
+            return sum(len(f"token_id:{token}") for token in self.output_ids)
+        return len(self._decoded if self._stop is None else self._stop.text)
 
     # The client's answer.
 
@@ -496,16 +496,17 @@ def token_ids(choice: JSON) -> list[int]:
 
 
 def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, Any]:
-    """Returns the log probabilities of the first `count` tokens of a segment.
+    """Returns the log probabilities of the first `count` tokens of a segment, or of its next chunk.
 
-    `offset`: characters of the answer before the segment. Raises MergeError.
+    `offset`: their first `text_offset`. An engine counts from the start of its segment. Raises
+    MergeError.
     """
     shifted = {k: v[:count] if isinstance(v, list) else v for k, v in logprobs.items()}
     offsets, tokens = shifted.get("text_offset") or [], shifted.get("tokens") or []
     if not (_are(offsets, int) and _are(tokens, str)):
         raise MergeError("the engine reports invalid log probabilities")
     if offsets:
-        shifted["text_offset"] = [at + offset for at in offsets]
+        shifted["text_offset"] = [at - offsets[0] + offset for at in offsets]
     return shifted
 
 
