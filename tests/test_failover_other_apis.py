@@ -32,7 +32,7 @@ PATHS: dict[str, tuple[dict[str, Any], bytes, str]] = {
         "StreamingResponsesResponse",
     ),
 }
-# Events before the first one that the engine has computed.
+# The number of events before the engine has computed anything.
 OPENING = {"/v1/messages": 0, "/v1/responses": 2}
 WHOLE = {"id": "whole", "usage": {"input_tokens": 1, "output_tokens": 1}}
 # The ways in which an engine dies before the first event, and before a whole answer.

@@ -593,7 +593,7 @@ class Timeouts(Strict):
     # Time for a client to send its request body, seconds: a slower client would hold its memory.
     body: ClassVar[float] = 60.0
     first_byte: Seconds = setting(300.0, when="prompts take longer, or clients give up earlier")
-    """time to the first token of a stream; SSE comments and events that only open it do not count"""
+    """time to the first token of a stream; comments and events that only open it do not count"""
     answer: Seconds = setting(1800.0, when="answers without a stream take longer")
     """time to an answer that is not streamed, which arrives after its last token"""
     request: Seconds | None = setting(7200.0, when="requests take longer, or must end earlier")

@@ -61,8 +61,8 @@ pub struct Found {
     /// It is an event of type `ping`.
     pub ping: bool,
     /// It is an event that opens a response before the engine has computed anything:
-    /// `response.created`, `response.queued` or `response.in_progress`. Not so for a response in the
-    /// background, which its client may leave from then on.
+    /// `response.created`, `response.queued` or `response.in_progress`. Not so of a response in the
+    /// background: its client may leave from then on.
     pub opening: bool,
     /// It is an object with a member.
     pub named: bool,
