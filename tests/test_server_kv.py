@@ -335,6 +335,8 @@ async def test_pushed_load_is_heard_also_if_events_are_refused() -> None:
             [model] = w.server.fleet.models
             assert model.engines["e0"].mode.cause == "cannot subscribe to its KV events"
             await w.until(lambda: ((model.kv.status("e0") or {})["load"] or {}).get("connected", False))
+            # Without events, the router remembers what it has sent.
+            assert [(await through(w, prompt(1)))[1] for _ in range(2)] == [0, 192]
 
 
 async def test_an_engine_without_a_prefix_cache_is_routed_by_load_only() -> None:

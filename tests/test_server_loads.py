@@ -130,7 +130,7 @@ OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded", f"{SERVER}.http.unpacking"),
-    *(f"{SERVER}.fleet.subset", f"{SERVER}.observe.trial_results"),
+    f"{SERVER}.fleet.subset",
     # By an engine whose tokenizer is known, and by a request for its model.
     *(f"{SERVER}.fleet.token_check", f"{SERVER}.http.tokenizing"),
     # By an engine with KV events or with rules for its address.

@@ -53,7 +53,7 @@ def microseconds(model: Any, requests: list[Request]) -> float:
     for request in requests:
         now = time.monotonic()
         placed = None
-        if trials.on:
+        if trials is not None and trials.on:
             _, ticket, placed = trials.route(request, now, None)
         else:
             _, ticket = route(request, now=now, arrival=None)

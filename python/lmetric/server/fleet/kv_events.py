@@ -239,6 +239,8 @@ class KvEvents:
             except LmetricError as error:
                 self._unwire(engine.name)  # of all ranks, and of the pushed load
                 self._hear_load(engine.name, pushed)
+                # A subscription sets this before its first event.
+                self._router.update_instance(engine.name, kv_source="approximate")
                 mode = Mode("approximate", "cannot subscribe to its KV events", str(error), _FIX_SUBSCRIBE)
         else:
             if engine.mode.name != "exact":

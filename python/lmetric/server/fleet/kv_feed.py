@@ -41,6 +41,12 @@ class KvFeed:
         allowed = engine.upstream.allowed
         if allowed is not None:
             await self._with_events().look_up(engine, allowed)
+        elif self._needs_events(engine):
+            self._with_events()  # before it counts as identified: a failed import is repeated
+
+    def _needs_events(self, engine: Engine) -> bool:
+        mode = without_events(engine.capabilities, engine.kv_events, engine.adapter.flags)
+        return mode is None or bool(engine.capabilities.load_feeds)
 
     def wire(self, engine: Engine, pooled: ModelFacts) -> None:
         """Chooses the engine's mode by its capabilities, and makes the needed subscriptions."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lmetric._core import Arrival, NoInstanceError, Request
 from lmetric.config import ServerConfig, SloClass
@@ -21,9 +20,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.running import SERVING, RunningRequests
 from lmetric.server.observe.budgets import TenantBudgets
-
-if TYPE_CHECKING:
-    from lmetric.server.observe.trial_results import TrialResults
+from lmetric.server.observe.trial_results import TrialResults
 
 NO_SHARE = (1.0, 0.0)  # weight and handicap (s) of requests without a tenant
 
@@ -197,8 +194,6 @@ class Placement:
                 routed = decision, ticket
                 client_request.trial = trial
                 if self._trial_results is None:
-                    from lmetric.server.observe.trial_results import TrialResults
-
                     self._trial_results = TrialResults()
                     self._running.observers.add(self._trial_results)
                 if intent.hedge is not None:
