@@ -14,7 +14,7 @@ import lmetric as lm
 from lmetric import _core
 from lmetric.option_values import parse
 from lmetric.server.background import monitor as health
-from lmetric.server.fleet import priority
+from lmetric.server.fleet.priority import Priorities
 from lmetric_lab.emulated import EngineOptions
 from pd_world import BODY, Pd, pd
 
@@ -194,7 +194,7 @@ async def test_priorities_follow_a_wall_clock_that_is_stepped(monkeypatch: pytes
         told = await (await w.client.get(f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}")).json()
         return told["priority"] / 1e3 + told["boost_seconds"]
 
-    step, looks, read, follow = 0.0, 0, time.time, priority.follow_clock
+    step, looks, read, follow = 0.0, 0, time.time, Priorities.follow
 
     def counted(*args: Any) -> None:
         nonlocal looks
@@ -203,7 +203,7 @@ async def test_priorities_follow_a_wall_clock_that_is_stepped(monkeypatch: pytes
 
     monkeypatch.setattr(health, "CLOCK_SECONDS", 0.02)
     monkeypatch.setattr(time, "time", lambda: read() + step)
-    monkeypatch.setattr(priority, "follow_clock", counted)
+    monkeypatch.setattr(Priorities, "follow", counted)
     fixed = {"clock_offset_seconds": 1e6}
     for settings, follows in (({}, True), (fixed, False)):
         step = 0.0

@@ -66,6 +66,7 @@ CONFIGURED = {
             *(f"{SERVER}.http.pages.{name}" for name in ("members", "usage", "workers")),
         ),
     ),
+    "priority": Feature({"priority": "vtc"}, (f"{SERVER}.fleet.priority",)),
     "tls": Feature(
         {"tls": {"certificate_file": "<certificate>", "key_file": "<key>"}},
         (f"{SERVER}.tls.contexts", f"{SERVER}.http.tls_listener"),

@@ -16,7 +16,6 @@ from lmetric.engines.adapter import Scheduler
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.engines.identify import identify
 from lmetric.server.api.paths import AUDIO
-from lmetric.server.fleet import priority
 from lmetric.server.fleet.parsing import GENERATE
 from server_world import FakeEngine, World, world
 from test_event_feed import load, publisher, stored
@@ -113,7 +112,7 @@ async def test_a_scheduler_with_boosts_gets_handicap_and_gamma() -> None:
     async with world([fake], priority=order, tenants=tenants) as w:
         [model] = w.server.fleet.models
         await identified(w)
-        priority.follow_gamma(model)  # as the router does each 10 s
+        model.priority.follow()  # as the router does each 10 s
         bulk = {"x-tenant": "bulk"}
         set_by_router = {"boost_handicap_seconds": 500.0, "boost_gamma": 0.25}
         assert (await sent(w, fake, {}, **bulk))["vllm_xargs"] == set_by_router
@@ -139,7 +138,7 @@ async def test_no_path_gives_an_engine_the_values_of_clients() -> None:
     async with world([fake], priority=order, tenants={"bulk": {"handicap_seconds": 500.0}}) as w:
         [model] = w.server.fleet.models
         await identified(w)
-        priority.follow_gamma(model)
+        model.priority.follow()
         bulk = {"x-tenant": "bulk"}
         chats = {"messages": [[{"role": "user", "content": "a"}]] * 2, "vllm_xargs": cheat}
         got = await sent(w, fake, chats, f"{CHAT}/batch", **bulk)

@@ -15,7 +15,6 @@ from lmetric.engines.adapter import read_page
 from lmetric.server.api.errors import Unusable
 from lmetric.server.background.polls import Polls
 from lmetric.server.execution.exchange import SATURATED
-from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.indicators import METRICS_PAGE
@@ -280,8 +279,8 @@ class Monitor:
 
     async def _clocks(self) -> None:
         for model in self.fleet.models:
-            priority.follow_clock(model.router, model.settings)
-            priority.follow_gamma(model)
+            if model.priority is not None:
+                model.priority.follow()
 
     async def _sweep(self) -> None:
         now = time.monotonic()

@@ -22,7 +22,6 @@ from lmetric.server.api.paths import GENERATING
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import REPORTED_ERROR, Attempt, AttemptEvent, OtherEngine, Step
-from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
 if TYPE_CHECKING:
@@ -154,15 +153,11 @@ class EngineAttempt(Attempt):
         if self._rules.answers_asked_name and (names := client_request.renamed) is not None:
             connection.rename(*names)
         self._since = now
-        engine, given = step.engine, client_request.priority
-        body = step.body
-        if given is not None:
-            body, given = priority.body(engine, given, body), priority.header(engine, given)
-        if client_request.drops_priority and priority.boosts(engine):
+        engine, body, given = step.engine, step.body, None
+        if client_request.drops_priority and (prioritized := engine.prioritized) is not None:
             path = client_request.path if step.target is None else step.target.decode()
-            body = priority.boost_body(
-                engine, body, path=path, handicap_seconds=client_request.handicap_seconds
-            )
+            handicap = client_request.handicap_seconds
+            body, given = prioritized(body, client_request.priority, path=path, handicap_seconds=handicap)
         upstream = engine.upstream
         first = upstream.head(step.target or client_request.head.target, step.stream, step.method)
         first += client_request.session_line

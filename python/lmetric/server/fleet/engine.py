@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -165,6 +165,9 @@ class Engine:
         self.added_at = self.mode_since = time.monotonic()
         self.was_exact = False  # its KV events were in use before
         self.refill: KvBackfill | None = None
+        # Returns body and priority header of a request (`prioritized`). None: it gets no priority,
+        # and may get any of the client's own.
+        self.prioritized: Callable[..., tuple[bytes, int | None]] | None = None
         self.role_set: Role | None = None  # by an administrator
         self.connector: Connector | None = None  # set if it serves segments of requests
         self.unfit: str | None = None  # reason why it cannot serve its role
@@ -240,6 +243,12 @@ class Engine:
     def encodes(self) -> bool:
         """Whether it only encodes images, sound and video: it gets no request of a client."""
         return self.role == "encode"
+
+    @property
+    def boosts(self) -> bool:
+        """Whether its own scheduler computes boosts (`uniboost`)."""
+        scheduler = self.capabilities.scheduler
+        return scheduler is not None and scheduler.boosts
 
     @property
     def inexact(self) -> bool:

@@ -374,6 +374,7 @@ class Fleet:
         model = self.model_of(engine)
         if model is None:
             return  # removed meanwhile, or replaced
+        model.prioritize(engine)
         if engine.misfit is not None:
             engine.identified, engine.ask_again_at = True, math.inf
             return

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -31,7 +32,6 @@ from lmetric.server.api.eligibility import (
 )
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.fleet import priority
 from lmetric.server.fleet.activity import Activity
 from lmetric.server.fleet.admission import HeldRequests
 from lmetric.server.fleet.engine import Engine, unusable
@@ -53,6 +53,7 @@ from lmetric.server.fleet.weights import Weights
 if TYPE_CHECKING:
     from lmetric.server.fleet.changes import FleetChanges
     from lmetric.server.fleet.images import Images
+    from lmetric.server.fleet.priority import Priorities
     from lmetric.server.fleet.rebalancer import Rebalancer
     from lmetric.server.fleet.trials import Trials
     from lmetric.tokens.images import Image
@@ -134,7 +135,6 @@ class Model:
         self.trials: Trials | None = None  # made by the first policy on trial
         if (trials := self.trials_for(self.policies)) is not None:
             trials.configure(self.policies)
-        priority.follow_clock(self.router, settings)
         self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants=tenants or {})
         self.programs = ProgramWatch(name, self.router, routing.programs, held=self.held)
         self.kv = KvFeed(self.router)
@@ -172,8 +172,12 @@ class Model:
         self.fetches_prefixes = routing.prefix_fetch is not None
         self.joins = self.splits or self.mover is not None
         self.fails_over = settings.stream_failover  # whether other engines continue broken streams
-        self.orders = settings.priority is not None  # whether the router sets priorities
         self.gamma: float | None = None  # for engines that compute boosts, 1/s; None: not sent
+        self.priority: Priorities | None = None  # set if the router sets priorities
+        if settings.priority is not None:
+            from lmetric.server.fleet.priority import Priorities
+
+            self.priority = Priorities(self)
         self.cuts = self.joins or self.fetches_prefixes  # whether a plan may have several segments
         self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
         self.requests = 0  # placed so far
@@ -320,6 +324,14 @@ class Model:
         if engine.healthy:  # an engine that is down changes the service of no other engine
             self.review(engine)
         return self.names.update(engine.name, engine.capabilities.models)
+
+    def prioritize(self, engine: Engine) -> None:
+        """Decides by an engine's capabilities whether the router sets values of its requests."""
+        engine.prioritized = None
+        if self.priority is not None or engine.boosts:
+            from lmetric.server.fleet.priority import prioritized
+
+            engine.prioritized = partial(prioritized, engine)
 
     def hold(self, engine: Engine, *, one_of_many: bool) -> None:
         """Handles a change of an engine's `held`.

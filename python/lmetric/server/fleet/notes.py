@@ -1,4 +1,4 @@
-"""What is remembered of requests: their notes, versions of weights, and second decisions."""
+"""Values that a model keeps by request, such as notes and versions of weights."""
 
 from __future__ import annotations
 

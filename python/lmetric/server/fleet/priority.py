@@ -7,14 +7,11 @@ from typing import Any
 
 import orjson
 
-from lmetric._core import Router, edit_object, short_members
-from lmetric.config import PoolSettings
+from lmetric._core import edit_object, short_members
 from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 from lmetric.engines.xargs import GAMMA, HANDICAP
 from lmetric.options import UniBoost
-from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import MESSAGES, RESPONSES
-from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.engine import Engine, ServedModel
 from lmetric.server.fleet.parsing import GENERATE
 
@@ -26,58 +23,67 @@ _SAMPLING, _EXTRA = "sampling_params", "extra_args"  # of GENERATE, the second i
 _SHORT_VALUE = 4096
 
 
-def follow_clock(router: Router, settings: PoolSettings) -> None:
-    """Sets the offset from the router's clock to the wall clock, unless the settings have one.
+class Priorities:
+    """The priorities that the router of a model sets."""
 
-    The router's clock has an arbitrary start, and all routers of a fleet must compute the same
-    priorities. Call this repeatedly: the wall clock may be stepped.
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self.follow()
+
+    def follow(self) -> None:
+        """Sets the offset from the router's clock to the wall clock, and reads the model's gamma.
+
+        The router's clock has an arbitrary start, and all routers of a fleet must compute the same
+        priorities; the settings may have the offset. Engines that compute boosts get the gamma.
+        Call this repeatedly: the wall clock may be stepped.
+        """
+        model, order = self._model, self._model.settings.priority
+        if isinstance(order, UniBoost) and order.clock_offset_seconds is None:
+            model.router.set_clock_offset(time.time() - time.monotonic())
+        follows = isinstance(order, UniBoost) and any(each.boosts for each in model.engines.values())
+        model.gamma = model.router.learned()["gamma"] if follows else None
+
+    @staticmethod
+    def how(engine: Engine) -> str:
+        """Describes how an engine gets a request's priority, and whether its queue uses it."""
+        capability = engine.capabilities.priority
+        if engine.boosts:
+            if engine.model is not None and isinstance(engine.model.settings.priority, UniBoost):
+                return "sent as the tenant's handicap and gamma; its scheduler computes the order"
+            return "not sent: its scheduler computes the order"
+        if capability is None:
+            return "not sent: the engine is not known to accept a priority"
+        if capability.honoured is False:
+            return "not sent: its queue is not ordered by priority"
+        heed = (
+            "its queue is ordered by priority"
+            if capability.honoured
+            else "it does not report whether its queue is ordered by priority"
+        )
+        return f"sent as {'a header' if capability.header else 'a field'}; {heed}"
+
+
+def prioritized(
+    engine: Engine, sent: bytes, priority: int | None, *, path: str, handicap_seconds: float
+) -> tuple[bytes, int | None]:
+    """Returns body and priority header of a request; None: it gets no header.
+
+    ``sent``: a body without the client's own `priority`. ``priority``: by the router; None: it sets
+    none. ``path``: that of this body, which is not the client's for parts of an answer.
     """
-    if isinstance(settings.priority, UniBoost) and settings.priority.clock_offset_seconds is None:
-        router.set_clock_offset(time.time() - time.monotonic())
+    header, capability, boosts = None, engine.capabilities.priority, engine.boosts
+    if priority is not None and capability is not None:
+        value = capability.field(-priority)
+        if not capability.header:
+            sent = sent if value is None else with_fields(sent, {"priority": value})
+        elif capability.honoured is not False and not boosts:
+            header = value
+    if boosts:
+        sent = _with_boost(engine, sent, path=path, handicap_seconds=handicap_seconds)
+    return sent, header
 
 
-def follow_gamma(model: ServedModel) -> None:
-    """Reads the model's gamma for engines that compute boosts. Call this repeatedly."""
-    follows = isinstance(model.settings.priority, UniBoost) and any(map(boosts, model.engines.values()))
-    model.gamma = model.router.learned()["gamma"] if follows else None
-
-
-def how(engine: Engine) -> str:
-    """Describes how an engine gets a request's priority, and whether its queue uses it."""
-    capability = engine.capabilities.priority
-    if boosts(engine):
-        if engine.model is not None and isinstance(engine.model.settings.priority, UniBoost):
-            return "sent as the tenant's handicap and gamma; its scheduler computes the order"
-        return "not sent: its scheduler computes the order"
-    if capability is None:
-        return "not sent: the engine is not known to accept a priority"
-    if capability.honoured is False:
-        return "not sent: its queue is not ordered by priority"
-    heed = (
-        "its queue is ordered by priority"
-        if capability.honoured
-        else "it does not report whether its queue is ordered by priority"
-    )
-    return f"sent as {'a header' if capability.header else 'a field'}; {heed}"
-
-
-def boosts(engine: Engine) -> bool:
-    """Whether the engine's own scheduler computes boosts."""
-    scheduler = engine.capabilities.scheduler
-    return scheduler is not None and scheduler.boosts
-
-
-def check_form(call: ParsedRequest, model: ServedModel) -> None:
-    """Refuses a form with `vllm_xargs` if engines of the model compute boosts.
-
-    The router changes no form, and this field has the values that clients must not set. Raises
-    ApiError (400).
-    """
-    if call.has_xargs and any(map(boosts, model.engines.values())):
-        raise bad(f"the form has the field {_XARGS}; this model accepts it in JSON bodies only", _XARGS)
-
-
-def boost_body(engine: Engine, sent: bytes, *, path: str, handicap_seconds: float) -> bytes:
+def _with_boost(engine: Engine, sent: bytes, *, path: str, handicap_seconds: float) -> bytes:
     """Returns the body for an engine that computes boosts: with the tenant's handicap and the
     model's gamma, or without both if the router sets no such order. Values of the client are
     dropped.
@@ -120,30 +126,3 @@ def _value(body: bytes, name: str) -> Any:
 
 def _with_value(body: bytes, name: str, value: Any) -> bytes:
     return edit_object(body, (name,), orjson.dumps({name: value})[1:-1])
-
-
-def header(engine: Engine, priority: int | None) -> int | None:
-    """Returns the value of the engine's priority header; None: it gets no header."""
-    capability = engine.capabilities.priority
-    if priority is None or capability is None or not capability.header or capability.honoured is False:
-        return None
-    if boosts(engine):
-        return None
-    return capability.field(-priority)
-
-
-def remove(call: ParsedRequest) -> None:
-    """Removes the client's own `priority` from a request."""
-    call.change(("priority",))
-
-
-def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:
-    """Returns the body, with the engine's priority field if it accepts a field and not a header.
-
-    ``sent``: a body without the client's own `priority` (see `remove`).
-    """
-    capability = engine.capabilities.priority
-    if priority is None or capability is None or capability.header:
-        return sent
-    value = capability.field(-priority)
-    return sent if value is None else with_fields(sent, {"priority": value})

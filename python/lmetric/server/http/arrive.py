@@ -12,14 +12,13 @@ import structlog
 from lmetric.config import ServerConfig
 from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.conversation import beginning
-from lmetric.server.api.errors import ApiError, unserved_alias
+from lmetric.server.api.errors import ApiError, bad, unserved_alias
 from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.intent import Intent
-from lmetric.server.fleet import priority
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission
@@ -175,12 +174,17 @@ class Arrivals:
             if not searched and self._search_response(client_request, call):
                 return
             self._stored.follow(client_request, call, model)
-        if model.orders or self.admission.identity.on:
+        if model.priority is not None or self.admission.identity.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
-            priority.check_form(call, model)
+            if call.has_xargs and any(engine.boosts for engine in model.engines.values()):
+                # The router changes no form, and clients must not set the values of this field.
+                raise bad(
+                    "the form has the field vllm_xargs; this model accepts it in JSON bodies only",
+                    "vllm_xargs",
+                )
             if call.priority is not None:
-                priority.remove(call)
+                call.change(("priority",))
         in_thread = self._read_prompt(call, model)
         if model.encoders:
             from lmetric.server.http.tokenizing import RENDERED_BYTES, may_have_media, read_media

@@ -25,7 +25,6 @@ from lmetric.server.api.own_pages import (
     schema,
 )
 from lmetric.server.background import replica_state
-from lmetric.server.fleet import priority
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.live import live
 from lmetric.server.http.pages import engines
@@ -215,8 +214,8 @@ def _record(call: Call, full: bool) -> dict[str, Any]:
                     for event in events
                 ]
             shown["timeline"] = timeline(shown)
-            if record["priority"] is not None and engine is not None:
-                shown["priority_sent"] = priority.how(engine)
+            if record["priority"] is not None and engine is not None and model.priority is not None:
+                shown["priority_sent"] = model.priority.how(engine)
             if not admin and not front.config.errors.show_engines:
                 shown = {name: value for name, value in shown.items() if name in _WITHOUT_ENGINES}
             return shown if full else {name: value for name, value in shown.items() if value is not None}

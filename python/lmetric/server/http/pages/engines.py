@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
@@ -62,7 +61,7 @@ async def shown(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]
                 "kv_events": model.kv.status(engine.name) if model else None,
                 "tiers": model.router.tiers(engine.name) if model else None,
                 "refilling": engine.refill is not None,
-                "priority": priority.how(engine) if model and model.settings.priority is not None else None,
+                "priority": model.priority.how(engine) if model and model.priority is not None else None,
                 "tokenizer": _tokenizer(model, engine) if model else None,
             }
         )
