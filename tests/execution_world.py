@@ -49,6 +49,7 @@ from lmetric.server.execution.plan import (
     Wake,
     Write,
 )
+from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.parsing import DERENDER
@@ -591,7 +592,7 @@ class Driver:
         self.rules = Rules.of(setup.config())
         fetches = model.fetches_prefixes and fetch_reason is None
         resumes = model.fails_over and call.stream and model.failover_reason(ask.path, call) is None
-        hedge = Hedge(HEDGE_SECONDS, request) if setup.hedges and call.stream else None
+        hedge = Hedge(HEDGE_SECONDS, request, hedged) if setup.hedges and call.stream else None
         intent = Intent(
             *(asked, call, model), moves=moves, fetches=fetches, resumes=resumes, hedge=hedge, asked=request
         )

@@ -83,6 +83,11 @@ CONFIGURED = {
         {"fallbacks": {"large": ["small"]}},
         (f"{SERVER}.http.falling_back", f"{SERVER}.execution.fallback"),
     ),
+    "hedging": Feature({"hedging": {"after_seconds": 1.0}}, (f"{SERVER}.execution.ways.hedge",)),
+    "hedge_after_seconds": Feature(
+        {"models": [{"name": "tiny", "admission": {"classes": {"chat": {"hedge_after_seconds": 1.0}}}}]},
+        (f"{SERVER}.execution.ways.hedge",),
+    ),
     "rebalance": Feature(
         {"rebalance": "star", "model": "tiny"},
         ("lmetric.option_values", f"{SERVER}.fleet.rebalancer", f"{SERVER}.execution.ways.move"),
@@ -138,7 +143,7 @@ OTHERS = (
     *(f"{SERVER}.fleet.{name}" for name in ("kv_events", "kv_choice", "kv_backfill")),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
-WAYS = ("plain", "pair", "chain", "parsed", "hedge", "encode", "abort")
+WAYS = ("plain", "pair", "chain", "parsed", "encode", "abort")
 OPTIONAL = {
     *(name for feature in CONFIGURED.values() for name in feature.modules),
     *(name for names in CALLED.values() for name in names),

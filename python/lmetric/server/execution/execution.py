@@ -290,7 +290,9 @@ ENDS = frozenset({"ended", "failed", "stale", "elsewhere"})
 def run(p: Progress) -> Way[None]:
     """Runs a request from its decision to its end, on as many engines as that needs."""
     name: str | None = p.decision.instance
-    way = _segment if p.model.cuts else plain.plain
+    way: Callable[[Progress, Engine], Way[str | None]] = _segment if p.model.cuts else plain.plain
+    if p.hedge is not None:  # never with several segments
+        way = p.hedge.way
     while name is not None:
         try:
             engine = p.model.engines[name]

@@ -6,7 +6,7 @@ them with events, and a runner carries out the actions (`runner`).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -149,6 +149,7 @@ class Hedge:
 
     after_seconds: float
     request: Request  # as routed first
+    way: Callable[[Any, Engine], Way[str | None]]  # runs the first attempt, and this one beside it
     canary: bool = False  # whether the canary's policy decides
     step: Step | None = None  # None: it is not sent
     decision: Decision = field(init=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from lmetric._core import Arrival, NoInstanceError, Request
-from lmetric.config import ServerConfig, SloClass
+from lmetric.config import PoolSettings, ServerConfig, SloClass
 from lmetric.server.api.caller import NOBODY
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
@@ -14,8 +16,9 @@ from lmetric.server.execution.exchange import ClientRequest
 from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.observers import failed
-from lmetric.server.execution.plan import Hedge
+from lmetric.server.execution.plan import Hedge, Way
 from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.running import SERVING, RunningRequests
@@ -32,6 +35,7 @@ class Placement:
         self._running = running
         self._budgets = budgets
         self._trial_results: TrialResults | None = None  # an observer once a model has trials
+        self._hedged: Callable[[Any, Engine], Way[str | None]] | None = None  # None: no hedges
         self.configure(config)
 
     def configure(self, config: ServerConfig) -> None:
@@ -41,6 +45,10 @@ class Placement:
             self._running.observers.add(self._budgets)
         self._shares = {name: (each.weight, each.handicap_seconds) for name, each in tenants.items()}
         self._classes = {name: each.slo_class for name, each in tenants.items() if each.slo_class is not None}
+        if self._hedged is None and any(map(_hedges, map(config.pool_settings, (None, *config.models)))):
+            from lmetric.server.execution.ways.hedge import hedged
+
+            self._hedged = hedged
 
     def place(
         self,
@@ -125,7 +133,7 @@ class Placement:
         if slo is not None and slo.hedge_after_seconds is not None:
             hedge_seconds = slo.hedge_after_seconds
         if hedge_seconds is not None:
-            intent.hedge = _hedge(intent, hedge_seconds)
+            intent.hedge = self._hedge(intent, hedge_seconds)
         arrival = None
         if held.admits:
             tenant, slo_class = client_request.tenant, client_request.slo_class
@@ -153,6 +161,17 @@ class Placement:
         except ApiError:
             client_request.refused_because = "budget"
             raise
+
+    def _hedge(self, intent: Intent, seconds: float) -> Hedge | None:
+        """Returns the hedge of a request after this time; None: only its own engine may answer it.
+
+        Only a stream of choices shows when its first token comes.
+        """
+        call = intent.call
+        if not call.stream or not call.path.generates or intent.client_request.pinned_to is not None:
+            return None
+        assert self._hedged is not None  # the configuration has a time
+        return Hedge(seconds, intent.asked, way=self._hedged)
 
     def _slo_class(self, client_request: ClientRequest, model: Model) -> SloClass | None:
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
@@ -248,15 +267,11 @@ class Placement:
             relay.fail()
 
 
-def _hedge(intent: Intent, seconds: float) -> Hedge | None:
-    """Returns the hedge of a request after this time; None: only its own engine may answer it.
-
-    Only a stream of choices shows when its first token comes.
-    """
-    call = intent.call
-    if not call.stream or not call.path.generates or intent.client_request.pinned_to is not None:
-        return None
-    return Hedge(seconds, intent.asked)
+def _hedges(settings: PoolSettings) -> bool:
+    """Returns whether some requests of a model are hedged."""
+    classes = settings.admission.classes.values() if settings.admission is not None else ()
+    times = (settings.hedging.after_seconds, *(each.hedge_after_seconds for each in classes))
+    return any(seconds is not None for seconds in times)
 
 
 def _instances(client_request: ClientRequest, model: Model) -> list[str] | None:

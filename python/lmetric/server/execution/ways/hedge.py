@@ -7,26 +7,21 @@ the router counts its load. It has no tenant and no session: the first attempt c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lmetric._core import ENGINE_ERROR, INCOMPLETE, NoInstanceError, Request
 from lmetric.server.execution.exchange import SATURATED, why_no_stream
 from lmetric.server.execution.failures import add_failure, check_beginning, kind_of
 from lmetric.server.execution.plan import Attempt, Cancel, EngineLost, Hedge, Step, TimeIsUp, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.refusal import retry_after_seconds
+from lmetric.server.execution.ways.plain import own_request, pass_answer
 from lmetric.server.fleet.engine import Engine
 
-Again = Callable[[Progress, Engine], Step]
 
-
-def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
-    """Sends a step, and after a time its hedge. Returns the first beginning of an answer.
-
-    `again`: returns the same step for another engine.
-    """
+def hedged(p: Progress, engine: Engine) -> Way[str | None]:
+    """Sends the request to an engine, as the plain way does, and after a time to a second one."""
     hedge = p.hedge
-    assert hedge is not None
+    assert hedge is not None  # Placement has set this way with it
+    first = own_request(p, engine)
     p.wake(hedge.after_seconds)
     following: Step | None = first
     while True:
@@ -38,7 +33,7 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
                 _promote(p, hedge, "cancelled")
             check_beginning(p, attempt, flags)
         except TimeIsUp:
-            following = _second(p, hedge, first.engine, again=again)
+            following = _second(p, hedge, engine)
         except EngineLost as lost:
             if p.hedge is None:
                 raise  # no other attempt runs
@@ -52,7 +47,9 @@ def hedged(p: Progress, first: Step, again: Again) -> Way[tuple[Attempt, int]]:
                 _promote(p, hedge, lost.retried_kind)
         else:
             p.end_hedge("lost")
-            return attempt, flags
+            break
+    yield from pass_answer(p, attempt, flags)
+    return None
 
 
 def _promote(p: Progress, hedge: Hedge, kind: str) -> None:
@@ -81,7 +78,7 @@ def _check_hedge(p: Progress, attempt: Attempt, flags: int) -> None:
     raise step.lost(kind_of(code) if code >= 500 else "saturated", reason)
 
 
-def _second(p: Progress, hedge: Hedge, first: Engine, *, again: Again) -> Step | None:
+def _second(p: Progress, hedge: Hedge, first: Engine) -> Step | None:
     """Returns the step of the hedge, once its time has come; None: it is not sent."""
     p.hedge = None
     if p.stalled_at:
@@ -94,7 +91,7 @@ def _second(p: Progress, hedge: Hedge, first: Engine, *, again: Again) -> Step |
     others, own, second = p.model.hedging.others, p.decision.id, hedge.decision.id
     others.keep(own, second)
     others.keep(second, own)
-    hedge.step = step = again(p, engine)
+    hedge.step = step = own_request(p, engine)
     p.hedge = hedge
     p.tried_engines += (engine.name,)
     return step

@@ -35,7 +35,6 @@ from lmetric.server.execution.plan import (
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import object_of
 from lmetric.server.execution.ways.abort import aborts_by_order
-from lmetric.server.execution.ways.hedge import hedged
 from lmetric.server.fleet.engine import Engine
 
 _ABORTED = "its answer was aborted"
@@ -49,11 +48,8 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
     if step.reader == "whole":
         yield from _rewritten(p, step)
         return None
-    if p.hedge is None:
-        attempt, flags = yield step
-        check_beginning(p, attempt, flags)
-    else:
-        attempt, flags = yield from hedged(p, step, own_request)
+    attempt, flags = yield step
+    check_beginning(p, attempt, flags)
     yield from pass_answer(p, attempt, flags)
     return None
 
