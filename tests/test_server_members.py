@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from constants import with_constants
-from lmetric.config import Load, ServerConfig
+from lmetric.config import ServerConfig
+from lmetric.config.schema import Load
 from lmetric.server import Server
 from lmetric.server.fleet import fleet
 from lmetric_lab.embedded import EmbeddedEngines

@@ -22,9 +22,8 @@ from lmetric.config import (
     UniqueKeys,
     load_config,
     needs_restart,
-    reloads,
 )
-from lmetric.config.reload import RELOADED
+from lmetric.config.reload import RELOADED, reloads
 from lmetric.server.app import Reloads
 from server_world import FakeEngine, Request, World, hang, plain, world
 from tls_world import Authority, needs_openssl, subject_of

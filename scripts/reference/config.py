@@ -10,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmetric import option_values, options
-from lmetric.config import PoolSettings, ServerConfig, reloads
+from lmetric.config import PoolSettings, ServerConfig
 from lmetric.config.kinds import Strict
+from lmetric.config.reload import reloads
 from lmetric.config.tuning import KEY as TUNING
 from lmetric.config.tuning import is_tuning, tuning_fields
 from lmetric.descriptions import descriptions
