@@ -322,8 +322,8 @@ def whole_reason(path: str, request: JSON) -> str | None:
     for name in ("use_beam_search", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"
-    if (name := _prompt_logprobs(path, request)) is not None:
-        return f"{name} is set: an engine computes the whole prompt for its log probabilities"
+    if (field := _prompt_logprobs(path, request)) is not None:
+        return f"{field} is set: an engine computes the whole prompt for its log probabilities"
     prompt = request.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         return "it has several prompts"
