@@ -340,6 +340,31 @@ def test_the_core_of_the_router_names_no_feature() -> None:
     assert named == FEATURE_DATA
 
 
+# Code lines of the core outside the folders of features: what must be read to change a decision.
+MAX_DECISION_LINES = 17_503
+BESIDE_DECISIONS = FEATURES | {"board", "budget"}
+
+
+def code_lines(file: Path) -> int:
+    """Lines that are not empty, not only a comment, and not part of unit tests."""
+    code = re.sub(r"#\[cfg\(test\)\]\n(pub\(crate\) )?mod \w+;\n", "", file.read_text())
+    code = re.split(r"#\[cfg\(test\)\]\n(?:pub\(crate\) )?mod \w+ \{", code)[0]
+    return sum(line.strip() != "" and not line.strip().startswith("//") for line in code.splitlines())
+
+
+def test_the_code_in_the_way_of_a_decision_does_not_grow() -> None:
+    """Lower the limit with each change that removes lines."""
+    core = ROUTER.parent
+    files = [
+        file
+        for file in core.rglob("*.rs")
+        if not file.stem.startswith("tests")
+        and file.relative_to(core).parts[0].removesuffix(".rs") not in BESIDE_DECISIONS
+        and ROUTER / "listeners" not in file.parents
+    ]
+    assert sum(code_lines(file) for file in files) <= MAX_DECISION_LINES
+
+
 def test_no_files_of_agent_programs_import_each_other_in_a_circle() -> None:
     files = {file.stem: file.read_text() for file in (ROUTER.parent / "program").glob("*.rs")}
     own = files.keys() - {"mod", "tests", "tests_bounds"}
