@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmetric._core import END, ENGINE_ERROR
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.failures import STATUSES, blame, broken
 from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, OtherEngine, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways.plain import begin_passing
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 
@@ -24,8 +24,12 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
     step = Step(engine, b"", "pass", limit_seconds=limit_seconds, method=method, advances_ticket=False)
     try:
         attempt, flags = yield step
-        if not p.committed and not begin_passing(p, attempt, flags):
-            yield None  # until the end of the answer
+        if not p.committed:
+            p.commit(attempt)
+            if flags & END and not flags & ENGINE_ERROR:
+                p.main = None
+            else:
+                yield None  # until the end of the answer
     except OtherEngine:  # only for its gateway, which forwards the answer
         raise Ended(None, "cancelled") from None
     except EngineLost as lost:

@@ -59,6 +59,7 @@ class Execution(Progress):
         self.decision, self.ticket = routed
         self.body = call.body
         self.stream = call.stream
+        self.limit_seconds = rules.timeouts.first_byte if call.stream else rules.timeouts.answer
         self.first = call.first
         if call.media is not None and intent.client_request.gateway is None:
             self.media = call.media

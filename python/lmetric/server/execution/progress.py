@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class Progress:
     """One request: the client's request, its ticket, and the answers of its engines so far.
 
-    Values that are equal for most requests are class attributes. The others are at most 30, which
+    Values that are equal for most requests are class attributes. The others are at most 29, which
     CPython keeps without a dictionary for each request.
     """
 
@@ -58,6 +58,8 @@ class Progress:
     first: FirstSegment | None = None  # the body for a prefill, once it is known
     body: bytes = b""  # as the client sent it, until a way commits to an answer
     stream: bool = False
+    # The time limit of its client's answer: of a stream to its first byte, else to its end.
+    limit_seconds: float
     encoder: TokenEncoder | None = None  # of the model's tokenizer
     migration: Migration | None = None
     resumes: bool = False  # after a failure, another engine may continue the answer
@@ -69,7 +71,9 @@ class Progress:
     encoding: Collection[Step] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     close_client: bool = False
+    stalled_at: float = 0.0  # when the client became too slow; 0: it keeps up
     # Failures (`failures`).
+    verdicts: Verdicts | None = None
     tried: tuple[str, ...] = ()
     tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
     refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
@@ -87,7 +91,6 @@ class Progress:
         self.main: Step | None = None  # runs the open segment
         self.side: Step | None = None  # beside it: a prefix fetch, a migration, or a prefill
         self.hedge: Hedge | None = None  # until a token came, or it has failed
-        self.verdicts: Verdicts | None = None  # set after a failure
         # Set if it may be split, move, continue after a failure, or get a prefix fetch; until a
         # transcript has its tokens.
         self.call: ParsedRequest | None = None
@@ -97,7 +100,6 @@ class Progress:
         self.has_tokens = False  # the answer of the open segment has begun to reach the client
         self.answered: Attempt | None = None  # the attempt that gives the client's whole answer
         self.committed = False  # the client has a part of an answer
-        self.stalled_at = 0.0  # when the client became too slow; 0: it keeps up
         self.status = 0
         self.reason = ""  # the reason of an end with an error
         self.done = False
@@ -126,12 +128,6 @@ class Progress:
         """Returns whether an engine reports token ids; with a rebalancer, whether it may."""
         reports = engine.capabilities.token_ids
         return self.mover is not None if reports is None else reports
-
-    @property
-    def limit_seconds(self) -> float:
-        """The time limit of its client's answer: of a stream to its first byte, else to its end."""
-        limits = self.rules.timeouts
-        return limits.first_byte if self.stream else limits.answer
 
     @property
     def begun(self) -> bool:
@@ -384,21 +380,23 @@ class Progress:
 
     def commit(self, attempt: Attempt) -> None:
         """Forwards an engine's answer to the client from now on."""
-        self.accept(attempt)
+        if attempt.weights is not None:
+            self.accept(attempt)
         self.committed = self.has_tokens = True
         self.status = attempt.reader.status
         body, self.body = self.body, b""
         self.first = None
         self.answered = attempt
-        if self.observing is not None:
-            # The reader records the tokens that pass. The prompt's fields are no longer needed, but
-            # an engine that parses needs the whole chat.
-            transcript = self.merged()
-            if self.chat and self.model.parses:
-                transcript.chat = body
-            transcript.forget_prompt()
-        elif self.resumes and self.status == 200:
-            self.model.not_resumable["engine"] += 1
+        if self.resumes:
+            if self.observing is not None:
+                # The reader records the tokens that pass. The prompt's fields are no longer needed,
+                # but an engine that parses needs the whole chat.
+                transcript = self.merged()
+                if self.chat and self.model.parses:
+                    transcript.chat = body
+                transcript.forget_prompt()
+            elif self.status == 200:
+                self.model.not_resumable["engine"] += 1
         self.call = None
         self.acts.append(Commit(attempt))
 

@@ -254,6 +254,11 @@ class RequestRunner(Runner):
         return self.execution.label
 
     @property
+    def instance(self) -> str:
+        """The engine that answered, or was tried last."""
+        return self.execution.ticket.instance
+
+    @property
     def predicted_cached_tokens(self) -> int | None:
         """The prediction of its decision; None: after a retry or with a prefix fetch."""
         decision = self.execution.decision

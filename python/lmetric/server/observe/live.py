@@ -274,7 +274,7 @@ class Live(Observer):
             if cached is None and usage is not None:  # most streams report no usage
                 predicted = True
                 prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
-        fell_back = request.fell_back
+        fell_back = None if request.fallback is None else request.fell_back
         values = (
             *(request.ended_at, request.started, request.tenant),
             *(("", -1) if model is None else (model.name, model.index)),

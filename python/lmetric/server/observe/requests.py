@@ -75,7 +75,7 @@ class RequestMetrics(Observer):
             decisions = self.decisions[model] = Histogram(SHORT_SECONDS)
             self.overhead[model] = Histogram(SHORT_SECONDS)
         decisions.observe(request.decision_ended - request.decision_began)
-        if not request.was_held and request.fell_back is None:
+        if not request.was_held and (request.fallback is None or request.fell_back is None):
             self.overhead[model].observe(time.monotonic() - request.started)
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:

@@ -175,7 +175,7 @@ class Usage(Observer):
             return
         counts = (1, *used_tokens(request, usage))
         tenant, model = request.tenant, request.model.name
-        self.table.add((self._today(), tenant, request.key_id, model), counts)
+        self.table.add((self._today(), tenant, request.caller.key_id, model), counts)
         if len(self._since_start) >= DAY_ROWS and (tenant, model) not in self._since_start:
             tenant = OTHER_TENANTS
         total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))

@@ -61,7 +61,12 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
     """
     if flags & END and attempt.reader.aborted and _may_repeat(p, attempt):
         yield from _end_whole_abort(p, attempt)
-    if not begin_passing(p, attempt, flags):
+    if p.verdicts is not None and attempt.reader.status < 500 and not stream_failed(attempt.reader, flags):
+        prove(p)
+    p.commit(attempt)
+    if flags & END and not flags & ENGINE_ERROR:
+        p.main = None
+    else:
         try:
             yield None  # until the end of the answer
         except EngineLost as lost:
@@ -70,22 +75,6 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
                 raise
             _end_aborted(p, attempt, event)
             raise ended_by_order() from None
-    _end_passing(p, attempt)
-
-
-def begin_passing(p: Progress, attempt: Attempt, flags: int) -> bool:
-    """Passes an answer on to the client from now on. Returns whether it is already whole."""
-    reader = attempt.reader
-    if p.verdicts is not None and reader.status < 500 and not stream_failed(reader, flags):
-        prove(p)
-    p.commit(attempt)
-    if flags & END and not flags & ENGINE_ERROR:
-        p.main = None
-        return True
-    return False
-
-
-def _end_passing(p: Progress, attempt: Attempt) -> None:
     if 400 <= p.status < 500:
         p.refused(attempt.step.engine)
     if attempt.error or p.status >= 400 or attempt.reader.aborted:
