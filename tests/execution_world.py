@@ -150,7 +150,7 @@ class Setup:
 
     def model(self) -> Model:
         model = Model(0, "tiny", [], self.config().pool_settings())
-        ways.load(model)
+        ways.follow(model)
         model.tokenizers.current = tokenizer()
         for name in self.names:
             model.add(self.engine(name))

@@ -20,6 +20,7 @@ from tls_world import Authority, needs_openssl
 from token_folders import byte_level, write_folder
 
 SERVER = "lmetric.server"
+WAYS = f"{SERVER}.execution.ways"
 # Lines of `lmetric` in a plain server that has answered a request. With a new feature, this stays.
 MOST_LINES = 32_000
 
@@ -83,20 +84,31 @@ CONFIGURED = {
         {"fallbacks": {"large": ["small"]}},
         (f"{SERVER}.http.falling_back", f"{SERVER}.execution.fallback"),
     ),
-    "hedging": Feature({"hedging": {"after_seconds": 1.0}}, (f"{SERVER}.execution.ways.hedge",)),
+    "hedging": Feature({"hedging": {"after_seconds": 1.0}}, (f"{WAYS}.hedge",)),
     "hedge_after_seconds": Feature(
         {"models": [{"name": "tiny", "admission": {"classes": {"chat": {"hedge_after_seconds": 1.0}}}}]},
-        (f"{SERVER}.execution.ways.hedge",),
+        (f"{WAYS}.hedge",),
+    ),
+    "split": Feature(
+        {"policy": "planner", "model": "tiny", "experimental": True}, (f"{WAYS}.split", f"{WAYS}.pair")
+    ),
+    "role: prefill": Feature(
+        {"engines": [{"url": "http://127.0.0.1:9", "role": "prefill"}], "model": "tiny"},
+        (f"{WAYS}.split", f"{WAYS}.pair"),
+    ),
+    "role: encode": Feature(
+        {"engines": [{"url": "http://127.0.0.1:9", "role": "encode"}], "model": "tiny"},
+        (f"{WAYS}.encode",),
     ),
     "rebalance": Feature(
         {"rebalance": "star", "model": "tiny"},
-        ("lmetric.option_values", f"{SERVER}.fleet.rebalancer", f"{SERVER}.execution.ways.move"),
+        ("lmetric.option_values", f"{SERVER}.fleet.rebalancer", f"{WAYS}.move"),
     ),
     "fleet_changes": Feature(
         {"fleet_changes": "warm", "model": "tiny"},
-        (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes", f"{SERVER}.execution.ways.move"),
+        (f"{SERVER}.fleet.rebalancer", f"{SERVER}.fleet.changes", f"{WAYS}.move"),
     ),
-    "prefix_fetch": Feature({"prefix_fetch": True, "model": "tiny"}, (f"{SERVER}.execution.ways.copy",)),
+    "prefix_fetch": Feature({"prefix_fetch": True, "model": "tiny"}, (f"{WAYS}.copy",)),
     "policy": Feature(
         {"policy": "bs + 1"},
         ("lmetric.policies", "lmetric.expr", "lmetric.plugins"),
@@ -136,6 +148,7 @@ OTHERS = (
     *("grpc", f"{SERVER}.epp.picker", f"{SERVER}.supervisor.supervisor", f"{SERVER}.worker.worker"),
     *("lmetric.why", f"{SERVER}.background.policy_watch", f"{SERVER}.fleet.policy_files"),
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded", f"{SERVER}.http.unpacking"),
+    f"{WAYS}.parsed",  # by an engine that parses
     f"{SERVER}.fleet.subset",
     # By an engine whose tokenizer is known, and by a request for its model.
     *(f"{SERVER}.fleet.token_check", f"{SERVER}.http.tokenizing"),
@@ -143,7 +156,7 @@ OTHERS = (
     *(f"{SERVER}.fleet.{name}" for name in ("kv_events", "kv_choice", "kv_backfill")),
 )
 # Loaded at the start: a failover must not need a file that an upgrade may have replaced meanwhile.
-WAYS = ("plain", "pair", "chain", "parsed", "encode", "abort")
+ALWAYS = ("plain", "chain", "abort")
 OPTIONAL = {
     *(name for feature in CONFIGURED.values() for name in feature.modules),
     *(name for names in CALLED.values() for name in names),
@@ -190,7 +203,7 @@ async def _run(*pages: str) -> tuple[int, set[str]]:
 
 async def test_a_plain_server_loads_no_optional_feature() -> None:
     lines, loaded = await _run("/health")
-    assert {f"{SERVER}.execution.ways.{way}" for way in WAYS} <= loaded
+    assert {f"{WAYS}.{way}" for way in ALWAYS} <= loaded
     assert loaded & OPTIONAL - OF_FLAGS == set()
     assert lines <= MOST_LINES
 
@@ -198,6 +211,24 @@ async def test_a_plain_server_loads_no_optional_feature() -> None:
 async def test_pages_load_what_only_they_need() -> None:
     _, loaded = await _run(*CALLED)
     assert loaded >= {name for names in CALLED.values() for name in names}
+
+
+ROLES = """
+import sys
+from execution_world import Setup
+
+model = Setup().model()
+engine = model.engines["e0"]
+assert sys.argv[1] not in sys.modules
+engine.parses = True
+model.set_role(engine)
+assert sys.argv[1] in sys.modules
+"""
+
+
+def test_an_engine_that_parses_loads_its_way() -> None:
+    """Before the core router may choose it for a stream."""
+    subprocess.run([sys.executable, "-c", ROLES, f"{WAYS}.parsed"], check=True, cwd=Path(__file__).parent)
 
 
 START = """

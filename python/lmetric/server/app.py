@@ -108,7 +108,7 @@ class Server:
         self.port = 0  # 0 after the start: it listens on a unix socket
         self._bound = bound
         self.fleet = Fleet(config)
-        self.fleet.on_model_made.append(ways.load)
+        self.fleet.on_model_made.append(ways.follow)
         self.worker = worker
         if worker is not None:
             self.fleet.number_model = worker.number_model

@@ -39,7 +39,7 @@ from lmetric.server.execution.plan import (
     ticket_kind,
 )
 from lmetric.server.execution.progress import Progress
-from lmetric.server.execution.ways import chain, encode, pair, parsed, plain
+from lmetric.server.execution.ways import chain, plain
 from lmetric.server.fleet.engine import Engine
 
 FINISH = Finish()
@@ -298,7 +298,7 @@ def run(p: Progress) -> Way[None]:
         try:
             engine = p.model.engines[name]
             if p.media is not None:
-                yield from encode.encode(p, engine)
+                yield from ways.encode.encode(p, engine)
             name = yield from way(p, engine)
         except EngineLost as lost:
             name = next_engine(p, lost)
@@ -331,10 +331,10 @@ def _way_of(p: Progress, engine: Engine) -> Callable[[Progress, Engine], Way[str
     if p.ticket.has_next:
         # Only requests that may be cut have a call, or tokens of their answer.
         if p.transcript is None and (p.call is None or engine.role == "prefill"):
-            return pair.at_once if engine.runs_halves_at_once else pair.prefill
-        return chain.part
+            return ways.pair.at_once if engine.runs_halves_at_once else ways.pair.prefill
+        return ways.split.part
     if engine.runs_halves_at_once:
-        return pair.other_decode
+        return ways.pair.other_decode
     if p.begun and not p.unmergeable:
-        return chain.rest if p.merged().parts is None else parsed.rest
+        return chain.rest if p.merged().parts is None else ways.parsed.rest
     return plain.plain

@@ -381,13 +381,13 @@ class Fleet:
         await model.tokenizers.follow(capabilities.root(model.name))
         served = model.names.name_for(engine.name)
         await model.tokenizers.compare(engine, served, self.config.health.timeout)
-        engine.parses = await parses(engine, self.config.health.timeout)
+        parses_others = await parses(engine, self.config.health.timeout)
         await model.kv.look_up(engine)
         if self.model_of(engine) is not model:
             return  # removed meanwhile
         if before.revision != capabilities.revision and before.engine != "unknown":
             model.router.blocks_cleared(engine.name)  # of other weights
-        engine.identified = True
+        engine.parses, engine.identified = parses_others, True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         model.wire(engine)
         model.set_role(engine)

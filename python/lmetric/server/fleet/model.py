@@ -188,6 +188,8 @@ class Model:
         self.kv_transfers: Counter[str] = Counter()  # by outcome
         self.fetch_outcomes: Counter[str] = Counter()
         self.encodings: Counter[str] = Counter()  # images, sounds and videos, by outcome
+        # Called after each change of its engines' roles, before the core router may choose them.
+        self.on_role: Callable[[], object] = lambda: None
         # Called with an engine that answered that it does not serve a model that it lists.
         self.look_again: Callable[[Engine], None] = lambda engine: None
         self.unserved_since: float | None = time.monotonic()  # None: the model has engines
@@ -476,6 +478,7 @@ class Model:
                 )
             elif does.needs_started_role and does.at_once and reported != role:
                 engine.unfit = f"role {role}, but it was started as {reported or 'another role'}"
+        self.on_role()
 
     def _note(self, engine: Engine, what: str, true: bool) -> None:
         (self._with[what].add if true else self._with[what].discard)(engine.name)
