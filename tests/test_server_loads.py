@@ -94,7 +94,7 @@ CONFIGURED = {
     ),
     "role: prefill": Feature(
         {"engines": [{"url": "http://127.0.0.1:9", "role": "prefill"}], "model": "tiny"},
-        (f"{WAYS}.split", f"{WAYS}.pair"),
+        (f"{WAYS}.split", f"{WAYS}.pair", f"{SERVER}.fleet.transfer"),
     ),
     "role: encode": Feature(
         {"engines": [{"url": "http://127.0.0.1:9", "role": "encode"}], "model": "tiny"},

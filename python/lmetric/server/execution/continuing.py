@@ -9,10 +9,10 @@ from lmetric.server.api.eligibility import NOT_PARSED, Ineligible, parsed_inelig
 from lmetric.server.execution.plan import Ended, MergeError, OtherEngine, Write
 from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.transfer import KvTransfer
 
 if TYPE_CHECKING:
     from lmetric.server.execution.transcript import Transcript
+    from lmetric.server.fleet.transfer import KvTransfer
 
 # The outcome of a failure after the first token. "continued": another engine continues. "complete":
 # the client had the whole answer. The others end the answer with an error. "not_retried": by

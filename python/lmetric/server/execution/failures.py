@@ -147,7 +147,8 @@ def _declined(p: Progress, attempt: Attempt, kind: str, *, whole: bool = True) -
 def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     """Marks the KV transfer as unusable: it is the cache of another prompt. Raises NoTransfer."""
     p.model.not_joinable(p.client_request.path, f"{engine.name}: {why}")
-    kv = p.transfer()
+    kv = p.kv
+    assert kv is not None  # only a step that fetches checks its prompt
     kv.useless("other_tokens", why)
     kv.tokens = 0
     raise NoTransfer

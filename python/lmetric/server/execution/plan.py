@@ -14,10 +14,10 @@ from msgspec import Struct
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.transfer import KvTransfer
 
 if TYPE_CHECKING:
     from lmetric._core import Decision, Request, ResponseReader, Ticket
+    from lmetric.server.fleet.transfer import KvTransfer
 
 
 # How an attempt reads its engine's answer. "pass": its bytes go to the client. "whole": the attempt

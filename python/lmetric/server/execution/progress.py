@@ -38,10 +38,10 @@ from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.model import Model
-from lmetric.server.fleet.transfer import KvTransfer
 
 if TYPE_CHECKING:
     from lmetric.server.fleet.rebalancer import Movable, Rebalancer
+    from lmetric.server.fleet.transfer import KvTransfer
     from lmetric.tokens.media import Media
     from lmetric.tokens.prompt import Tokens
 
@@ -192,16 +192,6 @@ class Progress:
         if self.migration is not None:
             return self.ticket.instance
         return self.ticket.next_instance or self.ticket.instance
-
-    def transfer(self) -> KvTransfer:
-        """Returns the KV transfer to the next step; creates it on first use."""
-        if self.kv is None:
-            self.kv = self.new_transfer()
-        return self.kv
-
-    def new_transfer(self) -> KvTransfer:
-        """Returns a KV transfer between engines of the model."""
-        return KvTransfer(self.model.name, self.model.kv_transfers, self.model.settings.handover_seconds)
 
     def merged(self) -> Transcript:
         """Returns the merged answer; creates it on first use."""

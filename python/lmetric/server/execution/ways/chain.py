@@ -118,8 +118,8 @@ def _choices(step: Step, data: bytes) -> list[dict[str, Any]]:
 
 def _rest_step(p: Progress, engine: Engine) -> Step:
     target, request = p.merged().last()
-    kv, fields = p.transfer(), {}
-    if kv.tokens:
+    kv, fields = p.kv, {}
+    if kv is not None and kv.tokens:
         fields = kv.take(engine, p.now, goes_on=False, total=p.total)
     return Step(
         engine,

@@ -15,6 +15,7 @@ from lmetric.engines.handover import COMPLETIONS
 from lmetric.server.execution.failures import blame, blame_status
 from lmetric.server.execution.plan import EngineLost, TimeIsUp, Way
 from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.ways.pair import new_transfer
 from lmetric.server.fleet.engine import Engine, blocks_differ
 from lmetric.server.fleet.transfer import KvTransfer, hold, serves
 
@@ -34,7 +35,7 @@ def fetch_prefix(p: Progress, target: Engine) -> Way[None]:
     holder = p.model.engines.get(name)
     tokens = to_token - to_token % p.model.block_size  # holders have only whole blocks
     missing = tokens - from_token
-    kv, began = p.new_transfer(), p.now
+    kv, began = new_transfer(p), p.now
     outcome = _why_not(holder, target, missing)
     if holder is not None and not outcome:
         p.wake(_patience(p, target, missing))

@@ -28,6 +28,7 @@ from lmetric.server.execution.plan import (
     Way,
 )
 from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.ways.pair import new_transfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import fetches, hold
 
@@ -41,7 +42,7 @@ def move(p: Progress, target: Engine) -> Way[SwitchTo | None]:
     if why := _why_not(p, target):
         p.count_move(why)
         return None
-    migration = p.migration = Migration(target, p.new_transfer())
+    migration = p.migration = Migration(target, new_transfer(p))
     mover.moves.add(migration)
     if _works_ahead(target):
         source = p.model.engines.get(p.ticket.instance)

@@ -30,15 +30,27 @@ def prefill(p: Progress, engine: Engine) -> Way[str | None]:
         step = _prefill_step(p, engine)
     except HandoverError as error:
         p.prefill_engine = None  # it computes nothing
-        p.transfer().recompute("not_cut", str(error))
+        transfer(p).recompute("not_cut", str(error))
         return p.next_segment()
     attempt = yield from whole_answer(p, step)
-    kv, reader = p.transfer(), attempt.reader
+    kv, reader = transfer(p), attempt.reader
     kv.begin(engine)
     kv.tokens = WHOLE_PROMPT
     if not p.unmergeable:
         kv.accept(engine, bytes(attempt.answer), tokens=None, now=p.now)
     return p.next_segment(reader.prompt_tokens, reader.cached_tokens)
+
+
+def transfer(p: Progress) -> KvTransfer:
+    """Returns the KV transfer to the next step; creates it on first use."""
+    if p.kv is None:
+        p.kv = new_transfer(p)
+    return p.kv
+
+
+def new_transfer(p: Progress) -> KvTransfer:
+    """Returns a KV transfer between engines of the model."""
+    return KvTransfer(p.model.name, p.model.kv_transfers, p.model.settings.handover_seconds)
 
 
 def whole_answer(p: Progress, step: Step) -> Way[Attempt]:

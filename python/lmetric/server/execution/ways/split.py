@@ -17,7 +17,7 @@ from lmetric.server.execution.plan import Attempt, MergeError, Step, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import Delta, object_of
 from lmetric.server.execution.ways.abort import aborts_by_order
-from lmetric.server.execution.ways.pair import fetching_fields, whole_answer
+from lmetric.server.execution.ways.pair import fetching_fields, transfer, whole_answer
 from lmetric.server.fleet.engine import Engine
 
 
@@ -31,7 +31,7 @@ def part(p: Progress, engine: Engine) -> Way[str | None]:
     keeps_last = ends_at > count and _front_is_enough(engine, following)
     step, tokens = _part_step(p, engine, ends_at, keeps_last=keeps_last)
     attempt = yield from whole_answer(p, step)
-    kv, reader, delta = p.transfer(), attempt.reader, None
+    kv, reader, delta = transfer(p), attempt.reader, None
     prompt_tokens, cached_tokens = reader.prompt_tokens, reader.cached_tokens
     kv.begin(engine)
     kv.tokens = ends_at - keeps_last
@@ -84,7 +84,7 @@ def _part_step(p: Progress, engine: Engine, to_token: int, *, keeps_last: bool) 
         target, request = transcript.bounded(to_token - count - len(transcript.output_ids))
     else:
         target, request = transcript.segment(to_token)
-    kv = p.transfer()
+    kv = transfer(p)
     fields, checks = fetching_fields(p, engine, kv, own_prompt=to_token >= count)
     step = Step(
         engine,
