@@ -288,6 +288,28 @@ async def test_an_answer_that_is_no_table_of_keys_changes_nothing(
         await until(lambda: b.server.issued.count() == 1)
 
 
+async def test_a_new_router_at_a_known_address_is_logged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*_: object) -> bytes:
+        return b"{}"
+
+    def warnings() -> int:
+        return sum(each["event"] == "cannot copy API keys of another router" for each in logs)
+
+    async with two(tmp_path) as (a, b):
+        monkeypatch.setattr(a.server.front, "keys_page", answer)
+        with capture_logs() as logs:
+            await a.server._keys.change([issue("t", "", 2_000_000_000)[1]])
+            await until(warnings)
+            await asyncio.sleep(0.1)
+            assert warnings() == 1, "not at each message"
+            replicas = b.server.front.replicas
+            replicas.addresses.clear()  # as a look-up without the router does
+            await replicas._resolve()
+            await until(lambda: warnings() == 2)
+
+
 async def test_the_largest_answer_fits(tmp_path: Path) -> None:
     longest = "\x7f" * 128  # six bytes each in JSON
     keys = [IssuedKey(f"{number:064x}", longest, longest, 2**36, 2**36, 2**36) for number in range(MOST_KEYS)]

@@ -18,6 +18,7 @@ import pytest
 from lmetric._core import EventFeed
 from lmetric.server.fleet import kv_events
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.upstream.allowed import AllowedEngines
 from server_world import FakeEngine, Request, World, answer, plain, world
 from test_event_feed import Publisher, publisher, stored
 
@@ -127,6 +128,35 @@ async def test_the_rules_for_engines_hold_for_the_endpoints_that_they_report(for
             assert new.mode.name == "approximate"
             assert "allowed_engines does not allow" in new.mode.reason
             assert "admin.allowed_engines" in str(new.mode.fix)
+
+
+async def test_a_look_up_that_ends_after_its_engine_was_removed_leaves_no_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go, resolve = asyncio.Event(), asyncio.Event(), AllowedEngines.resolve
+
+    async def slow(allowed: AllowedEngines, host: str) -> str:
+        begun.set()
+        await go.wait()
+        return await resolve(allowed, host)
+
+    async with (
+        reporting("tcp://*:5557") as engine,
+        routed(admin={"enabled": True, "allowed_engines": ["127.0.0.1"]}) as w,
+    ):
+        new = await added(w, engine)
+        followed, allowed = w.server.fleet.model("tiny").kv._events, new.upstream.allowed
+        assert followed is not None
+        assert allowed is not None
+        assert "new" in followed._addresses
+        monkeypatch.setattr(AllowedEngines, "resolve", slow)
+        looking_up = asyncio.create_task(followed.look_up(new, allowed))
+        await begun.wait()
+        async with w.client.delete(f"{w.url}/admin/engines/new") as response:
+            assert response.status == 200
+        go.set()
+        await looking_up
+        assert "new" not in followed._addresses
 
 
 @pytest.mark.parametrize("form", ["127.0.0.2", "[::ffff:127.0.0.2]", "2130706434", "127.2"])

@@ -129,8 +129,15 @@ async def test_a_model_that_nothing_serves_any_more_is_forgotten(monkeypatch: py
         await remove(it, "x")
         await asyncio.sleep(0.1)
         assert (await it.post(body))[0] == 503, "it may come back"
+        live, refusals = it.server.front.live, it.server.front.running.refusals
+        assert live is not None
+        live._fresh_events()
+        assert "other" in live._events
+        assert "other" in {model for model, _ in refusals._reasons}
         monkeypatch.setattr(fleet, "UNSERVED_SECONDS", 0.05)
         await it.until(lambda: "other" not in it.server.fleet.names)
+        assert "other" not in live._events
+        assert "other" not in {model for model, _ in refusals._reasons}
         assert (await it.post(body))[0] == 404
         assert [card["id"] for card in orjson.loads((await it.get("/v1/models"))[1])["data"]] == ["tiny"]
         assert (await it.get(f"/debug/decisions/{label}"))[0] == 404

@@ -161,6 +161,20 @@ async def test_an_engine_that_left_has_no_samples() -> None:
         assert not names_an_engine(found, "e1")
 
 
+async def test_without_a_scrape_engines_that_left_fill_no_memory() -> None:
+    async with world(1, admin={"enabled": True}) as w:
+        for number in range(8):
+            w.engines[0].name = f"e{number}"
+            assert (await w.post())[1]["x-lmetric-instance"] == f"e{number}"
+            await w.settled()
+            async with w.client.delete(f"{w.url}/admin/engines/e{number}") as response:
+                assert response.status == 200
+            body = {"url": w.engines[0].url, "name": f"e{number + 1}", "model": "tiny"}
+            assert (await w.post(body, "/admin/engines"))[0] == 200
+            await w.until(lambda: all(each.healthy for each in w.server.fleet.engines()))
+        assert len(w.server.front.metrics.requests.instances["tiny"]) <= 3
+
+
 async def test_budgets() -> None:
     async with world(1) as w:
         found = await scraped(w)

@@ -20,7 +20,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel
-from lmetric.server.worker.worker import Start, Worker
+from lmetric.server.worker.worker import Results, Start, Worker
 
 BUDGET = {"counts": "requests", "limit": 5, "per": "second", "per_key": True}
 CONFIG = {"engines": ["http://127.0.0.1:1"], "tenants": {"a": {"budgets": [BUDGET]}}}
@@ -64,6 +64,15 @@ async def test_a_model_that_returns_after_all_workers_removed_it_has_programs() 
                 model.unserved_since = 0.0
                 fleet.forget_unserved(time.monotonic() + 1e6)
                 assert fleet.models == []
+
+
+async def test_results_of_a_new_worker_count_also_if_its_process_has_an_earlier_id() -> None:
+    """IDs of processes come back. Here, all workers have the same one."""
+    async with workers(3) as [(old, _), (new, _), (other, _)]:
+        other._early = None
+        for number, worker in ((7, old), (1, new)):
+            other.receive_results(Results(worker._process, number, {}))
+        assert sorted(other._received.values()) == [1, 7]
 
 
 async def test_a_model_without_engines_stays_while_requests_wait_for_it() -> None:

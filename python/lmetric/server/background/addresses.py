@@ -34,6 +34,7 @@ class Address:
         self.error: str | None = None
         self.lost_at: float | None = None  # Unix time of the first failure since it was reached
         self.lost_since = math.inf  # the same on the monotonic clock; infinity: it is reached
+        self.keys_unreadable = False
         self.sending: asyncio.Task[None] | None = None
         self.version: int | None = None  # last load that it received; None: the next message is full
         self.full_at = -math.inf  # time of the last full message, monotonic clock

@@ -52,7 +52,6 @@ class KeyExchange:
         self._confirmed: dict[str, int] = {}  # by router: the version of this one's keys that it has
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._unreadable: set[str] = set()  # addresses whose keys could not be read
         replicas.keys_version = lambda: self._keys.version
         replicas.on_keys_version = self._follow
 
@@ -88,13 +87,13 @@ class KeyExchange:
             except (aiohttp.ClientError, TimeoutError, OSError):
                 pass  # the exchange of load reports it
             except (ValueError, LmetricError) as error:
-                if router is not None and address.place not in self._unreadable:
-                    self._unreadable.add(address.place)
+                if router is not None and not address.keys_unreadable:
+                    address.keys_unreadable = True
                     log.warning(
                         "cannot copy API keys of another router", address=address.place, reason=str(error)
                     )
             else:
-                self._unreadable.discard(address.place)
+                address.keys_unreadable = False
 
     async def _copy_all(self, address: Address, router: str | None) -> None:
         copied = after = self._copied.get(router, 0) if router is not None else 0

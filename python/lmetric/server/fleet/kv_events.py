@@ -170,7 +170,8 @@ class KvEvents:
                 found[host_of(reachable(endpoint, engine.host)) or engine.host] = None
         hosts = list(found)[:MAX_HOSTS]
         addresses = await asyncio.gather(*map(look_up, hosts))
-        self._addresses[engine.name] = dict(zip(hosts, addresses, strict=True))
+        if engine.model is not None:  # it may have been removed meanwhile, and another one have its name
+            self._addresses[engine.name] = dict(zip(hosts, addresses, strict=True))
 
     def _admit(self, engine: Engine, endpoint: str) -> str:
         """Returns the endpoint to connect to. Raises EndpointError if the router may not."""

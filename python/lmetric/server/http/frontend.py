@@ -93,6 +93,7 @@ class Frontend(web.Server):
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
         self.running = RunningRequests(config)
+        fleet.on_model_removed.append(self.running.refusals.forget)
         self.running.observers.add(metrics.requests)
         self.live = Live(fleet, self.relays, metrics.lateness) if config.ui.enabled else None
         if self.live is not None:

@@ -236,6 +236,7 @@ class Live(Observer):
         self._received: list[LiveUpdate] = []
         self._others: dict[int, tuple[float, LiveUpdate]] = {}  # the last one of each, and its time
         self._events: dict[str, int] = {}  # by model: events that the others know
+        fleet.on_model_removed.append(lambda model: self._events.pop(model, None))
         self._tick = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

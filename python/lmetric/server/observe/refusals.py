@@ -66,6 +66,10 @@ class Refusals:
             message=error.message[:NOTE_LENGTH],
         )
 
+    def forget(self, model: str) -> None:
+        """Forgets when the refusals of a model that was removed were logged."""
+        self._reasons = {key: logged for key, logged in self._reasons.items() if key[0] != model}
+
     def record(self, request_id: str, tenant: str | None) -> dict[str, Any] | None:
         """Returns what `/debug/decisions/ID` shows of a refused request; None: it is not known.
 

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.exposition import HistogramTable, Table, labels_text
 from lmetric.server.observe.histograms import SECONDS
-from lmetric.server.observe.requests import InstanceRequests, RequestMetrics
+from lmetric.server.observe.requests import InstanceRequests, RequestMetrics, drop_gone
 
 # Bounds shown for each instance: fewer than for each class, because fleets have 1,000 instances.
 _INSTANCE_BOUNDS = {
@@ -90,8 +90,7 @@ def _instance_metrics(fleet: Fleet, requests: RequestMetrics) -> Iterator[Metric
     rows: list[tuple[dict[str, str], InstanceRequests]] = []
     for model in fleet.models:
         instances = requests.instances.get(model.name, {})
-        for name in [name for name in instances if name not in model.engines]:
-            del instances[name]
+        drop_gone(instances, model)
         rows += [({"instance": name, "model": model.name}, each) for name, each in instances.items()]
     for attribute, name, text in _LATENCIES:
         shown = [SECONDS.index(bound) for bound in _INSTANCE_BOUNDS[attribute]]

@@ -23,6 +23,7 @@ from lmetric.server.observe.histograms import (
 
 if TYPE_CHECKING:
     from lmetric.server.execution.fallback import FallbackStep
+    from lmetric.server.fleet.model import Model
 
 
 class InstanceRequests:
@@ -44,6 +45,12 @@ class InstanceRequests:
 
 
 MOST_SERIES = 20_000  # of `lmetric_requests_total`, after which tenants that no file lists share one
+
+
+def drop_gone(instances: dict[str, InstanceRequests], model: Model) -> None:
+    """Drops the metrics of instances that have left the fleet."""
+    for name in [name for name in instances if name not in model.engines]:
+        del instances[name]
 
 
 class RequestMetrics(Observer):
@@ -99,7 +106,7 @@ class RequestMetrics(Observer):
         times = self.classes.get((model, request.slo_class))
         if times is None:
             times = self.classes[model, request.slo_class] = Latencies()
-        instance = self._of_instance(model, relay.instance or "")
+        instance = self._of_instance(request.model, model, relay.instance or "")
         own = instance.latencies
         observe_both(times.seconds, own.seconds, now - request.started)
         first = usage.first_token_at
@@ -115,11 +122,13 @@ class RequestMetrics(Observer):
         if reported is not None and (predicted := relay.predicted_cached_tokens) is not None:
             instance.compare(usage.prompt_tokens or 0, predicted, reported)
 
-    def _of_instance(self, model: str, name: str) -> InstanceRequests:
-        instances = self.instances.get(model)
+    def _of_instance(self, model: Model | None, model_name: str, name: str) -> InstanceRequests:
+        instances = self.instances.get(model_name)
         if instances is None:
-            instances = self.instances[model] = {}
+            instances = self.instances[model_name] = {}
         found = instances.get(name)
         if found is None:
+            if model is not None and len(instances) > 2 * len(model.engines):  # also if nobody scrapes
+                drop_gone(instances, model)
             found = instances[name] = InstanceRequests()
         return found

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import os
+import secrets
 import socket
 import sys
 import time
@@ -73,7 +74,7 @@ class Results(NamedTuple):
     """Results of one worker's canaries, by model.
 
     Attributes:
-        worker: ID of its process.
+        worker: the process, by a number that no other process of the server has.
         number: of the worker's messages, from 1 on.
     """
 
@@ -110,6 +111,7 @@ class Worker:
         self._alarming: asyncio.Task[None] | None = None
         self._sending_results = asyncio.Lock()
         self._sent = 0  # messages with results of this worker's canaries
+        self._process = secrets.randbits(64)  # the IDs of processes come back
         self._received: dict[int, int] = {}  # by worker: the number of its last message
         self._early: list[Results] | None = []  # messages before the copies of the canaries
         self._tasks: list[asyncio.Task[None]] = []
@@ -228,7 +230,7 @@ class Worker:
 
     async def _send_updates(self, updates: dict[str, Update]) -> None:
         if updates:
-            results = Results(os.getpid(), self._sent, updates)
+            results = Results(self._process, self._sent, updates)
             with contextlib.suppress(ChannelClosedError):
                 await self.channel.call("canaries", (self.number, results))
 
@@ -250,7 +252,7 @@ class Worker:
             updates = self._unsent()
             found = ((model.name, model.try_policies().canary.copy()) for model in self._models)
             canaries = {name: copy for name, copy in found if copy is not None}
-            copies = Copies({**self._received, os.getpid(): self._sent}, canaries)
+            copies = Copies({**self._received, self._process: self._sent}, canaries)
             await self._send_updates(updates)
         return copies
 
