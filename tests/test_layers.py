@@ -160,6 +160,7 @@ PYTHON = ROOT.parents[1]
 ROUTER_ROOMS = [
     {"_core", "connection_errors", "defaults", "descriptions", "extras", "printable", "reasons", "roles"}
     | {"timeline", "validation", "why"},
+    {"no_router"},
     {"canary", "engines", "expr", "option_errors", "plugins", "profiles", "record_schema", "tokens", "top"},
     {"lengths", "policies", "record_parquet", "top_screen"},
     {"options", "record_files"},

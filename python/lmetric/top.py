@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from lmetric._core import LmetricError
-from lmetric.connection_errors import no_router
+from lmetric.no_router import no_router
 
 PATH = "/debug/live"
 SILENT_SECONDS = 10.0  # without an update, the connection counts as lost

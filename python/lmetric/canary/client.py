@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.canary.comparison import ARMS
-from lmetric.connection_errors import no_router
+from lmetric.no_router import no_router
 
 PATH = "/admin/canary"
 TIMEOUT_SECONDS = 10.0

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
-from lmetric.engines.xargs import MOST_SLO_MS
+from lmetric.engines.xargs_names import MOST_SLO_MS
 from lmetric.roles import Role as Role
 
 MOST_WORKERS = 8  # a restart runs twice as many for a while; their shared memory has room for 16
@@ -87,20 +87,6 @@ def _file_mode(mode: object) -> object:
     if not isinstance(mode, str) or not re.fullmatch("0?[0-7]{3}", mode):
         raise ValueError('expected three octal digits in quotes, such as "660"')
     return mode
-
-
-def _nameserver(text: str) -> str:
-    host, _, port = text.removeprefix("[").rpartition("]:" if text.startswith("[") else ":")
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(text)
-        return text
-    try:
-        ipaddress.ip_address(host)
-        if not 1 <= int(port) <= 65_535:
-            raise ValueError
-    except ValueError:
-        raise ValueError("a name server is an IP address, or IP:PORT") from None
-    return text
 
 
 def _origin(text: str) -> str:
@@ -330,7 +316,6 @@ RouterUrl = Annotated[str, AfterValidator(partial(_http_url, whose="a router's")
 CollectorUrl = Annotated[str, AfterValidator(partial(_http_url, whose="a collector's"))]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 CorsOrigin = Annotated[str, AfterValidator(_origin)]
-Nameserver = Annotated[str, AfterValidator(_nameserver)]
 Token = Annotated[SecretStr, AfterValidator(_token)]
 RedisUrl = Annotated[SecretStr, AfterValidator(_redis_url)]
 EngineRule = Annotated[str, AfterValidator(_engine_rule)]

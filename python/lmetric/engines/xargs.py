@@ -7,19 +7,17 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from lmetric.engines.xargs_names import GAMMA as GAMMA
+from lmetric.engines.xargs_names import HANDICAP as HANDICAP
+from lmetric.engines.xargs_names import MOST_SLO_MS as MOST_SLO_MS
+
 TOKEN_SLO = "token_slo_ms"
 """The request's own time between tokens."""
-MOST_SLO_MS = 60_000
-"""Longest time between two tokens, milliseconds."""
 LEAST_SHARE = 0.25
 """Shortest time between tokens of a request, as a share of the engine's: it slows the prompts of
 all requests."""
 SHOWN = 100
 """Longest text of a request's value in a message."""
-HANDICAP = "boost_handicap_seconds"
-"""The handicap of the request's tenant, set by the router."""
-GAMMA = "boost_gamma"
-"""The gamma that the router learned over all engines, 1/s."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring = 2, SHOWN
 

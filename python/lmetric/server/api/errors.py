@@ -1,17 +1,20 @@
 """Errors for clients, in the format of OpenAI's API."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from pydantic import ValidationError
 
 from lmetric._core import NoInstanceError
 from lmetric.server.api.error_codes import ERROR_TYPES
 from lmetric.server.api.paths import MESSAGES, RESPONSES
-from lmetric.validation import expected
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _TYPES = {
     int(each): kind for kind, statuses in ERROR_TYPES.items() for each in re.findall("[0-9]+", statuses)
@@ -152,5 +155,7 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 def not_valid(error: ValidationError) -> ApiError:
     """Returns a 400 with the first problem that pydantic found in a body."""
+    from lmetric.validation import expected
+
     first = error.errors(include_url=False, include_input=False)[0]
     return bad(f"{'.'.join(map(str, first['loc']))}: {expected(first)}")

@@ -9,7 +9,7 @@ import orjson
 
 from lmetric._core import edit_object, short_members
 from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
-from lmetric.engines.xargs import GAMMA, HANDICAP
+from lmetric.engines.xargs_names import GAMMA, HANDICAP
 from lmetric.options import UniBoost
 from lmetric.server.api.paths import MESSAGES, RESPONSES
 from lmetric.server.fleet.engine import Engine, ServedModel
