@@ -32,7 +32,7 @@ class Secrets:
         self.texts: set[str] = {MARKED_KEY, MARKED_PROMPT}
         self.log = io.StringIO()
         self._as_text = processors(Log())
-        self._as_json = processors(Log(json_lines=True))
+        self._as_json = processors(Log(json=True))
 
     def record(self, logger: Any, name: str, event: Any) -> str:
         """The last processor of structlog: writes an event in both formats."""

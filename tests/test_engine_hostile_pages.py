@@ -120,7 +120,12 @@ async def told(pages: dict[str, bytes]) -> Capabilities:
 VLLM: dict[str, bytes] = {"/v1/models": MODELS, "/version": b'{"version": "0.32.0"}'}
 
 
-@pytest.mark.parametrize("page", [b"<html>", b"{}x", b"null", b"[]", b"", b'{"a": 1}', b'{"0": 5}', b'"x"'])
+LISTED = b'{"0": {"endpoint": ["*"], "publisher": "zmq"}}'
+
+
+@pytest.mark.parametrize(
+    "page", [b"<html>", b"{}x", b"null", b"[]", b"", b'{"a": 1}', b'{"0": 5}', b'"x"', LISTED]
+)
 async def test_an_optional_page_that_cannot_be_read_counts_as_missing(page: bytes) -> None:
     """Bugs 29: a proxy answers unknown pages with 200 and a page of its own."""
     found = await told(VLLM | {"/kv_event_sources": page})

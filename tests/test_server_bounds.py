@@ -42,7 +42,7 @@ class LogText(io.StringIO):
 def logged(as_json: bool) -> io.StringIO:
     """Collects the server's log, set up as in `serve`, until the test ends (`logs_as_before`)."""
     stream = LogText()
-    configure_logging(Log(level="debug", json_lines=as_json), stream)
+    configure_logging(Log(level="debug", json=as_json), stream)
     return stream
 
 

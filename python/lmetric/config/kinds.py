@@ -112,19 +112,18 @@ def _indicator_source(source: str) -> str:
 
 
 def _port(value: object) -> int | str:
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and re.fullmatch("[0-9]+", value):
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_535:
         return value
-    if isinstance(value, str) and 1 <= len(value) <= 15 and value.replace("-", "").isalnum():
+    if isinstance(value, str) and re.fullmatch("[A-Za-z0-9-]{1,15}", value) and value.strip("-"):
         return value
     raise ValueError("a port is a number from 1 to 65535, or the name of a container port")
 
 
 def _zmq_endpoint(endpoint: str) -> str:
-    scheme, _, rest = endpoint.partition("://")
-    _, _, port = rest.rpartition(":")
-    if not (scheme == "ipc" and rest) and not (scheme == "tcp" and port.isdigit() and 0 < int(port) < 65536):
+    port = re.fullmatch("tcp://.+:([0-9]{1,5})", endpoint)
+    if not re.fullmatch("ipc://.+", endpoint) and not (port and 0 < int(port[1]) < 65536):
         raise ValueError("a ZMQ endpoint looks like tcp://host:port or ipc:///path")
     return endpoint
 
@@ -229,7 +228,7 @@ def _workers(value: object) -> int | str:
     text = str(value)
     if text == "auto":
         return text
-    if isinstance(value, bool) or not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
+    if isinstance(value, bool) or not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MOST_WORKERS:
         raise ValueError(f"expected a number of processes from 1 to {MOST_WORKERS}, or auto")
     return int(text)
 

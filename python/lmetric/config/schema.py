@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
@@ -918,8 +917,6 @@ class Log(Strict):
     """log one JSON object per line"""
     access: bool = setting(False, when="you need one line per request")
     """log a line per request"""
-
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
 
 class TracingConfig(Strict):

@@ -255,25 +255,24 @@ def _sources(status: int, body: bytes, version: str | None) -> tuple[tuple[Event
         if len(ranks) > MOST_RANKS:
             return (), f"GET {_SOURCES}: {len(ranks)} ranks (at most {MOST_RANKS})"
         sources = tuple(
-            EventSource(
-                rank,
-                source["endpoint"],
-                text_of(source, "topic") or "",
-                text_of(source, "replay_endpoint"),
-                connects=not binds(source["endpoint"]),
-            )
+            _source(rank, source)
             for rank, source in sorted(
                 ((_rank(name), each) for name, each in ranks.items()), key=itemgetter(0)
             )
             if source.get("publisher", "zmq") == "zmq"
         )
-        if not all(
-            isinstance(text, str) for each in sources for text in (each.topic, each.replay_endpoint or "")
-        ):
-            raise TypeError
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError, AttributeError):
         return (), f"GET {_SOURCES}: not a list of sources: {body[:120]!r}"
     return sources, None if sources else _OFF
+
+
+def _source(rank: int, source: Mapping[str, Any]) -> EventSource:
+    """Raises TypeError if it has no endpoint."""
+    endpoint = text_of(source, "endpoint")
+    if endpoint is None:
+        raise TypeError
+    topic, replay = text_of(source, "topic") or "", text_of(source, "replay_endpoint")
+    return EventSource(rank, endpoint, topic, replay, connects=not binds(endpoint))
 
 
 def _rank(name: str) -> int:
