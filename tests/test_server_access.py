@@ -413,10 +413,11 @@ async def test_an_engines_address_is_checked_again_when_it_is_connected_to(
     engine = FakeEngine()
     await engine.start()
 
-    async def lies(*_: Any) -> None:
+    async def lies(*_: Any) -> str:
         """A look-up that returns an allowed address."""
+        return "10.0.0.1"
 
-    monkeypatch.setattr("lmetric.server.upstream.allowed.AllowedEngines.check", lies)
+    monkeypatch.setattr("lmetric.server.upstream.allowed.AllowedEngines.resolve", lies)
     admin = {"enabled": True, "allowed_engines": ["10.0.0.0/8"]}
     async with world(1, admin=admin, health={"interval": 0.02}) as it:
         assert (await it.post({"url": engine.url, "name": "new", "model": "m"}, "/admin/engines"))[0] == 200

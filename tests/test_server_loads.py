@@ -63,6 +63,7 @@ CONFIGURED = {
         {"admin": True},
         (
             *(*TRIALS, f"{SERVER}.fleet.canary_run", f"{SERVER}.fleet.replacement"),
+            f"{SERVER}.upstream.allowed",
             *(f"{SERVER}.http.pages.{name}" for name in ("administration", "admin", "canary", "keys")),
             *(f"{SERVER}.http.pages.{name}" for name in ("members", "usage", "workers")),
         ),

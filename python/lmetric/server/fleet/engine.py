@@ -37,11 +37,11 @@ from lmetric.server.fleet.retry_budget import Breaks
 from lmetric.server.fleet.service import ServiceRecord
 from lmetric.server.fleet.watchdog import Watchdog
 from lmetric.server.tls.used import EngineContexts
-from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
 
 if TYPE_CHECKING:
     from lmetric.server.fleet.kv_backfill import KvBackfill
+    from lmetric.server.upstream.allowed import AllowedEngines
     from lmetric.tokens.prompt import PromptTokenizer
 
 NAMED_ENGINES = 5  # most engines named in one message
@@ -152,7 +152,7 @@ class Engine:
         self.name = config.label
         local = unix_path(config.url) is not None
         self.host = "127.0.0.1" if local else urlsplit(config.url).hostname or ""
-        allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
+        allowed = _allowed(server) if source == ADMIN else None
         self.upstream = Upstream(config, server, allowed, contexts=contexts, tls=server.tls_of(config, model))
         self.health = server.health
         self.model: ServedModel | None = None
@@ -342,7 +342,7 @@ class Engine:
     def configure(self, server: ServerConfig) -> None:
         """Applies what a reload can change. Raises ConfigError."""
         self.health = server.health
-        self.upstream.configure(server, AllowedEngines(server.admin.allowed_engines))
+        self.upstream.configure(server, None if self.upstream.allowed is None else _allowed(server))
         self.upstream.set_tls(self.tls_settings(server))
 
     def tls_settings(self, server: ServerConfig) -> EngineTls | None:
@@ -510,6 +510,13 @@ class Engine:
                     model=self.model.name,
                     left=self.model.usable_text(),
                 )
+
+
+def _allowed(server: ServerConfig) -> AllowedEngines:
+    """Returns the addresses that engines of administrators may have."""
+    from lmetric.server.upstream.allowed import AllowedEngines  # their pages have loaded it
+
+    return AllowedEngines(server.admin.allowed_engines)
 
 
 def blocks_differ(source: Engine, engine: Engine) -> str | None:

@@ -52,10 +52,6 @@ class AllowedEngines:
         named = any(fnmatchcase(host.lower(), name) for name in self._names)
         return named and not any(ip in network for network in FORBIDDEN)
 
-    async def check(self, host: str) -> None:
-        """Resolves a host and checks its addresses. Raises ApiError as `resolve` does."""
-        await self.resolve(host)
-
     async def resolve(self, host: str) -> str:
         """Resolves a host, checks its addresses, and returns the first one.
 

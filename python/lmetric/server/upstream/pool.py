@@ -11,12 +11,12 @@ from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, EngineTls, ServerConfig, unix_path
 from lmetric.server.tls.used import EngineContexts
-from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.connection import Connection, Kept, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
 
 if TYPE_CHECKING:
     from lmetric.server.tls.contexts import TlsContext
+    from lmetric.server.upstream.allowed import AllowedEngines
 
 # Size limit of an engine's pages. /metrics of a large engine has some hundred kB.
 PAGE_BYTES = 1 << 20
@@ -52,7 +52,6 @@ class Upstream(Kept):
         self.tls: TlsContext | None = None
         self._server_name: str | None = None
         self._address = (parts.hostname or "", parts.port or (443 if self._secure else 80))
-        self._allowed = allowed
         self._path = "" if self._socket is not None else parts.path.rstrip("/")
         self._host = parts.netloc or "localhost"
         rank = config.data_parallel_rank
@@ -66,12 +65,12 @@ class Upstream(Kept):
     def configure(self, server: ServerConfig, allowed: AllowedEngines | None) -> None:
         """Applies limits, the time to connect and the request for load headers.
 
-        ``allowed`` replaces the allowed addresses of an engine that has some.
+        ``allowed``: the addresses that the engine may have; None: any.
         """
         self._keep = server.limits.max_connections_per_engine
         self._idle_seconds = self._pages._idle_seconds = server.limits.idle_seconds
         self._connect_seconds = server.timeouts.connect
-        self._allowed = None if self._allowed is None else allowed
+        self._allowed = allowed
         # A load header does not name the rank.
         by_header = server.load.from_answers and self._rank is None
         self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if by_header else ""

@@ -93,4 +93,4 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
     allowed = AllowedEngines(front.config.admin.allowed_engines)
     for host in {urlsplit(url).hostname for url in urls}:
         if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
-            await allowed.check(host)
+            await allowed.resolve(host)
