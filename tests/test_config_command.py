@@ -11,8 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
-from lmetric.config import ServerConfig, json_schema, load_config, render, render_changed
+from lmetric.config import ServerConfig, load_config
 from lmetric.config.tuning import is_tuning
+from lmetric.config.written import json_schema, render, render_changed
 
 FILE = """
 policy: linear

@@ -14,9 +14,9 @@ import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from lmetric.config import ConfigError, EngineConfig, ServerConfig, load_config, read_secret
+from lmetric.config.files import SECRETS as SECRET_NAMES
 from lmetric.config.kinds import Strict
 from lmetric.config.load import _SERVICE_LINK, ENV_PREFIX, _is_secret
-from lmetric.config.problems import SECRETS as SECRET_NAMES
 from lmetric.server.api.issued import IssuedKeys
 from lmetric.server.api.keys import Keys
 from test_server_process import router

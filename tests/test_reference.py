@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 import lmetric as lm
-from lmetric.config import ServerConfig, render
+from lmetric.config import ServerConfig
 from lmetric.config.tuning import tuning_fields
+from lmetric.config.written import render
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make_reference"))

@@ -9,8 +9,9 @@ import yaml
 from pydantic import BaseModel
 
 from lmetric import Router
-from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config, render
+from lmetric.config import ConfigError, KvEvents, ServerConfig, load_config
 from lmetric.config.kinds import Strict
+from lmetric.config.written import render
 from lmetric.descriptions import descriptions
 from lmetric.options import LibraSplit, Star
 from lmetric.server.api.issued import IssuedKeys

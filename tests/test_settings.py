@@ -13,7 +13,8 @@ import yaml
 from constants import constant_options
 from lmetric import BadValueError, Request, Router, option_values, options
 from lmetric.cli import routing
-from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config, render
+from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config
+from lmetric.config.written import render
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric.option_errors import instances_of
 from lmetric.option_values import parse

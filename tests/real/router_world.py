@@ -15,7 +15,7 @@ import yaml
 from openai import AsyncOpenAI
 
 from lmetric.config import PoolSettings, ServerConfig
-from lmetric.config.tuning import folded
+from lmetric.config.written import folded
 from test_server_process import RUN, RUN_FORCED, Process, router
 from vllm_process import VllmEngine
 

@@ -60,7 +60,7 @@ def build() -> Callable[..., None]:
     """The command with its options. Their defaults come from the configuration (slow import)."""
     from lmetric.cli.settings import command_with_settings
     from lmetric.cli.show import print_json
-    from lmetric.config import json_schema
+    from lmetric.config.written import json_schema
 
     changed = typer.Option(
         "--changed",
@@ -103,7 +103,7 @@ def build() -> Callable[..., None]:
 def _run(
     config: ServerConfig, _: Callable[[], ServerConfig], *, changed: bool, schema: bool, action: str | None
 ) -> None:
-    from lmetric.config import render, render_changed
+    from lmetric.config.written import render, render_changed
     from lmetric.server import check_config
 
     check_config(config)

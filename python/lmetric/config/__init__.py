@@ -18,13 +18,9 @@ from lmetric.config.kinds import Strict as Strict
 from lmetric.config.kinds import embedded_engines as embedded_engines
 from lmetric.config.kinds import is_loopback as is_loopback
 from lmetric.config.kinds import unix_path as unix_path
-from lmetric.config.load import json_schema as json_schema
 from lmetric.config.load import load_config as load_config
-from lmetric.config.load import render as render
-from lmetric.config.load import render_changed as render_changed
 from lmetric.config.network import EngineTls as EngineTls
 from lmetric.config.network import ListenerTls as ListenerTls
-from lmetric.config.problems import explain as explain
 from lmetric.config.records import RecordsConfig as RecordsConfig
 from lmetric.config.reload import effective as effective
 from lmetric.config.reload import needs_restart as needs_restart

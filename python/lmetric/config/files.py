@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ class ConfigError(LmetricError):
     """An invalid configuration. The message gives the place, the value, and what was expected."""
 
 
+# Secret keys: messages do not show their values.
+SECRETS = frozenset({"api_key", "token", "salt_secret", "redis_url"})
 MAX_DEPTH = 64  # of nested lists and mappings: readers of values are recursive
 MAX_ALIASED = 100_000  # values that aliases may repeat: a few lines can name billions
 
@@ -199,6 +201,21 @@ def _find_lines(node: yaml.Node | None, path: KeyPath, lines: Lines, seen: set[i
         for index, item in enumerate(node.value):
             lines[*path, index] = item.start_mark.line + 1
             _find_lines(item, (*path, index), lines, seen)
+
+
+def place_of(
+    loc: Sequence[str | int], origin: Mapping[tuple[str, ...], str], lines: Mapping[str, Lines]
+) -> str:
+    """The source of a key, as the prefix of a message: `file:line: `; empty if it is unknown."""
+    names = tuple(str(part) for part in loc if isinstance(part, str))
+    source = next((origin[names[:n]] for n in range(len(names), -1, -1) if names[:n] in origin), None)
+    line = _line_of(loc, lines.get(source or "", {}))
+    return "".join(f"{part}:" for part in (source, line) if part) + " " if source else ""
+
+
+def _line_of(loc: Sequence[str | int], lines: Lines) -> int | None:
+    """The line of the innermost part of a path that is in the file."""
+    return next((lines[part] for n in range(len(loc), 0, -1) if (part := tuple(loc[:n])) in lines), None)
 
 
 def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:

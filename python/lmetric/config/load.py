@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -14,12 +14,11 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from lmetric import options
 from lmetric._core import LmetricError
-from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
+from lmetric.config.files import SECRETS, ConfigError, Lines, UniqueKeys, place_of, read_yaml_lines
 from lmetric.config.kinds import Strict
-from lmetric.config.problems import SECRETS, explain, place_of
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.config.tuning import KEY as TUNING
-from lmetric.config.tuning import fold_schema, folded, unfolded
+from lmetric.config.tuning import unfolded
 from lmetric.defaults import DEFAULT_POLICY, TRACE_DIR
 
 ENV_PREFIX = "LMETRIC__"
@@ -83,6 +82,8 @@ def load_config(
         place = partial(place_of, origin=origin, lines={str(file): lines})
         config = ServerConfig.model_validate(unfolded(merged, ServerConfig, place))
     except ValidationError as error:
+        from lmetric.config.problems import explain
+
         raise ConfigError("\n".join(explain(error, origin, ServerConfig, {str(file): lines}))) from None
     config._ignored = tuple(ignored)
     config._origin = origin
@@ -110,61 +111,6 @@ def _with_kinds(section: dict[str, Any], policy: Any) -> None:
         chosen = options.default_of(what, str(name))
         if chosen is not None:
             value[selector] = True if selector == "enabled" else chosen.core_kind
-
-
-def render(config: ServerConfig) -> str:
-    """The whole configuration as YAML, defaults included, secrets masked.
-
-    Settings that models inherit from the top level are there alone.
-    """
-    values = config.model_dump(mode="json", by_alias=True)
-    for model, shown in zip(config.models, values["models"], strict=True):
-        for name in model.inherited:
-            del shown[name]
-    return yaml.safe_dump(folded(values, ServerConfig), sort_keys=False, allow_unicode=True)
-
-
-def render_changed(config: ServerConfig) -> str:
-    """The settings that differ from the defaults as YAML, each with its source, secrets masked."""
-    changed = config.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return "".join(_changed(folded(changed, ServerConfig), config._origin, ())) or "{}\n"
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of configuration files."""
-    from lmetric.descriptions import DescribedSchema
-
-    schema = ServerConfig.model_json_schema(schema_generator=DescribedSchema)
-    fold_schema(schema)
-    for key, field in SHORTHANDS.items():
-        if key not in options.OPTIONS:
-            section = schema["properties"][key]
-            name = section["$ref"].rpartition("/")[2]
-            value = schema["$defs"][name]["properties"][field]
-            plain = {word: value[word] for word in ("type", "anyOf") if word in value}
-            about = {word: section.pop(word) for word in ("description", "default") if word in section}
-            schema["properties"][key] = {"anyOf": [section, plain], **about}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _changed(
-    values: Mapping[str, Any], origin: Mapping[tuple[str, ...], str], path: tuple[str, ...]
-) -> Iterator[str]:
-    indent = "  " * len(path)
-    for key, value in values.items():
-        here = (*path, key)
-        below = [other for other in origin if other[: len(here)] == here]
-        if not below:
-            continue  # a default of an option that has other settings
-        if isinstance(value, dict) and any(len(other) > len(here) for other in below):
-            yield f"{indent}{key}:\n"
-            yield from _changed(value, origin, here)
-            continue
-        # One line for each scalar: a comment cannot stand inside a folded one.
-        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=float("inf"))
-        first, *rest = text.splitlines()
-        yield f"{indent}{first}  # {', '.join(dict.fromkeys(origin[other] for other in below))}\n"
-        yield from (f"{indent}{line}\n" for line in rest)
 
 
 def _is_service_link(name: str, value: str) -> bool:

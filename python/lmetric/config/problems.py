@@ -10,13 +10,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from lmetric.config.files import Lines
+from lmetric.config.files import SECRETS, Lines, place_of
 from lmetric.config.kinds import OptionError, Strict
 from lmetric.config.tuning import KEY, in_configuration, is_tuning, tuning_fields
 from lmetric.validation import expected
 
-# Secret keys: messages do not show their values.
-SECRETS = frozenset({"api_key", "token", "salt_secret", "redis_url"})
 MASK = "**********"
 # Names of unknown keys that may hold a secret.
 _LIKE_SECRET = re.compile(
@@ -103,21 +101,6 @@ def _mistyped(problems: Sequence[Any]) -> Iterator[tuple[str | int, ...]]:
         names = [str(other[-1]) for other in unknown if other[:-1] == loc[:-1]]
         if each["type"] == "missing" and difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5):
             yield loc
-
-
-def place_of(
-    loc: Sequence[str | int], origin: Mapping[tuple[str, ...], str], lines: Mapping[str, Lines]
-) -> str:
-    """The source of a key, as the prefix of a message: `file:line: `; empty if it is unknown."""
-    names = tuple(str(part) for part in loc if isinstance(part, str))
-    source = next((origin[names[:n]] for n in range(len(names), -1, -1) if names[:n] in origin), None)
-    line = _line_of(loc, lines.get(source or "", {}))
-    return "".join(f"{part}:" for part in (source, line) if part) + " " if source else ""
-
-
-def _line_of(loc: Sequence[str | int], lines: Lines) -> int | None:
-    """The line of the innermost part of a path that is in the file."""
-    return next((lines[part] for n in range(len(loc), 0, -1) if (part := tuple(loc[:n])) in lines), None)
 
 
 def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:

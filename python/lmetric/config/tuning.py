@@ -64,10 +64,10 @@ def unfolded(
         ConfigError: a key of `tuning` is not a tuning setting, or a tuning setting is elsewhere.
     """
     known = tuning_fields(root)
-    sections = [((), values), *((("models", n), each) for n, each in _models(values))]
+    sections = [((), values), *((("models", n), each) for n, each in models_in(values))]
     for above, section in sections:
         for path in known:
-            if _has(section, path):
+            if has(section, path):
                 loc = (*above, *path)
                 shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
                 moved = ".".join((KEY, *path))
@@ -76,12 +76,12 @@ def unfolded(
                 )
     if KEY not in values:
         return dict(values)
-    unfolded: dict[str, Any] = _copy(values)
+    unfolded: dict[str, Any] = copied(values)
     given = unfolded.pop(KEY)
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place((KEY,))}{KEY} = {given!r}: expected a mapping")
     for path, value in _leaves(given, (), known, place):
-        into = [model for _, model in _models(unfolded) if len(path) > 1 and model.get(path[0]) is not None]
+        into = [model for _, model in models_in(unfolded) if len(path) > 1 and model.get(path[0]) is not None]
         optional = root.model_fields[path[0]].get_default(call_default_factory=True) is None
         if len(path) == 1 or unfolded.get(path[0]) is not None or not optional:
             into.append(unfolded)
@@ -89,44 +89,8 @@ def unfolded(
             off = f"it has no effect without `{path[0]}`"
             raise ConfigError(f"{place((KEY, *path))}{'.'.join((KEY, *path))} = {value!r}: {off}")
         for section in into:
-            _put(section, path, value)
+            put(section, path, value)
     return unfolded
-
-
-def folded(values: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Any]:
-    """Returns values of `root` as in configurations: tuning settings are under `tuning`."""
-    folded: dict[str, Any] = _copy(values)
-    found: dict[str, Any] = {}
-    for path in tuning_fields(root):
-        for section in (folded, *(model for _, model in _models(folded))):
-            if _has(section, path):
-                value = _take(section, path)
-                if not _has(found, path):
-                    _put(found, path, value)
-    return folded | ({KEY: found} if found else {})
-
-
-def fold_schema(schema: dict[str, Any]) -> None:
-    """Moves the tuning settings in the JSON schema of a configuration below `tuning`."""
-    definitions = schema["$defs"]
-    marked = {
-        (name, key): fields.pop(key)
-        for name, each in [("", schema), *definitions.items()]
-        for fields in [each.get("properties", {})]
-        for key in [key for key, field in fields.items() if field.get(KEY)]
-    }
-
-    def tuning_of(name: str) -> dict[str, Any]:
-        found = {key: field for (owner, key), field in marked.items() if owner == name}
-        for key, field in (definitions[name] if name else schema).get("properties", {}).items():
-            options = field.get("anyOf", [field])
-            below = [each["$ref"].rpartition("/")[2] for each in options if "$ref" in each]
-            if len(below) == 1 and (inner := tuning_of(below[0])):
-                found[key] = {"type": "object", "additionalProperties": False, "properties": inner}
-        return found
-
-    about = {"description": "unstable settings for experts", "type": "object", "additionalProperties": False}
-    schema["properties"][KEY] = {**about, "properties": tuning_of("")}
 
 
 def _leaves(
@@ -151,20 +115,20 @@ def _leaves(
             raise ConfigError(f"{where}: unknown key; {hint}")
 
 
-def _models(values: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+def models_in(values: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
     models = values.get("models")
     for number, model in enumerate(models if isinstance(models, list) else ()):
         if isinstance(model, dict):
             yield number, model
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copy(each) for key, each in value.items()}
-    return [_copy(each) for each in value] if isinstance(value, list) else value
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list) else value
 
 
-def _has(values: Any, path: Path) -> bool:
+def has(values: Any, path: Path) -> bool:
     for key in path:
         if not isinstance(values, Mapping) or key not in values:
             return False
@@ -172,19 +136,9 @@ def _has(values: Any, path: Path) -> bool:
     return True
 
 
-def _put(values: dict[str, Any], path: Path, value: Any) -> None:
+def put(values: dict[str, Any], path: Path, value: Any) -> None:
     for key in path[:-1]:
         if not isinstance(values.get(key), dict):
             values[key] = {}
         values = values[key]
     values[path[-1]] = value
-
-
-def _take(values: dict[str, Any], path: Path) -> Any:
-    """Removes a value and returns it, with the sections that are empty then."""
-    if len(path) == 1:
-        return values.pop(path[0])
-    value = _take(values[path[0]], path[1:])
-    if not values[path[0]]:
-        del values[path[0]]
-    return value

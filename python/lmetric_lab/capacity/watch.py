@@ -349,7 +349,7 @@ def run_watch(watch: Watch, *, host: str, port: int, json_lines: bool) -> int:
     for path in watch.paths:
         if not path.exists():
             raise not_found(path)
-    configure_logging(Log(json=json_lines))
+    configure_logging(Log.model_validate({"json": json_lines}))
     with contextlib.suppress(OSError):
         os.nice(NICE)
     rounds = _Rounds(watch)

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lmetric.config import ConfigError, ServerConfig, explain, reading
+from lmetric.config import ConfigError, ServerConfig, reading
 from lmetric.config.files import BoundedLoader, TooLarge
+from lmetric.config.problems import explain
 from lmetric_lab.migrate import epp, litellm, nginx, production_stack, service, smg
 from lmetric_lab.migrate.commands import Command, commands
 from lmetric_lab.migrate.draft import Draft

@@ -18,8 +18,9 @@ from pydantic.fields import FieldInfo
 
 from lmetric import plugins
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, Strict, explain, read_yaml_lines
+from lmetric.config import ConfigError, Strict, read_yaml_lines
 from lmetric.config.kinds import OptionError
+from lmetric.config.problems import explain
 from lmetric.option_values import canonical, sweep
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
 from lmetric_lab.defaults import DEFAULT_PROFILE, SLICE, trace_path

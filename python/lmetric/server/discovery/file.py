@@ -9,7 +9,8 @@ import yaml
 from pydantic import Field, ValidationError
 from watchfiles import awatch
 
-from lmetric.config import ConfigError, DiscoverySource, EngineConfig, UniqueKeys, explain, reading
+from lmetric.config import ConfigError, DiscoverySource, EngineConfig, UniqueKeys, reading
+from lmetric.config.problems import explain
 from lmetric.server.discovery.members import Found
 from lmetric.server.discovery.source import Sink, SourceError
 

@@ -17,7 +17,8 @@ import orjson
 import yaml
 from pydantic import ValidationError
 
-from lmetric.config import ConfigError, DiscoverySource, EngineConfig, KubernetesSource, explain
+from lmetric.config import ConfigError, DiscoverySource, EngineConfig, KubernetesSource
+from lmetric.config.problems import explain
 from lmetric.extras import install
 from lmetric.server.discovery.members import Found
 from lmetric.server.discovery.source import Sink, SourceError
