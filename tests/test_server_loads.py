@@ -48,6 +48,7 @@ CONFIGURED = {
             *(f"{SERVER}.background.replicas", f"{SERVER}.background.addresses"),
             *(f"{SERVER}.background.key_exchange", f"{SERVER}.background.stored_search"),
             *(f"{SERVER}.http.pages.peers", f"{SERVER}.observe.key_store"),
+            f"{SERVER}.upstream.request_errors",
         ),
     ),
     "replicas.redis_url": Feature(

@@ -37,7 +37,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.fleet.periodic import periodic
 from lmetric.server.fleet.problem import Problem
 from lmetric.server.tls.contexts import outgoing_context
-from lmetric.server.upstream.connection import request_error
+from lmetric.server.upstream.request_errors import request_error
 
 if TYPE_CHECKING:
     from lmetric.server.background.redis_budgets import RedisBudgets, RedisState

@@ -20,7 +20,7 @@ from lmetric.config import DiscoverySource, KubernetesSource
 from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, load_credentials
 from lmetric.server.discovery.members import Found
 from lmetric.server.discovery.source import Sink, SourceError
-from lmetric.server.upstream.connection import request_error
+from lmetric.server.upstream.request_errors import request_error
 
 # The import of `kubernetes` has reported a missing package.
 from kubernetes_asyncio import client  # isort: skip

@@ -22,7 +22,7 @@ from lmetric.config.problems import explain
 from lmetric.extras import install
 from lmetric.server.discovery.members import Found
 from lmetric.server.discovery.source import Sink, SourceError
-from lmetric.server.upstream.connection import request_error
+from lmetric.server.upstream.request_errors import request_error
 
 try:
     from kubernetes_asyncio import client

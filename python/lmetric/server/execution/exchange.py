@@ -7,9 +7,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from lmetric._core import BudgetReservation, Peer, RequestHead, ResponseReader
+from lmetric._core import BudgetReservation, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.caller import NOBODY, Caller, UnknownKeyError
 from lmetric.server.api.eligibility import Ineligible
@@ -18,6 +18,7 @@ from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
 if TYPE_CHECKING:
+    from lmetric.server.execution.client_port import ClientPort, Payer
     from lmetric.server.execution.draft import Draft
     from lmetric.server.execution.fallback import Fallback, FallbackStep
     from lmetric.server.execution.plan import Step
@@ -31,43 +32,6 @@ STOPPING = "the router is shutting down"
 SATURATED = frozenset({429, 503})  # statuses of engines that are full, not broken
 
 _CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
-
-
-class Payer(Protocol):
-    """The counts of a client address."""
-
-    is_gateway: bool
-    running: int
-
-
-class ClientPort(Protocol):
-    """The connection of the request's client."""
-
-    relay: InFlightRequest | None
-    transport: asyncio.Transport | None
-    peer: Peer
-
-    @property
-    def body_size(self) -> int:
-        """The counted bytes of the request's body."""
-
-    @property
-    def payer(self) -> Payer | None:
-        """The client whose limits the request counts against; None: it has disconnected."""
-
-    @property
-    def sender(self) -> str:
-        """The IP address of the request's client; empty: of a unix socket."""
-
-    @property
-    def writing_paused(self) -> bool:
-        """Whether the client reads too slowly."""
-
-    def release_body(self) -> None:
-        """Releases the counted bytes of the request's body."""
-
-    def answered(self, goes_on: bool) -> None:
-        """Ends the request in flight. ``goes_on``: the connection may carry another request."""
 
 
 @dataclass(frozen=True, slots=True)

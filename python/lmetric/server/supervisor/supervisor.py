@@ -35,7 +35,7 @@ from lmetric.server.observe.usage import UsageTable
 from lmetric.server.supervisor.merge import merge, without_gone
 from lmetric.server.supervisor.ports import divide
 from lmetric.server.supervisor.sharing import Sharing
-from lmetric.server.upstream.connection import request_error
+from lmetric.server.upstream.request_errors import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
 from lmetric.server.worker.repeats import MARK, POLICY, REMOVED, WEIGHTS, AdminChange

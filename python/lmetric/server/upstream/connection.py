@@ -10,10 +10,8 @@ import time
 from collections import deque
 from typing import Protocol
 
-import aiohttp
-
 from lmetric._core import FULL_READ, ResponseReader
-from lmetric.connection_errors import error_numbers, reason_of, system_error
+from lmetric.connection_errors import error_numbers, reason_of
 from lmetric.server.upstream.reading import begin_waiting, end_waiting, read_on_later, takes
 
 
@@ -80,23 +78,6 @@ def connect_error(error: OSError) -> UpstreamError:
     else:
         kind = "unreachable"
     return UpstreamError(kind, f"no connection: {reason}")
-
-
-def request_error(error: BaseException, seconds: float | None = None) -> str:
-    """Returns the reason why a request by aiohttp has no answer, in the words of `connect_error`.
-
-    ``seconds``: the time limit of the request; None: not known.
-    """
-    if isinstance(error, TimeoutError):
-        return "no answer in time" if seconds is None else f"no answer within {seconds:g} s"
-    inner = system_error(error)
-    if isinstance(error, aiohttp.ClientConnectionError) and inner is not None:
-        return str(connect_error(inner))
-    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ClientConnectionError | ConnectionError):
-        return "the connection broke before the end of the answer"
-    if isinstance(error, aiohttp.ClientResponseError):
-        return "the answer is not valid HTTP"
-    return reason_of(error) or type(error).__name__
 
 
 def _own_trouble() -> str | None:
