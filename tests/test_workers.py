@@ -223,6 +223,26 @@ async def test_each_worker_lists_its_latest_decisions() -> None:
         assert all(each in latest for each in lists)
 
 
+async def test_a_tenant_reads_its_decisions_from_every_worker(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("{sk-1: acme, sk-2: other}")
+    body = {"model": "tiny", "prompt": "a"}
+    named = "tenants={acme: {}, other: {}}"
+    for flags, own, others in (
+        (("--set", f"auth.keys_file={keys}"), {"api-key": "sk-1"}, {"api-key": "sk-2"}),
+        (("--set", named), {"x-tenant": "acme"}, {"x-tenant": "other"}),
+    ):
+        async with serving(*flags) as (_, client, _):
+            client.headers = own
+            async with client.session.post(client.url + "/v1/completions", json=body, headers=own) as answer:
+                assert answer.status == 200
+                path = f"/debug/decisions/{answer.headers['x-lmetric-decision']}"
+            for headers, status in ((own, 200), (others, 404)):
+                for _ in range(8):  # whichever worker answers
+                    async with client.session.get(client.url + path, headers=headers) as answer:
+                        assert answer.status == status, (headers, await answer.text())
+
+
 async def until_seen(client: Client, in_flight: int) -> None:
     """Waits until the live pages of both workers show all requests."""
     async with asyncio.timeout(60):

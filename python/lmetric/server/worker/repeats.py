@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 # Fields of a client's request for a page that the other workers get with it.
-FORWARDED = ("host", "authorization", "x-api-key", "origin")
+FORWARDED = ("host", "authorization", "x-api-key", "api-key", "x-tenant", "origin")
 # Kinds of kept changes: the removal of a configured engine, the weights of all or of the named
 # engines, and policies.
 REMOVED, WEIGHTS, POLICY = "removed", ("", "weights"), ("", "policy")
