@@ -115,6 +115,7 @@ def areas(engine: str) -> Iterator[tuple[str, Reader, set[str], str]]:
     yield "events", functions, set(), "distributed/kv_events.py"
     yield "hashes", functions, set(), "v1/core/kv_cache_[cpu]*.py v1/core/block_pool.py"
     sent = _own(r'"((?:do_)?remote_\w+)"', "python/lmetric/engines/handover.py")
+    sent |= _own(r'"((?:do_)?remote_\w+)"', "python/lmetric/engines/connectors.py")
     yield "transfer", keys, sent, f"{_CONNECTORS}/nixl/*.py {_CONNECTORS}/offloading/*.py"
     yield "fields", fields, set(), "entrypoints/**/protocol.py"
     paths |= _own(path, "python/lmetric/server/api/paths.py")

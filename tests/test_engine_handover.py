@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from lmetric.engines.adapter import Handover
-from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment, with_fields
+from lmetric.engines.connectors import CONNECTORS
+from lmetric.engines.handover import COMPLETIONS, FirstSegment, with_fields
 from lmetric.engines.identify import identify
 from lmetric_lab.emulated import EngineOptions, EngineServer
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lmetric.engines.adapter import Capabilities, Handover
-from lmetric.engines.handover import CHAT, COMPLETIONS, CONNECTORS, FirstSegment, HandoverError, with_fields
+from lmetric.engines.connectors import CONNECTORS
+from lmetric.engines.handover import CHAT, COMPLETIONS, FirstSegment, HandoverError, with_fields
 from lmetric.engines.identify import identify
 
 NIXL, BOOTSTRAP = CONNECTORS["nixl"], CONNECTORS["bootstrap"]

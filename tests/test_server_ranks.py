@@ -15,7 +15,8 @@ import lmetric as lm
 from lmetric.config import EngineConfig
 from lmetric.doctor import Level, Target, examine
 from lmetric.engines.adapter import Adapter, Capabilities, EventSource, Handover
-from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment
+from lmetric.engines.connectors import CONNECTORS
+from lmetric.engines.handover import COMPLETIONS, FirstSegment
 from lmetric.engines.identify import UNKNOWN
 from lmetric.engines.sglang import LOADS, Sglang
 from lmetric.engines.vllm import Vllm

@@ -17,7 +17,8 @@ import orjson
 
 from lmetric.doctor.subject import Subject
 from lmetric.engines.adapter import Handover, samples
-from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment, HandoverError, with_fields
+from lmetric.engines.connectors import CONNECTORS
+from lmetric.engines.handover import COMPLETIONS, FirstSegment, HandoverError, with_fields
 from lmetric.engines.http import Answer, Unanswered
 
 SAFE_FLAG = """"kv_load_failure_policy": "fail" in --kv-transfer-config"""

@@ -12,7 +12,7 @@ from lmetric.config import EngineConfig, KvEventsSetting, PoolSettings
 from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.verdict import Outcome, Verdict
 from lmetric.engines.adapter import Adapter, Capabilities
-from lmetric.engines.handover import CONNECTORS
+from lmetric.engines.connectors import CONNECTORS
 from lmetric.server.fleet.kv_mode import flags_for
 from lmetric.tokens.prompt import PromptTokenizer
 

@@ -113,7 +113,7 @@ class Priority:
 class Handover:
     """An engine's KV transfers to other engines. None: not reported."""
 
-    connector: str  # a name of `lmetric.engines.handover.CONNECTORS`
+    connector: str  # a name of `lmetric.engines.connectors.CONNECTORS`
     lease_seconds: float | None = None  # how long it keeps blocks for a fetch
     on_failure: str | None = None  # of a fetch: recompute or fail
     bootstrap_port: int | None = None  # port for decode engines (SGLang)

@@ -27,7 +27,6 @@ from lmetric.config import (
     unix_path,
 )
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load, read_page
-from lmetric.engines.handover import Connector
 from lmetric.engines.identify import UNKNOWN
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
@@ -40,6 +39,7 @@ from lmetric.server.tls.used import EngineContexts
 from lmetric.server.upstream.pool import Upstream
 
 if TYPE_CHECKING:
+    from lmetric.engines.connectors import Connector
     from lmetric.server.fleet.kv_backfill import KvBackfill
     from lmetric.server.upstream.allowed import AllowedEngines
     from lmetric.tokens.prompt import PromptTokenizer

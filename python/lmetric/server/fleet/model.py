@@ -18,7 +18,6 @@ from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import POLICY_KNOBS, Ejection, PoolSettings, Retries, TenantConfig
 from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import MODELS
-from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.roles import PlacedRole, Role
 from lmetric.server.api.eligibility import (
@@ -442,7 +441,11 @@ class Model:
         else:
             self.encoders.pop(engine.name, None)
         self._see_cuts()
-        connector = CONNECTORS.get(handover.connector) if handover else None
+        connector = None
+        if handover:
+            from lmetric.engines.connectors import CONNECTORS
+
+            connector = CONNECTORS.get(handover.connector)
         fetches = (
             self.splits
             or self.fetches_prefixes
