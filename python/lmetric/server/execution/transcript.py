@@ -344,8 +344,8 @@ class Transcript:
     def _offset(self) -> int:
         """Returns the `text_offset` at which the next log probabilities begin.
 
-        vLLM adds up the texts of the tokens. They may be longer than the text, as of a character of
-        several tokens. Those of a forwarded stream are not recorded.
+        vLLM adds up the texts of the tokens. They may be longer than the text, as special tokens
+        have one. Those of a forwarded stream are not recorded.
         """
         before = self._logprobs or {}
         if before.get("text_offset") and before.get("tokens"):
