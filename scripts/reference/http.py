@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lmetric.server.api.error_codes import ERROR_TYPES, ERRORS
+from lmetric.server.api.error_codes import ERRORS
+from lmetric.server.api.errors import ERROR_TYPES
 from lmetric.server.api.openapi import REQUEST_HEADERS, RESPONSE_HEADERS, document
 from lmetric.server.http.pages.table import PAGES
 

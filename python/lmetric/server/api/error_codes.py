@@ -1,18 +1,11 @@
-"""Types and codes of the router's own errors, with their statuses and meanings."""
+"""Codes of the router's own errors, with their statuses and meanings.
+
+Documents need them, and messages about refused requests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-ERROR_TYPES: Mapping[str, str] = {
-    "invalid_request_error": "400, 405, 413, 415, 426, 431",
-    "authentication_error": "401",
-    "permission_error": "403",
-    "not_found_error": "404",
-    "rate_limit_error": "429",
-    "overloaded_error": "503",
-    "server_error": "other statuses",
-}
 
 # Codes of the router's own errors: statuses, and the meaning.
 ERRORS: Mapping[str, tuple[str, str]] = {

@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from lmetric._core import NoInstanceError
-from lmetric.server.api.error_codes import ERROR_TYPES
 from lmetric.server.api.paths import MESSAGES, RESPONSES
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+# Statuses by type.
+ERROR_TYPES: Mapping[str, str] = {
+    "invalid_request_error": "400, 405, 413, 415, 426, 431",
+    "authentication_error": "401",
+    "permission_error": "403",
+    "not_found_error": "404",
+    "rate_limit_error": "429",
+    "overloaded_error": "503",
+    "server_error": "other statuses",
+}
 _TYPES = {
     int(each): kind for kind, statuses in ERROR_TYPES.items() for each in re.findall("[0-9]+", statuses)
 }

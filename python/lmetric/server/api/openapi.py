@@ -16,7 +16,8 @@ from lmetric.config import CanaryStart, EngineConfig, PolicyChange, Role
 from lmetric.descriptions import DescribedSchema
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api import paths
-from lmetric.server.api.error_codes import ERROR_TYPES, ERRORS
+from lmetric.server.api.error_codes import ERRORS
+from lmetric.server.api.errors import ERROR_TYPES
 from lmetric.server.api.own_pages import (
     ADMIN,
     JSON,

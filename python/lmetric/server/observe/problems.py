@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmetric.server.api.error_codes import ERRORS
-
 NAMES = 3  # most engines named in a problem
 FIX_FAILING = "restart or drain the engines that fail; the access log names them (engine)"
 _FIX_NO_CONNECTION = "start the engines, or correct their URLs"
@@ -46,5 +44,7 @@ def first_of(names: Sequence[str]) -> str:
 
 def meaning_of(code: str | None) -> str:
     """Returns the meaning of an error code; None: the error of an engine."""
+    from lmetric.server.api.error_codes import ERRORS
+
     _, meaning = ERRORS.get(code or "", ("", "the engine's own error"))
     return meaning[0].lower() + meaning[1:].removesuffix(".").replace("`", "")
