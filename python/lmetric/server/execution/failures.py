@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import orjson
 
-from lmetric._core import (
-    END,
-    ENGINE_ERROR,
-    INCOMPLETE,
-    NoInstanceError,
-    ResponseReader,
-)
+from lmetric._core import NoInstanceError
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.continuing import Outcome, continuing, name_reason
-from lmetric.server.execution.exchange import SATURATED, why_no_stream, without_cors
+from lmetric.server.execution.exchange import SATURATED, without_cors
 from lmetric.server.execution.plan import (
     Attempt,
     Ended,
@@ -50,65 +44,15 @@ MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
 # -- answers that cannot be used -------------------------------------------------------------------
 
 
-def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
-    """Checks the beginning of an answer for the client. `flags`: of its reader.
-
-    Raises EngineLost or NoTransfer if it cannot be used, and Ended if it is the client's error.
-    """
-    step, reader = attempt.step, attempt.reader
-    status, statuses = reader.status, p.rules.statuses
-    failed = flags & (ENGINE_ERROR | INCOMPLETE) and stream_failed(reader, flags)
-    code = reader.error_code if failed and flags & ENGINE_ERROR else status
-    if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):
-        raise NoTransfer
-    if status in statuses:
-        if flags & END:
-            attempt.answer = reader.payload()
-        raise _declined(p, attempt, kind_of(status), whole=bool(flags & END))
-    if code in statuses:
-        raise step.lost(kind_of(code or 500), f"error {code} as the first event")
-    if failed and flags & INCOMPLETE and not reader.tokens:
-        raise step.lost("reset", "the stream ended without a token")
-    if status == 404 and flags & END and _lacks_model(p, attempt):
-        attempt.answer = reader.payload()
-        raise _declined(p, attempt, "not_served")
-    if step.kv is not None and step.kv.broke(status, reader.error_code):
-        raise NoTransfer
-    if status == 400 and flags & END and _fallback_after(p, attempt) is not None:
-        _pass_refused_beginning(p, attempt, flags)
-    if flags & ENGINE_ERROR and step.merges and not reader.tokens:
-        raise step.lost("status", f"error {reader.error_code} as the first event")
-    if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
-        discard_transfer(p, step.engine, why)
-    if p.client_request.opened and step.reader == "pass" and status != 200:
-        _pass_refused_beginning(p, attempt, flags)
-    if p.client_request.opened and not reader.event_stream:
-        raise step.lost("reset", why_no_stream(reader))
-
-
-def _pass_refused_beginning(p: Progress, attempt: Attempt, flags: int) -> NoReturn:
-    """Ends the request with an error answer, as much of it as has come."""
-    attempt.answer = attempt.reader.payload()
-    if flags & END:  # the attempt closes itself, and counts a failure of the engine
-        p.main = None
-        attempt.committed = True
-    pass_refusal(p, attempt)
-
-
-def stream_failed(reader: ResponseReader, flags: int) -> bool:
-    """Returns whether a stream begins with an error, or ends without a token."""
-    return bool(flags & (ENGINE_ERROR | INCOMPLETE)) and reader.status == 200 and reader.event_stream
-
-
 def refuse(p: Progress, attempt: Attempt) -> NoReturn:
     """Handles an engine's whole error answer: raises what follows from it."""
     status = attempt.reader.status
-    if status == 404 and not p.committed and _lacks_model(p, attempt):
-        raise _declined(p, attempt, "not_served")
+    if status == 404 and not p.committed and lacks_model(p, attempt):
+        raise declined(p, attempt, "not_served")
     if transfer_broke(p, attempt):
         raise NoTransfer
     if status in p.rules.statuses:
-        raise _declined(p, attempt, kind_of(status))
+        raise declined(p, attempt, kind_of(status))
     if p.committed:
         raise _error_answer(attempt, kind_of(status))
     pass_refusal(p, attempt)
@@ -131,7 +75,7 @@ def _error_answer(attempt: Attempt, kind: str) -> EngineLost:
     return attempt.step.lost(kind, f"status {attempt.reader.status}", attempt.error_words)
 
 
-def _declined(p: Progress, attempt: Attempt, kind: str, *, whole: bool = True) -> EngineLost:
+def declined(p: Progress, attempt: Attempt, kind: str, *, whole: bool = True) -> EngineLost:
     """Keeps an engine's error answer, for the client if no other engine answers.
 
     A full engine gets no new requests for the time of its Retry-After. Returns its failure.
@@ -154,7 +98,7 @@ def discard_transfer(p: Progress, engine: Engine, why: str) -> NoReturn:
     raise NoTransfer
 
 
-def _fallback_after(p: Progress, attempt: Attempt) -> Fallback | None:
+def fallback_after(p: Progress, attempt: Attempt) -> Fallback | None:
     """Returns the fallback after an error answer: if the request is too long for the model."""
     fallback = p.client_request.fallback
     if attempt.reader.status != 400 or fallback is None or not fallback.is_too_long(attempt.message):
@@ -162,7 +106,7 @@ def _fallback_after(p: Progress, attempt: Attempt) -> Fallback | None:
     return fallback
 
 
-def _lacks_model(p: Progress, attempt: Attempt) -> bool:
+def lacks_model(p: Progress, attempt: Attempt) -> bool:
     """Whether a 404 says that the engine does not serve the model that the router lists for it.
 
     vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". Dynamo, whose
@@ -329,7 +273,7 @@ def pass_refusal(p: Progress, attempt: Attempt) -> NoReturn:
     refusal = _refusal_of(p, attempt)
     if refusal.status < 500:
         p.refused(attempt.step.engine)
-    if (fallback := _fallback_after(p, attempt)) is not None:
+    if (fallback := fallback_after(p, attempt)) is not None:
         refusal.code = fallback.too_long
     raise _refused(p, refusal, attempt.error_words)
 

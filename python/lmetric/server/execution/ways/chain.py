@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from lmetric.engines.handover import dumps
-from lmetric.server.execution.failures import check_beginning, continued, refuse
+from lmetric.server.execution.failures import continued, refuse
 from lmetric.server.execution.plan import (
     REPORTED_ERROR,
     Attempt,
@@ -26,6 +26,7 @@ from lmetric.server.execution.plan import (
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import UNBOUNDED, object_of
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
+from lmetric.server.execution.ways.plain import check_beginning
 from lmetric.server.fleet.engine import Engine
 
 

@@ -14,11 +14,11 @@ import orjson
 
 from lmetric.engines.handover import FirstSegment, HandoverError, dumps
 from lmetric.server.api.errors import ApiError, bad
-from lmetric.server.execution.failures import check_beginning, discard_transfer, other_tokens, refuse
+from lmetric.server.execution.failures import discard_transfer, other_tokens, refuse
 from lmetric.server.execution.plan import Attempt, Ended, MergeError, Step, Way
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import object_of
-from lmetric.server.execution.ways.plain import pass_answer
+from lmetric.server.execution.ways.plain import check_beginning, pass_answer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.transfer import WHOLE_PROMPT, KvTransfer
 

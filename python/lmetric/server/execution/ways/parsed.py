@@ -22,7 +22,7 @@ import orjson
 
 from lmetric.engines.handover import dumps
 from lmetric.server.api.eligibility import Ineligible
-from lmetric.server.execution.failures import check_beginning, continued, no_continuation, refuse
+from lmetric.server.execution.failures import continued, no_continuation, refuse
 from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.plan import (
     Attempt,
@@ -38,6 +38,7 @@ from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import object_of, token_ids
 from lmetric.server.execution.ways.abort import Aborted, aborts_by_order
 from lmetric.server.execution.ways.chain import choices_of
+from lmetric.server.execution.ways.plain import check_beginning
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.parsing import DERENDER, GENERATE, RENDER
 

@@ -10,23 +10,29 @@ from typing import Any, NoReturn
 
 import orjson
 
-from lmetric._core import END, ENGINE_ERROR
+from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, ResponseReader
 from lmetric.engines.handover import dumps, with_fields
 from lmetric.server.api.paths import MESSAGES
 from lmetric.server.execution.attempt import ANSWER_BYTES
+from lmetric.server.execution.exchange import why_no_stream
 from lmetric.server.execution.failures import (
-    check_beginning,
+    TRANSFER_STATUSES,
+    declined,
     discard_transfer,
+    fallback_after,
+    kind_of,
+    lacks_model,
     other_tokens,
+    pass_refusal,
     prove,
     refuse,
-    stream_failed,
 )
 from lmetric.server.execution.plan import (
     Attempt,
     Ended,
     EngineLost,
     MergeError,
+    NoTransfer,
     Step,
     Way,
     Write,
@@ -52,6 +58,56 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
     check_beginning(p, attempt, flags)
     yield from pass_answer(p, attempt, flags)
     return None
+
+
+def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
+    """Checks the beginning of an answer for the client. `flags`: of its reader.
+
+    Raises EngineLost or NoTransfer if it cannot be used, and Ended if it is the client's error.
+    """
+    step, reader = attempt.step, attempt.reader
+    status, statuses = reader.status, p.rules.statuses
+    failed = flags & (ENGINE_ERROR | INCOMPLETE) and stream_failed(reader, flags)
+    code = reader.error_code if failed and flags & ENGINE_ERROR else status
+    if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):
+        raise NoTransfer
+    if status in statuses:
+        if flags & END:
+            attempt.answer = reader.payload()
+        raise declined(p, attempt, kind_of(status), whole=bool(flags & END))
+    if code in statuses:
+        raise step.lost(kind_of(code or 500), f"error {code} as the first event")
+    if failed and flags & INCOMPLETE and not reader.tokens:
+        raise step.lost("reset", "the stream ended without a token")
+    if status == 404 and flags & END and lacks_model(p, attempt):
+        attempt.answer = reader.payload()
+        raise declined(p, attempt, "not_served")
+    if step.kv is not None and step.kv.broke(status, reader.error_code):
+        raise NoTransfer
+    if status == 400 and flags & END and fallback_after(p, attempt) is not None:
+        _pass_refused_beginning(p, attempt, flags)
+    if flags & ENGINE_ERROR and step.merges and not reader.tokens:
+        raise step.lost("status", f"error {reader.error_code} as the first event")
+    if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
+        discard_transfer(p, step.engine, why)
+    if p.client_request.opened and step.reader == "pass" and status != 200:
+        _pass_refused_beginning(p, attempt, flags)
+    if p.client_request.opened and not reader.event_stream:
+        raise step.lost("reset", why_no_stream(reader))
+
+
+def _pass_refused_beginning(p: Progress, attempt: Attempt, flags: int) -> NoReturn:
+    """Ends the request with an error answer, as much of it as has come."""
+    attempt.answer = attempt.reader.payload()
+    if flags & END:  # the attempt closes itself, and counts a failure of the engine
+        p.main = None
+        attempt.committed = True
+    pass_refusal(p, attempt)
+
+
+def stream_failed(reader: ResponseReader, flags: int) -> bool:
+    """Returns whether a stream begins with an error, or ends without a token."""
+    return bool(flags & (ENGINE_ERROR | INCOMPLETE)) and reader.status == 200 and reader.event_stream
 
 
 def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
