@@ -11,16 +11,8 @@ from huggingface_hub import constants
 from hub_world import TOKEN, WEIGHTS, Hub, commit_of, hub_world
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Target, examine
-from lmetric.tokens.hub import (
-    FILES,
-    HubError,
-    cached,
-    configured_folder,
-    download,
-    fetch,
-    find_folder,
-    is_hub_id,
-)
+from lmetric.tokens.download import HubError, download, fetch
+from lmetric.tokens.hub import FILES, cached, configured_folder, find_folder, is_hub_id
 from lmetric.tokens.prompt import PromptTokenizer
 from lmetric_lab.emulated import EngineOptions, app
 from lmetric_lab.emulated.server import EngineServer

@@ -152,6 +152,7 @@ OTHERS = (
     *(f"{SERVER}.background.downloads", f"{SERVER}.embedded", f"{SERVER}.http.unpacking"),
     f"{WAYS}.parsed",  # by an engine that parses
     f"{SERVER}.api.error_codes",  # by many refused requests
+    "lmetric.tokens.download",  # by a tokenizer of the Hub
     "lmetric.engines.connectors",  # by an engine that reports KV transfers
     f"{SERVER}.fleet.subset",
     # By an engine whose tokenizer is known, and by a request for its model.

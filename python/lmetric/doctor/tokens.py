@@ -10,9 +10,10 @@ from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
 from lmetric.engines.http import Unanswered
 from lmetric.server.fleet.kv_choice import FIX_TOKENIZER as REMEDY
+from lmetric.tokens.download import HubError, fetch
 from lmetric.tokens.errors import NotPredictable, TokenizerError
 from lmetric.tokens.files import EXPORT_COMMAND
-from lmetric.tokens.hub import HubError, configured_folder, fetch, find_folder, is_hub_id, why_not_downloaded
+from lmetric.tokens.hub import configured_folder, find_folder, is_hub_id, why_not_downloaded
 from lmetric.tokens.prompt import PromptTokenizer
 from lmetric.tokens.verify import Difference, NotVerifiable, verify
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from lmetric._core import LmetricError
 from lmetric.extras import install
+from lmetric.tokens.download import download
 from lmetric.tokens.files import EXPORT_FILE, EXPORT_FORMAT, digest, own_chat
-from lmetric.tokens.hub import download, is_hub_id
+from lmetric.tokens.hub import is_hub_id
 from lmetric.tokens.prompt import PromptTokenizer
 
 # Types whose class vLLM 0.32 does not use: it loads tokenizer.json as it is

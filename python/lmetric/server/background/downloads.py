@@ -7,8 +7,8 @@ import structlog
 
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
+from lmetric.tokens.download import HubError, fetch
 from lmetric.tokens.errors import TokenizerError
-from lmetric.tokens.hub import HubError, fetch
 
 log = structlog.get_logger("lmetric.tokens")
 
