@@ -9,7 +9,7 @@ use common::STEP;
 use given::given;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Cuts, Event, Segment, Usage};
 use lmetric_core::program::Finish;
 use lmetric_core::request::Request;
@@ -160,7 +160,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     let record = router.record(d.id).unwrap();
     assert_eq!((record.cuts.to_vec(), record.split_reason.as_deref()), (vec![1000], None));
     assert_eq!((&*record.next[0].name, record.next[0].score), ("engine-1", away));
-    router.derive_all(1.0);
+    router.derive_some(IndicatorSet::ALL, 1.0);
     let at = |router: &Router, id: Indicator| router.columns().get(id)[1];
     assert_eq!((at(&router, Indicator::BoundBs), at(&router, Indicator::Tokens)), (1.0, 1000.0));
     // The request continues on engine 1 and leaves nothing behind.
@@ -169,7 +169,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
     router.advance(d.ticket, Event::Finished(Usage::default()), 3.0).unwrap();
     stays.iter().for_each(|d| router.drop_ticket(d.ticket));
-    router.derive_all(4.0);
+    router.derive_some(IndicatorSet::ALL, 4.0);
     for id in [Indicator::BoundBs, Indicator::Tokens, Indicator::DecodeBs, Indicator::QueuedPrefillTokens] {
         assert!(router.columns().get(id).iter().all(|n| *n == 0.0), "{}", id.decl().name);
     }
@@ -215,7 +215,7 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
         router.advance(d.ticket, Event::Finished(Usage::default()), 3.0).unwrap();
         stays.iter().for_each(|d| router.drop_ticket(d.ticket));
-        router.derive_all(4.0);
+        router.derive_some(IndicatorSet::ALL, 4.0);
         for id in [Indicator::BoundBs, Indicator::Tokens, Indicator::DecodeBs, Indicator::QueuedPrefillTokens]
         {
             assert!(router.columns().get(id).iter().all(|n| *n == 0.0), "{}", id.decl().name);

@@ -186,7 +186,7 @@ fn name(i: u8) -> String {
 
 impl Model {
     fn check(&self, router: &mut Router) {
-        router.derive_all(0.0);
+        router.derive_some(IndicatorSet::ALL, 0.0);
         assert_eq!(router.in_flight(), self.open.len());
         for i in (0..6u8).filter(|i| self.live[*i as usize]) {
             let slot = router.fleet().find(&name(i)).unwrap().index();
@@ -632,7 +632,7 @@ proptest! {
         for (op, pause) in &ops {
             model.now += f64::from(*pause) / 333.0;
             apply(op, &mut router, &mut model);
-            router.derive_all(model.now);
+            router.derive_some(IndicatorSet::ALL, model.now);
             for i in (0..6u8).filter(|i| model.live[*i as usize]) {
                 let slot = router.fleet().find(&name(i)).unwrap().index();
                 let home = (i, model.lives[i as usize]);

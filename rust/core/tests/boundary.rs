@@ -239,7 +239,7 @@ fn sums_over_peers_follow_each_change() {
             router.hear(&format!("peer-{peer}"), told, at as f64).unwrap();
             said[*peer] = shares;
             said[*peer].resize(4, Share::default());
-            router.derive_all(at as f64);
+            router.derive_some(IndicatorSet::ALL, at as f64);
             for slot in 0..4 {
                 let sum = |of: fn(&Share) -> f64| said.iter().map(|shares| of(&shares[slot])).sum::<f64>();
                 let column = |id| router.columns().get(id)[slot];
@@ -251,7 +251,7 @@ fn sums_over_peers_follow_each_change() {
         }
         let end = words.len() as f64 + 10.0;
         router.forget_silent(5.0, end);
-        router.derive_all(end);
+        router.derive_some(IndicatorSet::ALL, end);
         for slot in 0..4 {
             prop_assert_eq!(router.columns().get(Indicator::QueuedPrefillTokens)[slot], 0.0);
             prop_assert_eq!(router.columns().get(Indicator::Bs)[slot], 0.0);

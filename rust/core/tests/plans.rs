@@ -7,7 +7,7 @@ use lmetric_core::Registry;
 use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::program::Finish;
 use lmetric_core::rebalance::{Forecast, Running};
@@ -219,7 +219,7 @@ fn a_cut_behind_the_prompt_leaves_the_first_segment_some_of_the_output() {
     assert_ne!(a, b);
     assert_eq!((d.segment.to_token, d.next.unwrap().from_token), (Some(1050), 1050));
     assert_eq!(router.record(d.id).unwrap().cuts[..], [1050]);
-    router.derive_all(0.0);
+    router.derive_some(IndicatorSet::ALL, 0.0);
     let at = |router: &mut Router, id, slot: usize| router.columns().get(id)[slot];
     assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, a), 1000.0);
     assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, b), 0.0);
@@ -292,7 +292,7 @@ fn a_cut_inside_the_prompt_leaves_its_rest_to_the_second_segment() {
     let (a, b) = (d.segment.instance.index(), d.next.unwrap().instance.index());
     assert_eq!(d.segment.to_token, Some(600));
     let queued = |router: &mut Router| {
-        router.derive_all(router.record(1).unwrap().at);
+        router.derive_some(IndicatorSet::ALL, router.record(1).unwrap().at);
         router.columns().get(Indicator::QueuedPrefillTokens).to_vec()
     };
     assert_eq!(queued(&mut router)[a], 600.0);

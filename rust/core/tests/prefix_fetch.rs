@@ -11,7 +11,7 @@ use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Cuts, Event, Failure, PrefixFetch, Usage};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Decision, FetchConfig, Router, RouterConfig};
@@ -69,7 +69,7 @@ fn held_in(config: RouterConfig, policy: &str, instances: usize) -> (Router, Ins
 }
 
 fn of(router: &mut Router, id: Indicator, instance: InstanceId) -> f64 {
-    router.derive_all(0.0);
+    router.derive_some(IndicatorSet::ALL, 0.0);
     router.columns().get(id)[instance.index()]
 }
 

@@ -5,7 +5,7 @@ mod common;
 use common::{STEP, chain, request};
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::router::LoadMessage;
 use lmetric_core::router::ledger::{Published, Report};
@@ -52,7 +52,7 @@ fn two_routers_do_not_send_the_next_requests_to_one_idle_engine() {
     let second = b.route(&request(&chain(2, 10)), 0.0).unwrap();
     let name = |router: &Router, id| router.fleet().name(id).to_string();
     assert_ne!(name(&a, first.segment.instance), name(&b, second.segment.instance));
-    b.derive_all(0.0);
+    b.derive_some(IndicatorSet::ALL, 0.0);
     assert_eq!(value(&b, Indicator::QueuedPrefillTokens, &name(&a, first.segment.instance)), 161.0);
     // The request ended, and the next message contains the change.
     a.advance(first.ticket, Event::Ended(Usage::default()), 1.0).unwrap();
@@ -69,7 +69,7 @@ fn what_a_silent_router_said_is_forgotten() {
     assert_eq!((value(&b, Indicator::Bs, "x"), b.replicas().count()), (1.0, 1));
     let gone: Vec<String> = b.forget_silent(2.0, 7.1).into_iter().map(String::from).collect();
     assert_eq!(gone, ["a"]);
-    b.derive_all(8.0);
+    b.derive_some(IndicatorSet::ALL, 8.0);
     assert!(SHARED.iter().all(|id| value(&b, *id, "x") == 0.0));
     assert_eq!(b.replicas().count(), 0);
 }
@@ -189,7 +189,7 @@ fn messages_have_what_changed_and_idle_instances_need_none() {
     // The recent work of idle instances becomes less without a message, and is gone in the end.
     for now in [100.0, 2_000.0] {
         assert_eq!(sender.send(&mut a, &mut b, now), Some(0));
-        [&mut a, &mut b].into_iter().for_each(|router| router.derive_all(now));
+        [&mut a, &mut b].into_iter().for_each(|router| router.derive_some(IndicatorSet::ALL, now));
         let [own, seen] = [&a, &b].map(|router| value(router, Indicator::WindowPrefillTokens, "e7"));
         assert!((own - seen).abs() < 1e-4 * own.max(1.0), "{own} {seen}");
     }
@@ -322,7 +322,9 @@ proptest! {
                     let live: Vec<String> = b.fleet().live_names().map(String::from).collect();
                     let mut whole = router("lmetric", &live.iter().map(|name| &**name).collect::<Vec<_>>());
                     hear(&mut whole, "a", &a.share(now), now);
-                    [&mut b, &mut whole].into_iter().for_each(|router| router.derive_all(now));
+                    for router in [&mut b, &mut whole] {
+                        router.derive_some(IndicatorSet::ALL, now);
+                    }
                     let windows = [Indicator::WindowPrefillTokens, Indicator::WindowOutputTokens];
                     for id in SHARED.into_iter().chain(windows) {
                         for name in &live {
@@ -372,7 +374,7 @@ proptest! {
                 for (from, told) in told.iter().enumerate().filter(|(from, _)| *from != to) {
                     hear(router, &from.to_string(), told, now);
                 }
-                router.derive_all(now);
+                router.derive_some(IndicatorSet::ALL, now);
             }
             for id in SHARED {
                 for name in names {

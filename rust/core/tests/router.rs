@@ -8,7 +8,7 @@ use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardConfig, Phase};
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Failure, Usage};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Report;
@@ -65,7 +65,7 @@ fn the_attention_of_queued_prompts_delays_the_first_token() {
         let (tokens, pairs) = (20_000.0 * left, 20_000.0 * 10_000.0 * left);
         let steps = f64::max((tokens / 512.0).ceil(), 1.0);
         let expected = 0.01 * steps + 1e-4 * tokens + 1e-8 * pairs;
-        router.derive_all(now);
+        router.derive_some(IndicatorSet::ALL, now);
         let predicted = router.columns().get(Indicator::PredictedTtftSeconds)[0];
         assert!((predicted - expected).abs() < 1e-9, "{predicted} is not {expected} at {now}");
     }
@@ -176,7 +176,7 @@ fn prompt_tokens_that_an_engine_reports_beyond_ours_are_queued() {
     let decision = router.route(&request(&chain(1, 60)), 0.0).unwrap();
     let name = router.fleet().name(decision.segment.instance).to_string();
     let queued = |router: &mut Router| {
-        router.derive_all(0.0);
+        router.derive_some(IndicatorSet::ALL, 0.0);
         router.columns().get(Indicator::QueuedPrefillTokens)[0]
     };
     let report = |tokens: Option<f64>, running| Report {
@@ -204,7 +204,7 @@ fn prompt_tokens_that_an_engine_reports_beyond_ours_are_queued() {
 fn queued_prefill_drains_at_the_learned_rate() {
     let mut router = router("least_prefill", 1);
     let queued = |router: &mut Router, now| {
-        router.derive_all(now);
+        router.derive_some(IndicatorSet::ALL, now);
         router.columns().get(Indicator::QueuedPrefillTokens)[0]
     };
     let first = router.route(&request(&chain(1, 100)), 0.0).unwrap();
@@ -246,7 +246,7 @@ fn long_prompts_drain_as_slowly_as_attention_makes_them() {
         let ticket = ask(&mut router, tokens, now);
         // At half the time, half is left, at any length. A single rate would be wrong by a factor
         // of five.
-        router.derive_all(now + seconds(f64::from(tokens)) / 2.0);
+        router.derive_some(IndicatorSet::ALL, now + seconds(f64::from(tokens)) / 2.0);
         let left = router.columns().get(Indicator::QueuedPrefillTokens)[0];
         assert!((left / f64::from(tokens) - 0.5).abs() < 1e-6, "{left} of {tokens}");
         now += seconds(f64::from(tokens));
@@ -398,7 +398,7 @@ fn what_an_engine_finds_cached_replaces_what_was_booked() {
     let first = router.route(&request(&long), 0.0).unwrap();
     let second = router.route(&request(&short), 0.0).unwrap();
     let queued = |router: &mut Router| {
-        router.derive_all(1.0);
+        router.derive_some(IndicatorSet::ALL, 1.0);
         router.columns().get(Indicator::QueuedPrefillTokens)[0]
     };
     assert_eq!(queued(&mut router), 194.0);

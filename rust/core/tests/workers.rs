@@ -10,7 +10,7 @@ use lmetric_core::Registry;
 use lmetric_core::admission::{HeldFor, LoadConfig, TenantLimits, Verdict};
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::MAX_INSTANCES;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Router, RouterConfig, SharedRouter, TicketId};
@@ -26,7 +26,7 @@ fn router(instances: &[&str]) -> Router {
 }
 
 fn value(router: &mut Router, id: Indicator, name: &str) -> f64 {
-    router.derive_all(0.0);
+    router.derive_some(IndicatorSet::ALL, 0.0);
     router.columns().get(id)[router.fleet().find(name).unwrap().index()]
 }
 

@@ -583,7 +583,7 @@ proptest! {
         // The router's in-flight ledger is empty, and all requests ended successfully.
         let router = &mut out.routers[0];
         prop_assert_eq!((router.in_flight(), router.totals().finished), (0, asks.len() as u64));
-        router.derive_all(1e9);
+        router.derive_some(lmetric_core::indicators::IndicatorSet::ALL, 1e9);
         for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens", "fetches"] {
             let column = router.columns().get(lmetric_core::indicators::Indicator::from_name(id).unwrap());
             // External load in a report stays until the next report.

@@ -2,7 +2,7 @@
 //! signals of a live server.
 use lmetric_core::estimate::{Queued, StepTime};
 use lmetric_core::fleet::Role;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::router::{Router, RouterConfig, TicketId, TtftSource};
 use lmetric_core::{InstanceId, request};
@@ -84,7 +84,7 @@ fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
             end = engine.start_step(now);
         }
     }
-    router.derive_all(now);
+    router.derive_some(IndicatorSet::ALL, now);
     router
 }
 
@@ -169,7 +169,7 @@ fn without_streams_step_times_stay_absent() {
         router.advance(ticket, Event::Sent, f64::from(i)).unwrap();
         router.advance(ticket, Event::Finished(Usage::default()), f64::from(i) + 0.5).unwrap();
     }
-    router.derive_all(200.0);
+    router.derive_some(IndicatorSet::ALL, 200.0);
     for id in [
         Indicator::StepSeconds,
         Indicator::StepRelativeError,

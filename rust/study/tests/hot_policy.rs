@@ -1,6 +1,7 @@
 //! Replacing a policy while requests are in flight.
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator::{self, *};
+use lmetric_core::indicators::IndicatorSet;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::Request;
 use lmetric_core::router::{Router, RouterConfig, TicketId};
@@ -56,7 +57,7 @@ fn load(router: &mut Router) -> Vec<TicketId> {
 }
 
 fn shown(router: &mut Router, now: f64) -> Vec<(Indicator, Vec<f64>)> {
-    router.derive_all(now);
+    router.derive_some(IndicatorSet::ALL, now);
     let columns = router.columns();
     SHOWN.iter().map(|id| (*id, columns.get(*id).to_vec())).collect()
 }

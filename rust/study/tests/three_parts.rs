@@ -6,7 +6,7 @@ mod common;
 use common::STEP;
 use lmetric_core::InstanceId;
 use lmetric_core::fleet::Role;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
 use lmetric_core::program::Finish;
 use lmetric_core::request::{Request, Tenant};
@@ -67,7 +67,7 @@ fn segments(router: &mut Router, d: &Decision) -> Vec<Segment> {
 }
 
 fn all_zero(router: &mut Router) {
-    router.derive_all(9.0);
+    router.derive_some(IndicatorSet::ALL, 9.0);
     for id in [Indicator::Bs, Indicator::BoundBs, Indicator::Tokens, Indicator::RemainingTokens] {
         assert!(router.columns().get(id).iter().all(|n| *n == 0.0), "{}", id.decl().name);
     }
@@ -84,7 +84,7 @@ fn each_part_is_on_an_instance_of_its_own_and_the_record_says_which() {
     assert_eq!((a.to_token, b.to_token, c.to_token), (Some(b.from_token), Some(c.from_token), None));
     // No answer token is made on the reasoning instance.
     assert!(c.from_token <= 1712 && b.from_token < c.from_token);
-    router.derive_all(0.0);
+    router.derive_some(IndicatorSet::ALL, 0.0);
     let bound =
         |router: &Router, s: Segment| router.columns().get(Indicator::BoundTokens)[s.instance.index()];
     assert_eq!(bound(&router, b), f64::from(b.from_token.max(512)));
@@ -114,7 +114,7 @@ fn with_two_instances_the_answer_comes_back_to_the_first() {
     assert_eq!(plan[2].instance, plan[0].instance);
     assert_eq!(plan[2].from_token, 1712);
     let (first, second) = (plan[0].instance.index(), plan[1].instance.index());
-    router.derive_all(0.0);
+    router.derive_some(IndicatorSet::ALL, 0.0);
     assert_eq!(router.columns().get(Indicator::BoundBs)[first], 2.0, "to begin with, and to come back");
     // Both of its segments there have separate entries, by their expected decode times.
     let pending = |router: &Router, slot| router.ahead().unwrap().load(slot).pending().count();
@@ -196,7 +196,7 @@ fn who_takes_the_request_whole_leaves_nothing_to_those_bound_behind() {
     let next = router.advance(d.ticket, DONE, 1.0).unwrap().unwrap();
     assert_eq!((next.from_token, next.to_token, router.bound(d.ticket).count()), (0, None, 0));
     assert_eq!(router.record(d.id).unwrap().next.len(), 1);
-    router.derive_all(1.0);
+    router.derive_some(IndicatorSet::ALL, 1.0);
     assert_eq!(router.columns().get(Indicator::Bs).iter().sum::<f64>(), 1.0);
     router.advance(d.ticket, DONE, 2.0).unwrap();
     all_zero(&mut router);
@@ -249,7 +249,7 @@ fn lengths_are_learned_by_class_once_enough_of_it_have_ended() {
     let expects_of = |router: &mut Router, request: &Request<'_>| {
         let d = router.route(request, 0.0).unwrap();
         router.advance(d.ticket, Event::Scheduled(None), 0.0).unwrap();
-        router.derive_all(0.0);
+        router.derive_some(IndicatorSet::ALL, 0.0);
         let remaining = router.columns().get(Indicator::RemainingTokens)[0];
         router.drop_ticket(d.ticket);
         remaining

@@ -15,7 +15,7 @@ use crate::error::CoreError;
 use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Member, Role};
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
+use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::tier::Tier;
 use crate::policy::{Fallbacks, Policy};
 use crate::program::Followed;
@@ -258,13 +258,6 @@ impl Router {
     /// Returns the indicator columns. Request indicators hold the values of the last request.
     pub fn columns(&self) -> Indicators<'_> {
         self.state.indicators(&self.context)
-    }
-
-    /// Computes every per-instance indicator at `now`, for a request without known properties.
-    pub fn derive_all(&mut self, now: Seconds) {
-        self.derive_some(IndicatorSet::ALL, now);
-        let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();
-        self.derive_declared(&declared, now);
     }
 
     /// Computes declared indicators at `now`.

@@ -4,7 +4,7 @@ use crate::transfer::Overlap;
 use crate::workload::Trace;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::guard::GuardConfig;
-use lmetric_core::indicators::Indicator;
+use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::Binding;
 use lmetric_core::plan::Segment;
 use lmetric_core::router::{FetchConfig, IndexFeed, Split};
@@ -64,7 +64,7 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     let now = cluster.now;
     cluster.routers.catch_up_all(&cluster.engines, now).unwrap();
     (0..cluster.routers.len()).for_each(|i| cluster.routers.share(i, &cluster.engines, now).unwrap());
-    cluster.routers.each().for_each(|observer| observer.router.derive_all(now));
+    cluster.routers.each().for_each(|observer| observer.router.derive_some(IndicatorSet::ALL, now));
     let (n, shape) = (cluster.engines.len(), &cluster.workload.shape);
     let in_flight: Vec<usize> = (0..cluster.workload.len())
         .filter(|&i| cluster.records.instance[i] >= 0 && cluster.records.finished_seconds[i].is_nan())

@@ -222,7 +222,7 @@ fn a_single_slot_has_the_values_of_the_column() {
     let mut rng = PolicyRng::seed_from_u64(5);
     let policy = Registry::CORE.policy("lmetric", &[]).unwrap();
     let mut router = fleet(policy, 20, &mut rng).unwrap();
-    router.derive_all(1.0);
+    router.derive_some(IndicatorSet::ALL, 1.0);
     let one = router.columns().get(Indicator::PredictedTtftSeconds).to_vec();
     let Router { state, context, .. } = &mut router;
     let request = Request::default();
