@@ -23,8 +23,8 @@ impl Router {
         Ok(self.commit_plan(request, chosen, record, now))
     }
 
-    /// [`Router::route`] without a copy of the prompt's chain. The ticket takes `chain` and leaves a
-    /// spare buffer in its place. `request.chain` is not read. `found`: the prefixes that
+    /// [`Router::route`] without a copy of the prompt's chain. The ticket takes `chain` and leaves
+    /// a spare buffer in its place. `request.chain` is not read. `found`: the prefixes that
     /// [`SharedCaches::match_prefix`] found for the same chain, without the router. They are found
     /// again if instances have changed since. `request_id`: the request's own id, for its record.
     ///
