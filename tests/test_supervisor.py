@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -14,7 +15,9 @@ import pytest
 
 from lmetric._core import Board, LmetricError
 from lmetric.config import ConfigError, ServerConfig
+from lmetric.server.app import Server
 from lmetric.server.http.port import Bound
+from lmetric.server.process import WorkerProcess
 from lmetric.server.supervisor import supervisor as module
 from lmetric.server.supervisor.merge import merge
 from lmetric.server.supervisor.supervisor import LIVE_UPDATES, Process, Supervisor
@@ -52,11 +55,28 @@ class Alone:
         return False
 
 
+class Serving:
+    """The channel of a server as a worker. It has the engines, and no canaries."""
+
+    def __init__(self, server: Server) -> None:
+        self.process = WorkerProcess(None)  # type: ignore[arg-type]
+        self.process._server = server
+
+    async def call(self, name: str, value: Any = None, **_: Any) -> Any:
+        return await self.process._answer(name, value) if name == "engine_changes" else None
+
+
 @asynccontextmanager
-async def administered(supervisor: Supervisor) -> AsyncIterator[Callable[..., Awaitable[list[str]]]]:
+async def administered(
+    supervisor: Supervisor, discovered: Path | None = None
+) -> AsyncIterator[Callable[..., Awaitable[list[str]]]]:
     """Yields a function that makes changes and returns the targets and bodies that are kept."""
-    async with world(2, admin={"enabled": True}, indicators=PUSHED) as w:
+    sources = [] if discovered is None else [{"file": discovered, "model": "tiny"}]
+    async with world(2, admin={"enabled": True}, indicators=PUSHED, discovery=sources) as w:
         w.server.front.worker = Alone(supervisor)  # type: ignore[assignment]
+        worker = Process(0, 0, None, channel=Serving(w.server))  # type: ignore[arg-type]
+        worker.ready = worker.started = True
+        supervisor.processes.append(worker)
 
         async def change(method: str, path: str, value: Any = None) -> list[str]:
             body = None if value is None else orjson.dumps(value)
@@ -71,6 +91,14 @@ async def administered(supervisor: Supervisor) -> AsyncIterator[Callable[..., Aw
 PUSHED = {name: {"source": "push"} for name in ("gpu_power", "heat")}
 LASTING = {"url": "http://127.0.0.1:1", "name": "lasting", "model": "tiny"}
 FURTHER = {"url": "http://127.0.0.1:2", "name": "pod", "model": "tiny"}
+
+
+async def discover(supervisor: Supervisor, file: Path, *pods: str) -> None:
+    """Lists these engines and no others, and waits until the worker that serves has them."""
+    listed = [{"url": f"http://127.0.0.1:{10 + number}", "name": name} for number, name in enumerate(pods)]
+    await asyncio.to_thread(file.write_bytes, orjson.dumps(listed))
+    fleet = supervisor.processes[0].channel.process._server.fleet  # type: ignore[attr-defined]
+    await until(lambda: [each.name for each in fleet.engines() if each.name.startswith("pod-")] == [*pods])
 
 
 @pytest.fixture
@@ -130,6 +158,81 @@ async def test_later_values_replace_earlier_ones(supervisor: Supervisor) -> None
             '/admin/guard {"on":false}',
             '/admin/engines/e0/indicators {"heat":1}',
         ]
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+@pytest.mark.parametrize("serves", [True, False])
+async def test_a_new_worker_repeats_no_change_of_engines_that_discovery_has_removed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, came_back: bool, serves: bool
+) -> None:
+    """The next pod of a StatefulSet has the name of the pod that was drained before a rollout."""
+    file = tmp_path / "engines.json"
+    file.write_text("[]")
+    repeated: list[str] = []
+
+    async def ask(_: Process, change: AdminChange) -> tuple[int, bytes]:
+        repeated.append(f"{change.target} {change.body.decode()}")
+        return 200, b""
+
+    async with administered(supervisor, file) as change:
+        await discover(supervisor, file, "pod-a", "pod-b")
+        await change("POST", "/admin/engines/e1/undrain")
+        for name in ("e0", "pod-a", "pod-b"):
+            await change("POST", f"/admin/engines/{name}/drain")
+            await change("POST", f"/admin/engines/{name}/role", {"role": "both"})
+        kept = await change("POST", "/admin/weights", {"version": 1, "engines": ["e0", "pod-b"]})
+        await discover(supervisor, file)
+        if came_back:
+            await discover(supervisor, file, "pod-a", "pod-b")
+        supervisor.processes[0].started = serves
+        monkeypatch.setattr(supervisor, "_ask", ask)
+        worker = add(supervisor, {})
+        worker.started = False
+        await supervisor._catch_up(worker)
+    if serves:
+        kept = [each for each in kept if "/pod-" not in each]
+        if not came_back:
+            kept[-1] = '/admin/weights {"version":1,"engines":["e0"]}'
+    assert repeated == kept
+    assert len(supervisor._changes) == len(kept)
+
+
+@pytest.mark.usefixtures("few_changes")
+async def test_changes_of_engines_that_discovery_has_removed_displace_no_other(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    file = tmp_path / "engines.json"
+    file.write_text("[]")
+    async with administered(supervisor, file) as change:
+        await change("POST", "/admin/engines", LASTING)
+        await change("POST", "/admin/engines/e0/drain")
+        for number in range(20):
+            await discover(supervisor, file, f"pod-{number}")
+            kept = await change("POST", f"/admin/engines/pod-{number}/drain")
+            assert len(kept) <= module.MOST_CHANGES
+    assert kept[:2] == [f"/admin/engines {orjson.dumps(LASTING).decode()}", "/admin/engines/e0/drain "]
+
+
+async def test_a_change_that_workers_still_make_is_kept(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may switch a role minutes after another, once its engine is idle."""
+    go = asyncio.Event()
+
+    async def ask(*_: Any) -> tuple[int, bytes]:
+        await go.wait()
+        return 200, b""
+
+    monkeypatch.setattr(supervisor, "_ask", ask)
+    async with administered(supervisor):
+        changing = asyncio.create_task(supervisor.repeat(post("e0", "drain")))
+        await until(lambda: supervisor._spreading)
+        await supervisor._forget_past()
+        assert len(supervisor._changes) == 1
+        go.set()
+        await changing
+        await supervisor._forget_past()
+        assert not supervisor._changes, "e0 does not drain in the worker that serves"
 
 
 class Answering:

@@ -85,6 +85,10 @@ class WorkerProcess:
                 return self.worker.receive_results(value)
             case "copies":
                 return await self.worker.copies()
+            case "engine_changes":
+                assert self._server is not None
+                engines = self._server.fleet.engines()
+                return {each.name: (each.draining, each.role_set) for each in engines}
             case "begin_copying":
                 return self.worker.begin_copying(value)
             case "become":

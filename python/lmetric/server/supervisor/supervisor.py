@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import aiohttp
@@ -38,7 +38,16 @@ from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.request_errors import request_error
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
-from lmetric.server.worker.repeats import MARK, POLICY, REMOVED, WEIGHTS, AdminChange
+from lmetric.server.worker.repeats import (
+    DRAINING,
+    MARK,
+    POLICY,
+    REMOVED,
+    ROLE,
+    WEIGHTS,
+    AdminChange,
+    EngineChanges,
+)
 from lmetric.server.worker.worker import Copies, Start, router_id, socket_path
 
 log = structlog.get_logger("lmetric.workers")
@@ -133,6 +142,7 @@ class Supervisor:
         self._watchers: set[asyncio.Task[None]] = set()
         self._showing: set[asyncio.Task[None]] = set()  # updates of live pages
         self._changes: dict[tuple[str, ...], AdminChange] = {}  # for new workers
+        self._spreading: list[tuple[str, ...] | None] = []  # changes that not all workers have made
         self._ended_page = ""  # metrics of the workers that have ended
         self._failures = 0  # ends in a row of workers that lived a short time
         self._reloading = asyncio.Lock()
@@ -244,20 +254,20 @@ class Supervisor:
             await worker.channel.call("keys", self._keys.keys.all())
             if (counts := self._sharing.counts()) is not None:
                 await worker.channel.call("counts", counts)
-            copies = await self._copies()
+            copies: Copies = await self._ask_serving("copies", REPEAT_SECONDS) or Copies({}, {})
             await worker.channel.call("begin_copying", copies)
+            await self._forget_past()
             for change in list(self._changes.values()):
                 if (problem := await self._change(worker, change)) is not None:
                     log.warning("a new worker cannot repeat an administrator's change", reason=problem)
             await worker.channel.call("become", copies)
 
-    async def _copies(self) -> Copies:
-        """Returns the canaries of a worker that serves."""
+    async def _ask_serving(self, name: str, seconds: float) -> Any:
+        """Returns the answer of a worker that serves; None: no such worker answers."""
         for other in [each for each in self.processes if each.started]:
             with contextlib.suppress(ChannelClosedError, LmetricError):
-                copies: Copies = await other.channel.call("copies", seconds=REPEAT_SECONDS)
-                return copies
-        return Copies({}, {})
+                return await other.channel.call(name, seconds=seconds)
+        return None
 
     async def _watch(self, worker: Process) -> None:
         """Waits for the end of a worker, and replaces it if nobody asked it to end."""
@@ -378,11 +388,17 @@ class Supervisor:
             async with self._canaries:
                 return await self._repeat_in_others(change, mark)
         # Engines that come and go, and the steps of trainers, must not displace other changes.
-        for name in change.removed:
-            self._forget_engine(name)
+        if change.removed:
+            self._forget_engines(set(change.removed), self._changes.copy())
         if change.kept is not None:
+            if len(self._changes) >= MOST_CHANGES and change.kept not in self._changes:
+                await self._forget_past()
             self._keep(change.kept, change)
-        return await self._repeat_in_others(change, mark)
+        self._spreading.append(change.kept)
+        try:
+            return await self._repeat_in_others(change, mark)
+        finally:
+            self._spreading.remove(change.kept)
 
     def _keep(self, what: tuple[str, ...], change: AdminChange) -> None:
         """Keeps a change for new workers, behind all others."""
@@ -391,16 +407,38 @@ class Supervisor:
         if len(self._changes) > MOST_CHANGES:
             del self._changes[next(iter(self._changes))]
 
-    def _forget_engine(self, name: str) -> None:
-        """Leaves out the changes of an engine that is gone, but not its removal."""
+    async def _forget_past(self) -> None:
+        """Leaves out changes that no longer hold in a worker that serves. If none answers: none.
+
+        Discovery and reloads remove engines, and later engines may have the same names.
+        """
+        settled = {what: each for what, each in self._changes.items() if what not in self._spreading}
+        engines: EngineChanges | None = await self._ask_serving("engine_changes", METRICS_SECONDS)
+        if engines is None:
+            return
+        for what, change in settled.items():
+            if what[0] in engines and self._changes.get(what) is change:
+                draining, role = engines[what[0]]
+                drains = change.target.partition("?")[0].endswith("/drain")
+                if (what[1] == DRAINING and drains != draining) or (
+                    what[1] == ROLE and orjson.loads(change.body)["role"] != role
+                ):
+                    del self._changes[what]
+        named = {name for what in settled for name in (what[2:] if what[:2] == WEIGHTS else what[:1])}
+        self._forget_engines(named - {"", *engines}, settled)
+
+    def _forget_engines(self, names: Set[str], earlier: Mapping[tuple[str, ...], AdminChange]) -> None:
+        """Leaves out earlier changes of engines that are gone, but not the removal of an engine."""
         changes, self._changes = self._changes, {}
         for what, change in changes.items():
-            if what[:2] == WEIGHTS and name in what[2:]:
-                left = [each for each in what[2:] if each != name]
+            if earlier.get(what) is not change or what[1] == REMOVED:
+                self._keep(what, change)
+            elif what[:2] == WEIGHTS and not names.isdisjoint(what[2:]):
+                left = [each for each in what[2:] if each not in names]
                 body = orjson.dumps({**orjson.loads(change.body), "engines": left})
                 if left:
                     self._keep((*WEIGHTS, *left), change._replace(body=body))
-            elif what[0] != name or what[1] == REMOVED:
+            elif what[0] not in names:
                 self._keep(what, change)
 
     def _forget_configured(self) -> None:

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 # Fields of a client's request for a page that the other workers get with it.
 FORWARDED = ("host", "authorization", "x-api-key", "api-key", "x-tenant", "origin")
-# Kinds of kept changes: the removal of a configured engine, the weights of all or of the named
-# engines, and policies.
-REMOVED, WEIGHTS, POLICY = "removed", ("", "weights"), ("", "policy")
+# Kinds of kept changes: of one engine, the weights of all or of the named engines, and policies.
+REMOVED, DRAINING, ROLE = "removed", "draining", "role"  # only configured engines are kept removed
+WEIGHTS, POLICY = ("", "weights"), ("", "policy")
 MARK = "x-lmetric-worker"  # of requests among workers: the number of the worker that has made a change
+
+# By name of an engine: whether an administrator drains it, and the role that an administrator set.
+EngineChanges = Mapping[str, tuple[bool, str | None]]
 
 
 class AdminChange(NamedTuple):

@@ -35,7 +35,7 @@ from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.replacement import replace_policies
 from lmetric.server.http.pages import engines, members
 from lmetric.server.http.pages.call import Call, json, large_json, only_value, unknown
-from lmetric.server.worker.repeats import POLICY, WEIGHTS
+from lmetric.server.worker.repeats import DRAINING, POLICY, ROLE, WEIGHTS
 
 PAGES = Pages()
 CHANGE = (400, 401, 403, 404)
@@ -143,7 +143,7 @@ async def _hold(call: Call, engine: Engine, draining: bool) -> web.Response:
         engine.ask_anew()
     engine.draining = draining
     engine.hold()
-    call.kept = engine.name, "draining"
+    call.kept = engine.name, DRAINING
     if not (draining or engine.healthy) and (check := call.front.fleet.check(engine)) is not None:
         await check  # it may have been paused or asleep, and may not be any more
     return json(*await engines.shown(call.front.fleet, [engine]))
@@ -189,7 +189,7 @@ async def _switch(call: Call) -> web.Response:
     finally:
         engine.switches -= 1
         engine.hold()
-    call.kept = engine.name, "role"
+    call.kept = engine.name, ROLE
     return json(*await engines.shown(fleet, [engine]))
 
 
