@@ -11,6 +11,7 @@ from lmetric.engines.adapter import Capabilities, Handover
 from lmetric.engines.connectors import CONNECTORS
 from lmetric.engines.handover import CHAT, COMPLETIONS, FirstSegment, HandoverError, with_fields
 from lmetric.engines.identify import identify
+from lmetric.server.api.eligibility import fetch_ineligibility
 
 NIXL, BOOTSTRAP = CONNECTORS["nixl"], CONNECTORS["bootstrap"]
 TOLD = Handover("nixl", 30.0)
@@ -78,10 +79,6 @@ def test_a_first_leg_makes_one_token_for_nobody() -> None:
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of is 3"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "several prompts"),
         (COMPLETIONS, {"prompt": [[1], [2]]}, "several prompts"),
-        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
-        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
-        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 0}, "echo"),
-        (CHAT, {"messages": [], "echo": True}, "echo"),
         (CHAT, {"messages": [], "use_beam_search": True}, "use_beam_search"),
         ("/v1/embeddings", {"input": "a"}, "/v1/embeddings"),
     ],
@@ -95,6 +92,27 @@ def test_what_cannot_be_cut(path: str, request_: dict[str, Any], why: str) -> No
             continue
         with pytest.raises(HandoverError, match=why):
             connector.first(FirstSegment(path, body), "host", told)
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "why"),
+    [
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs is set"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs is set"),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 0}, "echo is set"),
+        (CHAT, {"messages": [], "echo": True}, "echo is set"),
+    ],
+)
+def test_log_probabilities_of_the_prompt(path: str, request_: dict[str, Any], why: str) -> None:
+    """vLLM computes the whole prompt for them. SGLang's engines cannot serve a request whole."""
+    body = json.dumps(request_).encode()
+    with pytest.raises(HandoverError, match=why):
+        NIXL.first(FirstSegment(path, body), "host", TOLD)
+    assert why in str(fetch_ineligibility(path, request_, tokens=True))
+    leg = json.loads(
+        BOOTSTRAP.first(FirstSegment(path, body), "host", Handover("bootstrap", bootstrap_port=1))
+    )
+    assert leg.items() >= request_.items()
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ class Nixl(Connector):
 
     def first(self, request: FirstSegment, host: str, told: Handover) -> bytes:
         """The client's request with one output token and without streaming."""
-        if request.why_whole:
-            raise HandoverError(request.why_whole)
+        if why := request.why_whole or request.why_whole_at_vllm:
+            raise HandoverError(why)
         return request.for_one_token()
 
     def fields(self, answer: bytes) -> JSON:

@@ -32,19 +32,24 @@ class FirstSegment:
     """A client's request, for the first of two segments.
 
     Its work on a large body takes up to 4 ns for each byte, so a thread does it. ``why_whole``: the
-    reason why the request cannot be split after its prompt; None if it can.
+    reason why the request cannot be split after its prompt; None if it can. ``why_whole_at_vllm``:
+    the reason for vLLM's engines only.
     """
 
-    __slots__ = ("_for_one_token", "_path", "body", "why_whole")
+    __slots__ = ("_for_one_token", "_path", "body", "why_whole", "why_whole_at_vllm")
 
     def __init__(self, path: str, body: bytes) -> None:
         self.body = body
         self._path = path
         self._for_one_token: bytes | None = None
+        self.why_whole_at_vllm: str | None = None
         try:
-            self.why_whole = whole_reason(path, orjson.loads(outline(body, _SHORT_VALUE)))
+            request = orjson.loads(outline(body, _SHORT_VALUE))
         except orjson.JSONDecodeError as error:  # the reader in Rust allows more
-            self.why_whole = f"its body cannot be parsed: {error}"
+            self.why_whole: str | None = f"its body cannot be parsed: {error}"
+        else:
+            self.why_whole = whole_reason(path, request)
+            self.why_whole_at_vllm = prompt_logprobs_reason(path, request)
 
     def add(self, fields: JSON) -> None:
         """Adds fields, which the body must not have."""
@@ -128,14 +133,6 @@ def dumps(body: JSON) -> bytes:
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _prompt_logprobs(path: str, request: JSON) -> str | None:
-    """The field that requests log probabilities of the prompt; None: no field does."""
-    if request.get("prompt_logprobs") is not None:  # 0 requests those of the prompt's own tokens
-        return "prompt_logprobs"
-    # vLLM adds them to a chat with `echo` in any case.
-    return "echo" if request.get("echo") and (path == CHAT or request.get("logprobs") is not None) else None
-
-
 def whole_reason(path: str, request: JSON) -> str | None:
     """The reason why a request cannot be split after its prompt; None if it can."""
     if path not in (CHAT, COMPLETIONS):
@@ -146,9 +143,19 @@ def whole_reason(path: str, request: JSON) -> str | None:
     for name in ("use_beam_search", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"
-    if (field := _prompt_logprobs(path, request)) is not None:
-        return f"{field} is set: an engine computes the whole prompt for its log probabilities"
     prompt = request.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         return "it has several prompts"
     return None
+
+
+def prompt_logprobs_reason(path: str, request: JSON) -> str | None:
+    """The reason why vLLM would not use a transferred cache: log probabilities of the prompt."""
+    if request.get("prompt_logprobs") is not None:  # 0 requests those of the prompt's own tokens
+        field = "prompt_logprobs"
+    # vLLM adds them to a chat with `echo` in any case.
+    elif request.get("echo") and (path == CHAT or request.get("logprobs") is not None):
+        field = "echo"
+    else:
+        return None
+    return f"{field} is set: an engine computes the whole prompt for its log probabilities"

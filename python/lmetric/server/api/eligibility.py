@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from lmetric.engines.handover import CHAT, COMPLETIONS, whole_reason
+from lmetric.engines.handover import CHAT, COMPLETIONS, prompt_logprobs_reason, whole_reason
 from lmetric.server.api.request import ParsedRequest
 
 JSON = Mapping[str, Any]
@@ -238,7 +238,7 @@ def fetch_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None
     A single engine answers the request unchanged, so few fields matter. `request`: its parsed body.
     `tokens`: whether its prompt is known as token ids.
     """
-    if why := whole_reason(path, request):
+    if why := whole_reason(path, request) or prompt_logprobs_reason(path, request):
         return why
     if request.get("echo"):
         return "it asks for its prompt, and an engine does not compute a fetched prompt (echo)"
