@@ -13,7 +13,7 @@ from lmetric.config import KvEvents
 from lmetric.engines.adapter import Capabilities, EventSource
 from lmetric.engines.endpoints import EndpointError
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.engines.identify import ADAPTERS
+from lmetric.engines.identify import adapters
 from lmetric.server.fleet.kv_backfill import MAX_BODY_BYTES, REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
 from lmetric.server.fleet.kv_choice import Subscription, choose
 from lmetric.server.fleet.kv_mode import ModelFacts, flags_for
@@ -44,7 +44,7 @@ HOST = "10.0.0.4"
     ],
 )
 def test_flags_name_the_configured_ports(given: dict[str, Any], events: str, replay: str) -> None:
-    for adapter in ADAPTERS:
+    for adapter in adapters():
         flag = flags_for(adapter.flags, KvEvents(**given))["kv_events"]
         assert f'"endpoint": "{events}", "replay_endpoint": "{replay}"' in flag
         assert flags_for(adapter.flags, "auto") == adapter.flags

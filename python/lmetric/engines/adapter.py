@@ -371,10 +371,6 @@ class Adapter(ABC):
     flags: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
-    async def recognises(self, pages: Pages) -> bool:
-        """Whether an engine with these endpoints is of this kind."""
-
-    @abstractmethod
     async def capabilities(self, pages: Pages) -> Capabilities:
         """The capabilities that the engine reports. Raises ValueError for invalid content."""
 

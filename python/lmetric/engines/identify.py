@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache, cached_property
 from typing import Literal
 
 from lmetric.engines.adapter import Adapter, Ask, Capabilities, Load, Pages
 from lmetric.engines.endpoints import DEFAULT_EVENTS, DEFAULT_REPLAY
-from lmetric.engines.sglang import Sglang
-from lmetric.engines.vllm import Vllm
 
-# Add new kinds of engines here.
-ADAPTERS: tuple[Adapter, ...] = (Sglang(), Vllm())
+# The kinds of engines, in the order in which they are tried. A kind owns the models of its engines,
+# or prefixes their metrics. Add new kinds here and in `adapter_of`.
+KINDS = ("sglang", "vllm")
 
 # Part of the version of an emulated engine, and its own flags by API.
 _EMULATED = "+lmetric."
@@ -24,23 +24,38 @@ _EMULATED_FLAGS: Mapping[str, str] = {
 _EMULATED_HANDOVER = {"vllm": "--kv-connector nixl", "sglang": "--role prefill (or decode)"}
 
 
+@cache
+def adapter_of(kind: str) -> Adapter:
+    """The adapter of one of `KINDS`. The first engine of a kind loads its module."""
+    if kind == "sglang":
+        from lmetric.engines.sglang import Sglang
+
+        return Sglang()
+    from lmetric.engines.vllm import Vllm
+
+    return Vllm()
+
+
+def adapters() -> Iterator[Adapter]:
+    """The adapters of all kinds."""
+    return map(adapter_of, KINDS)
+
+
 class Unknown(Adapter):
     """An unknown engine: the OpenAI API, and load if its metrics have known names."""
 
     name = "unknown"
     title = "an unknown engine"
     prefix = ""
-    gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
-        name: meaning for adapter in ADAPTERS for name, meaning in adapter.gauges.items()
-    }
 
-    async def recognises(self, pages: Pages) -> bool:
-        """Any engine."""
-        return True
+    @cached_property
+    def gauges(self) -> Mapping[str, Literal["waiting", "running", "kv_usage"]]:  # type: ignore[override]
+        """Those of all known engines."""
+        return {name: meaning for adapter in adapters() for name, meaning in adapter.gauges.items()}
 
     async def capabilities(self, pages: Pages) -> Capabilities:
         """Its models."""
-        titles = " nor ".join(adapter.title for adapter in reversed(ADAPTERS))
+        titles = " nor ".join(adapter_of(kind).title for kind in reversed(KINDS))
         return Capabilities(
             self.name,
             models=await pages.models(),
@@ -52,7 +67,7 @@ class Unknown(Adapter):
 
     def load(self, page: bytes) -> Load:
         """The load from metrics with the names of any known engine."""
-        return next((load for adapter in ADAPTERS if (load := adapter.load(page))), Load())
+        return next((load for adapter in adapters() if (load := adapter.load(page))), Load())
 
 
 UNKNOWN = Unknown()
@@ -65,14 +80,22 @@ async def identify(ask: Ask, rank: int | None = None) -> tuple[Adapter, Capabili
     that the engine does not have. Raises the errors of `ask`.
     """
     pages = Pages(ask)
-    adapter: Adapter = UNKNOWN
-    for each in ADAPTERS:
-        if await each.recognises(pages):
-            adapter = each
-            break
+    kind = await _kind(pages)
+    adapter = UNKNOWN if kind is None else adapter_of(kind)
     if _EMULATED in (await adapter.version(pages) or ""):
         adapter = adapter.with_flags({**_EMULATED_FLAGS, "handover": _EMULATED_HANDOVER[adapter.name]})
     if rank is None:
         return adapter, await adapter.capabilities(pages)
     adapter = adapter.of_rank(rank)
     return adapter, (await adapter.capabilities(pages)).of_rank(rank)
+
+
+async def _kind(pages: Pages) -> str | None:
+    """Which of `KINDS` the engine is: by the owner of its models, its metrics, or /version without
+    an owner."""
+    owner = await pages.owner()
+    for kind in KINDS:
+        if owner == kind or b"\n%b:" % kind.encode() in b"\n" + await pages.text("/metrics"):
+            return kind
+    # TensorRT-LLM has /version, too, and refuses vLLM's fields.
+    return "vllm" if owner is None and "version" in await pages.object("/version") else None

@@ -60,10 +60,6 @@ class Sglang(Adapter):
         "handover": _HANDOVER_FLAG,
     }
 
-    async def recognises(self, pages: Pages) -> bool:
-        """Recognizes SGLang by the owner of its models, or its metrics."""
-        return await pages.owner() == "sglang" or b"\nsglang:" in b"\n" + await pages.text("/metrics")
-
     async def version(self, pages: Pages) -> str | None:
         """The version in /server_info."""
         return text_of(await _info(pages), "version")

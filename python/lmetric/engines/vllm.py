@@ -75,14 +75,6 @@ class Vllm(Adapter):
         "handover": _HANDOVER_FLAG,
     }
 
-    async def recognises(self, pages: Pages) -> bool:
-        """Recognizes vLLM by the owner of its models, its metrics, or /version without an owner."""
-        owner = await pages.owner()
-        if owner == "vllm" or b"\nvllm:" in b"\n" + await pages.text("/metrics"):
-            return True
-        # TensorRT-LLM has /version, too, and refuses vLLM's fields.
-        return owner is None and "version" in await pages.object("/version")
-
     async def version(self, pages: Pages) -> str | None:
         """The version in /version."""
         return text_of(await pages.object("/version"), "version")
