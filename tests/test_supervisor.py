@@ -71,7 +71,7 @@ async def administered(
     supervisor: Supervisor, discovered: Path | None = None
 ) -> AsyncIterator[Callable[..., Awaitable[list[str]]]]:
     """Yields a function that makes changes and returns the targets and bodies that are kept."""
-    sources = [] if discovered is None else [{"file": discovered, "model": "tiny"}]
+    sources = [] if discovered is None else [{"file": discovered}]
     async with world(2, admin={"enabled": True}, indicators=PUSHED, discovery=sources) as w:
         w.server.front.worker = Alone(supervisor)  # type: ignore[assignment]
         worker = Process(0, 0, None, channel=Serving(w.server))  # type: ignore[arg-type]
@@ -95,7 +95,10 @@ FURTHER = {"url": "http://127.0.0.1:2", "name": "pod", "model": "tiny"}
 
 async def discover(supervisor: Supervisor, file: Path, *pods: str) -> None:
     """Lists these engines and no others, and waits until the worker that serves has them."""
-    listed = [{"url": f"http://127.0.0.1:{10 + number}", "name": name} for number, name in enumerate(pods)]
+    listed = [
+        {**FURTHER, "url": f"http://127.0.0.1:{10 + number}", "name": name}
+        for number, name in enumerate(pods)
+    ]
     await asyncio.to_thread(file.write_bytes, orjson.dumps(listed))
     fleet = supervisor.processes[0].channel.process._server.fleet  # type: ignore[attr-defined]
     await until(lambda: [each.name for each in fleet.engines() if each.name.startswith("pod-")] == [*pods])
@@ -195,6 +198,29 @@ async def test_a_new_worker_repeats_no_change_of_engines_that_discovery_has_remo
             kept[-1] = '/admin/weights {"version":1,"engines":["e0"]}'
     assert repeated == kept
     assert len(supervisor._changes) == len(kept)
+
+
+async def test_a_removed_engine_that_discovery_lists_keeps_its_changes(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    file = tmp_path / "engines.json"
+    file.write_text("[]")
+    async with administered(supervisor, file) as change:
+        server = supervisor.processes[0].channel.process._server  # type: ignore[attr-defined]
+        engine, members = server.fleet.engine("e0"), server.front.discovery.members
+        listed = orjson.dumps([{"url": engine.config.url, "name": "e0"}])
+        await asyncio.to_thread(file.write_bytes, listed)
+        await until(lambda: members.of(f"file:{file}"))
+        await change("POST", "/admin/engines/e0/drain")
+        await change("DELETE", "/admin/engines/e0")
+        kept = await change("POST", "/admin/engines/e0/role", {"role": "both"})
+        assert server.fleet.engine("e0") is engine
+        assert engine.draining
+    assert kept == [
+        "/admin/engines/e0/drain ",
+        "/admin/engines/e0 ",
+        '/admin/engines/e0/role {"role":"both"}',
+    ]
 
 
 @pytest.mark.usefixtures("few_changes")

@@ -62,11 +62,13 @@ async def remove(call: Call, engine: Engine, seconds: float) -> bool:
     await members.change(source, partial(_without, engine.name), seconds)
     await members.settled(engine)
     listed = (each.config.label for owner in (CONFIGURED, ADMIN) for each in members.of(owner))
+    gone = call.front.fleet.engine(engine.name) is not engine
     if engine.name not in listed:
-        call.removed = (*call.removed, engine.name)
+        if gone:  # else discovery lists it, too: it keeps its drain and its role
+            call.removed = (*call.removed, engine.name)
         if source == CONFIGURED:  # a new worker reads the configuration, which still lists it
             call.kept = engine.name, REMOVED
-    return call.front.fleet.engine(engine.name) is not engine
+    return gone
 
 
 def _without(name: str, listed: Sequence[Found]) -> Sequence[Found]:
