@@ -19,7 +19,7 @@ from lmetric.server.app import Server
 from lmetric.server.http.port import Bound
 from lmetric.server.process import WorkerProcess
 from lmetric.server.supervisor import supervisor as module
-from lmetric.server.supervisor.merge import merge
+from lmetric.server.supervisor.merge import merge, without_gone
 from lmetric.server.supervisor.supervisor import LIVE_UPDATES, Process, Supervisor
 from lmetric.server.worker import channel as channels
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
@@ -278,6 +278,20 @@ ENGINES = """# TYPE lmetric_engine_state gauge
 lmetric_engine_state{instance="b",model="tiny",state="HEALTHY"} 1.0
 lmetric_engine_state{model="",instance="c \\" {,",state="DOWN"} 1.0
 """
+MODELS = """# TYPE lmetric_guard_on gauge
+lmetric_guard_on{model="tiny"} 0.0
+"""
+OF_MODELS = """# TYPE lmetric_requests counter
+lmetric_requests_total{model="tiny",tenant="",code="200"} 1.0
+lmetric_requests_total{model="gone",tenant="",code="200"} 2.0
+lmetric_requests_total{model="",tenant="",code="404"} 3.0
+# TYPE lmetric_seconds histogram
+lmetric_seconds_bucket{slo_class="",model="gone",le="1.0"} 4.0
+# TYPE lmetric_alias_requests counter
+lmetric_alias_requests_total{alias="a",model="gone"} 5.0
+# TYPE lmetric_model_fallbacks counter
+lmetric_model_fallbacks_total{model="gone",to="tiny",reason="down"} 6.0
+"""
 COUNTED = """# TYPE lmetric_instance_decisions counter
 lmetric_instance_decisions_total{model="tiny",instance="a"} 1.0
 lmetric_instance_decisions_total{model="tiny",instance="b"} 2.0
@@ -303,6 +317,15 @@ async def test_engines_that_are_gone_leave_the_counts_of_ended_workers(
     expected = [line for line in COUNTED.splitlines() if "{" in line and f'instance="{gone}"' not in line]
     for text in (shown, supervisor._ended_page):  # not only hidden: new engines must not fill the memory
         assert [line for line in text.splitlines() if "_total{" in line] == expected
+
+
+def test_models_that_are_gone_leave_the_counts_of_ended_workers() -> None:
+    """A model that comes back begins at 0 in all workers. Of names, running workers keep counts."""
+    samples = [line for line in OF_MODELS.splitlines() if "{" in line]
+    for pages, left in (([MODELS, ENGINES], {1, 3, 5, 6}), ([ENGINES], range(1, 7)), ([], range(1, 7))):
+        text = merge(pages, [without_gone(OF_MODELS, pages)], openmetrics=False)
+        counted = [line for line in text.splitlines() if line in samples]
+        assert counted == [line for line in samples if int(line[-3]) in left]
 
 
 async def test_a_worker_that_ends_during_a_scrape_counts_once(supervisor: Supervisor) -> None:

@@ -35,8 +35,11 @@ _EOF = "# EOF"
 # Name and labels, value, exemplar. The text of a label may hold what begins an exemplar.
 _SAMPLE = re.compile(r'([^\s{]++(?:\{(?:[^"}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\})?) (\S++)(.*)')
 _TOTAL = "_total"
-_INSTANCE = re.compile(r'[{,]instance="((?:[^"\\\n]|\\.)*+)"')
+_INSTANCE, _MODEL = (re.compile(rf'[{{,]{label}="((?:[^"\\\n]|\\.)*+)"') for label in ("instance", "model"))
 _STATE = "lmetric_engine_state{"  # has a sample of each engine of the fleet
+_GUARD = "lmetric_guard_on{"  # has a sample of each model of the fleet
+# Counts by names of the configuration: running workers keep those of models without engines.
+_BY_NAME = ("lmetric_alias_requests", "lmetric_model_fallbacks")
 
 
 class Family:
@@ -95,17 +98,21 @@ def read(text: str) -> dict[str, Family]:
 
 
 def without_gone(ended: str, pages: Sequence[str]) -> str:
-    """Returns a page of workers that have ended without the engines that have left the fleet.
+    """Returns a page of workers that have ended without the engines and models that are gone.
 
     ``pages``: of workers that run.
     """
-    states = (line for page in pages for line in page.split("\n") if line.startswith(_STATE))
-    present = {found[1] for line in states if (found := _INSTANCE.search(line)) is not None}
-    if not present:
-        return ended
-    present.add("")  # of requests without an engine
-    named = ((line, _INSTANCE.search(line)) for line in ended.split("\n"))
-    return "\n".join(line for line, found in named if found is None or found[1] in present)
+    for label, listing, kept in ((_INSTANCE, _STATE, ()), (_MODEL, _GUARD, _BY_NAME)):
+        listed = (line for page in pages for line in page.split("\n") if line.startswith(listing))
+        present = {found[1] for line in listed if (found := label.search(line)) is not None}
+        if not present:
+            continue
+        present.add("")  # of requests without an engine, or without a model
+        named = ((line, label.search(line)) for line in ended.split("\n"))
+        ended = "\n".join(
+            line for line, found in named if found is None or found[1] in present or line.startswith(kept)
+        )
+    return ended
 
 
 def merge(pages: Sequence[str], ended: Sequence[str] = (), *, openmetrics: bool) -> str:
