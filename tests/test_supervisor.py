@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +16,13 @@ import pytest
 
 from lmetric._core import Board, LmetricError
 from lmetric.config import ConfigError, ServerConfig
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.app import Server
 from lmetric.server.http.port import Bound
 from lmetric.server.process import WorkerProcess
+from lmetric.server.supervisor import merge as merging
 from lmetric.server.supervisor import supervisor as module
-from lmetric.server.supervisor.merge import merge, without_gone
+from lmetric.server.supervisor.merge import merge, read, without_gone
 from lmetric.server.supervisor.supervisor import LIVE_UPDATES, Process, Supervisor
 from lmetric.server.worker import channel as channels
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
@@ -326,6 +329,36 @@ def test_models_that_are_gone_leave_the_counts_of_ended_workers() -> None:
         text = merge(pages, [without_gone(OF_MODELS, pages)], openmetrics=False)
         counted = [line for line in text.splitlines() if line in samples]
         assert counted == [line for line in samples if int(line[-3]) in left]
+
+
+async def test_tenants_of_ended_workers_are_bounded(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker counts other tenants. A tenant that a running worker shows must not fall."""
+    monkeypatch.setattr(merging, "MOST_SERIES", 4)
+
+    def page(*tenants: str) -> str:
+        counted = Counter(tenants).items()
+        lines = [f'lmetric_requests_total{{model="m",tenant="{each}",code="200"}} {n}' for each, n in counted]
+        return "\n".join(["# TYPE lmetric_requests counter", *lines, ""])
+
+    pages = [page("", "a", "b", "b"), page("", "b", "c"), page("c", "d", OTHER_TENANTS)]
+    seen: list[dict[str, float]] = []
+    running = add(supervisor, {})
+    running.page = page("b", "e")
+    for last in pages:
+        worker = add(supervisor, {})
+        worker.page, worker.leaving = last, True
+        worker.process.go.set()  # type: ignore[attr-defined]
+        await supervisor._watch(worker)
+        samples = read(supervisor._ended_page)["lmetric_requests"].samples.items()
+        seen.append({key.split('"')[3]: float(value) for key, (value, _) in samples})
+    assert seen == [
+        {"": 1, "a": 1, "b": 2},
+        {"": 2, "a": 1, "b": 3, "c": 1},
+        {"": 2, "b": 3, OTHER_TENANTS: 1 + 2 + 1 + 1},
+    ]
+    assert read(supervisor._ended_page)["lmetric_requests"].kind == "counter"
 
 
 async def test_a_worker_that_ends_during_a_scrape_counts_once(supervisor: Supervisor) -> None:

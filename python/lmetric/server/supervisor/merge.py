@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.observe.programs import PROGRAM_COUNTERS
+from lmetric.server.observe.requests import MOST_SERIES
 
 # Gauges of what each worker has for itself; the page shows their sum. Other gauges describe the
 # fleet as every worker sees it: the page shows the values of the first worker that has them.
@@ -35,9 +37,12 @@ _EOF = "# EOF"
 # Name and labels, value, exemplar. The text of a label may hold what begins an exemplar.
 _SAMPLE = re.compile(r'([^\s{]++(?:\{(?:[^"}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\})?) (\S++)(.*)')
 _TOTAL = "_total"
-_INSTANCE, _MODEL = (re.compile(rf'[{{,]{label}="((?:[^"\\\n]|\\.)*+)"') for label in ("instance", "model"))
+_INSTANCE, _MODEL, _TENANT = (
+    re.compile(rf'[{{,]{label}="((?:[^"\\\n]|\\.)*+)"') for label in ("instance", "model", "tenant")
+)
 _STATE = "lmetric_engine_state{"  # has a sample of each engine of the fleet
 _GUARD = "lmetric_guard_on{"  # has a sample of each model of the fleet
+_REQUESTS = "lmetric_requests"  # has a sample of each tenant
 # Counts by names of the configuration: running workers keep those of models without engines.
 _BY_NAME = ("lmetric_alias_requests", "lmetric_model_fallbacks")
 
@@ -60,6 +65,17 @@ class Family:
                 self.samples[key] = value, exemplar
             elif summed and "_created" not in key.partition("{")[0]:
                 self.samples[key] = repr(float(known[0]) + float(value)), known[1] or exemplar
+
+    def share_tenants(self, present: Set[str]) -> None:
+        """Adds the samples of tenants that are not present to those of other tenants."""
+        samples, self.samples = self.samples, {}
+        for name, (value, exemplar) in samples.items():
+            key, found = name, _TENANT.search(name)
+            if found is not None and found[1] not in present:
+                key = f"{name[: found.start(1)]}{OTHER_TENANTS}{name[found.end(1) :]}"
+            if (known := self.samples.get(key)) is not None:
+                value = repr(float(known[0]) + float(value))
+            self.samples[key] = value, exemplar
 
     def lines(self, openmetrics: bool) -> list[str]:
         """Returns the lines of a page. Only OpenMetrics has exemplars."""
@@ -121,6 +137,25 @@ def merge(pages: Sequence[str], ended: Sequence[str] = (), *, openmetrics: bool)
     ``pages``, ``ended``: in either format. ``ended``: the last pages of workers that have ended,
     whose counts still count: a counter that falls would look like a restart of the server.
     """
+    return _text(_merged(pages, ended), openmetrics)
+
+
+def merge_ended(ended: str, page: str, running: Sequence[str]) -> str:
+    """Returns the page of all workers that have ended, with the last page of one more worker.
+
+    Each worker bounds its tenants. Here, above that bound, tenants that no worker's page in
+    ``running`` has share one series.
+    """
+    merged = _merged((), (ended, page))
+    requests = merged.get(_REQUESTS)
+    if requests is not None and len(requests.samples) > MOST_SERIES:
+        lines = (line for each in running for line in each.split("\n") if line.startswith(_REQUESTS))
+        present = {found[1] for line in lines if (found := _TENANT.search(line)) is not None}
+        requests.share_tenants({"", *present})
+    return _text(merged, openmetrics=True)
+
+
+def _merged(pages: Sequence[str], ended: Sequence[str]) -> dict[str, Family]:
     merged: dict[str, Family] = {}
     for number, text in enumerate([*pages, *ended]):
         for name, family in read(text).items():
@@ -130,5 +165,9 @@ def merge(pages: Sequence[str], ended: Sequence[str] = (), *, openmetrics: bool)
                 merged[name].add(family)
             else:
                 merged[name] = family
+    return merged
+
+
+def _text(merged: dict[str, Family], openmetrics: bool) -> str:
     lines = [line for family in merged.values() for line in family.lines(openmetrics)]
     return "\n".join([*lines, *([_EOF] if openmetrics else []), ""])

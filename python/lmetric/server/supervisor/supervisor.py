@@ -32,7 +32,7 @@ from lmetric.server.observe.key_store import KeyStore
 from lmetric.server.observe.startup import LISTENING
 from lmetric.server.observe.state import StateFolder
 from lmetric.server.observe.usage import UsageTable
-from lmetric.server.supervisor.merge import merge, without_gone
+from lmetric.server.supervisor.merge import merge, merge_ended, without_gone
 from lmetric.server.supervisor.ports import divide
 from lmetric.server.supervisor.sharing import Sharing
 from lmetric.server.upstream.request_errors import request_error
@@ -275,7 +275,8 @@ class Supervisor:
         await worker.channel.close()
         self._board.clear(worker.number)
         try:
-            self._ended_page = merge([], [self._ended_page, worker.page], openmetrics=True)
+            running = [each.page for each in self.processes if each is not worker]
+            self._ended_page = merge_ended(self._ended_page, worker.page, running)
         except ValueError:  # its replacement does not depend on metrics
             log.exception("the metrics of a worker that ended are lost", worker=worker.place)
         self.processes.remove(worker)
@@ -387,7 +388,7 @@ class Supervisor:
         if change.target.startswith(CANARY):  # a new worker copies the canaries of another one
             async with self._canaries:
                 return await self._repeat_in_others(change, mark)
-        # Engines that come and go, and the steps of trainers, must not displace other changes.
+        # Added and removed engines, and the steps of trainers, must not displace other changes.
         if change.removed:
             self._forget_engines(set(change.removed), self._changes.copy())
         if change.kept is not None:
