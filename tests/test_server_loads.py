@@ -21,8 +21,8 @@ from token_folders import byte_level, write_folder
 
 SERVER = "lmetric.server"
 WAYS = f"{SERVER}.execution.ways"
-# Lines of `lmetric` in a plain server that has answered a request, and of `import lmetric.server.app`.
-# With a new feature, they stay.
+# Lines of `lmetric` in a plain server that has answered a request, and those that
+# `import lmetric.server.app` loads. With a new feature, they stay.
 MOST_LINES, MOST_IMPORTED_LINES = 25_500, 24_000
 
 
