@@ -320,7 +320,7 @@ class Requests(RuleBasedStateMachine):
         found, answer = self.speaker(slot)
         needs(not answer.heard and found.step.reader != "pass")
         needs(body != NO_CHOICE or not found.step.for_client or found.step.merges)
-        # The client gets what the router need not read, whatever it is.
+        # The client gets each answer that the router need not read.
         unread = found.step.for_client and not found.step.merges and not found.step.checks_prompt
         needs(body == b"{}" or not unread)
         answer.pieces, answer.held = [http(200, body)], None

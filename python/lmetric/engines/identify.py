@@ -91,8 +91,7 @@ async def identify(ask: Ask, rank: int | None = None) -> tuple[Adapter, Capabili
 
 
 async def _kind(pages: Pages) -> str | None:
-    """Which of `KINDS` the engine is: by the owner of its models, its metrics, or /version without
-    an owner."""
+    """Returns the kind by the owner of the models, the metrics, or /version without an owner."""
     owner = await pages.owner()
     for kind in KINDS:
         if owner == kind or b"\n%b:" % kind.encode() in b"\n" + await pages.text("/metrics"):
