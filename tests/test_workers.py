@@ -339,6 +339,35 @@ async def test_a_new_worker_repeats_changes_that_came_with_an_earlier_token(tmp_
             assert "further" in states
 
 
+async def test_a_new_worker_drains_no_later_engine_with_the_name_of_a_drained_one(tmp_path: Path) -> None:
+    """As the pods of a StatefulSet, each drained before its replacement."""
+    file = tmp_path / "engines.json"
+
+    async def listed(*names: str) -> None:
+        await asyncio.to_thread(file.write_bytes, orjson.dumps([by_name[each] for each in names]))
+        for _ in range(6):  # whichever worker answers
+            async with asyncio.timeout(60):
+                while {each["name"] for each in await client.get("/debug/engines")} != {*names}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+    async with engine() as a, engine() as b:
+        by_name = {name: {"url": each.url, "name": name} for name, each in (("pod-0", a), ("pod-1", b))}
+        file.write_bytes(orjson.dumps([*by_name.values()]))
+        base = (*FLAGS, "--set", f"discovery=[{{file: {str(file)!r}}}]")
+        async with serving(engines=0, base=base) as (process, client, _):
+            await listed("pod-0", "pod-1")
+            for name in by_name:
+                assert (await client.post(f"/admin/engines/{name}/drain", None))[0] == 200
+            await listed("pod-1")
+            await listed("pod-0", "pod-1")
+            old = workers_of(process)
+            process.process.send_signal(signal.SIGUSR2)
+            await replaced(process, old)
+            for _ in range(6):
+                drained = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
+                assert drained == {"pod-0": False, "pod-1": True}
+
+
 async def test_a_worker_that_starts_during_a_reload_follows_it(tmp_path: Path) -> None:
     """An API key that was removed, or a limit, must not stay as it was in one of the workers."""
     file = tmp_path / "router.yaml"
