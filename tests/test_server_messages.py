@@ -134,17 +134,35 @@ async def test_a_response_in_the_background_begins_at_once() -> None:
 # -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["internal_error", "api_error", "overloaded_error"])
+# vLLM reads each event of the chat inside as a chunk.
+WRAPPED = """1 validation error for ChatCompletionStreamResponse
+choices
+  Field required [type=missing, input_value={'error': {'message': 'Th...am': None, 'code': %d}}]
+    For further information visit https://errors.pydantic.dev/2.14/v/missing"""
+
+
+@pytest.mark.parametrize("kind", ["internal_error", "api_error", "overloaded_error", "wrapped"])
 async def test_another_engine_answers_after_an_error_as_the_first_event(kind: str) -> None:
-    failed = stream(event("error", error={"type": kind, "message": "EngineCore encountered an issue."}))
+    error = {"type": kind, "message": "EngineCore encountered an issue."}
+    if kind == "wrapped":
+        error = {"type": "internal_error", "message": WRAPPED % 500}
+    failed = stream(event("error", error=error))
     async with world([FakeEngine(behave=says(failed)), FakeEngine(behave=says(stream(ANSWER)))]) as w:
         status, headers, got = await w.post(ASKED | {"stream": True}, MESSAGES)
         assert (status, headers["x-lmetric-instance"], got) == (200, "e1", ANSWER)
         assert model(w).retried.total() == 1
 
 
-async def test_an_error_of_the_request_is_the_clients() -> None:
-    refused = event("error", error={"type": "invalid_request_error", "message": "m"})
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"type": "invalid_request_error", "message": "m"},
+        {"type": "internal_error", "message": WRAPPED % 400},
+    ],
+    ids=["plain", "wrapped"],
+)
+async def test_an_error_of_the_request_is_the_clients(error: dict[str, str]) -> None:
+    refused = event("error", error=error)
     async with world([FakeEngine(behave=says(stream(refused))), FakeEngine()]) as w:
         _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
         assert got == refused

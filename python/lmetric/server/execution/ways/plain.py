@@ -6,6 +6,7 @@ engine fetches their KV cache.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
 import orjson
@@ -44,6 +45,8 @@ from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.fleet.engine import Engine
 
 _ABORTED = "its answer was aborted"
+# On /v1/messages, vLLM wraps each error of its chat as `internal_error`: the message quotes it.
+_REQUESTS_FAULT = re.compile(rb"'code': 4\d\d\}\}")
 # The last events of a message. The first one says how it ended.
 _MESSAGE_END = b'event: message_delta\ndata: %b\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
 
@@ -68,7 +71,10 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     step, reader = attempt.step, attempt.reader
     status, statuses = reader.status, p.rules.statuses
     failed = flags & (ENGINE_ERROR | INCOMPLETE) and stream_failed(reader, flags)
-    code = reader.error_code if failed and flags & ENGINE_ERROR else status
+    code: int | None = status
+    if failed and flags & ENGINE_ERROR:
+        wraps = p.client_request.path == MESSAGES and _REQUESTS_FAULT.search(reader.held)
+        code = None if wraps else reader.error_code
     if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):
         raise NoTransfer
     if status in statuses:
