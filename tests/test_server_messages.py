@@ -233,13 +233,19 @@ async def test_a_stream_of_a_message_that_its_engine_aborted(state: str, begun: 
             assert failed(w) == {"engine_error": 1}
 
 
-async def test_another_engine_answers_if_an_abort_comes_at_once() -> None:
-    aborted, done = stream(START, ends(None)), stream(ANSWER)
-    behave = once("stops", aborted, then=done)
-    async with engines(behave, behave) as w:
-        _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
-        assert got == ANSWER
-        assert model(w).retried == {"reset": 1}
+@pytest.mark.parametrize("state", [*ORDERED, *NOT_ORDERED])
+async def test_an_abort_that_comes_at_once(state: str) -> None:
+    """Another engine answers, except after an order."""
+    aborted, done = stream(START + ends(None)), stream(ANSWER)
+    behave = once(state, aborted, then=done)
+    async with engines(behave, behave, timeouts={"between_chunks": 1.5}) as w:
+        status, headers, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        ordered = state in ORDERED
+        assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+        assert got == (START + ends(None) if ordered else ANSWER)
+        await w.settled()
+        assert failed(w) == ({"cancelled": 1} if ordered else {})
+        assert model(w).retried == ({} if ordered else {"reset": 1})
 
 
 def decoding(w: World) -> float:

@@ -58,6 +58,7 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         yield from _rewritten(p, step)
         return None
     attempt, flags = yield step
+    yield from _end_early_abort(p, attempt, flags)
     check_beginning(p, attempt, flags)
     yield from pass_answer(p, attempt, flags)
     return None
@@ -116,6 +117,25 @@ def stream_failed(reader: ResponseReader, flags: int) -> bool:
     return bool(flags & (ENGINE_ERROR | INCOMPLETE)) and reader.status == 200 and reader.event_stream
 
 
+def _end_early_abort(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
+    """Ends the request if its engine aborted the stream of a message by order before a token.
+
+    Raises EngineLost if the engine aborted it for another reason. `flags`: of its reader.
+    """
+    reader, engine = attempt.reader, attempt.step.engine
+    if not flags & INCOMPLETE or reader.tokens or (event := _abort_event(p, attempt)) is None:
+        return
+    begun = reader.payload()
+    if not (yield from aborts_by_order(p, engine)):
+        raise attempt.step.lost("reset", _ABORTED)
+    p.accept(attempt)
+    p.answered = attempt
+    p.begin_stream(engine.name)
+    p.acts.append(Write(begun))
+    _end_aborted(p, attempt, event)
+    raise ended_by_order()
+
+
 def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
     """Passes an answer on to the client, to its end. `flags`: of its reader at its beginning.
 
@@ -132,7 +152,7 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
         try:
             yield None  # until the end of the answer
         except EngineLost as lost:
-            event = _abort_event(p, attempt, lost)
+            event = _abort_event(p, attempt) if lost.step is attempt.step else None
             if event is None or not (yield from aborts_by_order(p, lost.engine)):
                 raise
             _end_aborted(p, attempt, event)
@@ -191,10 +211,10 @@ def _choices_of(step: Step, body: bytes | bytearray) -> tuple[dict[str, Any], li
     return answer, choices
 
 
-def _abort_event(p: Progress, attempt: Attempt, lost: EngineLost) -> dict[str, Any] | None:
+def _abort_event(p: Progress, attempt: Attempt) -> dict[str, Any] | None:
     """Returns the withheld event with which the engine aborted its stream; None: it did not."""
     withheld = attempt.reader.withheld
-    if lost.step is not attempt.step or not (attempt.reader.aborted and withheld):
+    if not (attempt.reader.aborted and withheld):
         return None
     try:
         if p.client_request.path == MESSAGES:
