@@ -36,6 +36,7 @@ from lmetric.server.epp import stream as epp_stream
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
 from lmetric.server.epp.picker import SERVICE
 from server_world import event, token
+from test_server_messages import START, TEXT, ends
 from waiting import PATIENCE_SECONDS, until
 
 
@@ -85,6 +86,31 @@ async def test_a_stream_is_counted_token_by_token() -> None:
         assert await stream.body("response_body") == rest
         await world.settled()
         assert (world.stats()["finished"], world.stats()["output_tokens"]) == (1, 2)
+
+
+@pytest.mark.parametrize("begun", [START + TEXT, START], ids=["text", "start"])
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_an_aborted_message_passes_and_blames_no_engine(begun: bytes, pieces: int) -> None:
+    """The router cannot withhold what the gateway has."""
+    async with picking() as world, exchange(world.target) as stream:
+        asked = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+        await stream.ask({**asked, "stream": True}, request_head("/v1/messages"))
+        await stream.send(answer_head(200, content_type="text/event-stream"))
+        assert (await stream.next()).HasField("response_headers")
+        parts = [begun, ends(None)] if pieces == 2 else [begun + ends(None)]
+        for part in parts:
+            await stream.send(answer_body(part, False))
+            sent = (await stream.next()).response_body.response.body_mutation.streamed_response
+            assert (sent.body, sent.end_of_stream) == (part, False)
+        await stream.send(answer_body(b"", True))
+        assert await stream.body("response_body") == b""
+        await world.settled()
+        assert world.stats()["retries"] == 0
+        assert {kind: count for kind, count in world.stats()["failed"].items() if count} == {
+            "engine_error": 1
+        }
+        (engine,) = world.server.fleet.engines()
+        assert engine.healthy
 
 
 @pytest.mark.parametrize("trailers", [False, True])

@@ -17,6 +17,7 @@ from test_server_aborts import NOT_ORDERED, ORDERED, Development, engines, model
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ASKED = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
 USAGE = {"input_tokens": 4, "output_tokens": 2}
+SGLANG = [{"id": "tiny", "parent": None, "owned_by": "sglang"}]
 
 
 def event(kind: str, **fields: Any) -> bytes:
@@ -246,6 +247,28 @@ async def test_an_abort_that_comes_at_once(state: str) -> None:
         await w.settled()
         assert failed(w) == ({"cancelled": 1} if ordered else {})
         assert model(w).retried == ({} if ordered else {"reset": 1})
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_aborts_by_other_engines_than_vllm_pass(pieces: int) -> None:
+    """They do not show which aborts were ordered."""
+    parts = [START, ends(None)] if pieces == 2 else [START + ends(None)]
+
+    async def behave(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD)
+        for part in parts:
+            writer.write(chunk(part))
+            await asyncio.sleep(0.05)
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    async with world([FakeEngine(behave=behave, cards=SGLANG) for _ in "ab"]) as w:
+        await w.until(lambda: all(each.identified for each in model(w).engines.values()))
+        _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        assert got == START + ends(None)
+        await w.settled()
+        assert not model(w).retried
+        assert failed(w) == {"cancelled": 1}
 
 
 def decoding(w: World) -> float:

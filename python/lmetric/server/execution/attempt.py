@@ -193,6 +193,9 @@ class EngineAttempt(Attempt):
     def received(self, flags: int, data: bytes) -> None:
         """Processes a piece of the answer that was not forwarded."""
         try:
+            if flags & INCOMPLETE and self._client_request.gateway is not None and self.reader.withheld:
+                # An aborted message: the client has the engine's own end.
+                flags = flags & ~INCOMPLETE | END
             if not flags & READY or self.committed or self.step.reader != "pass":
                 self._step(flags, data)
                 return
