@@ -238,7 +238,7 @@ impl Board {
 }
 
 /// Notes: values that all workers may look up by a key. They outlive their writer. A note beyond
-/// the places of its group replaces the group's oldest note.
+/// the places of its group usually replaces the group's oldest note: removals change the order.
 impl Board {
     /// Notes a value; 0 removes the note. `key`: a hash, not 0.
     pub fn note(&self, key: u64, value: u64) {
