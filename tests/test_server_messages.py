@@ -207,7 +207,7 @@ def whole(text: str, **more: Any) -> dict[str, Any]:
 async def test_a_whole_message_that_its_engine_aborted(state: str, aborted: dict[str, Any]) -> None:
     done = whole("b", stop_reason="end_turn")
     behave = once(state, plain(200, aborted), then=plain(200, done))
-    async with engines(behave, behave, timeouts={"between_chunks": 0.5}) as w:
+    async with engines(behave, behave, timeouts={"between_chunks": 1.5}) as w:
         _, _, got = await w.post(ASKED, MESSAGES)
         ordered = state in ORDERED
         assert got == (aborted if ordered else done)
@@ -220,7 +220,7 @@ async def test_a_whole_message_that_its_engine_aborted(state: str, aborted: dict
 async def test_a_stream_of_a_message_that_its_engine_aborted(state: str, begun: bytes) -> None:
     """By order it ends as the engine ends it. Otherwise it must not look whole."""
     behave = once(state, STREAM_HEAD + chunk(begun), chunk(ends(None)) + b"0\r\n\r\n")
-    async with engines(behave, timeouts={"between_chunks": 0.5}) as w:
+    async with engines(behave, timeouts={"between_chunks": 1.5}) as w:
         _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
         await w.settled()
         if state in ORDERED:
