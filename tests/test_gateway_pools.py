@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,23 @@ def test_two_deployments_of_one_engine_keep_their_identifiers() -> None:
     pool = Pool(Router("round_robin"), None)
     pool.use([Deployment("x", "http://e:1"), Deployment("y", "http://e:1")])
     assert {route(pool) for _ in range(4)} == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]}),
+        ("responses", {"input": "x", "tools": [{"type": "namespace", "tools": [{"type": "function"}]}]}),
+    ],
+)
+def test_engines_judge_malformed_prompts(path: str, body: dict[str, Any]) -> None:
+    pool = Pool(Router("lmetric"), PromptTokenizer.load(TOKENIZER))
+    pool.use([Deployment("a", "http://user:secret@a:1")])
+    fields = pool.fields(path, body)
+    assert "token_ids" not in fields
+    placement = Placement(pool.router, fields)
+    assert placement.decision.instance == "a:1"
+    placement.done(output_tokens=1)
 
 
 def test_a_repeated_prompt_goes_to_the_same_deployment() -> None:

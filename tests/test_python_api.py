@@ -59,6 +59,8 @@ def test_type_checkers_see_the_public_names() -> None:
     imports = [each for each in stub.body if isinstance(each, ast.ImportFrom) and each.module != "typing"]
     seen = {name.asname: each.module for each in imports for name in each.names}
     assert seen == lm._HOME_OF | dict.fromkeys(lm._SHADOWS, "lmetric.expr")
+    (listed,) = (ast.literal_eval(each.value) for each in stub.body if isinstance(each, ast.Assign))
+    assert listed == lm.__all__
 
 
 def test_every_public_name_exists_and_none_shadows_a_builtin() -> None:

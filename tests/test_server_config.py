@@ -140,10 +140,12 @@ def test_errors_name_the_place(text: str, overrides: Any, environ: Any, says: st
         "engines: [{url: 'http://u:[hunter2]@a:1'}]",
         "replicas: {urls: ['http://:hunter2@a:1']}",
         "tracing: {endpoint: 'http://:hunter2@a:1'}",
+        "auth: {jwt: [{issuer: i, audience: a, tenant_claim: t, jwks: 'https://:hunter2@a/k'}]}",
+        "auth: {jwt: [{issuer: i, audience: a, tenant_claim: t, jwks: 'https://u:[hunter2]@a/k'}]}",
     ],
 )
 def test_secrets_in_wrong_places_are_not_shown(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key|has no user|URL looks like") as caught:
+    with pytest.raises(ConfigError, match=r"unknown key|has no user|without user|URL looks like") as caught:
         load(text, tmp_path)
     assert "hunter2" not in str(caught.value)
 

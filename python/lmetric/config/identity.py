@@ -16,17 +16,16 @@ def _key_set(place: str) -> str:
         if not place:
             raise ValueError("expected a file or an https address")
         return place
-    parts = urlsplit(place)
+    expected = "expected a file, or an address such as https://host/keys, without user and fragment"
     try:
+        parts = urlsplit(place)
         is_valid = (
-            bool(parts.hostname) and not parts.username and not parts.fragment and (parts.port or 1) > 0
+            bool(parts.hostname) and "@" not in parts.netloc and not parts.fragment and (parts.port or 1) > 0
         )
-    except ValueError:
-        is_valid = False
+    except ValueError:  # its text may quote a password
+        raise ValueError(expected) from None
     if parts.scheme not in ("http", "https") or not is_valid or not place.isascii() or " " in place:
-        raise ValueError(
-            "expected a file, or an address such as https://host/keys, without user and fragment"
-        )
+        raise ValueError(expected)
     if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise ValueError(
             "expected https: with http, anyone between router and issuer can replace the keys; http is for "

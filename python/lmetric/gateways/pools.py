@@ -20,7 +20,6 @@ from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
 from lmetric.server.fleet.kv_choice import choose
 from lmetric.server.fleet.kv_mode import ModelFacts
-from lmetric.tokens.errors import NotPredictable
 from lmetric.tokens.prompt import PromptTokenizer
 
 _log = logging.getLogger("lmetric")
@@ -50,7 +49,7 @@ class Deployment:
     @property
     def name(self) -> str:
         """Name of the instance: host:port, or the gateway's identifier."""
-        return self.id if self.url is None else urlsplit(self.url).netloc
+        return self.id if self.url is None else urlsplit(self.url).netloc.rpartition("@")[2]
 
 
 class Pool:
@@ -109,7 +108,8 @@ class Pool:
         """Returns the prompt's tokens; None if no tokenizer can predict them."""
         if self._tokenizer is None:
             return None
-        with contextlib.suppress(NotPredictable):
+        # A malformed request may fail a reader or a template in any way. Its engine judges it.
+        with contextlib.suppress(Exception):
             if path == "chat":
                 return self._tokenizer.chat(body)
             if path == "messages":

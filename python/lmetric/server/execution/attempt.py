@@ -323,7 +323,7 @@ class EngineAttempt(Attempt):
         if the status is no error: many errors have none, or a word.
         """
         inside = self.error and status < 400
-        code = (self.reader.error_code or 500) if inside else status
+        code = (self.error_code or self.reader.error_code or 500) if inside else status
         model, client_request = self.step.engine.model, self._client_request
         judged = status in self._rules.statuses
         if model is not None and code >= 500 and code not in SATURATED and not judged:

@@ -128,6 +128,7 @@ class Attempt:
     weights: str | None = None  # the announced version that its engine began with
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     error: bool  # the engine reported an error inside its answer
+    error_code: int | None = None  # of an error that only quotes its status
     committed: bool  # a way has committed to the answer
 
     @property

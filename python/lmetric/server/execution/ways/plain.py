@@ -74,8 +74,9 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     failed = flags & (ENGINE_ERROR | INCOMPLETE) and stream_failed(reader, flags)
     code: int | None = status
     if failed and flags & ENGINE_ERROR:
-        wraps = p.client_request.path == MESSAGES and _REQUESTS_FAULT.search(reader.held)
-        code = None if wraps else reader.error_code
+        if p.client_request.path == MESSAGES and _REQUESTS_FAULT.search(reader.held):
+            attempt.error_code = 400
+        code = attempt.error_code or reader.error_code
     if code in TRANSFER_STATUSES and step.kv is not None and step.kv.broke(status, code):
         raise NoTransfer
     if status in statuses:
@@ -89,7 +90,7 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     if status == 404 and flags & END and lacks_model(p, attempt):
         attempt.answer = reader.payload()
         raise declined(p, attempt, "not_served")
-    if step.kv is not None and step.kv.broke(status, reader.error_code):
+    if step.kv is not None and step.kv.broke(status, attempt.error_code or reader.error_code):
         raise NoTransfer
     if status == 400 and flags & END and fallback_after(p, attempt) is not None:
         _pass_refused_beginning(p, attempt, flags)
@@ -178,7 +179,9 @@ def _shows_orders(engine: Engine) -> bool:
 def _passes(p: Progress, engine: Engine) -> Way[bool]:
     """Cancels the attempt of an aborted stream. Returns whether the client gets the abort."""
     p.abandon()
-    return not _shows_orders(engine) or (yield from aborts_by_order(p, engine))
+    if p.client_request.path == MESSAGES and not _shows_orders(engine):
+        return True
+    return (yield from aborts_by_order(p, engine))
 
 
 def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
