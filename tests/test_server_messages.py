@@ -168,7 +168,7 @@ async def test_an_error_of_the_request_is_the_clients(error: dict[str, str]) -> 
         _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
         assert got == refused
         assert not model(w).retried
-        assert not model(w).engines["e0"].service.failures
+        assert not model(w).engines["e0"].service.tally.failures
 
 
 # -- aborts
