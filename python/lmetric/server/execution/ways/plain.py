@@ -45,8 +45,9 @@ from lmetric.server.execution.ways.abort import aborts_by_order
 from lmetric.server.fleet.engine import Engine
 
 _ABORTED = "its answer was aborted"
-# On /v1/messages, vLLM wraps each error of its chat as `internal_error`: the message quotes it.
-_REQUESTS_FAULT = re.compile(rb"'code': 4\d\d\}\}")
+# On /v1/messages, the type of an error says whose fault it is. vLLM wraps each error of its chat as
+# `internal_error`: the message quotes it.
+_REQUESTS_FAULT = re.compile(rb"'code': 4\d\d\}\}|\"type\": ?\"invalid_request_error\"")
 # The last events of a message. The first one says how it ended.
 _MESSAGE_END = b'event: message_delta\ndata: %b\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
 
