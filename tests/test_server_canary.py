@@ -202,7 +202,7 @@ async def test_a_reload_begins_trials_where_none_were_configured(mine: dict[str,
         (model,) = w.server.fleet.models
         assert model.trials is None
         on_trial = {"canary": QUICK, "shadow": {"policy": "vllm"}}
-        config = ServerConfig.model_validate(w.server.config.model_dump(by_alias=True) | on_trial)
+        config = ServerConfig.model_validate(w.server.config.model_dump() | on_trial)
         await w.server.apply(w.server.prepare(config))
         assert model.trials is not None
         assert model.trials.canary.running

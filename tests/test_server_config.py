@@ -287,7 +287,7 @@ def test_documented_yaml_keys_are_not_words_that_yaml_reads_otherwise() -> None:
                 yield key
                 yield from keys(inner)
 
-    for key in keys(ServerConfig().model_dump(mode="json", by_alias=True)):
+    for key in keys(ServerConfig().model_dump(mode="json")):
         assert yaml.safe_load(key) == key
 
 

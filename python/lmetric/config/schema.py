@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
@@ -910,6 +911,8 @@ class ReplicasConfig(Strict):
 
 class Log(Strict):
     """Logs, on stderr."""
+
+    model_config = ConfigDict(serialize_by_alias=True)  # what is written can be read
 
     level: Literal["debug", "info", "warning", "error"] = setting("info", when="you look for a fault")
     """lowest level to log"""

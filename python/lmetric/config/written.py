@@ -19,7 +19,7 @@ def render(config: ServerConfig) -> str:
 
     Settings that models inherit from the top level are there alone.
     """
-    values = config.model_dump(mode="json", by_alias=True)
+    values = config.model_dump(mode="json")
     for model, shown in zip(config.models, values["models"], strict=True):
         for name in model.inherited:
             del shown[name]
@@ -28,7 +28,7 @@ def render(config: ServerConfig) -> str:
 
 def render_changed(config: ServerConfig) -> str:
     """The settings that differ from the defaults as YAML, each with its source, secrets masked."""
-    changed = config.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    changed = config.model_dump(mode="json", exclude_defaults=True)
     return "".join(_changed(folded(changed, ServerConfig), config._origin, ())) or "{}\n"
 
 
