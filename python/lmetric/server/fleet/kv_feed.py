@@ -41,17 +41,13 @@ class KvFeed:
         allowed = engine.upstream.allowed
         if allowed is not None:
             await self._with_events().look_up(engine, allowed)
-        elif self._needs_events(engine):
+        elif _mode_without_events(engine) is None:
             self._with_events()  # before it counts as identified: a failed import is repeated
-
-    def _needs_events(self, engine: Engine) -> bool:
-        mode = without_events(engine.capabilities, engine.kv_events, engine.adapter.flags)
-        return mode is None or bool(engine.capabilities.load_feeds)
 
     def wire(self, engine: Engine, pooled: ModelFacts) -> None:
         """Chooses the engine's mode by its capabilities, and makes the needed subscriptions."""
-        mode = without_events(engine.capabilities, engine.kv_events, engine.adapter.flags)
-        if mode is None or engine.capabilities.load_feeds or self._events is not None:
+        mode = _mode_without_events(engine)
+        if mode is None or self._events is not None:
             self._with_events().wire(engine, pooled)
         else:
             engine.lost_blocks = False
@@ -118,3 +114,10 @@ class KvFeed:
                 reason=mode.reason,
                 fix=mode.fix,
             )
+
+
+def _mode_without_events(engine: Engine) -> Mode | None:
+    """Returns the mode of an engine that reports no events and pushes no load; None for others."""
+    if engine.capabilities.load_feeds:
+        return None
+    return without_events(engine.capabilities, engine.kv_events, engine.adapter.flags)
