@@ -306,13 +306,12 @@ class Transcript:
             self.stopped = True
         shifted = _shifted(logprobs, len(ids), offset) if isinstance(logprobs, dict) else None
         if shifted is not None:
-            before = self._logprobs or {}
+            merged = self._logprobs = self._logprobs or {}
             for name, values in shifted.items():
-                known = before.get(name)
-                before[name] = (
-                    known + values if isinstance(known, list) and isinstance(values, list) else values
-                )
-            self._logprobs = before
+                if isinstance(values, list) and isinstance(known := merged.get(name), list):
+                    known.extend(values)
+                else:
+                    merged[name] = list(values) if isinstance(values, list) else values
         self.output_ids += ids
         self._end(finish)
         self._decoded_ids = len(self.output_ids)
