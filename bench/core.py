@@ -5,7 +5,7 @@
     memory [--prompts 10000000] [--out FILE]  # minutes; the same figures each time
 
 Runs programs of the repository. `latency` runs `lmetric-router bench --json`, the example
-`index_latency` of `lmetric-core`, and criterion's `score` bench for LMETRIC over 1,024 instances.
+`index_latency` of `lmetric-kv`, and criterion's `score` bench for LMETRIC over 1,024 instances.
 `plans` runs the examples `split_latency`, `priority_latency`, `replica_latency` and
 `rebalance_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`. `threads` calls
 `Router.route_many` from one and from two threads, in turns.
@@ -46,14 +46,17 @@ def run(*argv: str, timeout: float = 3600) -> str:
     return done.stdout
 
 
-# Examples that use parts for studies.
-OF_STUDY = ("split_latency", "decode_latency")
+# Examples of other crates than the core.
+CRATES = {
+    "index_latency": "lmetric-kv",
+    "split_latency": "lmetric-study",
+    "decode_latency": "lmetric-study",
+}
 
 
 def example(name: str, *arguments: str) -> str:
-    """Returns the output of an example of the core."""
-    crate = "lmetric-study" if name in OF_STUDY else "lmetric-core"
-    what = ["-p", crate, "--example", name, "--", *arguments]
+    """Returns the output of an example."""
+    what = ["-p", CRATES.get(name, "lmetric-core"), "--example", name, "--", *arguments]
     return run("cargo", "run", "--release", "--locked", "-q", *what)
 
 

@@ -1,8 +1,8 @@
 """Decisions from Python under pytest-benchmark: `pytest bench`. Read the medians.
 
-Criterion has the stages in Rust: `cargo bench -p lmetric-core --bench kv` (hash, chain, match,
-feeds) and `--bench score`. For percentiles: `cargo run --release -p lmetric-core --example
-index_latency`.
+Criterion has the stages in Rust: `cargo bench -p lmetric-kv --bench kv` (hash, chain, match,
+record), `cargo bench -p lmetric-core --bench score` and `--bench feed`. For percentiles: `cargo run
+--release -p lmetric-kv --example index_latency`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 //! The error type. Messages report what failed, the value, and what was expected.
+use crate::kv::keys::BlockSizeError;
 use crate::maturity::Maturity;
 use std::fmt;
 use std::ops::Range;
@@ -64,6 +65,16 @@ pub enum CoreError {
         "the router is broken: an internal error stopped one of its operations halfway; build a new Router and report the error"
     )]
     Broken,
+}
+
+impl From<BlockSizeError> for CoreError {
+    fn from(error: BlockSizeError) -> CoreError {
+        CoreError::BadValue {
+            what: error.what.into(),
+            got: error.got.to_string(),
+            expected: BlockSizeError::EXPECTED.into(),
+        }
+    }
 }
 
 /// Returns the rest of the message: why the part is not offered, and what to do.

@@ -43,7 +43,6 @@ pub mod fleet;
 pub mod guard;
 pub mod ids;
 pub mod indicators;
-pub mod kv;
 pub mod levels;
 pub mod maturity;
 pub mod plan;
@@ -63,5 +62,6 @@ mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;
+pub use lmetric_kv as kv;
 pub use maturity::Maturity;
 pub use registry::Registry;

@@ -333,7 +333,7 @@ impl Router {
         let registry = offering(offers)?;
         let index_feed = index_feed_of("kv_source", kv_source)?;
         let parts = domain.unwrap_or_default();
-        let keys = Keys::new(&parts, block_size, text_block_bytes)?;
+        let keys = Keys::new(&parts, block_size, text_block_bytes).map_err(CoreError::from)?;
         let policy = policies::build(registry, policy, knobs)?;
         let calls_python = AtomicBool::new(policies::calls_python(&*policy));
         let guard = GuardSettings::of(guard.as_ref())?;
@@ -560,7 +560,8 @@ impl Router {
                     })?;
                 }
                 "block_size" => {
-                    let keys = Keys::new(&self.parts, value.extract()?, self.feed.keys().text_block_bytes)?;
+                    let bytes = self.feed.keys().text_block_bytes;
+                    let keys = Keys::new(&self.parts, value.extract()?, bytes).map_err(CoreError::from)?;
                     self.feeding(py, |feed| {
                         feed.set_keys(keys);
                         Ok(())

@@ -337,7 +337,7 @@ impl KvFeed {
     /// Returns the number of names of all instances and their bytes.
     pub fn names(&self) -> (usize, usize) {
         let state = self.state.lock();
-        (state.names.len(), state.names.bytes())
+        (state.names.copies(), state.names.bytes())
     }
 
     /// Takes the caches, if the source's instance is still there and fed by events.

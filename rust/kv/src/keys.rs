@@ -1,6 +1,21 @@
 //! Hashing scheme of a router's prompts: block sizes and domains.
-use super::hash::Domain;
-use crate::error::CoreError;
+use crate::hash::Domain;
+use thiserror::Error;
+
+/// A block size out of range.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("{what}: {got} is not valid; expected {}", Self::EXPECTED)]
+pub struct BlockSizeError {
+    /// Name of the argument.
+    pub what: &'static str,
+    /// The given value.
+    pub got: usize,
+}
+
+impl BlockSizeError {
+    /// The valid values.
+    pub const EXPECTED: &'static str = "a whole number from 1 to 1048576";
+}
 
 /// Key scheme of one router. Prompts and engine events use the same scheme, so that their hashes
 /// match.
@@ -22,19 +37,15 @@ impl Keys {
     /// Builds the scheme of prompts that share `parts` (model, tokenizer).
     ///
     /// # Errors
-    /// `BadValue` for a block size out of range.
+    /// A block size out of range.
     pub fn new(
         parts: &[Option<String>],
         block_size: usize,
         text_block_bytes: usize,
-    ) -> Result<Keys, CoreError> {
-        for (what, value) in [("block_size", block_size), ("text_block_bytes", text_block_bytes)] {
-            if value == 0 || value > 1 << 20 {
-                return Err(CoreError::BadValue {
-                    what: what.into(),
-                    got: value.to_string(),
-                    expected: "a whole number from 1 to 1048576".into(),
-                });
+    ) -> Result<Keys, BlockSizeError> {
+        for (what, got) in [("block_size", block_size), ("text_block_bytes", text_block_bytes)] {
+            if got == 0 || got > 1 << 20 {
+                return Err(BlockSizeError { what, got });
             }
         }
         let domain = |kind, size| {

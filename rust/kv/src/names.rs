@@ -7,10 +7,10 @@
 //! Each physical copy takes 16 bytes, in tables that grow in small steps. Each rank of an instance
 //! has its own table, because each rank has its own cache: another rank may still hold a block that
 //! one rank evicts. Each tier of a rank has its own table for the same reason.
-use super::index::{Copies, KvIndex};
-use super::table::{Inserted, Key, Slot, Table};
-use super::tier::Tier;
-use crate::ids::InstanceId;
+use crate::InstanceId;
+use crate::index::{Copies, KvIndex};
+use crate::table::{Inserted, Key, Slot, Table};
+use crate::tier::Tier;
 use std::hash::{BuildHasher, RandomState};
 
 /// Number of segments of a rank's table, as a power of two.
@@ -46,8 +46,10 @@ pub enum Means {
 
 /// A cache of an instance: one tier of one data-parallel rank, or of one KV cache group there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cache {
+pub struct Cache {
+    /// The data-parallel rank.
     pub rank: u32,
+    /// The tier.
     pub tier: Tier,
     /// The KV cache group; `None`: full attention.
     pub group: Option<u32>,
@@ -55,7 +57,7 @@ pub(crate) struct Cache {
 
 impl Cache {
     /// Returns a tier of a rank, with the blocks of full attention.
-    pub(crate) fn new(rank: u32, tier: Tier) -> Cache {
+    pub fn new(rank: u32, tier: Tier) -> Cache {
         Cache { rank, tier, group: None }
     }
 }
@@ -69,7 +71,7 @@ struct Rank {
 ///
 /// Engines choose the names. A secret permutes them, so that no engine can choose names that crowd
 /// one part of a table, where each look-up would pass all of them.
-pub(crate) struct Names {
+pub struct Names {
     secret: (u64, u64),
     ranks: Vec<Vec<Rank>>,
     byte_bound: usize,
@@ -79,7 +81,8 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    pub(crate) fn new(byte_bound: usize) -> Names {
+    /// Creates a table of at most `byte_bound` bytes.
+    pub fn new(byte_bound: usize) -> Names {
         let random = RandomState::new();
         let secret = (random.hash_one(0), random.hash_one(1) | 1);
         Names { secret, ranks: Vec::new(), byte_bound, table_bytes: 0, list_bytes: 0 }
@@ -91,17 +94,18 @@ impl Names {
         (engine ^ self.secret.0).wrapping_mul(self.secret.1)
     }
 
-    pub(crate) fn set_byte_bound(&mut self, byte_bound: usize) {
+    /// Changes the bound on [`Names::bytes`]. A table with more keeps its names.
+    pub fn set_byte_bound(&mut self, byte_bound: usize) {
         self.byte_bound = byte_bound;
     }
 
     /// Returns the number of known physical copies, over all instances.
-    pub(crate) fn len(&self) -> usize {
+    pub fn copies(&self) -> usize {
         self.ranks.iter().flatten().map(|r| r.table.len()).sum()
     }
 
     /// Returns the bytes in use, including allocations.
-    pub(crate) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.table_bytes + self.list_bytes
     }
 
@@ -114,19 +118,19 @@ impl Names {
     }
 
     /// Returns whether another rank of the instance is known.
-    pub(crate) fn has_others(&self, instance: InstanceId, rank: u32) -> bool {
+    pub fn has_others(&self, instance: InstanceId, rank: u32) -> bool {
         self.ranks.get(instance.index()).is_some_and(|ranks| ranks.iter().any(|r| r.cache.rank != rank))
     }
 
     /// Returns the index's hash of the block that the cache calls `engine`.
-    pub(crate) fn find(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+    pub fn find(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
         let (table, engine) = (self.table(instance, cache)?, self.stored(engine));
         table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
     /// Returns the index's hash of the block that the cache, or else another tier of its rank,
     /// calls `engine`.
-    pub(crate) fn find_in_any(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+    pub fn find_in_any(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
         let found = self.find(instance, cache, engine);
         if found.is_some() || cache.tier == Tier::Gpu {
             return found;
@@ -136,7 +140,7 @@ impl Names {
     }
 
     /// Adds a copy. Returns false if there is no room for it.
-    pub(crate) fn insert(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> bool {
+    pub fn insert(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> bool {
         matches!(self.add(instance, cache, engine, chain), Inserted::Alone | Inserted::Shared)
     }
 
@@ -155,7 +159,7 @@ impl Names {
     }
 
     /// Removes a copy and returns the index's hash of it.
-    pub(crate) fn remove(&mut self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+    pub fn remove(&mut self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
         let engine = self.stored(engine);
         let table = self.table_mut(instance, cache)?;
         table.remove(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
@@ -163,7 +167,7 @@ impl Names {
 
     /// Adds a copy of a block whose name may be known already. Returns the copy's effect on the
     /// index; `None`: no room.
-    pub(crate) fn enter_known(
+    pub fn enter_known(
         &mut self,
         index: &mut KvIndex,
         instance: InstanceId,
@@ -197,7 +201,7 @@ impl Names {
     /// Checks up to `most` slots in the table segment of `engine`, starting at slot `at`, and
     /// removes entries that the index no longer holds. Returns the number removed, and the slot to
     /// continue at.
-    pub(crate) fn sweep(
+    pub fn sweep(
         &mut self,
         index: &KvIndex,
         (instance, cache): (InstanceId, Cache),
@@ -211,19 +215,19 @@ impl Names {
     }
 
     /// Returns the number of names in the table segment of `engine`.
-    pub(crate) fn near(&self, instance: InstanceId, cache: Cache, engine: u64) -> usize {
+    pub fn near(&self, instance: InstanceId, cache: Cache, engine: u64) -> usize {
         let engine = self.stored(engine);
         self.table(instance, cache).map_or(0, |table| table.near(table.key(engine)))
     }
 
     /// Returns the caches of a rank.
-    pub(crate) fn caches(&self, instance: InstanceId, rank: u32) -> Vec<Cache> {
+    pub fn caches(&self, instance: InstanceId, rank: u32) -> Vec<Cache> {
         let ranks = self.ranks.get(instance.index()).map_or(&[][..], Vec::as_slice);
         ranks.iter().map(|r| r.cache).filter(|cache| cache.rank == rank).collect()
     }
 
     /// Returns the index's hash of the block that some cache of the rank calls `engine`.
-    pub(crate) fn find_on_rank(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
+    pub fn find_on_rank(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
         let engine = self.stored(engine);
         let of_rank = |r: &&Rank| r.cache.rank == rank;
         let mut tables = self.ranks.get(instance.index())?.iter().filter(of_rank).map(|r| &r.table);
@@ -231,7 +235,7 @@ impl Names {
     }
 
     /// Removes a cache and returns the index's hashes of its copies.
-    pub(crate) fn take(&mut self, instance: InstanceId, cache: Cache) -> Option<impl Iterator<Item = u64>> {
+    pub fn take(&mut self, instance: InstanceId, cache: Cache) -> Option<impl Iterator<Item = u64>> {
         let ranks = self.ranks.get_mut(instance.index())?;
         let at = ranks.iter().position(|r| r.cache == cache)?;
         let table = ranks.swap_remove(at).table;
@@ -240,7 +244,7 @@ impl Names {
     }
 
     /// Removes all caches of an instance.
-    pub(crate) fn take_all(&mut self, instance: InstanceId) {
+    pub fn take_all(&mut self, instance: InstanceId) {
         if let Some(ranks) = self.ranks.get_mut(instance.index()) {
             let ranks = std::mem::take(ranks);
             self.table_bytes -= ranks.iter().map(|r| r.table.bytes()).sum::<usize>();
@@ -248,7 +252,7 @@ impl Names {
     }
 
     /// Removes all caches. Returns the old names, because dropping them takes time.
-    pub(crate) fn empty(&mut self) -> Names {
+    pub fn empty(&mut self) -> Names {
         let new = Names::new(self.byte_bound);
         std::mem::replace(self, new)
     }

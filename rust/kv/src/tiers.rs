@@ -5,10 +5,10 @@
 //! instance can reuse is the run of the GPU, continued by the run of one lower tier behind it.
 //! Engines may continue again in a third tier; the router does not count that, so it claims too
 //! little.
-use super::groups::Groups;
-use super::index::KvIndex;
-use super::tier::Tier;
-use crate::ids::InstanceId;
+use crate::InstanceId;
+use crate::groups::Groups;
+use crate::index::KvIndex;
+use crate::tier::Tier;
 
 /// Lower tiers whose blocks count in scores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! Percentiles of matching and feeding at 256 instances and about 1M (instance, block) pairs.
 //!
-//! `cargo run --release -p lmetric-core --example index_latency`. "cold": 64 MB are written between
+//! `cargo run --release -p lmetric-kv --example index_latency`. "cold": 64 MB are written between
 //! queries.
-use lmetric_core::InstanceId;
-use lmetric_core::kv::hash::{chain, hash_tokens};
-use lmetric_core::kv::index::KvIndex;
+use lmetric_kv::InstanceId;
+use lmetric_kv::hash::{chain, hash_tokens};
+use lmetric_kv::index::KvIndex;
 use std::cell::RefCell;
 use std::hint::black_box;
 use std::time::Instant;

@@ -8,7 +8,7 @@ use super::cells::{BORN, CHILDREN, DEPTH, Id, PARENT};
 use super::holders::Holder;
 use super::holes::Holes;
 use super::part::{AHEAD, NodeSlot, Part};
-use crate::kv::table::Inserted;
+use crate::table::Inserted;
 
 /// Adding blocks.
 impl Part {

@@ -1,14 +1,9 @@
-//! Index and hash with warm caches: `cargo bench -p lmetric-core --bench kv`. For percentiles, run
-//! `cargo run --release --example index_latency`.
+//! Index and hash with warm caches: `cargo bench -p lmetric-kv --bench kv`. For percentiles, run
+//! `cargo run --release -p lmetric-kv --example index_latency`.
 use criterion::{Criterion, criterion_group, criterion_main};
-use lmetric_core::InstanceId;
-use lmetric_core::Registry;
-use lmetric_core::fleet::Role;
-use lmetric_core::kv::hash::{chain, hash_text, hash_tokens};
-use lmetric_core::kv::index::KvIndex;
-use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::{KvFeed, Means, Stored};
-use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
+use lmetric_kv::InstanceId;
+use lmetric_kv::hash::{chain, hash_text, hash_tokens};
+use lmetric_kv::index::KvIndex;
 use std::hint::black_box;
 
 mod workload;
@@ -54,7 +49,7 @@ fn match_prefix(c: &mut Criterion) {
     }
 }
 
-fn feeds(c: &mut Criterion) {
+fn record(c: &mut Criterion) {
     let mut index = filled(1 << 29);
     let known = chained(&prompt(7, 1985));
     c.bench_function("record a known chain of 1985 blocks", |b| {
@@ -73,40 +68,7 @@ fn feeds(c: &mut Criterion) {
             criterion::BatchSize::SmallInput,
         );
     });
-    let config =
-        RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 1 << 27, ..RouterConfig::default() };
-    let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");
-    let mut router = Router::new(policy, config).expect("a router");
-    router.add_instance("engine", Role::Both, None).expect("an instance");
-    let keys = Keys::new(&[Some("model".into())], 16, 256).expect("a key scheme");
-    let feed = KvFeed::new(SharedRouter::new(router), keys, 1 << 27, true);
-    let source = feed.source("engine", 0).expect("the instance");
-    let tokens: Vec<u32> = (0..256).collect();
-    let mut n = 0;
-    c.bench_function("exact feed: store 16 blocks, remove 16", |b| {
-        b.iter(|| {
-            n += 1u64;
-            let mut engine = [0u64; 16];
-            engine
-                .iter_mut()
-                .enumerate()
-                .for_each(|(i, e)| *e = (n * 16 + i as u64).wrapping_mul(0x2545_f491_4f6c_dd1d));
-            feed.stored(
-                source,
-                &Stored {
-                    parent: None,
-                    engine_hashes: &engine,
-                    token_ids: &tokens,
-                    domain: keys.tokens.of_request(None, Some(if n % 2 == 0 { "a" } else { "b" })),
-                    narrowing: &[],
-                    means: Means::NewCopy,
-                },
-            );
-            engine.reverse();
-            feed.removed(source, &engine)
-        });
-    });
 }
 
-criterion_group!(benches, hash, match_prefix, feeds);
+criterion_group!(benches, hash, match_prefix, record);
 criterion_main!(benches);

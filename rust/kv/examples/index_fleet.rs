@@ -1,11 +1,11 @@
 //! Memory and cost of the index by fleet size.
 //!
-//! `cargo run --release -p lmetric-core --example index_fleet -- [instances] [blocks] [GiB]` (256,
+//! `cargo run --release -p lmetric-kv --example index_fleet -- [instances] [blocks] [GiB]` (256,
 //! 4,000 and 16). Each instance holds `blocks` blocks: a system prompt that all instances hold, the
 //! prompts of one of 8 groups of users, and its own prompts. To count instructions, run the built
 //! example under callgrind and read the inclusive costs of the four functions below.
-use lmetric_core::InstanceId;
-use lmetric_core::kv::index::KvIndex;
+use lmetric_kv::InstanceId;
+use lmetric_kv::index::KvIndex;
 use std::hint::black_box;
 use std::time::Instant;
 

@@ -12,8 +12,8 @@ use super::copy::Notes;
 use super::holes::Holes;
 use super::lru::{Front, Queue};
 use super::search;
-use crate::ids::InstanceId;
-use crate::kv::table::{Key, Slot, Table};
+use crate::InstanceId;
+use crate::table::{Key, Slot, Table};
 use std::collections::BinaryHeap;
 
 /// Instances of a part: entries name instances by 12 bits.
@@ -24,41 +24,41 @@ pub(super) const AHEAD: usize = 8;
 
 /// Part of the index, with a byte bound of its own.
 pub(super) struct Part {
-    pub cells: Cells,
-    pub table: Table<NodeSlot>,
+    pub(super) cells: Cells,
+    pub(super) table: Table<NodeSlot>,
     /// Bytes of the table if each segment has its smallest size.
-    pub table_start: usize,
-    pub books: Vec<Book>,
-    pub holes: Option<Holes>,
-    pub byte_bound: usize,
+    pub(super) table_start: usize,
+    pub(super) books: Vec<Book>,
+    pub(super) holes: Option<Holes>,
+    pub(super) byte_bound: usize,
     /// Last stamp issued.
-    pub clock: u64,
+    pub(super) clock: u64,
     /// Heap for finding the oldest chain end.
-    pub fronts: BinaryHeap<Front>,
-    pub pairs: usize,
-    pub evicted: u64,
+    pub(super) fronts: BinaryHeap<Front>,
+    pub(super) pairs: usize,
+    pub(super) evicted: u64,
     /// Changes that a copy in progress lacks.
-    pub removals: u64,
+    pub(super) removals: u64,
     /// Stored blocks that a copy in progress lacks.
-    pub notes: Option<Box<Notes>>,
+    pub(super) notes: Option<Box<Notes>>,
 }
 
 /// State of an instance.
 #[derive(Clone, Default)]
 pub(super) struct Book {
-    pub open: bool,
+    pub(super) open: bool,
     /// Maximum blocks that `record` keeps.
-    pub capacity: u32,
-    pub blocks: u32,
+    pub(super) capacity: u32,
+    pub(super) blocks: u32,
     /// Blocks held without any child.
-    pub ends: u32,
+    pub(super) ends: u32,
     /// Blocks not held although a child is.
-    pub holes: u32,
-    pub queue: Queue,
+    pub(super) holes: u32,
+    pub(super) queue: Queue,
     /// Whether the instance is in `fronts`.
-    pub in_fronts: bool,
+    pub(super) in_fronts: bool,
     /// Most blocks held when the engine evicted one, since [`Part::take_full`].
-    pub full: u32,
+    pub(super) full: u32,
 }
 
 /// A table slot: 32 bits of the hash, 4 bits of the number of holders, 28 bits of the node. Count
@@ -67,20 +67,20 @@ pub(super) struct Book {
 pub(super) struct NodeSlot(u64);
 
 impl NodeSlot {
-    pub const MANY: u32 = 14;
-    pub const UNSAID: u32 = 15;
+    pub(super) const MANY: u32 = 14;
+    pub(super) const UNSAID: u32 = 15;
 
-    pub fn new(key: Key, holders: u32, node: Id) -> NodeSlot {
+    pub(super) fn new(key: Key, holders: u32, node: Id) -> NodeSlot {
         NodeSlot(u64::from(key.place()) << 32 | u64::from(holders) << 28 | u64::from(node))
     }
 
     #[inline(always)]
-    pub fn node(self) -> Id {
+    pub(super) fn node(self) -> Id {
         self.0 as u32 & ((1 << 28) - 1)
     }
 
     #[inline(always)]
-    pub fn holders(self) -> u32 {
+    pub(super) fn holders(self) -> u32 {
         self.0 as u32 >> 28
     }
 }
@@ -101,15 +101,15 @@ impl Slot for NodeSlot {
 
 impl Part {
     /// Minimum byte bound; smaller bounds are raised to it.
-    pub const MIN_BYTES: usize = 1 << 20;
+    pub(super) const MIN_BYTES: usize = 1 << 20;
     /// Bytes reserved outside cells and table: state and fronts of all instances, tables of holes,
     /// the struct itself.
-    pub const FIXED_BYTES: usize =
+    pub(super) const FIXED_BYTES: usize =
         PART * (size_of::<Book>() + size_of::<Front>()) + Holes::BYTES + size_of::<Part>();
 
     /// Creates an empty part that never uses more than `byte_bound` bytes (least recently used
     /// leaves are evicted first). `expected_bytes`: its bound in the end, if it grows.
-    pub fn new(byte_bound: usize, expected_bytes: usize) -> Part {
+    pub(super) fn new(byte_bound: usize, expected_bytes: usize) -> Part {
         let byte_bound = byte_bound.max(Self::MIN_BYTES);
         // Segments of about 4,096 entries if the part is full: growing one takes a few
         // microseconds.
@@ -134,7 +134,7 @@ impl Part {
 
     /// Adds an instance, or changes its capacity. `capacity_blocks`: size of its cache, which
     /// bounds the blocks that [`Part::record`] keeps.
-    pub fn add_instance(&mut self, instance: u32, capacity_blocks: Option<u32>) {
+    pub(super) fn add_instance(&mut self, instance: u32, capacity_blocks: Option<u32>) {
         let slot = instance as usize;
         if slot >= self.books.len() {
             self.books.reserve_exact(slot + 1 - self.books.len());
@@ -148,14 +148,14 @@ impl Part {
     }
 
     /// Yields the instances, each with its capacity.
-    pub fn open(&self) -> impl Iterator<Item = (u32, Option<u32>)> {
+    pub(super) fn open(&self) -> impl Iterator<Item = (u32, Option<u32>)> {
         let books = (0..).zip(&self.books).filter(|(_, book)| book.open);
         books.map(|(number, book)| (number, (book.capacity != u32::MAX).then_some(book.capacity)))
     }
 
     /// Changes the capacity of an instance without evicting blocks beyond it; [`Part::trim`]
     /// evicts them.
-    pub fn set_capacity(&mut self, instance: u32, capacity_blocks: Option<u32>) {
+    pub(super) fn set_capacity(&mut self, instance: u32, capacity_blocks: Option<u32>) {
         let capacity = capacity_blocks.unwrap_or(u32::MAX);
         if let Some(book) = self.books.get_mut(instance as usize)
             && book.capacity != capacity
@@ -167,14 +167,14 @@ impl Part {
 
     /// Evicts up to `most` blocks beyond the instance's capacity and returns the number left beyond
     /// it.
-    pub fn trim(&mut self, instance: u32, most: u32) -> u32 {
+    pub(super) fn trim(&mut self, instance: u32, most: u32) -> u32 {
         let Some(book) = self.books.get(instance as usize) else { return 0 };
         let over = book.blocks.saturating_sub(book.capacity);
         over - self.evict_from(instance, over.min(most))
     }
 
     /// Removes all state of an instance.
-    pub fn remove_instance(&mut self, instance: u32) {
+    pub(super) fn remove_instance(&mut self, instance: u32) {
         self.cleared(instance);
         if let Some(book) = self.books.get_mut(instance as usize) {
             *book = Book { in_fronts: book.in_fronts, ..Book::default() };
@@ -182,13 +182,13 @@ impl Part {
     }
 
     /// Returns whether the instance is in the index.
-    pub fn is_open(&self, instance: u32) -> bool {
+    pub(super) fn is_open(&self, instance: u32) -> bool {
         self.books.get(instance as usize).is_some_and(|b| b.open)
     }
 
     /// Approximate feed: records that this prompt was placed on `instance`, so its blocks will be
     /// there. If the chain is longer than the instance's capacity, its front is kept.
-    pub fn record(&mut self, instance: u32, chain: &[u64]) {
+    pub(super) fn record(&mut self, instance: u32, chain: &[u64]) {
         if self.is_open(instance) {
             let held = self.held(chain, instance);
             self.record_behind(instance, chain, held);
@@ -197,7 +197,7 @@ impl Part {
 
     /// Records a prompt like [`Part::record`], given the instance's `hit_blocks` from
     /// [`Part::search`]. This saves the search if `hit_blocks` is still correct.
-    pub fn record_hit(&mut self, instance: u32, chain: &[u64], hit_blocks: u32) {
+    pub(super) fn record_hit(&mut self, instance: u32, chain: &[u64], hit_blocks: u32) {
         let hit = hit_blocks as usize;
         let holds = |at: usize| chain.get(at).is_some_and(|h| self.holds(instance, *h));
         if hit <= chain.len() && (hit == 0 || holds(hit - 1)) && !holds(hit) && self.is_open(instance) {
@@ -208,7 +208,7 @@ impl Part {
     }
 
     /// Marks the first `blocks` of the chain as just used on the instance.
-    pub fn touch(&mut self, instance: u32, chain: &[u64], blocks: u32) {
+    pub(super) fn touch(&mut self, instance: u32, chain: &[u64], blocks: u32) {
         let last = (blocks as usize).min(chain.len()).checked_sub(1);
         let node = last.and_then(|at| self.find(chain[at]));
         if let Some(node) = node
@@ -222,13 +222,19 @@ impl Part {
     /// Exact feed: records that `instance` stored these consecutive blocks after `parent` (None:
     /// they start the chain). Each call counts one physical copy of each block. Returns the number
     /// of blocks placed: 0 if the parent is unknown.
-    pub fn stored(&mut self, instance: u32, parent: Option<u64>, chain: &[u64]) -> usize {
+    pub(super) fn stored(&mut self, instance: u32, parent: Option<u64>, chain: &[u64]) -> usize {
         self.store(instance, parent, chain, Copies::Add)
     }
 
     /// Records stored blocks like [`Part::stored`]. `copies` sets the effect on blocks that are
     /// already present.
-    pub fn store(&mut self, instance: u32, parent: Option<u64>, chain: &[u64], copies: Copies) -> usize {
+    pub(super) fn store(
+        &mut self,
+        instance: u32,
+        parent: Option<u64>,
+        chain: &[u64],
+        copies: Copies,
+    ) -> usize {
         let parent = match parent {
             None => Some(0),
             Some(hash) => self.find(hash),
@@ -241,13 +247,13 @@ impl Part {
 
     /// Exact feed: removes one physical copy of a block. Returns whether the block was in the
     /// index.
-    pub fn removed(&mut self, instance: u32, hash: u64) -> bool {
+    pub(super) fn removed(&mut self, instance: u32, hash: u64) -> bool {
         self.removed_all(instance, &[hash]) == 1
     }
 
     /// Removes a copy of many blocks and returns the number that were in the index. Blocks of one
     /// chain in order from its end skip the lookup of each block.
-    pub fn removed_all(&mut self, instance: u32, hashes: &[u64]) -> usize {
+    pub(super) fn removed_all(&mut self, instance: u32, hashes: &[u64]) -> usize {
         let (mut known, mut end) = (0, 0);
         for (i, &hash) in hashes.iter().enumerate() {
             self.prefetch_behind(hashes, i);
@@ -282,7 +288,7 @@ impl Part {
 
     /// Removes blocks that the engine has evicted: its cache was full. Returns the number that were
     /// in the index.
-    pub fn evicted_all(&mut self, instance: u32, hashes: &[u64]) -> usize {
+    pub(super) fn evicted_all(&mut self, instance: u32, hashes: &[u64]) -> usize {
         let held = self.blocks(instance);
         let known = self.removed_all(instance, hashes);
         if let (Some(book), true) = (self.books.get_mut(instance as usize), known > 0) {
@@ -293,13 +299,13 @@ impl Part {
 
     /// Returns the most blocks that the instance held when its engine evicted one, since the last
     /// call; `None`: it evicted none.
-    pub fn take_full(&mut self, instance: u32) -> Option<u32> {
+    pub(super) fn take_full(&mut self, instance: u32) -> Option<u32> {
         let full = self.books.get_mut(instance as usize).map_or(0, |book| std::mem::take(&mut book.full));
         (full > 0).then_some(full)
     }
 
     /// Drops up to `most` blocks of the instance and returns the number left.
-    pub fn clear_some(&mut self, instance: u32, most: u32) -> u32 {
+    pub(super) fn clear_some(&mut self, instance: u32, most: u32) -> u32 {
         if self.is_open(instance) {
             self.removals += 1;
             self.evict(instance, most, true);
@@ -308,7 +314,7 @@ impl Part {
     }
 
     /// Exact feed: the whole cache of `instance` was cleared.
-    pub fn cleared(&mut self, instance: u32) {
+    pub(super) fn cleared(&mut self, instance: u32) {
         if self.is_open(instance) {
             self.removals += 1;
             self.evict(instance, u32::MAX, true);
@@ -318,27 +324,27 @@ impl Part {
 
     /// Evicts up to `blocks` blocks of the instance, least recently used leaves first, and returns
     /// the number evicted.
-    pub fn evict_from(&mut self, instance: u32, blocks: u32) -> u32 {
+    pub(super) fn evict_from(&mut self, instance: u32, blocks: u32) -> u32 {
         let gone = if self.is_open(instance) { self.evict(instance, blocks, false) } else { 0 };
         self.evicted += u64::from(gone);
         gone
     }
 
     /// Returns whether the instance holds the block, regardless of the blocks before it.
-    pub fn holds(&self, instance: u32, hash: u64) -> bool {
+    pub(super) fn holds(&self, instance: u32, hash: u64) -> bool {
         self.find(hash).is_some_and(|node| self.cells.holds(node, instance))
     }
 
     /// Returns the block before a block of the index (`Some(None)`: the block starts a prompt);
     /// `None` if the index does not know the block.
-    pub fn parent_of(&self, hash: u64) -> Option<Option<u64>> {
+    pub(super) fn parent_of(&self, hash: u64) -> Option<Option<u64>> {
         let parent = self.cells.parent(self.find(hash)?);
         Some((parent != 0).then(|| self.cells.hash(parent)))
     }
 
     /// Appends the instances that hold the block (and all blocks before it) to `out`, in order.
     /// `first`: number of the part's first instance.
-    pub fn holders(&self, hash: u64, first: u32, out: &mut Vec<InstanceId>) {
+    pub(super) fn holders(&self, hash: u64, first: u32, out: &mut Vec<InstanceId>) {
         let Some(node) = self.find(hash) else { return };
         let start = out.len();
         self.cells.for_each_group(node, |group, bits| {
@@ -356,18 +362,18 @@ impl Part {
     }
 
     /// Returns the number of blocks held by `instance`.
-    pub fn blocks(&self, instance: u32) -> u32 {
+    pub(super) fn blocks(&self, instance: u32) -> u32 {
         self.books.get(instance as usize).map_or(0, |b| b.blocks)
     }
 
     /// Returns the number of distinct blocks in the part, including blocks kept only for the
     /// blocks behind them.
-    pub fn nodes(&self) -> usize {
+    pub(super) fn nodes(&self) -> usize {
         self.table.len()
     }
 
     /// Returns the bytes in use, including allocations.
-    pub fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         let holes = if self.holes.is_some() { Holes::BYTES } else { 0 };
         let books = self.books.capacity() * size_of::<Book>() + self.fronts.capacity() * size_of::<Front>();
         size_of::<Part>() + self.cells.bytes() + self.table.bytes() + books + holes
@@ -377,7 +383,7 @@ impl Part {
 impl Part {
     /// Prefetches what a walk along `hashes` reads soon after position `at`.
     #[inline(always)]
-    pub fn prefetch_behind(&self, hashes: &[u64], at: usize) {
+    pub(super) fn prefetch_behind(&self, hashes: &[u64], at: usize) {
         if let Some(&hash) = hashes.get(at + 2 * AHEAD) {
             self.table.prefetch(self.table.key(hash));
         }
@@ -389,12 +395,12 @@ impl Part {
     }
 
     #[inline(always)]
-    pub fn find(&self, hash: u64) -> Option<Id> {
+    pub(super) fn find(&self, hash: u64) -> Option<Id> {
         self.find_at(self.table.key(hash), hash)
     }
 
     #[inline(always)]
-    pub fn find_at(&self, key: Key, hash: u64) -> Option<Id> {
+    pub(super) fn find_at(&self, key: Key, hash: u64) -> Option<Id> {
         self.table.find(key, |slot| self.cells.hash(slot.node()) == hash).map(NodeSlot::node)
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! A block's *local* hash `l` is keyed by the [`Domain`] and mixed over all 64 bits. The chain is
 //! `h' = 5 h + l` (mod 2^64). So the state of a chain is its last hash alone, and hashing can
-//! resume anywhere (`*_after`). One step has two cycles of latency (shift-and-add, add), and the
-//! mixing of the next blocks runs in parallel. The index finalizes hashes itself before it uses
-//! their bits. The hash is not cryptographic: a forged collision can mislead a prediction of the
-//! router, but never changes an engine's answer.
-use super::table::prefetch;
+//! resume anywhere ([`hash_tokens_after`]). One step has two cycles of latency (shift-and-add,
+//! add), and the mixing of the next blocks runs in parallel. The index finalizes hashes itself
+//! before it uses their bits. The hash is not cryptographic: a forged collision can mislead a
+//! prediction of the router, but never changes an engine's answer.
+use crate::table::prefetch;
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
@@ -60,7 +60,7 @@ impl Domain {
     }
 
     /// Returns the start of token block chains.
-    pub fn token_start(self) -> u64 {
+    pub(crate) fn token_start(self) -> u64 {
         self.kind("tokens").1
     }
 
@@ -75,7 +75,7 @@ impl Domain {
 /// Returns the state of a chain that continues with a block of more than tokens (an image, an
 /// embedding). No other chain reaches this state, so all later hashes differ too. `part`: hash of
 /// the block's other content.
-pub fn narrowed(last: u64, part: u64) -> u64 {
+pub(crate) fn narrowed(last: u64, part: u64) -> u64 {
     mix(last ^ mix(part ^ NARROW))
 }
 
@@ -111,79 +111,19 @@ pub fn hash_tokens_after(
 /// Appends the chained hashes of all full blocks of `block_bytes` bytes of `text` to `out`. 0 has
 /// no full blocks.
 pub fn hash_text(domain: Domain, block_bytes: usize, text: &[u8], out: &mut Vec<u64>) {
-    hash_text_after(domain, block_bytes, None, text, out);
-}
-
-/// Appends the hashes of text that follows the block with chained hash `last` (`None`: it starts
-/// the prompt), like [`hash_text`].
-pub fn hash_text_after(
-    domain: Domain,
-    block_bytes: usize,
-    last: Option<u64>,
-    text: &[u8],
-    out: &mut Vec<u64>,
-) {
     let (seed, start) = domain.kind("text");
-    hash_bytes(seed, last.unwrap_or(start), block_bytes, text, out);
+    hash_bytes(seed, start, block_bytes, text, out);
 }
 
 /// Appends the chained hashes over `local` block hashes (e.g. a trace's `hash_ids`) to `out`. Local
 /// hashes may be small numbers: each is mixed first.
 pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
-    chain_after(domain, None, local, out);
-}
-
-/// Appends the hashes of blocks that follow the block with chained hash `last` (`None`: they start
-/// the prompt), like [`chain`].
-pub fn chain_after(domain: Domain, last: Option<u64>, local: &[u64], out: &mut Vec<u64>) {
-    let (seed, start) = domain.kind("local");
+    let (seed, mut h) = domain.kind("local");
     let keys = [mix(seed ^ 1), mix(seed ^ 2)];
-    let mut h = last.unwrap_or(start);
     out.extend(local.iter().map(|l| {
         h = step(h, mix_local(*l, keys));
         h
     }));
-}
-
-/// Incremental hasher of a text in pieces, equal to [`hash_text`] over the whole text. Clone it to
-/// save a state.
-#[derive(Clone, Debug)]
-pub struct TextHasher {
-    domain: Domain,
-    block_bytes: usize,
-    last: Option<u64>,
-    pending: Vec<u8>,
-}
-
-impl TextHasher {
-    /// Creates a hasher at the start of a text.
-    pub fn new(domain: Domain, block_bytes: usize) -> TextHasher {
-        TextHasher { domain, block_bytes, last: None, pending: Vec::new() }
-    }
-
-    /// Hashes the next piece and appends the hashes of completed blocks to `out`.
-    pub fn update(&mut self, mut piece: &[u8], out: &mut Vec<u64>) {
-        if self.block_bytes == 0 {
-            return;
-        }
-        let known = out.len();
-        if !self.pending.is_empty() {
-            let (head, rest) = piece.split_at(piece.len().min(self.block_bytes - self.pending.len()));
-            self.pending.extend_from_slice(head);
-            piece = rest;
-            if self.pending.len() < self.block_bytes {
-                return;
-            }
-            hash_text_after(self.domain, self.block_bytes, self.last, &self.pending, out);
-            self.last = out.last().copied();
-            self.pending.clear();
-        }
-        hash_text_after(self.domain, self.block_bytes, self.last, piece, out);
-        if out.len() > known {
-            self.last = out.last().copied();
-        }
-        self.pending.extend_from_slice(piece.chunks_exact(self.block_bytes).remainder());
-    }
 }
 
 #[inline(always)]
@@ -338,33 +278,11 @@ mod tests {
     #[test]
     fn resuming_equals_one_pass() {
         let prompt: Vec<u32> = (0..960).map(|i| i * 7919).collect();
-        let locals: Vec<u64> = (0..60).collect();
         for cut in [0, 1, 17, 59] {
             let mut parts = tokens(domain(), 16, &prompt[..cut * 16]);
             let last = parts.last().copied();
             hash_tokens_after(domain(), 16, last, &prompt[cut * 16..], &mut parts);
             assert_eq!(parts, tokens(domain(), 16, &prompt));
-
-            let (mut whole, mut parts) = (Vec::new(), Vec::new());
-            chain(domain(), &locals, &mut whole);
-            chain(domain(), &locals[..cut], &mut parts);
-            let last = parts.last().copied();
-            chain_after(domain(), last, &locals[cut..], &mut parts);
-            assert_eq!(parts, whole);
-        }
-    }
-
-    #[test]
-    fn a_text_in_pieces_equals_the_text() {
-        let text: Vec<u8> = (0..5000u32).map(|i| (i * 31 % 251) as u8).collect();
-        let mut whole = Vec::new();
-        hash_text(domain(), 256, &text, &mut whole);
-        for piece in [1, 100, 256, 257, 4999] {
-            let (mut hasher, mut out) = (TextHasher::new(domain(), 256), Vec::new());
-            for part in text.chunks(piece) {
-                hasher.update(part, &mut out);
-            }
-            assert_eq!(out, whole, "pieces of {piece}");
         }
     }
 

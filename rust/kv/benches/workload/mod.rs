@@ -1,8 +1,8 @@
 //! Workload of the index benchmarks: 256 instances and about 1M (instance, block) pairs. All
 //! prompts share their first 32 blocks. The rest of each prompt is on one instance.
-use lmetric_core::InstanceId;
-use lmetric_core::kv::hash::{Domain, chain};
-use lmetric_core::kv::index::KvIndex;
+use lmetric_kv::InstanceId;
+use lmetric_kv::hash::{Domain, chain};
+use lmetric_kv::index::KvIndex;
 
 pub(crate) const INSTANCES: usize = 256;
 const SHARED: u64 = 32;

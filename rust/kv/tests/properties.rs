@@ -1,9 +1,9 @@
 //! Compares the index with a naive model: a count of physical copies of each block per instance,
 //! and depths by linear scan.
-use lmetric_core::InstanceId;
-use lmetric_core::kv::hash::{Domain, chain};
-use lmetric_core::kv::index::copy::{CopyStatus, PartCopy};
-use lmetric_core::kv::index::{Copies, KvIndex};
+use lmetric_kv::InstanceId;
+use lmetric_kv::hash::{Domain, chain};
+use lmetric_kv::index::copy::{CopyStatus, PartCopy};
+use lmetric_kv::index::{Copies, KvIndex};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 

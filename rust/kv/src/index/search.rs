@@ -10,7 +10,7 @@
 //! depth ends at its first missing block.
 use super::cells::{BORN, Id};
 use super::part::{NodeSlot, PART, Part};
-use crate::kv::table::Key;
+use crate::table::Key;
 
 /// Number of parts that a range is cut into.
 const WAYS: usize = 8;

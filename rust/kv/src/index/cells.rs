@@ -14,7 +14,7 @@
 //! | 4 | holder or summary of holders | pairs in use; queue: stamps' upper half | number, entries |
 //! | 5, 6 | its other half; depth | third pair | lists of entries |
 //! | 7 | start of its run | next cell | list of entries |
-use crate::kv::table::prefetch;
+use crate::table::prefetch;
 
 /// Number of a cell; 0: none.
 pub(super) type Id = u32;

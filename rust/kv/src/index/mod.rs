@@ -19,7 +19,7 @@ mod lru;
 mod part;
 mod search;
 
-use crate::ids::{InstanceId, MAX_INSTANCES};
+use crate::{InstanceId, MAX_INSTANCES};
 use part::{PART, Part};
 use std::fmt;
 
@@ -239,11 +239,6 @@ impl KvIndex {
         }
     }
 
-    /// Returns whether the instance is in the index.
-    pub fn is_open(&self, instance: InstanceId) -> bool {
-        self.part(instance).is_some_and(|(part, instance)| part.is_open(instance))
-    }
-
     /// Approximate feed: records that this prompt was placed on `instance`, so its blocks will be
     /// there. If the chain is longer than the instance's capacity, its front is kept.
     pub fn record(&mut self, instance: InstanceId, chain: &[u64]) {
@@ -357,7 +352,7 @@ fn match_parts(parts: &[Part], chain: &[u64], hit_blocks: &mut [u32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv::table::Key;
+    use crate::table::Key;
     use proptest::prelude::*;
 
     proptest! {

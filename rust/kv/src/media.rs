@@ -1,7 +1,7 @@
 //! Images in prompts. Engines hash a block with the images that it touches: the identity of each,
 //! and its offset from the block's start (vLLM's `("mm", identifier, offset)`). A block's part is
-//! the hash of these pairs, and [`narrowed`](super::hash::narrowed) puts it into the chain.
-use super::hash::{Domain, hash_tokens_after, narrowed};
+//! the hash of these pairs, and `hash::narrowed` puts it into the chain.
+use crate::hash::{Domain, hash_tokens_after, narrowed};
 use xxhash_rust::xxh3::Xxh3;
 
 /// An image in a prompt.

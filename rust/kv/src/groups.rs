@@ -8,10 +8,10 @@
 //!
 //! One [`KvIndex`] keeps the blocks of all groups as a set without chains. It is made at the first
 //! event of such a group; routers without hybrid models pay nothing for it.
-use super::hash::narrowed;
-use super::index::KvIndex;
-use super::tier::Tier;
-use crate::ids::InstanceId;
+use crate::InstanceId;
+use crate::hash::narrowed;
+use crate::index::KvIndex;
+use crate::tier::Tier;
 
 /// Maximum number of KV cache groups of an instance apart from full attention. Models have one or
 /// two; engines choose the numbers.
@@ -158,7 +158,7 @@ impl Groups {
 
     /// Shortens the `more` blocks that an instance can load from `tier` behind its leading `gpu`
     /// blocks, so that the tier also holds what the groups need. Returns the remaining blocks.
-    pub fn shorten_tier(
+    pub(crate) fn shorten_tier(
         &self,
         id: InstanceId,
         chain: &[u64],
@@ -238,7 +238,7 @@ mod tests {
                 let ends = (0..24 / every).map(|block| (block + 1) * every - 1);
                 for end in ends.filter(|end| blocks[*end as usize]) {
                     let index = groups.index_mut().unwrap();
-                    index.store(id, None, &[of.key(chain[end as usize])], crate::kv::index::Copies::Add);
+                    index.store(id, None, &[of.key(chain[end as usize])], crate::index::Copies::Add);
                 }
                 all.push((group, blocks));
             }

@@ -1,0 +1,20 @@
+//! Numbers of instances.
+use serde::{Deserialize, Serialize};
+
+/// An engine instance, as a dense slot number that indexes every indicator column.
+///
+/// A slot is reused only after its instance is removed. Tickets also carry a generation, so a late
+/// event of a removed instance never reaches the in-flight ledger of its successor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct InstanceId(pub u32);
+
+impl InstanceId {
+    /// Returns the slot as an index into columns.
+    #[inline]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Maximum number of instances of a router; bounds every bit set and column.
+pub const MAX_INSTANCES: usize = 16_384;
