@@ -66,7 +66,7 @@ pub struct Found {
     pub opening: bool,
     /// It is an object with a member.
     pub named: bool,
-    /// Some choice carries text, reasoning or tool calls.
+    /// Some choice carries a part of the answer: text, reasoning, tool calls, audio and so on.
     pub content: bool,
     /// Some choice's delta names a role.
     pub role: bool,
@@ -322,7 +322,8 @@ impl Probe {
                         probe.want_key = false;
                     }
                     (false, 0) => probe.string(word, length),
-                    _ => {}
+                    // Inside a part that the probe does not know: a list of contents, audio.
+                    _ => probe.found.content |= length > 0 && probe.in_completions_delta(),
                 });
             }
         }
@@ -412,6 +413,10 @@ impl Probe {
         if self.depth == 0 { Place::Root } else { self.places[self.depth - 1] }
     }
 
+    fn in_completions_delta(&self) -> bool {
+        self.found.completion && self.place() == Place::Delta
+    }
+
     fn open(&mut self, object: bool) {
         if self.other > 0 {
             self.other += 1;
@@ -474,6 +479,7 @@ impl Probe {
                 self.found.content |= length > 0
             }
             (Place::Delta, Key::Role) => self.found.role = true,
+            _ if self.in_completions_delta() => self.found.content |= length > 0,
             (Place::Choice, Key::FinishReason) => {
                 self.found.finish = match word {
                     Some(b"abort" | b"error") => Finish::Aborted,
@@ -606,6 +612,8 @@ mod tests {
         assert_eq!(chunk(r#"{"reasoning_content":"hm","content":null}"#, "null"), 1);
         assert_eq!(chunk(r#"{"role":"assistant","tool_calls":[{"function":{"arguments":"{"}}]}"#, "null"), 1);
         assert_eq!(chunk(r#"{"role":"assistant","tool_calls":[]}"#, "null"), 0);
+        assert_eq!(chunk(r#"{"role":"assistant","content":[{"type":"text","text":"a"}]}"#, "null"), 1);
+        assert_eq!(chunk(r#"{"role":"assistant","content":null,"audio":{},"x":[[],{}]}"#, "null"), 0);
         assert_eq!(chunk("{}", r#""stop""#), 0);
         assert_eq!(chunk(r#"{"content":"z"}"#, r#""length""#), 1);
         assert_eq!(probe(r#"{"choices":[],"usage":{"prompt_tokens":3}}"#).tokens(), 0);
@@ -737,6 +745,8 @@ mod tests {
             r#"{"choices":[{"text":"","finish_reason":null}]}"#,
             r#"{"choices":[{"text":"","token_ids":[],"finish_reason":null}]}"#,
             r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
+            r#"{"choices":[{"delta":{"role":"assistant","content":[],"audio":{},"function_call":null,"x":""},"id":"a"}]}"#,
+            r#"{"choices":[{"delta":{},"logprobs":{"content":["a"]},"filter":{"text":"safe"}}]}"#,
             r#"{"type":"ping"}"#,
             r#"{"type":"response.created","sequence_number":0,"response":{"status":"in_progress","background":false}}"#,
             r#"{"response":{"status":"queued"},"type":"response.queued"}"#,
@@ -752,6 +762,12 @@ mod tests {
             r#"{"choices":[{"text":"a"}]}"#,
             r#"{"choices":[{"text":"","token_ids":[7]}]}"#,
             r#"{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}"#,
+            r#"{"choices":[{"delta":{"audio":{"id":"a","data":"QUJD"}}}]}"#,
+            r#"{"choices":[{"delta":{"content":[{"type":"thinking","thinking":[{"text":"hm"}]}]}}]}"#,
+            r#"{"choices":[{"delta":{"content":["\n"]}}]}"#,
+            r#"{"choices":[{"delta":{"function_call":{"arguments":"{"}}}]}"#,
+            r#"{"choices":[{"delta":{"reasoning_details":[{"type":"reasoning.text","text":"hm"}]}}]}"#,
+            r#"{"choices":[{"delta":{"annotation":"a"}}]}"#,
             r#"{"choices":[{"delta":{},"finish_reason":"stop"}]}"#,
             r#"{"error":{"message":"m"}}"#,
             r#"{"type":"content_block_delta","delta":{"text":"a"}}"#,
