@@ -30,7 +30,7 @@ from lmetric_lab.calibrate.fit import (
 )
 from lmetric_lab.calibrate.plan import KINDS, Plan
 from lmetric_lab.embedded import EmbeddedEngines
-from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from lmetric_lab.sim.run import simulate
 from lmetric_lab.sim.synthetic import check_synthetic
 from test_doctor_client import altered
@@ -304,8 +304,8 @@ async def test_an_engine_that_runs_fewer_at_once_than_asked_is_found_out(slow: P
 
 
 async def test_a_busy_engine_is_refused_unless_forced() -> None:
-    async with EmbeddedEngines(1, EngineOptions()) as engines, aiohttp.ClientSession() as http:
-        url = engines.urls[0]
+    async with EngineServer(EngineOptions(port=0)) as engine, aiohttp.ClientSession() as http:
+        url = engine.url
         body = {"prompt": [200] * 50, "max_tokens": 2_000, "stream": True}
         async with http.post(f"{url}/v1/completions", json=body) as stream:
             await stream.content.readany()
@@ -323,16 +323,17 @@ async def test_a_busy_engine_is_refused_unless_forced() -> None:
 async def test_an_engine_of_several_ranks_is_refused(api: str) -> None:
     """Its queues were taken for one, and its batches for half of what they were."""
     why = r"ranks 0, 1, .* --data-parallel-size 1, .* of a dense model fits"
-    async with EmbeddedEngines(1, EngineOptions(api=api, ranks=2)) as engines:
+    async with EngineServer(EngineOptions(port=0, api=api, ranks=2)) as engine:
         with pytest.raises(CalibrationError, match=why):
-            await Calibrator(engines.urls[0]).__aenter__()
+            await Calibrator(engine.url).__aenter__()
 
 
 async def test_no_budget_is_recommended_for_assumed_sequences(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
-    async with EmbeddedEngines(1, EngineOptions(max_sequences=1024, max_batch_tokens=1024)) as engines:
-        code, stdout, stderr = await command(engines.urls[0], "--token-slo-ms", "60", "--out", str(out))
-        async with aiohttp.ClientSession() as http, http.get(f"{engines.urls[0]}/metrics") as told:
+    options = EngineOptions(port=0, max_sequences=1024, max_batch_tokens=1024)
+    async with EngineServer(options) as engine:
+        code, stdout, stderr = await command(engine.url, "--token-slo-ms", "60", "--out", str(out))
+        async with aiohttp.ClientSession() as http, http.get(f"{engine.url}/metrics") as told:
             assert b'vllm:prompt_tokens_total{engine="0",model_name="emulated"} 0.0' in await told.read()
     assert (code, stdout, out.exists()) == (1, "", False)
     assert "256 or 1,024, depends on the GPU" in stderr
@@ -343,11 +344,11 @@ async def test_sglangs_sequence_slots_are_on_its_load_page() -> None:
     def without(_: str, body: bytes) -> bytes:
         return body.replace(b"max_running_requests", b"other")
 
-    async with EmbeddedEngines(1, EngineOptions(api="sglang", max_sequences=48)) as engines:
-        async with Calibrator(engines.urls[0]) as calibrator:
+    async with EngineServer(EngineOptions(port=0, api="sglang", max_sequences=48)) as engine:
+        async with Calibrator(engine.url) as calibrator:
             assert calibrator.facts.max_sequences == 48
             calibrator.check_sequences()
-        async with altered(engines.urls[0], without) as url, Calibrator(url) as calibrator:
+        async with altered(engine.url, without) as url, Calibrator(url) as calibrator:
             why = "which --token-slo-ms needs: pass its --max-running-requests as --max-sequences"
             with pytest.raises(CalibrationError, match=why):
                 calibrator.check_sequences()
@@ -356,10 +357,10 @@ async def test_sglangs_sequence_slots_are_on_its_load_page() -> None:
 async def test_what_cannot_be_asked_is_an_error_of_one_line() -> None:
     with pytest.raises(CalibrationError, match="cannot reach http://127"):
         await Calibrator("http://127.0.0.1:9").__aenter__()
-    async with EmbeddedEngines(1, EngineOptions(token_ids=False, model="m")) as engines:
+    async with EngineServer(EngineOptions(port=0, token_ids=False, model="m")) as engine:
         with pytest.raises(CalibrationError, match="serves m, not 'other'"):
-            await Calibrator(engines.urls[0], model="other").__aenter__()
-        async with Calibrator(engines.urls[0]) as calibrator:
+            await Calibrator(engine.url, model="other").__aenter__()
+        async with Calibrator(engine.url) as calibrator:
             with pytest.raises(CalibrationError, match="takes text only"):
                 await calibrator.run()
 
@@ -387,8 +388,8 @@ async def test_the_command_writes_a_profile_that_loads(tmp_path: Path) -> None:
 
 async def test_ctrl_c_ends_the_probes_and_the_engines_work(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
-    async with EmbeddedEngines(1, EngineOptions()) as engines, aiohttp.ClientSession() as http:
-        url = engines.urls[0]
+    async with EngineServer(EngineOptions(port=0)) as engine, aiohttp.ClientSession() as http:
+        url = engine.url
         process = await start(url, "--out", str(out))
         await until_running(http, url)
         process.send_signal(signal.SIGINT)

@@ -40,10 +40,11 @@ def test_the_study_counts_each_objective_as_the_twin_does(world: ModuleType) -> 
     assert world.attainment(run) == pytest.approx(0.95)
 
 
+@pytest.mark.parametrize("seconds", [300.0, pytest.param(900.0, marks=pytest.mark.nightly)])
 def test_a_lazy_replay_shows_what_a_full_replay_shows(
-    world: ModuleType, monkeypatch: pytest.MonkeyPatch
+    world: ModuleType, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    day = world.Day(0, 900.0)
+    day = world.Day(0, seconds)
     resize = world.Fleet.resize
 
     class Script:

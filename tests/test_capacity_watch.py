@@ -20,6 +20,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
+from cli_world import call
 from lmetric.cli.app import build
 from lmetric.record_files import RecordError, Records
 from lmetric_lab.capacity import Advice, Wanted
@@ -163,6 +164,7 @@ async def test_the_process_waits_for_records_and_serves_advice(
         assert '"stopped"' in w.log[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_records_of_a_running_router_are_followed(tmp_path: Path) -> None:
     folder = tmp_path / "r"
@@ -199,7 +201,7 @@ async def get_json(client: aiohttp.ClientSession, url: str) -> Any:
         return await answer.json()
 
 
-async def test_a_port_in_use_and_missing_records_end_the_process(tmp_path: Path) -> None:
+async def test_a_port_in_use_ends_the_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ["advise", str(tmp_path), "--watch", "--slo", SLO]
@@ -207,9 +209,12 @@ async def test_a_port_in_use_and_missing_records_end_the_process(tmp_path: Path)
             assert await w.ended() == 3
             assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in w.log[-1]
             assert "set another --port" in w.log[-1]
-    async with command("advise", str(tmp_path / "missing"), "--watch", "--slo", SLO) as w:
-        assert await w.ended() == 2
-        assert "missing: not found; give record files, or the folder in records.path" in w.log[-1]
+
+
+def test_missing_records_end_the_command(tmp_path: Path) -> None:
+    done = call("advise", str(tmp_path / "missing"), "--watch", "--slo", SLO)
+    assert done.returncode == 2, done.stderr
+    assert "missing: not found; give record files, or the folder in records.path" in done.stderr
 
 
 @pytest.mark.parametrize(

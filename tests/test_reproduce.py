@@ -21,6 +21,7 @@ def reproduce() -> Iterator[None]:
     yield from STUDY.importable()
 
 
+@pytest.mark.nightly
 def test_quick_figures_and_the_policy_that_must_lose(tmp_path: Path) -> None:
     told = STUDY.made(tmp_path, "--quick", "--figure", "21")["21"]
     assert told["quick"]

@@ -73,6 +73,7 @@ def test_verls_gate_moves_each_session_and_its_margin_only_those_on_busy_engines
     assert decide(policy, session, [3.0, 0.0, 5.0]) == 1
 
 
+@pytest.mark.nightly
 def test_hashing_thrashes_where_counting_sessions_does_not() -> None:
     made = rollouts.workload(1, 1)
     blocks = round(rollouts.working_set(1) / 0.4 / rollouts.ENGINES / rollouts.BLOCK_TOKENS)

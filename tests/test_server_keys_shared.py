@@ -83,6 +83,7 @@ async def process(file: Path, *flags: str) -> AsyncIterator[tuple[Process, Clien
             await client.session.close()
 
 
+@pytest.mark.nightly
 async def test_a_key_that_was_shown_survives_a_kill(tmp_path: Path) -> None:
     async with engine(behave=answer) as fake:
         file = configuration(tmp_path, fake)
@@ -127,6 +128,7 @@ async def connected(clients: Sequence[Client]) -> None:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.nightly
 async def test_routers_share_keys_and_a_router_that_was_down_brings_no_revoked_key_back(
     tmp_path: Path,
 ) -> None:
