@@ -31,11 +31,14 @@ from epp_world import (
     with_modes,
     with_subset,
 )
+from lmetric.server.api.paths import AUDIO
+from lmetric.server.api.request import LARGE_BODY
 from lmetric.server.api.stored import Holder
 from lmetric.server.epp import stream as epp_stream
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
 from lmetric.server.epp.picker import SERVICE
 from server_world import event, token
+from test_server_audio import KIND, form
 from test_server_messages import START, TEXT, ends
 from waiting import PATIENCE_SECONDS, until
 
@@ -214,7 +217,7 @@ async def test_no_usable_engine_is_503_with_a_time() -> None:
         ({**PROMPT, "prompt": "x" * 3000}, {}, (413, "longer than 2000 bytes")),
         (PROMPT, {"path": "/sleep"}, (404, "unknown path /sleep")),
         (PROMPT, {"method": "PUT"}, (405, "PUT is not allowed")),
-        ([1], {"x_gateway_model_name_rewrite": "tiny"}, (400, "not valid JSON: it is not an object")),
+        ([1], {"x_gateway_model_name_rewrite": "tiny"}, (400, "must be a JSON object, not a list")),
     ],
 )
 async def test_bad_requests_get_the_error_of_serve(body: Any, head: Any, expected: tuple[int, str]) -> None:
@@ -287,6 +290,39 @@ async def test_the_gateway_renames_the_model() -> None:
         assert orjson.loads(body) == PROMPT
         assert int(fields["content-length"]) == len(body)
         await answered(stream)
+
+
+@pytest.mark.parametrize("size", [1, LARGE_BODY])
+async def test_a_renamed_body_keeps_its_other_members(size: int) -> None:
+    rest = b'"prompt":"%b","seed":18446744073709551616,"x":1,"x":2}' % (b"a" * size)
+    async with picking() as world, exchange(world.target) as stream:
+        head = request_head(x_gateway_model_name_rewrite="tiny")
+        _, _, body = await stream.ask(b'{"model":"alias",' + rest, head)
+        assert body == b'{"model":"tiny",' + rest
+        await answered(stream)
+
+
+async def test_the_shape_of_a_renamed_body_is_checked_before_it_is_parsed() -> None:
+    body = b'{"model":"alias","prompt":"x","a":[' + b"[]," * 400_000  # a parser would report its end
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.send(request_head(x_gateway_model_name_rewrite="tiny"), request_body(body, True))
+        status, _, error = await stream.refused()
+        assert status == 400
+        assert "lists and objects" in error["message"]
+
+
+async def test_the_gateway_renames_the_model_of_a_form() -> None:
+    given = form(("model", b"alias"), ("file", b"abc"))
+    fields = {"content_type": KIND.decode(), "x_gateway_model_name_rewrite": "tiny"}
+    head = request_head(AUDIO[0], **fields)
+    async with picking() as world, exchange(world.target) as stream:
+        _, _, body = await stream.ask(given, head)
+        assert body == given.replace(b"alias", b"tiny")
+        await answered(stream)
+        async with exchange(world.target) as other:
+            await other.send(head, request_body(form(("file", b"abc")), True))
+            status, _, error = await other.refused()
+            assert (status, error["param"]) == (400, "model")
 
 
 async def test_an_objective_is_a_priority_and_a_class() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import orjson
-
 from lmetric.server.epp import messages
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap, ProcessingRequest
 
@@ -96,18 +94,11 @@ class RequestFields:
         if name.decode() not in self._fields:
             self.for_router.append((name, value))
 
-    def rewrite(self, body: bytes) -> bytes | None:
-        """Returns the body with the model that the gateway sets; None: it sets none.
-
-        Raises ValueError if the body is not a JSON object.
-        """
+    @property
+    def model(self) -> str | None:
+        """The model that the gateway sets in place of the body's; None: it sets none."""
         model = self._first(MODEL_REWRITE)
-        if model is None or not body:
-            return None
-        request = orjson.loads(body)
-        if not isinstance(request, dict):
-            raise ValueError("it is not an object")
-        return orjson.dumps({**request, "model": model.decode("utf-8", "replace")})
+        return None if model is None else model.decode("utf-8", "replace")
 
     def changes(self, head: bytes, *, with_length: bool) -> tuple[list[messages.Field], list[str]]:
         """Returns the fields that the gateway must set for the engine, and those to remove.

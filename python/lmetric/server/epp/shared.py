@@ -79,6 +79,7 @@ class Shared:
     def route(self, request: ClientRequest, body: bytes, fields: RequestFields) -> None:
         """Routes or refuses a whole request."""
         request.sheddable = fields.priority < 0
+        request.gateway_model = fields.model
         stored = stored_response(fields.path)
         if fields.path in self.front.arrivals.paths:
             self.front.entrance.serve(request, body)

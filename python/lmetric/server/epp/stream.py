@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.errors import ApiError
 from lmetric.server.epp import messages, request_fields
 from lmetric.server.epp.engine_link import EngineLink
 from lmetric.server.epp.ext_proc_pb2 import BodySendMode, HttpHeaders, ProcessingRequest, ProcessingResponse
@@ -262,7 +262,7 @@ class GatewayStream:
 
     def _complete(self) -> None:
         """Routes the whole request. The pick or the refusal may come later."""
-        request, front = self.request, self._front
+        request = self.request
         if request is None or self._routed or self.transport.refused:
             return
         self._routed = True
@@ -270,12 +270,6 @@ class GatewayStream:
         self._received_at = time.monotonic()
         body = self._body = b"".join(self._parts)
         self._parts.clear()
-        try:
-            if (rewritten := self._fields.rewrite(body)) is not None:
-                body = rewritten
-        except ValueError as error:
-            front.running.ended(request, None, bad(f"the body is not valid JSON: {error}"))
-            return
         before = len(self._out)
         self._shared.route(request, body, self._fields)
         if len(self._out) == before and not self.transport.refused:

@@ -98,6 +98,7 @@ class ClientRequest:
     # Returns the connection to a step's engine that a gateway has, which sends the request there.
     # None: the router sends it.
     gateway: Callable[[Step], Connection] | None = None
+    gateway_model: str | None = None  # its gateway sets it in place of the body's; None: it sets none
     subset: Subset | None = None  # the only engines that its gateway allows; None: all
     sheddable = False  # it is refused if it would have to wait
     refused_because: str | None = None  # the reason why its model refused it with 429

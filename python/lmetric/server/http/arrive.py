@@ -98,6 +98,10 @@ class Arrivals:
             call = parse_form(path, client_request.head.field(b"content-type"), body)
         else:
             call = parse(path, body)
+        if (model := client_request.gateway_model) is not None and model != call.model:
+            if path.prompt == "form" and call.model is None:
+                raise bad("the gateway replaces the field model, and the form has none; add it", "model")
+            call.rename(model)
         isolation = self.isolation
         if client_request.tenant and client_request.tenant in isolation.tenants:
             isolation.apply(client_request.tenant, client_request.path, call)
