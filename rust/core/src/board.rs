@@ -10,7 +10,7 @@ pub mod log;
 
 use crate::error::CoreError;
 use crate::ids::{MAX_INSTANCES, Seconds};
-pub use budgets::{BudgetRow, NoRow, RowView};
+pub use budgets::{BUDGET_WORDS, BudgetRow, NoRow, RowView};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 

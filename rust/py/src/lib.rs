@@ -6,6 +6,7 @@ mod api;
 mod board;
 mod budget;
 mod buffers;
+mod encode_load;
 mod errors;
 mod expr;
 mod feed;
@@ -38,6 +39,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
     router::register(module)?;
     peers::register(module)?;
+    encode_load::register(module)?;
     admission::register(module)?;
     board::register(module)?;
     budget::register(module)?;

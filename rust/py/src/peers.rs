@@ -1,6 +1,5 @@
-//! `LoadMessage` and `encode_load`: the messages between peer routers.
+//! `LoadMessage`: a message between peer routers, as it arrives. `encode_load` makes them.
 use crate::errors::{BadValueError, Result};
-use crate::router::Router;
 use lmetric_core::router::{LOAD_FORMAT as FORMAT, LoadMessage as CoreMessage, MessageError};
 use pyo3::create_exception;
 use pyo3::prelude::*;
@@ -74,40 +73,8 @@ impl LoadMessage {
     }
 }
 
-/// Returns a message for peer routers: the load that `routers` placed, by model, as of the version
-/// `version` of their `enter_load`.
-///
-/// `sender`: id of the sender, hexadecimal digits. `base`: the version that the receiver has; the
-/// message has only the changes since then. None: the message has the whole load. `budgets`: of
-/// `Budgets.encode`.
-#[pyfunction]
-#[pyo3(signature = (sender, version, base, routers, *, budgets=None, now=None))]
-fn encode_load<'py>(
-    py: Python<'py>,
-    sender: &str,
-    version: u64,
-    base: Option<u64>,
-    routers: Vec<(String, Bound<'py, Router>)>,
-    budgets: Option<&[u8]>,
-    now: Option<f64>,
-) -> Result<Bound<'py, PyBytes>> {
-    let of = |(model, router): &(String, Bound<'py, Router>)| {
-        Ok::<_, crate::errors::Error>((model.as_str().into(), router.get().load_since(py, base, now)?))
-    };
-    let models = routers.iter().map(of).collect::<Result<Vec<_>>>()?;
-    let message = CoreMessage {
-        sender: sender.into(),
-        version,
-        base,
-        models,
-        budgets: budgets.unwrap_or_default().into(),
-    };
-    Ok(PyBytes::new(py, &message.encode()))
-}
-
-/// Adds the class, the function and the exception to the module.
+/// Adds the class and the exception to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LoadFormatError", module.py().get_type::<LoadFormatError>())?;
-    module.add_class::<LoadMessage>()?;
-    module.add_function(wrap_pyfunction!(encode_load, module)?)
+    module.add_class::<LoadMessage>()
 }

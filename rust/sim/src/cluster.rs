@@ -780,6 +780,7 @@ mod admit;
 mod churn;
 mod fetches;
 mod handover;
+mod instances;
 mod moves;
 mod recompute;
 mod start;

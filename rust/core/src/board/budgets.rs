@@ -6,16 +6,17 @@
 //! has the lock gives a row to a key, or becomes a holder of it. So two workers never have
 //! different rows for a key, and no worker writes to the row of another key.
 use super::{BUDGETS_AT, Board, lock, unlock};
-use crate::budget::WORDS;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
+/// Words of a row: one for each of the 61 sub-periods that a rolling window counts.
+pub const BUDGET_WORDS: usize = 61;
 const ROWS: usize = 1 << 14;
 /// Places in which a key's row may be.
 const PLACES: usize = 64;
 /// Words of this part: the lock, then the keys of all rows, their holders as masks, the numbers of
 /// their changes, and their counts.
-pub(super) const ALL_WORDS: usize = COUNTS + ROWS * WORDS;
+pub(super) const ALL_WORDS: usize = COUNTS + ROWS * BUDGET_WORDS;
 const LOCK: usize = 0;
 const KEYS: usize = 8;
 const HOLDERS: usize = KEYS + ROWS;
@@ -96,7 +97,7 @@ pub struct RowView<'b> {
 
 impl RowView<'_> {
     /// Returns the counts; `None`: another key has taken the row.
-    pub fn read(&self) -> Option<[u64; WORDS]> {
+    pub fn read(&self) -> Option<[u64; BUDGET_WORDS]> {
         let counts = std::array::from_fn(|place| self.words[place].load(Ordering::Acquire));
         fence(Ordering::Acquire);
         (self.key_now.load(Ordering::Relaxed) == self.key).then_some(counts)
@@ -158,7 +159,7 @@ fn row_of(words: &[AtomicU64], key: u64, counts: impl Fn(u64, u64) -> bool) -> O
 }
 
 fn counts_of(words: &[AtomicU64], row: usize) -> &[AtomicU64] {
-    &words[COUNTS + row * WORDS..][..WORDS]
+    &words[COUNTS + row * BUDGET_WORDS..][..BUDGET_WORDS]
 }
 
 #[cfg(test)]

@@ -5,18 +5,14 @@
 //! its own: a router that starts again begins at 0, and its earlier counts stay until their periods
 //! have passed. Messages with all counts also have the counts of other origins, so that a new
 //! router learns the counts of routers that are gone.
-use super::message::{Kind, Part, Words, read, write};
+use super::message::{Kind, MOST_ORIGINS, MOST_SKEW, Part, Words, read, write};
 use super::ring::{Shape, WORDS};
-use super::rows::AnyRow;
+use super::rows::{AnyRow, Sum};
 use super::{Budgets, Now};
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use hashbrown::{HashMap, HashSet};
 
-/// Most seconds between the clocks of two routers that share counts.
-pub const MOST_SKEW: Seconds = 60.0;
-/// Most origins whose counts are kept. Without room, the origin with the longest silence goes.
-pub const MOST_ORIGINS: usize = 256;
 /// Windows with counts of other origins from which on those that count no longer are dropped.
 const MANY_WINDOWS: usize = 1024;
 /// Origins without counts are forgotten after this time without a message, seconds.
@@ -28,14 +24,6 @@ pub(super) struct Others {
     /// Grows with each change.
     changes: u64,
     by_origin: Vec<(u64, Words)>,
-}
-
-/// The last known use of a window at the other origins.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Sum {
-    changes: u64,
-    part: i64,
-    used: u64,
 }
 
 /// Words of an own row as published: their values, and the version in which each last changed.

@@ -5,7 +5,6 @@
 //! of its counts), and rows: key, and words with their places. A checksum ends the message.
 use super::Now;
 use super::calendar::{Period, Zone};
-use super::exchange::{MOST_ORIGINS, MOST_SKEW};
 use super::ring::{AMOUNT_BITS, MOST, ROLLING, TAGS, WORDS, part_seconds};
 use crate::codec::{Malformed, Reader, write_int};
 use crate::error::CoreError;
@@ -14,6 +13,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// First bytes of a message; the last one is the format.
 const MAGIC: &[u8; 8] = b"lmbudge2";
+/// Most seconds between the clocks of two routers that share counts.
+pub const MOST_SKEW: Seconds = 60.0;
+/// Most origins whose counts are kept. Without room, the origin with the longest silence goes.
+pub const MOST_ORIGINS: usize = 256;
 const MOST_ROWS: usize = 1 << 20;
 const DAY: Seconds = 86_400.0;
 

@@ -25,8 +25,8 @@ use std::sync::Arc;
 
 pub use calendar::{Period, Zone};
 use exchange::Exchange;
-pub use exchange::MOST_SKEW;
 use message::Kind;
+pub use message::MOST_SKEW;
 use ring::{CALENDAR, ROLLING, Shape, part_seconds};
 pub use ring::{MOST, PARTS, WORDS};
 use rows::{Row, Rows};

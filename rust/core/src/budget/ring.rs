@@ -4,13 +4,14 @@
 //! rolling window counts the present sub-period and 60 past ones. So the sum is never below the
 //! use of any whole period, and above it at most by the use of one sixtieth of a period. A calendar
 //! window has one word. All changes are atomic, and no process ever waits for another.
+use crate::board::BUDGET_WORDS;
 use crate::ids::Seconds;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Sub-periods of a rolling period.
-pub const PARTS: usize = 60;
 /// Words of a row.
-pub const WORDS: usize = PARTS + 1;
+pub const WORDS: usize = BUDGET_WORDS;
+/// Sub-periods of a rolling period.
+pub const PARTS: usize = WORDS - 1;
 /// Largest amount of a sub-period, and of a limit.
 pub const MOST: u64 = (1 << AMOUNT_BITS) - 1;
 

@@ -1,5 +1,4 @@
 //! Rows of counts by window. Rows that count no longer are dropped.
-use super::exchange::Sum;
 use super::message::Kind;
 use super::ring::{WORDS, add_word};
 use super::{Board, Now};
@@ -17,6 +16,14 @@ const CHECKS: usize = 2;
 const TRIES: u32 = 640;
 /// Tries after all of these were in vain, until the board is free again: for about a microsecond.
 const FEW_TRIES: u32 = 64;
+
+/// The last known use of a window at the other routers.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sum {
+    pub(super) changes: u64,
+    pub(super) part: i64,
+    pub(super) used: u64,
+}
 
 /// Words of a window's counts.
 #[derive(Clone, Debug)]

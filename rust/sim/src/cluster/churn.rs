@@ -14,6 +14,7 @@
 //! last token is computed.
 //!
 //! [`RouterConfig::warm`]: lmetric_core::router::RouterConfig::warm
+use super::instances::{add_instance, new_engine};
 use super::{Cluster, Event, State, bad};
 use crate::engine::{Engine, Prompt, Request};
 use crate::transfer::Load;
@@ -432,7 +433,7 @@ impl Cluster<'_> {
         self.churn.records[number].done_seconds = self.now;
         self.churn.presence[instance] = Presence::Absent;
         self.churn.changes.iter_mut().for_each(|change| change.warming.forget(id));
-        let fresh = self.engine(instance)?;
+        let fresh = new_engine(self.config, instance)?;
         self.churn.retired.push(std::mem::replace(&mut self.engines[instance], fresh));
         self.instances[instance].version += 1;
         self.count_queue(instance);
@@ -442,7 +443,7 @@ impl Cluster<'_> {
             observer.forget(instance);
             let router = &mut observer.router;
             router.remove_instance(&format!("engine-{instance}"))?;
-            let same = super::start::add_instance(router, config, instance)?;
+            let same = add_instance(router, config, instance)?;
             if same != id {
                 return bad("fleet changes", format!("instance {instance} in another slot"), "its own slot");
             }

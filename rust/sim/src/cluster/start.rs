@@ -1,8 +1,9 @@
 //! The start of a cluster: checks its settings and queues its first events.
 use super::churn::Churn;
 use super::handover::Part;
+use super::instances::{add_instance, new_engine};
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
-use crate::engine::{Admission, Engine, Settings};
+use crate::engine::Admission;
 use crate::gaps::{GapHistogram, TokenGaps, TokenSlo};
 use crate::record::{Records, Timeline};
 use crate::routers::{Policies, Routers};
@@ -11,7 +12,7 @@ use crate::workload::{Waiting, Workload};
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
-use lmetric_core::ids::{InstanceId, Seconds};
+use lmetric_core::ids::Seconds;
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::collections::BinaryHeap;
@@ -100,7 +101,7 @@ impl<'a> Cluster<'a> {
             for router in &mut routers {
                 add_instance(router, config, i)?;
             }
-            engines.push(engine(config, i)?);
+            engines.push(new_engine(config, i)?);
         }
         let churn = Churn::new(&config.changes, engines.len(), &config.roles)?;
         let instance = || Instance {
@@ -162,11 +163,6 @@ impl<'a> Cluster<'a> {
         Ok(cluster)
     }
 
-    /// Returns a new engine for an instance.
-    pub(super) fn engine(&self, instance: usize) -> Result<Engine, CoreError> {
-        engine(self.config, instance)
-    }
-
     fn schedule_first_events(&mut self) {
         for request in 0..self.workload.len() {
             if self.workload.shape.waits.counts[request] == 0 {
@@ -217,34 +213,6 @@ fn check_times(workload: &Workload, bucket_seconds: Seconds) -> Result<(), CoreE
         }
     }
     Ok(())
-}
-
-/// Makes the engine of an instance.
-fn engine(config: &ClusterConfig, instance: usize) -> Result<Engine, CoreError> {
-    let settings = Settings {
-        admission: config.admission,
-        order: config.order.clone(),
-        preempt: config.preempt,
-        host: config.host,
-        kv_events: config.router.index_feed == IndexFeed::Exact,
-    };
-    let mut engine = Engine::new(config.profiles[instance].clone(), settings, None)?;
-    engine.set_token_slo(config.token_slo);
-    Ok(engine)
-}
-
-/// Adds an instance to a router.
-pub(super) fn add_instance(
-    router: &mut Router,
-    config: &ClusterConfig,
-    instance: usize,
-) -> Result<InstanceId, CoreError> {
-    let role = config.roles.get(instance).copied().unwrap_or_default();
-    let cache_blocks = f64::from(config.profiles[instance].cache_blocks);
-    let blocks = (cache_blocks * config.reported_cache_ratio).round() as u32;
-    let id = router.add_instance(&format!("engine-{instance}"), role, Some(blocks))?;
-    router.set_step_time(id, config.step_times.get(instance).copied())?;
-    Ok(id)
 }
 
 /// A router without instances.
