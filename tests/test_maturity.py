@@ -74,6 +74,24 @@ def test_serve_takes_stable_policies_and_expressions(tmp_path: Path) -> None:
         assert loaded(tmp_path, f"policy: {policy}").policy == policy
 
 
+@pytest.mark.parametrize("name", ["decode_pressure_known", "handoff_arrived_tokens_for_certain"])
+def test_serve_refuses_indicators_for_studies(tmp_path: Path, name: str) -> None:
+    told = f'indicator "{name}" {FOR_STUDIES}'
+    for place in (
+        f"policy: {name} + bs",
+        f"decode_policy: {{score: bs, filter: {name} < 9}}",
+        f"policies: {{mine: {{score: bs, then: [{name}]}}}}",
+    ):
+        with pytest.raises(lm.LmetricError, match=told):
+            loaded(tmp_path, f"experimental: true\n{place}")
+    router = lm.Router(offers="experimental")
+    function = lm.policy_function(lambda columns: columns[name], [name])
+    for policy in (f"{name} + bs", function):
+        with pytest.raises(lm.BadValueError, match=told):
+            router.set_policy(policy)
+        lm.Router(policy)
+
+
 def test_serve_refuses_planners_for_studies_and_wants_the_flag_for_others(tmp_path: Path) -> None:
     for experimental in ("", "experimental: true\n"):
         with pytest.raises(ConfigError, match=f"'libra_three': it {FOR_STUDIES}"):
@@ -137,8 +155,8 @@ def test_a_router_of_the_product_refuses_rules_for_studies(offers: Any) -> None:
 
 def test_a_router_of_the_product_refuses_ablations() -> None:
     router = lm.Router("sibyl", offers="experimental")
-    with pytest.raises(lm.BadValueError, match='"type1" is for studies only'):
-        router.set_policy("sibyl", knobs={"type1": 0})
+    with pytest.raises(lm.BadValueError, match=f'"sibyl_parts" {FOR_STUDIES}'):
+        router.set_policy("sibyl_parts", knobs={"type1": 0})
     with pytest.raises(lm.BadValueError, match="offers"):
         lm.Router(offers="all")  # type: ignore[arg-type]
     with pytest.raises(lm.UnknownNameError, match='did you mean "lmetric"'):

@@ -238,11 +238,13 @@ def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_runs_the_pairs(trace_file: Path) -> None:
     base = ("--trace", trace_file, "--roles", "2P4D", "--policy", "lmetric,round_robin")
-    done = simulate(*base, "--decode-policy", "sibyl(type1=0),ils", "--prefill", "unlimited", "--json", "-")
+    done = simulate(
+        *base, "--decode-policy", "sibyl_parts(type1=0),ils", "--prefill", "unlimited", "--json", "-"
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [(run["policy"], run["decode_policy"]) for run in told["runs"]] == [
-        (first, second) for first in ("lmetric", "round_robin") for second in ("sibyl(type1=0)", "ils")
+        (first, second) for first in ("lmetric", "round_robin") for second in ("sibyl_parts(type1=0)", "ils")
     ]
     assert all(0 < run["optimal_assignment_ratio"] <= 1 and run["failed"] == 0 for run in told["runs"])
     assert (told["setting"]["roles"], told["setting"]["instances"]) == ("2P4D", 6)
@@ -276,7 +278,7 @@ STUDY = """
 traces:
   {label: some, synthetic: requests, rate: 4, duration_seconds: 60, input_tokens: 100, output_tokens: 50}
 policies: [lmetric, round_robin]
-decode_policies: [ils, {policy: sibyl, knobs: {type3: [0, 1]}}]
+decode_policies: [ils, {policy: sibyl_parts, knobs: {type3: [0, 1]}}]
 roles: [2P4D, 1P2D]
 settings: {transfer: [none, 25], prefill: unlimited}
 seeds: 2
@@ -299,7 +301,7 @@ def test_a_study_spans_the_pairs(tmp_path: Path) -> None:
     assert {(cell["policy"], cell["decode_policy"], cell["roles"]) for cell in cells} == {
         (policy, decode, roles)
         for policy in ("lmetric", "round_robin")
-        for decode in ("ils", "sibyl(type3=0)", "sibyl(type3=1)")
+        for decode in ("ils", "sibyl_parts(type3=0)", "sibyl_parts(type3=1)")
         for roles in ("2P4D", "1P2D")
     }
     assert all(cell["optimal_assignment_ratio"]["mean"] > 0 for cell in cells)
@@ -307,8 +309,8 @@ def test_a_study_spans_the_pairs(tmp_path: Path) -> None:
     with (tmp_path / "runs.csv").open() as file:
         assert {row["decode_policy"] for row in csv.DictReader(file)} == {
             "ils",
-            "sibyl(type3=0)",
-            "sibyl(type3=1)",
+            "sibyl_parts(type3=0)",
+            "sibyl_parts(type3=1)",
         }
 
 

@@ -93,14 +93,14 @@ RIVALS = [
 ]
 ABLATIONS = [
     SIBYL,
-    Rival("prob @ 1", "sibyl(survival=0)"),
-    Rival("no type 1", "sibyl(type1=0)"),
-    Rival("no type 2", "sibyl(type2=0)"),
-    Rival("no type 3", "sibyl(type3=0)"),
+    Rival("prob @ 1", "sibyl_parts(survival=0)"),
+    Rival("no type 1", "sibyl_parts(type1=0)"),
+    Rival("no type 2", "sibyl_parts(type2=0)"),
+    Rival("no type 3", "sibyl_parts(type3=0)"),
     LEAST_REQUESTS,
 ]
 PLUS = Rival("sibyl_plus", "sibyl_plus")
-ORACLE = Rival("sibyl_plus that knows lengths", "sibyl_plus(oracle=1)")
+ORACLE = Rival("sibyl_plus that knows lengths", "sibyl_known")
 BEYOND = [PLUS, ORACLE]
 LATE = [
     Rival(f"{rival.label}, late", rival.policy, {"binding": "late"})

@@ -138,7 +138,7 @@ def policies() -> str:
         for policy in policy_table():
             if policy["maturity"] == maturity:
                 rule = "<br>".join(f"`{part.replace('`', '')}`" for part in policy["formula"].split("; "))
-                knobs = ", ".join(parameter(knob) for knob in policy["knobs"] if not knob["study"])
+                knobs = ", ".join(parameter(knob) for knob in policy["knobs"])
                 source = policy["source"].partition(";")[0]
                 page += f"| `{policy['name']}` | {cell(rule)} | {cell(source)} | {knobs} |\n"
     return page

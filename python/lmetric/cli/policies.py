@@ -51,6 +51,5 @@ def _show(row: dict[str, Any]) -> None:
     for parameter in row["knobs"]:
         default = f"{parameter['default']:.12g}"
         bounds = f"{parameter['min']:.12g} to {parameter['max']:.12g}"
-        studies = " (for studies)" if parameter["study"] else ""
-        text = f"{parameter['name']}{studies} = {default} ({bounds}): {parameter['about']}"
+        text = f"{parameter['name']} = {default} ({bounds}): {parameter['about']}"
         print_text(text, head="parameter   ")

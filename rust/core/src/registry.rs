@@ -5,9 +5,9 @@
 use crate::error::CoreError;
 use crate::expr::is_reserved;
 use crate::ids::Seconds;
-use crate::indicators::{DeclaredIndicator, Indicator, declared};
+use crate::indicators::{DeclaredIndicator, Indicator, IndicatorSet, declared};
 use crate::maturity::Maturity;
-use crate::policy::{Knob, POLICIES, Policy, PolicyRow, PolicySpec};
+use crate::policy::{POLICIES, Policy, PolicyRow, PolicySpec};
 use crate::router::planners::{PLANNERS, PlannerSpec, Split};
 use crate::suggest::nearest;
 
@@ -34,22 +34,12 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// All parts of this crate, including settings for studies only.
+    /// All parts of this crate.
     pub const CORE: Registry = Registry { rows: &[&CORE], offers: Maturity::Study };
-
-    /// Returns the registry of a server: stable policies and planners.
-    pub const fn product() -> Registry {
-        Registry { offers: Maturity::Stable, ..Registry::CORE }
-    }
 
     /// Combines the rows of several crates. Names must be unique.
     pub const fn of(rows: &'static [&'static Rows]) -> Registry {
         Registry { rows, offers: Maturity::Study }
-    }
-
-    /// Adds experimental policies and planners.
-    pub const fn with_experimental(self) -> Registry {
-        Registry { offers: Maturity::Experimental, ..self }
     }
 
     /// Returns the registry with another least mature level on offer.
@@ -84,29 +74,38 @@ impl Registry {
     ///
     /// # Errors
     /// `UnknownName` with the nearest policy or parameter; `BadValue` with the parameter's range;
-    /// `Immature` for a policy or parameter that the registry does not offer.
+    /// `Immature` for a policy that the registry does not offer.
     pub fn policy(self, name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
         let Some(row) = self.policy_rows().find(|row| row.spec.name == name) else {
             let known = self.policies().map(|spec| &*spec.name);
             return Err(unknown("policy", name, known));
         };
         self.check("policy", name, row.spec.maturity)?;
-        self.check_knobs(&format!("policy {name}"), row.spec.knobs, knobs)?;
         row.build(knobs)
     }
 
     /// Builds the named planner with these settings, all others at their defaults.
     ///
     /// `UnknownName` with the nearest planner or setting; `BadValue` with the setting's range;
-    /// `Immature` for a planner or setting that the registry does not offer.
+    /// `Immature` for a planner that the registry does not offer.
     pub fn split(self, name: &str, settings: &[(&str, f64)]) -> Result<Split, CoreError> {
         let Some(spec) = self.planner_rows().find(|spec| spec.name == name) else {
             return Err(unknown("split", name, self.planners().map(|spec| spec.name)));
         };
         self.check("split", name, spec.maturity)?;
         let settings: Vec<_> = settings.iter().map(|(name, value)| (name.to_string(), *value)).collect();
-        self.check_knobs(&format!("split {name}"), spec.settings, &settings)?;
         Split::by(spec, &settings)
+    }
+
+    /// Checks that the registry offers all indicators that a policy reads.
+    ///
+    /// # Errors
+    /// `Immature` for an indicator for studies only, unless the registry offers parts for studies.
+    pub fn check_reads(self, reads: IndicatorSet) -> Result<(), CoreError> {
+        match reads.and(IndicatorSet::FOR_STUDIES).iter().next() {
+            Some(id) => self.check("indicator", id.decl().name, Maturity::Study),
+            None => Ok(()),
+        }
     }
 
     fn check(self, kind: &str, name: &str, maturity: Maturity) -> Result<(), CoreError> {
@@ -114,17 +113,6 @@ impl Registry {
             return Ok(());
         }
         Err(CoreError::Immature { kind: kind.into(), name: name.into(), maturity })
-    }
-
-    fn check_knobs(self, owner: &str, knobs: &[Knob], given: &[(String, f64)]) -> Result<(), CoreError> {
-        // A value equal to the default is allowed.
-        let refused = |(name, value): &(String, f64)| {
-            knobs.iter().any(|knob| knob.study && knob.name == name && knob.default != *value)
-        };
-        match given.iter().find(|each| refused(each)) {
-            Some((name, _)) => self.check(&format!("parameter of {owner}"), name, Maturity::Study),
-            None => Ok(()),
-        }
     }
 }
 
@@ -202,26 +190,29 @@ mod tests {
     }
 
     #[test]
-    fn a_product_offers_experimental_parts_only_when_asked() {
-        let product = Registry::product();
-        let told = error(product, "dynamo", &[]);
+    fn a_server_offers_experimental_parts_only_when_asked() {
+        let stable = Registry::CORE.offering(Maturity::Stable);
+        let experimental = Registry::CORE.offering(Maturity::Experimental);
+        let told = error(stable, "dynamo", &[]);
         assert!(told.starts_with("policy \"dynamo\" is experimental"), "{told}");
-        assert!(product.with_experimental().policy("dynamo", &[]).is_ok());
-        let told = product.split("libra", &[]).expect_err("experimental").to_string();
+        assert!(experimental.policy("dynamo", &[]).is_ok());
+        let told = stable.split("libra", &[]).expect_err("experimental").to_string();
         assert!(told.starts_with("split \"libra\" is experimental"), "{told}");
-        assert!(product.policies().all(|spec| spec.maturity == Maturity::Stable));
-        assert!(product.policies().any(|spec| spec.name == "lmetric"));
+        assert!(stable.policies().all(|spec| spec.maturity == Maturity::Stable));
+        assert!(stable.policies().any(|spec| spec.name == "lmetric"));
         let names = |registry: Registry| registry.planners().map(|spec| spec.name).collect::<Vec<_>>();
-        assert_eq!(names(product), [""; 0]);
-        assert_eq!(names(product.with_experimental()), ["libra", "apart"]);
+        assert_eq!(names(stable), [""; 0]);
+        assert_eq!(names(experimental), ["libra", "apart"]);
     }
 
     #[test]
-    fn a_product_refuses_settings_for_studies() {
-        let product = Registry::product().with_experimental();
-        let told = error(product, "sibyl", &[("type1", 0.0)]);
-        assert!(told.starts_with("parameter of policy sibyl \"type1\" is for studies only"), "{told}");
-        assert!(product.policy("sibyl", &[("type1".into(), 1.0)]).is_ok(), "its default");
-        assert!(Registry::CORE.policy("sibyl", &[("type1".into(), 0.0)]).is_ok());
+    fn a_server_refuses_indicators_for_studies() {
+        let reads = IndicatorSet::of(&[Indicator::Bs, Indicator::DecodePressureKnown]);
+        let experimental = Registry::CORE.offering(Maturity::Experimental);
+        let told = experimental.check_reads(reads).expect_err("an oracle").to_string();
+        assert!(told.starts_with("indicator \"decode_pressure_known\" is for studies only"), "{told}");
+        assert!(Registry::CORE.check_reads(reads).is_ok());
+        let rest = IndicatorSet::ALL.without(IndicatorSet::FOR_STUDIES);
+        assert!(Registry::CORE.offering(Maturity::Stable).check_reads(rest).is_ok());
     }
 }

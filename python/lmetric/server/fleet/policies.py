@@ -43,6 +43,7 @@ def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
     if isinstance(built, str):
         check_policy(built, dict(knobs), settings.offers)
         return Built(built, dict(knobs))
+    check_policy(built, {}, settings.offers)
     from lmetric.policies import PolicyFunction
 
     if isinstance(built, PolicyFunction):

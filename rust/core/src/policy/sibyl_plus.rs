@@ -8,21 +8,16 @@
 use super::*;
 use crate::estimate::pressure::weights_of;
 
-const KNOBS: &[Knob] =
-    &[Knob::flag("oracle", false, "use expected_output_tokens as the exact answer length").for_studies()];
-
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",
     "decode_pressure + others' requests, lowest",
     "ours, from SIBYL's survival curve",
-    KNOBS,
+    &[],
 );
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // Load in bs beyond our own is external load, of which only the number is known.
-    let ours = if knobs.get("oracle") > 0.0 { "decode_pressure_known" } else { "decode_pressure" };
-    let score = format!("{ours} + (bs - decode_bs - bound_bs)");
-    let policy = expression(&SPEC, knobs, &score, Prefer::Min, &[])?;
+    let policy = expression(&SPEC, knobs, "decode_pressure + (bs - decode_bs - bound_bs)", Prefer::Min, &[])?;
     Ok(Box::new(policy.with_decode_weights(weights_of)))
 }
 
@@ -35,11 +30,9 @@ mod tests {
     fn others_requests_count_one_each() {
         let fleet = Fleet::new(2)
             .set(DecodePressure, &[3.5, 2.0])
-            .set(DecodePressureKnown, &[1.0, 2.0])
             .set(Bs, &[4.0, 6.0])
             .set(DecodeBs, &[3.0, 2.0])
             .set(BoundBs, &[1.0, 1.0]);
         assert_eq!(fleet.score(&*policy("sibyl_plus", &[])), [3.5, 5.0]);
-        assert_eq!(fleet.score(&*policy("sibyl_plus", &[("oracle", 1.0)])), [1.0, 5.0]);
     }
 }

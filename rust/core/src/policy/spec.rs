@@ -38,31 +38,23 @@ pub struct Knob {
     pub default: f64,
     /// Effect of the parameter, with its unit.
     pub about: &'static str,
-    /// Whether only studies can set it: an oracle or an ablation.
-    pub study: bool,
 }
 
 impl Knob {
     /// Declares a real number within `[min, max]`.
     pub const fn float(name: &'static str, min: f64, max: f64, default: f64, about: &'static str) -> Knob {
-        Knob { name, kind: KnobKind::Float { min, max }, default, about, study: false }
+        Knob { name, kind: KnobKind::Float { min, max }, default, about }
     }
 
     /// Declares a whole number within `[min, max]`.
     pub const fn int(name: &'static str, min: i64, max: i64, default: i64, about: &'static str) -> Knob {
-        Knob { name, kind: KnobKind::Int { min, max }, default: default as f64, about, study: false }
+        Knob { name, kind: KnobKind::Int { min, max }, default: default as f64, about }
     }
 
     /// Declares a Boolean: 0 or 1.
     pub const fn flag(name: &'static str, default: bool, about: &'static str) -> Knob {
         let default = if default { 1.0 } else { 0.0 };
-        Knob { name, kind: KnobKind::Bool, default, about, study: false }
-    }
-
-    /// Marks the parameter as available only in studies.
-    pub const fn for_studies(mut self) -> Knob {
-        self.study = true;
-        self
+        Knob { name, kind: KnobKind::Bool, default, about }
     }
 }
 

@@ -46,6 +46,17 @@ pub fn build_timed(
     knobs: Option<&Bound<'_, PyDict>>,
     timed: bool,
 ) -> Result<Box<dyn Policy>> {
+    let policy = described(registry, policy, knobs, timed)?;
+    registry.check_reads(policy.reads())?;
+    Ok(policy)
+}
+
+fn described(
+    registry: Registry,
+    policy: Option<&Bound<'_, PyAny>>,
+    knobs: Option<&Bound<'_, PyDict>>,
+    timed: bool,
+) -> Result<Box<dyn Policy>> {
     let mut given: Vec<(String, f64)> = match knobs {
         None => Vec::new(),
         Some(dict) => dict
@@ -172,8 +183,7 @@ fn prefer(end: &str) -> Result<Prefer> {
 /// Returns the declarations of the registered policies as dictionaries.
 ///
 /// Keys: `name`, `formula`, `source`, `maturity` (`stable`, `experimental` or `study`), `knobs`
-/// (name, type, min, max, default, about, study: whether only studies set it) and `reads`
-/// (indicators).
+/// (name, type, min, max, default, about) and `reads` (indicators).
 #[pyfunction]
 pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);
@@ -189,7 +199,6 @@ pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
             entry.set_item("name", knob.name)?;
             entry.set_item("default", knob.default)?;
             entry.set_item("about", knob.about)?;
-            entry.set_item("study", knob.study)?;
             let (kind, min, max) = match knob.kind {
                 KnobKind::Float { min, max } => ("float", min, max),
                 KnobKind::Int { min, max } => ("int", min as f64, max as f64),

@@ -8,5 +8,7 @@ lmetric_core::policies! {
     simulation,
     ils,
     ils_requests,
+    sibyl_parts,
+    sibyl_known,
     always_worst,
 }
