@@ -29,11 +29,6 @@ _TEXTS = (
     "  two  spaces, a\ttab\n\nand 12345 日本語 🙂",
     "def f(x):\n    return x ** 2  # ½ ﬁ e\u0301 don't <|im_start|>",
 )
-_CHAT = [
-    {"role": "user", "content": "What is a router?\n\n  It is  not\ta switch."},
-    {"role": "assistant", "content": "It forwards."},
-    {"role": "user", "content": "Why?"},
-]
 
 
 class ExportError(LmetricError):

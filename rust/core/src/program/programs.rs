@@ -223,7 +223,8 @@ impl Programs {
     }
 
     /// Returns the program of a request, if the request belongs to one.
-    pub fn program_of(&self, turn: TurnId) -> Option<&Program> {
+    #[cfg(test)]
+    pub(super) fn program_of(&self, turn: TurnId) -> Option<&Program> {
         self.programs.get(self.turns.get(turn)?.program?)
     }
 
