@@ -192,11 +192,11 @@ def test_the_map_of_the_house_names_files_that_exist() -> None:
 
 
 def test_research_is_small_and_each_page_can_be_reached_from_its_index() -> None:
-    """A reader finds every study from one page; 40,000 words leave out what does not decide."""
+    """A reader finds every study from one page; 33,000 words leave out what does not decide."""
     folder = ROOT / "docs" / "research"
     pages = {page: page.read_text() for page in folder.glob("**/*.md")}
     assert len(pages) <= 31
-    assert sum(len(text.split()) for text in pages.values()) <= 40_000
+    assert sum(map(words, pages)) <= 33_000
     reached, todo = set(), [folder / "index.md"]
     while todo:
         if (page := todo.pop()) in reached:
