@@ -145,7 +145,7 @@ def test_simulate_shows_the_defaults_of_the_function() -> None:
         ("--binding", "binding"),
         ("--prefill", "prefill"),
         ("--local-order", "local_order"),
-        ("--order-slo", "order_slo"),
+        ("--order-slo", "order_slo_seconds"),
         ("--preempt", "preempt"),
         ("--report-period", "report_period_seconds"),
         ("--event-delay", "event_delay_seconds"),

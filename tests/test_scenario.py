@@ -50,10 +50,10 @@ def test_unchanged_settings_are_keywords_of_the_core() -> None:
 
 def test_fields_are_checked_and_kept_in_their_shortest_form() -> None:
     given = Scenario(
-        split="libra(probes=4)", guard={"window_seconds": 5}, transfer=25, tiers=False, order_slo=1
+        split="libra(probes=4)", guard={"window_seconds": 5}, transfer=25, tiers=False, order_slo_seconds=1
     )
     assert given.given == {
-        "transfer": "25", "split": {"kind": "libra", "probes": 4}, "order_slo": 1.0, "tiers": "off",
+        "transfer": "25", "split": {"kind": "libra", "probes": 4}, "order_slo_seconds": 1.0, "tiers": "off",
         "guard": {"window_seconds": 5.0},
     }  # fmt: skip
     kept = lm.LibraSplit(probes=4)
@@ -69,7 +69,7 @@ def test_fields_are_checked_and_kept_in_their_shortest_form() -> None:
     [
         ({"signals": "late"}, "signals: 'late' is not valid; expected exact, step_end, delayed or published"),
         ({"instances": 0}, "instances: 0 is not valid; expected at least 1"),
-        ({"order_slo": 0}, "order_slo: 0 is not valid; expected more than 0"),
+        ({"order_slo_seconds": 0}, "order_slo_seconds: 0 is not valid; expected more than 0"),
         ({"routers": 0}, "routers: 0 is not valid; expected 1 to 1024"),
         ({"token_stride": 1.5}, "token_stride: 1.5 is not valid; expected an integer"),
         ({"knobs": {"lam": "much"}}, "knobs.lam: 'much' is not valid; expected a number"),
@@ -119,15 +119,15 @@ def parsed(**given: Any) -> dict[str, Any]:
 def test_flags_have_the_values_of_files(tmp_path: Path) -> None:
     assert {parameter.default for parameter in flags.parameters()} == {None}
     found = parsed(
-        transfer="25", order_slo=0.5, session_final=True, reported_cache_ratio=0.5,
+        transfer="25", order_slo_seconds=0.5, session_final=True, reported_cache_ratio=0.5,
         load_admission="ttft_seconds=5,max_waiting=9", local_order=["fcfs,las", "fcfs"],
     )  # fmt: skip
     assert found == {
-        "transfer": "25", "order_slo": 0.5, "session_final": True, "reported_cache_ratio": 0.5,
+        "transfer": "25", "order_slo_seconds": 0.5, "session_final": True, "reported_cache_ratio": 0.5,
         "load_admission": {"ttft_seconds": 5.0, "max_waiting": 9}, "local_order": ["fcfs", "las"],
     }  # fmt: skip
     for given, message in (
-        ({"order_slo": 0.0}, "above 0"),
+        ({"order_slo_seconds": 0.0}, "above 0"),
         ({"preempt": "swop"}, "expected recompute, swap"),
         ({"load_admission": "max_waitin=9"}, "max_waitin"),
         ({"local_order": ["lifo"]}, "expected one of fcfs"),

@@ -194,7 +194,7 @@ def test_the_token_slo_of_the_local_order_by_hand() -> None:
     asks = trace([(0.0, 60, 20, []), (1.7, 60, 2, [])])
 
     def second(slo: float | None) -> tuple[float, float, int]:
-        told: dict[str, Any] = {} if slo is None else {"local_order": "slo", "order_slo": slo}
+        told: dict[str, Any] = {} if slo is None else {"local_order": "slo", "order_slo_seconds": slo}
         run = simulate(asks, instances=1, profile=ROUND, token_slo_seconds=1.4, **told)
         return run.first_token_seconds[1], run.worst_gap_seconds[0], run.slow_tokens[0]
 
@@ -206,7 +206,7 @@ def test_the_token_slo_of_the_local_order_by_hand() -> None:
     # Where no prompt token fits, a block of 16 goes all the same: 16, 16, 16 and 12.
     assert second(0.5) == pytest.approx((2.7 + 3 * 1.26 + 1.22, 1.26, 0))
     for wrong in (0.0, -1.0, float("nan"), 1e7):
-        with pytest.raises(lm.BadValueError, match=r"order_slo: |local order slo: seconds a token"):
+        with pytest.raises(lm.BadValueError, match=r"order_slo_seconds: |local order slo: seconds a token"):
             second(wrong)
 
 

@@ -121,7 +121,7 @@ def test_every_option_is_varied_with_its_settings(tmp_path: Path) -> None:
         split: {kind: libra, probes: [4, 8], lengths_given: true}, local_order: priority,
         rebalance: [none, {kind: star, threshold: 0.2, horizon_steps: 512, half_life_steps: 64,
         forecast: [curve, bins_4]}], priority: {kind: uniboost, gamma: 0.2}, guard: {window_seconds: 30},
-        token_slo_seconds: 0.2, think_slo_seconds: 0.3, order_think_slo: 0.2, silent_segments: true,
+        token_slo_seconds: 0.2, think_slo_seconds: 0.3, order_think_slo_seconds: 0.2, silent_segments: true,
         index_bytes: 1000000
     """
     text = PLAIN % " ".join(given.split())
@@ -140,7 +140,8 @@ def test_every_option_is_varied_with_its_settings(tmp_path: Path) -> None:
         setup.trace.load(), policy="lmetric", local_order="priority",
         split=LibraSplit(probes=8, lengths_given=True), priority=UniBoost(gamma=0.2),
         rebalance=Star(threshold=0.2, horizon_steps=512, half_life_steps=64, forecast="bins_4"),
-        guard=Guard(window_seconds=30), token_slo_seconds=0.2, think_slo_seconds=0.3, order_think_slo=0.2,
+        guard=Guard(window_seconds=30), token_slo_seconds=0.2, think_slo_seconds=0.3,
+        order_think_slo_seconds=0.2,
         silent_segments=True, index_bytes=1_000_000,
     )  # fmt: skip
     assert kept.figures.e2e_seconds is not None

@@ -83,8 +83,8 @@ def test_thoughts_are_parts_of_their_own_in_the_simulator() -> None:
     assert (tight.slow_tokens == asks.output_tokens - 1).all()
     assert (loose.slow_tokens == asks.output_tokens - asks.think_tokens).all()
     # One instance, prompts beside reasoning tokens: steps take longer, so first tokens come sooner.
-    slo, busy = {"local_order": "slo", "order_slo": 0.02, "instances": 1}, trace(40, 2.0)
-    plain, staged = play(busy, **slo), play(busy, **slo, order_think_slo=0.2)
+    slo, busy = {"local_order": "slo", "order_slo_seconds": 0.02, "instances": 1}, trace(40, 2.0)
+    plain, staged = play(busy, **slo), play(busy, **slo, order_think_slo_seconds=0.2)
     assert staged.ttft_seconds.mean() < plain.ttft_seconds.mean()
 
 
@@ -94,8 +94,8 @@ def test_what_cannot_be_is_named() -> None:
         replace(asks, think_tokens=asks.output_tokens + 1)
     with pytest.raises(lm.BadValueError, match="think_slo_seconds"):
         play(asks, think_slo_seconds=0.0)
-    with pytest.raises(lm.BadValueError, match="order_think_slo: -1"):
-        play(asks, local_order="slo", order_think_slo=-1.0)
+    with pytest.raises(lm.BadValueError, match="order_think_slo_seconds: -1"):
+        play(asks, local_order="slo", order_think_slo_seconds=-1.0)
     with pytest.raises(lm.BadValueError, match="'parts' is not valid; expected NAME=VALUE"):
         play(asks, split="libra(parts)")
 

@@ -239,7 +239,7 @@ def simulated(
         profile=profile,
         admission="vllm",
         local_order=ORDERS[order].simulated,
-        order_slo=slo_seconds,
+        order_slo_seconds=slo_seconds,
         seed=seed,
         **ORDERS[order].also,
     )

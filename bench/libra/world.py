@@ -230,8 +230,8 @@ def run(
         told["decode_profile"] = second
     told |= {"roles": system.roles} if system.roles else {"instances": fleet.instances}
     if system.slo:
-        told |= {"local_order": "slo", "order_slo": fleet.slo}
-        told |= {"order_think_slo": fleet.think_slo} if system.stages else {}
+        told |= {"local_order": "slo", "order_slo_seconds": fleet.slo}
+        told |= {"order_think_slo_seconds": fleet.think_slo} if system.stages else {}
     if system.split or system.roles or system.forced is not None:
         told |= {"decode_policy": "least_requests", "transfer": system.transfer}
     if system.split:

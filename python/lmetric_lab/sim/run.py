@@ -175,7 +175,7 @@ def _routing(scenario: Scenario, *, pooled: bool) -> Routing:
 def _unchanged(scenario: Scenario) -> dict[str, Any]:
     """Keyword arguments of `_core.simulate` for the settings that it has in the same form."""
     return {
-        setting.keyword or name: getattr(scenario, name)
+        name: getattr(scenario, name)
         for name, field in Scenario.model_fields.items()
         if (setting := setting_of(field)) and not setting.convert and option_of(field) is None
     }

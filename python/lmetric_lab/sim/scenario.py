@@ -247,25 +247,25 @@ class Scenario(BaseModel):
     """Order of requests inside engines. Without preemption: ``"fcfs"``, ``"sjf"`` (shortest
     answer), ``"spf"`` (shortest uncached prompt). With preemption: ``"srpt"`` (least remaining
     work, lengths known), ``"srpt_noisy"`` (lengths predicted with errors from `seed`), ``"las"``
-    (least attained service). ``"slo"``: by arrival, in steps within `order_slo`. ``"priority"``: by
-    the numbers from `priority`. ``"distboost"``, ``"uniboost"`` and others can have settings:
-    ``"uniboost(gamma=0.2, bin_tokens=64)"``. Documentation: docs/research/simulator.md."""
-    order_slo: Annotated[
+    (least attained service). ``"slo"``: by arrival, in steps within `order_slo_seconds`.
+    ``"priority"``: by the numbers from `priority`. ``"distboost"``, ``"uniboost"`` and others can
+    have settings: ``"uniboost(gamma=0.2, bin_tokens=64)"``. Documentation:
+    docs/research/simulator.md."""
+    order_slo_seconds: Annotated[
         Positive,
-        Setting("Order slo: maximum seconds of a step with decodes.", "engines", keyword="order_slo_seconds"),
+        Setting("Order slo: maximum seconds of a step with decodes.", "engines"),
     ] = ORDER_SLO
     """For the order ``"slo"``: maximum seconds of a step with decodes."""
-    order_think_slo: Annotated[
+    order_think_slo_seconds: Annotated[
         Positive | None,
         Setting(
             "Order slo: maximum seconds of a step with only reasoning tokens.",
             "engines",
             default="--order-slo",
-            keyword="order_think_slo_seconds",
         ),
     ] = None
     """For the order ``"slo"``: maximum seconds of a step with only reasoning tokens; None: as
-    `order_slo`."""
+    `order_slo_seconds`."""
     priority: Annotated[
         Any,
         RoutingOption("priority"),

@@ -41,7 +41,6 @@ class Setting:
     several: bool = False  # whether the flag accepts several values, each with runs of its own
     in_study: bool = True  # False: studies have another key for it
     convert: bool = False  # whether `run` converts it; other values go to the core unchanged
-    keyword: str = ""  # of the core; "": the name of the field
     model: Callable[[], type[BaseModel]] | None = None  # of a mapping in files
 
     def flag_of(self, name: str) -> str:
