@@ -37,7 +37,7 @@ def configured(values: Mapping[str, Any], root: type[BaseModel] = ServerConfig) 
     """The configuration of a test that sets constants like settings, while in the block."""
     with pytest.MonkeyPatch.context() as patch:
         settings = _without(patch, root, values)
-        with constant_options():
+        with constant_options(), any_split():
             config = root.model_validate(settings)
         yield config
 
@@ -47,6 +47,14 @@ def constant_options() -> Iterator[None]:
     """Makes the constants of routing options settings of servers, while in the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(option_values, "is_study", option_values.is_simulated)
+        yield
+
+
+@contextlib.contextmanager
+def any_split() -> Iterator[None]:
+    """Makes servers accept `SplitAt`, while in the block: requests split at the token of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(option_values._STUDIED, "force")
         yield
 
 

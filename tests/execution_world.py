@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import orjson
 
-from constants import constant_options, constants
+from constants import any_split, constant_options, constants
 from lmetric._core import Peer, Request, RequestReader, Ticket
 from lmetric.config import EngineConfig, HedgingConfig, PoolSettings, ServerConfig, Timeouts
 from lmetric.engines.adapter import Capabilities, Handover
@@ -197,7 +197,7 @@ def _config(of: Setup) -> ServerConfig:
     if of.pulls:
         cost = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS}
         values |= {"prefix_fetch": cost}
-    with constant_options():
+    with constant_options(), any_split():
         return ServerConfig.model_validate(values)
 
 

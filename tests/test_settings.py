@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from constants import constant_options
 from lmetric import BadValueError, Request, Router, option_values, options
@@ -26,6 +27,7 @@ from lmetric.options import (
     ProgramAuto,
     Routing,
     SimulatedFetch,
+    SplitAt,
     SplitBy,
     Star,
     UniBoost,
@@ -104,6 +106,11 @@ def test_errors_have_the_key_the_value_and_what_would_do(text: str, message: str
     with pytest.raises(ConfigError) as caught:
         load(text, tmp_path)
     assert re.search(rf"router.yaml:(1:)? {re.escape(message)}", str(caught.value))
+
+
+def test_a_server_refuses_an_option_of_simulations_as_an_object() -> None:
+    with pytest.raises(ValidationError, match="it is for simulations only"):
+        ServerConfig(split=SplitAt(fraction=0.5))
 
 
 def test_the_configuration_that_is_printed_is_read_again(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "fleet_changes": {"warm": (WarmChanges, {})},
     "guard": {"on": (Guard, {})},
 }
-# Kinds that configurations of servers refuse, with the reason. Tests of engines give `SplitAt`.
+# Kinds that configurations of servers refuse, with the reason.
 _STUDIED = {
     "force": "it splits without a gain",
     "star_current": "it is star without its prediction",
@@ -206,8 +206,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
         _check_range(what, value, list(dict(value)))
         if not server:
             return value
-        if not isinstance(value, SplitAt):
-            _check_kind(what, kind_of(value))
+        _check_kind(what, kind_of(value))
         return _for_server(what, value, ())
     given = as_mapping(what, value)
     if not isinstance(given, dict):
