@@ -122,17 +122,17 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
 
 /// Plays a workload over a cluster (see `lmetric.simulate`). Returns the columns by name.
 #[pyfunction]
-#[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
-    index="exact", index_bytes=512 << 20, guard=None, event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1,
-    step_times=None, output_known=true, timeline_seconds=10.0,
+#[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals, admission,
+    index, index_bytes, guard=None, event_delay_seconds, report_period_seconds, token_stride,
+    step_times=None, output_known, timeline_seconds,
     roles=None, decode_policy=None, decode_knobs=None, binding="early", unlimited_prefill=false,
     transfer_seconds_per_token=0.0, transfer_fixed_seconds=0.0, transfer_overlap="end", transfer_chunk_tokens=256,
     transfer_unshared=false, fetch=None, fetch_holder_seconds=0.0, fetch_waits=true, fetch_pinned=true,
-    local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
+    local_order, order_slo_seconds, order_think_slo_seconds, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, rebalance="none", rebalance_settings=None,
-    migration_by="fetch", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
-    think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, reported_cache_ratio=1.0, host_tier=None, tiers="auto",
-    tier_load_ratio=0.02, programs="none", program_settings=None, load_admission=None, fleet_changes="none", fleet_change_settings=None,
+    migration_by, migration_max_concurrent, migration_max_gap_seconds, silent_segments, token_slo_seconds,
+    think_slo_seconds, routers, sharing_seconds, cached_answers, session_final, reported_cache_ratio, host_tier=None, tiers,
+    tier_load_ratio, programs="none", program_settings=None, load_admission, fleet_changes="none", fleet_change_settings=None,
     changes=None))]
 fn simulate<'py>(
     py: Python<'py>,
