@@ -269,7 +269,25 @@ async def test_aborts_by_other_engines_than_vllm_pass(pieces: int) -> None:
         assert got == START + ends(None)
         await w.settled()
         assert not model(w).retried
-        assert failed(w) == {"cancelled": 1}
+        assert failed(w) == {"engine_error": 1}
+
+
+@pytest.mark.parametrize("cards", [None, SGLANG], ids=["unknown", "SGLang"])
+async def test_a_message_continues_after_an_event_without_a_reason(
+    cards: list[dict[str, Any]] | None,
+) -> None:
+    """Engines may report the usage so far."""
+    usage = event("message_delta", delta={"stop_reason": None}, usage=USAGE)
+    sent = START + TEXT + usage + TEXT + ends("end_turn")
+    async with world(
+        [FakeEngine(behave=says(stream(*sent.splitlines(keepends=True)), then="keep"), cards=cards)]
+    ) as w:
+        await w.until(lambda: all(each.identified for each in model(w).engines.values()))
+        _, _, got = await w.post(ASKED | {"stream": True}, MESSAGES)
+        assert got == sent
+        await w.settled()
+        assert failed(w) == {}
+        assert model(w).router.stats()["finished"] == 1
 
 
 def decoding(w: World) -> float:

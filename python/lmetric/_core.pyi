@@ -971,6 +971,9 @@ class ResponseReader:
         observe: bool = False,
         hide_ids: bool = False,
     ) -> None: ...
+    def withhold_abort(self) -> None: ...
+    # After begin(): the end of a message that its engine aborted is withheld, too. The engine must
+    # send no `message_delta` without a reason before the end.
     def rename(self, served: str, shown: str) -> None: ...
     # After begin(): the model's name `served` becomes `shown` in the answer, unless it has a
     # content-encoding.

@@ -183,6 +183,11 @@ impl ResponseReader {
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
+    /// Withholds the end of an aborted message in the answer that `begin` started.
+    fn withhold_abort(&mut self) {
+        self.scanner.withhold_abort();
+    }
+
     /// Gives the client another name of the model in the answer that `begin` started.
     fn rename(&mut self, served: &str, shown: &str) {
         self.scanner.rename(served, shown);

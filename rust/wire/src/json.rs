@@ -374,8 +374,9 @@ impl Probe {
             Type::MessageDelta => stop_reason == StopReason::Null,
             _ => false,
         };
-        if aborted && !found.completion && found.finish == Finish::Open {
-            found.finish = Finish::Aborted;
+        let ended = kind == Type::MessageDelta && stop_reason == StopReason::Given;
+        if (aborted || ended) && !found.completion && found.finish == Finish::Open {
+            found.finish = if aborted { Finish::Aborted } else { Finish::Done };
         }
         found
     }
@@ -724,6 +725,8 @@ mod tests {
             assert_eq!(probe(other).finish, Finish::Open, "{other}");
         }
         assert!(!probe(r#"{"choices":[{"finish_reason":"abort"}]}"#).aborted_message());
+        let end = probe(r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"}}"#);
+        assert_eq!(end.finish, Finish::Done);
     }
 
     #[test]

@@ -125,6 +125,7 @@ struct Ends {
 pub struct Scanner {
     http11: bool,
     require_finish: bool,
+    withholds_abort: bool,
     bodiless: bool,
     raw_head: Vec<u8>,
     head: Option<Head>,
@@ -163,6 +164,7 @@ impl Default for Scanner {
         Self {
             http11: true,
             require_finish: false,
+            withholds_abort: false,
             bodiless: false,
             raw_head: Vec::new(),
             head: None,
@@ -222,6 +224,13 @@ impl Scanner {
         self.observer = Some(Box::new(Observer::new(hide_ids)));
     }
 
+    /// Withholds the end of a message of Anthropic's API if the engine aborted it, in the response
+    /// that [`Scanner::begin`] started: a `message_delta` without a reason. The engine must send no
+    /// such event before the end.
+    pub fn withhold_abort(&mut self) {
+        self.withholds_abort = true;
+    }
+
     /// Gives the client `shown` as the model's name where the response that [`Scanner::begin`]
     /// started has `served`: in events, and in JSON up to [`HOLD_LIMIT`] bytes. A body with a
     /// content-encoding does not change.
@@ -244,7 +253,7 @@ impl Scanner {
     }
 
     /// The event with which the engine failed after a token of an observed stream, or aborted a
-    /// message; empty if there is none. The client did not get it. An error that is the request's
+    /// message ([`Scanner::withhold_abort`]); empty if there is none. The client did not get it. An error that is the request's
     /// fault (status 4xx) passes.
     pub fn withheld(&self) -> &[u8] {
         &self.withheld
@@ -639,7 +648,7 @@ impl Scanner {
         let (said, require_finish, committed) = (&mut self.said, self.require_finish, self.committed);
         let fillers = &mut self.fillers;
         let withholds = !matches!(self.out, Out::Length(_));
-        let observed = self.observer.is_some();
+        let (observed, withholds_abort) = (self.observer.is_some(), self.withholds_abort);
         let (mut halt, mut failed) = (None, false);
         let last = self.events.feed(piece, |event, start| match event {
             _ if halt.is_some() => {}
@@ -648,7 +657,8 @@ impl Scanner {
             Event::Data(found)
                 if withholds
                     && !said.error
-                    && (observed && said.tokens > 0 && engine_failed(&found) || found.aborted_message()) =>
+                    && (observed && said.tokens > 0 && engine_failed(&found)
+                        || withholds_abort && found.aborted_message()) =>
             {
                 said.note(&found, step);
                 (halt, failed) = (Some(start), true);

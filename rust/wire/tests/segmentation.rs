@@ -750,6 +750,7 @@ fn the_end_of_an_aborted_message_is_withheld() {
             for cuts in [vec![], vec![head.len() + begun.len()], (0..response.len()).collect()] {
                 let mut scanner = Scanner::default();
                 scanner.begin(true, false, false);
+                scanner.withhold_abort();
                 let run = play_begun(scanner, response.as_bytes(), &cuts, true, None);
                 assert_eq!((run.outcome.incomplete, run.outcome.ended), (aborted, !aborted));
                 assert_eq!(run.outcome.finish == Finish::Aborted, aborted);
@@ -757,6 +758,28 @@ fn the_end_of_an_aborted_message_is_withheld() {
                 assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), expected);
                 assert_eq!(run.scanner.withheld().starts_with(end.as_bytes()), aborted);
             }
+        }
+    }
+}
+
+/// Engines may report the usage so far in events that have no reason.
+#[test]
+fn a_message_continues_after_an_event_without_a_reason() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let event = |kind: &str, delta: &str| format!("data: {{\"type\":\"{kind}\",\"delta\":{delta}}}\n\n");
+    let text = event("content_block_delta", r#"{"text":"a"}"#);
+    let usage = event("message_delta", r#"{"stop_reason":null}"#);
+    let end = event("message_delta", r#"{"stop_reason":"end_turn"}"#);
+    let begun = [text.as_str(), &usage, &text].concat();
+    for (payload, finish) in [([begun.as_str(), &end].concat(), Finish::Done), (begun, Finish::Aborted)] {
+        let response = [head, &payload].concat();
+        for cuts in [vec![], (0..response.len()).collect()] {
+            let mut scanner = Scanner::default();
+            scanner.begin(true, false, false);
+            let run = play_begun(scanner, response.as_bytes(), &cuts, true, None);
+            assert!(run.outcome.ended && run.scanner.withheld().is_empty());
+            assert_eq!((run.outcome.finish, run.outcome.tokens), (finish, 2));
+            assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), payload);
         }
     }
 }

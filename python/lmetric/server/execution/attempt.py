@@ -18,7 +18,7 @@ from lmetric._core import (
     Ticket,
     WireError,
 )
-from lmetric.server.api.paths import GENERATING
+from lmetric.server.api.paths import GENERATING, MESSAGES
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import REPORTED_ERROR, Attempt, AttemptEvent, OtherEngine, Step
@@ -146,6 +146,13 @@ class EngineAttempt(Attempt):
         if step.reader == "pass":
             finish = client_request.path in GENERATING
             connection.begin(self, self._ticket, client_request.http11, finish, step.observed, step.hides_ids)
+            # A gateway has the end already. Other engines than vLLM may send such events earlier.
+            if (
+                client_request.path == MESSAGES
+                and step.engine.shows_orders
+                and client_request.gateway is None
+            ):
+                connection.withhold_abort()
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
             if step.reader == "events":
@@ -193,9 +200,6 @@ class EngineAttempt(Attempt):
     def received(self, flags: int, data: bytes) -> None:
         """Processes a piece of the answer that was not forwarded."""
         try:
-            if flags & INCOMPLETE and self._client_request.gateway is not None and self.reader.withheld:
-                # An aborted message: the client has the engine's own end.
-                flags = flags & ~INCOMPLETE | END
             if not flags & READY or self.committed or self.step.reader != "pass":
                 self._step(flags, data)
                 return

@@ -204,6 +204,11 @@ class Engine:
         self.quiet: int | None = None  # level for events that the log of the start summarizes
 
     @property
+    def shows_orders(self) -> bool:
+        """Whether it is vLLM, which shows aborts by order. Aborts by other engines pass."""
+        return self.capabilities.token_ids is True
+
+    @property
     def role(self) -> Role:
         """Its role: set by an administrator or the configuration, else reported by the engine."""
         return self.role_set or self.config.role or self.capabilities.role or "both"

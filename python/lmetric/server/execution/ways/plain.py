@@ -128,7 +128,7 @@ def _end_early_abort(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
     if not flags & INCOMPLETE or reader.tokens or (event := _abort_event(p, attempt)) is None:
         return
     begun = reader.payload()
-    if not (yield from _passes(p, engine)):
+    if not (yield from aborts_by_order(p, engine)):
         raise attempt.step.lost("reset", _ABORTED)
     p.accept(attempt)
     p.answered = attempt
@@ -155,7 +155,7 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
             yield None  # until the end of the answer
         except EngineLost as lost:
             event = _abort_event(p, attempt) if lost.step is attempt.step else None
-            if event is None or not (yield from _passes(p, lost.engine)):
+            if event is None or not (yield from aborts_by_order(p, lost.engine)):
                 raise
             _end_aborted(p, attempt, event)
             raise ended_by_order() from None
@@ -168,21 +168,8 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
 
 def _may_repeat(p: Progress, attempt: Attempt) -> bool:
     """Returns whether an aborted answer may be repeated."""
-    judged = _shows_orders(attempt.step.engine)
+    judged = attempt.step.engine.shows_orders
     return judged and attempt.reader.status == 200 and p.client_request.gateway is None
-
-
-def _shows_orders(engine: Engine) -> bool:
-    """Whether it is vLLM, which shows aborts by order. Aborts by other engines pass."""
-    return engine.capabilities.token_ids is True
-
-
-def _passes(p: Progress, engine: Engine) -> Way[bool]:
-    """Cancels the attempt of an aborted stream. Returns whether the client gets the abort."""
-    p.abandon()
-    if p.client_request.path == MESSAGES and not _shows_orders(engine):
-        return True
-    return (yield from aborts_by_order(p, engine))
 
 
 def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
