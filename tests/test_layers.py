@@ -343,7 +343,7 @@ def test_the_core_of_the_router_names_no_feature() -> None:
 
 # Code lines of the core outside the folders of features: what must be read to change a decision,
 # beside the public names of the crates below.
-MAX_DECISION_LINES = 14_565
+MAX_DECISION_LINES = 12_775
 BESIDE_DECISIONS = FEATURES | {"board", "budget"}
 
 
@@ -368,7 +368,7 @@ def test_the_code_in_the_way_of_a_decision_does_not_grow() -> None:
 
 
 # Crates below the core. To change a decision, only their public names must be read.
-BELOW_THE_CORE = ["kv"]
+BELOW_THE_CORE = ["estimate", "kv"]
 _RUST_PUBLIC = re.compile(
     r"^ *pub (?:const |unsafe )*(?:fn|struct|enum|trait|type|const|mod) (\w+)", re.MULTILINE
 )
@@ -382,8 +382,12 @@ def test_each_public_name_of_a_crate_below_the_core_is_used_outside(crate: str) 
     assert "#![warn(unreachable_pub)]" in (own / "lib.rs").read_text()
     others = [file.read_text() for file in rust.rglob("*.rs") if own not in file.parents]
     used = {word for text in others for word in re.findall(r"\w+", text)}
-    shown = {name for file in own.rglob("*.rs") for name in _RUST_PUBLIC.findall(file.read_text())}
-    assert shown - used == set()
+    texts = [file.read_text() for file in own.rglob("*.rs")]
+    returned = {
+        word for text in texts for type_ in re.findall("-> (.+)", text) for word in re.findall(r"\w+", type_)
+    }
+    shown = {name for text in texts for name in _RUST_PUBLIC.findall(text)}
+    assert shown - used - returned == set()
 
 
 # Of each circle, the files are one thing: the type `Part` of the KV index, and the columns of

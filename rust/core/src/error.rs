@@ -1,4 +1,5 @@
 //! The error type. Messages report what failed, the value, and what was expected.
+use crate::estimate::OutputLengthError;
 use crate::kv::keys::BlockSizeError;
 use crate::maturity::Maturity;
 use std::fmt;
@@ -74,6 +75,12 @@ impl From<BlockSizeError> for CoreError {
             got: error.got.to_string(),
             expected: BlockSizeError::EXPECTED.into(),
         }
+    }
+}
+
+impl From<OutputLengthError> for CoreError {
+    fn from(error: OutputLengthError) -> CoreError {
+        CoreError::BadValue { what: error.what.into(), got: error.got, expected: error.expected.into() }
     }
 }
 

@@ -1,10 +1,8 @@
 //! Basic types of the whole crate.
 use slotmap::{Key, new_key_type};
 
+pub use lmetric_estimate::Seconds;
 pub use lmetric_kv::{InstanceId, MAX_INSTANCES};
-
-/// Monotonic time in seconds; the caller chooses the origin.
-pub type Seconds = f64;
 
 new_key_type! {
     /// A request from its arrival to its end.

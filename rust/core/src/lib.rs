@@ -25,8 +25,8 @@
 //! # Ok::<(), CoreError>(())
 //! ```
 //!
-//! Dependencies go one way: `policy -> estimate, kv, indicators -> ids`. Only `router` uses all
-//! modules.
+//! Dependencies go one way: `policy -> indicators -> ids`, and all modules may use the crates
+//! [`estimate`] and [`kv`]. Only `router` uses all modules.
 
 // Unit tests and integration tests share fixtures that import this crate by its name.
 #[cfg(test)]
@@ -37,7 +37,6 @@ pub mod board;
 pub mod budget;
 mod codec;
 pub mod error;
-pub mod estimate;
 pub mod expr;
 pub mod fleet;
 pub mod guard;
@@ -62,6 +61,7 @@ mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;
+pub use lmetric_estimate as estimate;
 pub use lmetric_kv as kv;
 pub use maturity::Maturity;
 pub use registry::Registry;

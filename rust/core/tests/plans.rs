@@ -4,7 +4,7 @@ mod force;
 use force::force;
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
-use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
+use lmetric_core::estimate::{Remaining, RemainingCurve};
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::{Indicator, IndicatorSet};

@@ -1,7 +1,7 @@
 //! Forecasts of remaining lengths by a predictor in Python: a trained network, or a function.
 use crate::errors::Result;
 use lmetric_core::CoreError;
-use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
+use lmetric_core::estimate::{Remaining, RemainingCurve};
 use lmetric_core::rebalance::{Forecast, Running};
 use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};

@@ -6,7 +6,7 @@
 //! paper gives averages and a few points; each predictor documents its assumptions between them. No
 //! state: an error is a hash of seed, request and interval.
 use lmetric_core::CoreError;
-use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
+use lmetric_core::estimate::{Remaining, RemainingCurve};
 use lmetric_core::rebalance::{Forecast, Running};
 use std::f64::consts::{PI, TAU};
 

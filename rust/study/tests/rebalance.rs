@@ -1,6 +1,6 @@
 //! Rules for studies that move running requests: cases by hand, and properties.
 use lmetric_core::InstanceId;
-use lmetric_core::estimate::remaining::Remaining;
+use lmetric_core::estimate::Remaining;
 use lmetric_core::rebalance::{InstanceLoad, Rebalancer, RunningRequest, StarSettings, Stop};
 use lmetric_core::settings::SettingsReader;
 use lmetric_study::rebalance::{Llumnix, LlumnixSettings, NAMES, StarCurrent, named};

@@ -6,7 +6,7 @@
 //! current cohort will soon be gone, and the cohort comes back with its whole life. The rule is in
 //! `pressure.rs`, its gain in docs/research/sibyl.md.
 use super::*;
-use crate::estimate::pressure::weights_of;
+use crate::estimate::weights_of;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",

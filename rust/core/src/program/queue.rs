@@ -2,7 +2,7 @@
 use super::entry::Program;
 use super::settings::ProgramConfig;
 use super::types::{ProgramId, Released, TurnId};
-use crate::estimate::decayed::Decayed;
+use crate::estimate::Decayed;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};

@@ -3,7 +3,7 @@
 //! Holding programs back pays where recomputation is most of the work: then the caches lack room,
 //! and each return evicts the context of another program. If most of the work is new, a held
 //! request waits for nothing: chats on small caches are of this kind.
-use crate::estimate::decayed::Decayed;
+use crate::estimate::Decayed;
 use crate::ids::Seconds;
 use serde::{Deserialize, Serialize};
 

@@ -1,8 +1,7 @@
 //! Forecasts of the number of tokens that running requests still have to generate (STAR, section
 //! 4).
 use crate::error::CoreError;
-use crate::estimate::remaining::{Remaining, RemainingCurve};
-use crate::estimate::turns::Turn;
+use crate::estimate::{Remaining, RemainingCurve, Turn};
 use std::fmt::Debug;
 
 /// A running request at its last prediction, for which a forecast is requested.

@@ -115,7 +115,7 @@ impl Grid {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::remaining::Remaining;
+    use crate::estimate::Remaining;
 
     fn request(tokens: u32, remaining: f64) -> RunningRequest {
         RunningRequest { id: 0, tokens, remaining: Remaining::exact(remaining), movable: true }

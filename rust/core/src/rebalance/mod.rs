@@ -10,7 +10,7 @@ pub mod star;
 mod tests;
 
 use crate::error::CoreError;
-use crate::estimate::remaining::Remaining;
+use crate::estimate::Remaining;
 use crate::ids::InstanceId;
 pub use forecast::{Curve, Forecast, Running};
 pub use star::{Star, StarSettings, Weights};

@@ -1,6 +1,6 @@
 //! `sibyl_plus` with `expected_output_tokens` as the exact answer length, which simulations know.
 use super::*;
-use lmetric_core::estimate::pressure::weights_of;
+use lmetric_core::estimate::weights_of;
 use lmetric_core::policy::{Prefer, expression};
 
 pub static SPEC: PolicySpec = PolicySpec::new(

@@ -5,8 +5,7 @@ use super::external::External;
 use super::share::{Share, Timed, decaying};
 use super::tier_loads::TierLoads;
 use super::windows::Windows;
-use crate::estimate::PrefillRate;
-use crate::estimate::step_watch::{Batch, StepWatch};
+use crate::estimate::{Batch, PrefillRate, StepWatch};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 

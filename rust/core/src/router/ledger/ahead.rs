@@ -329,7 +329,7 @@ impl Ahead {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::pressure;
+    use crate::estimate::weights_of;
     use crate::kv::tier::Tier;
 
     /// A segment that continues an answer, after a move or a cut, begins no other answer.
@@ -387,7 +387,7 @@ mod tests {
             });
             due.collect::<Vec<_>>()
         };
-        assert_eq!(due_of(&mut new(Some(pressure::weights_of)), 250), [15, 115, 215]);
+        assert_eq!(due_of(&mut new(Some(weights_of)), 250), [15, 115, 215]);
         assert_eq!(due_of(&mut new(None), 250), []);
     }
 }

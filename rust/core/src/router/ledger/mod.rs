@@ -23,8 +23,7 @@ pub use owners::Owners;
 pub use share::{Published, Share, Timed};
 pub use tier_loads::TierLoads;
 
-use crate::estimate::step_watch::Prefilled;
-use crate::estimate::{DecodeCost, Queued, StepFit, attention_pairs};
+use crate::estimate::{DecodeCost, Prefilled, Queued, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;

@@ -1,7 +1,6 @@
 //! Sums with exponential decay: prefill tokens placed on an instance and output tokens it produced.
 use super::share::{Share, WINDOW_SECONDS};
-use crate::estimate::StepTime;
-use crate::estimate::decayed::Decayed;
+use crate::estimate::{Decayed, StepTime};
 use crate::ids::Seconds;
 use std::ops::Range;
 

@@ -3,14 +3,14 @@
 //! moves (`Router::begin_move`).
 use super::listener::{Ended, Listener, Placement};
 use crate::error::CoreError;
-use crate::estimate::Turns;
-use crate::estimate::remaining::{Remaining, RemainingCurve};
+use crate::estimate::{Prompt, Remaining, RemainingCurve, Turns};
 use crate::fleet::{Fleet, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::rebalance::{InstanceLoad, Move, Running, RunningRequest, Stop};
 use crate::record::DecisionRecord;
+use crate::request::Request;
 use crate::router::ledger::Stage;
 use crate::router::settings::Rebalancing;
 use crate::router::state::State;
@@ -103,7 +103,8 @@ impl Rounds {
 impl Listener for Rounds {
     fn placed(&mut self, placement: &Placement<'_>, _: &mut DecisionRecord, kept: &mut Kept) {
         if let Some(turns) = &mut self.turns {
-            kept.turn = turns.arrived(placement.request, placement.now);
+            let Request { session, chain, tokens_per_block, prompt_tokens: tokens, .. } = *placement.request;
+            kept.turn = turns.arrived(Prompt { session, chain, tokens_per_block, tokens }, placement.now);
         }
     }
 

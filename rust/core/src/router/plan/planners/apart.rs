@@ -162,7 +162,7 @@ impl Planner for Apart {
     }
 
     fn lengths(&self) -> Result<Option<OutputLength>, CoreError> {
-        OutputLength::mean(self.prior_tokens, CLASSES).map(Some)
+        Ok(Some(OutputLength::mean(self.prior_tokens, CLASSES)?))
     }
 
     fn recent_seconds(&self) -> Option<Seconds> {

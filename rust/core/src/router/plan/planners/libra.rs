@@ -1,6 +1,5 @@
 //! Libra: chooses the pair of instances, then the token at which both are busy equally long.
 use super::*;
-use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
 use crate::estimate::{OutputLength, StepTime};
 use crate::record::Balance;
 use crate::split::{self, Settings};
@@ -48,14 +47,14 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             "quantile",
             0.0,
             1.0,
-            QUANTILE,
+            OutputLength::QUANTILE,
             "quantile of learned output lengths used as expected output",
         ),
         Knob::int(
             "margin_tokens",
             0,
             u32::MAX as i64,
-            MARGIN_TOKENS as i64,
+            OutputLength::MARGIN_TOKENS as i64,
             "tokens added to the expected output",
         ),
     ],
@@ -88,7 +87,7 @@ impl Planner for Libra {
 
     fn lengths(&self) -> Result<Option<OutputLength>, CoreError> {
         let (quantile, margin) = self.lengths;
-        OutputLength::new(quantile, margin, CLASSES).map(Some)
+        Ok(Some(OutputLength::new(quantile, margin, CLASSES)?))
     }
 }
 

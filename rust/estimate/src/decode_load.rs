@@ -5,8 +5,8 @@
 //! to decode. Its three types are sums over requests. Here, requests of one bucket are projected
 //! together, as if they were in the middle of the bucket. All requests of an instance decode at the
 //! instance's rate: continuous batching gives each running request one token per step.
-use super::survival::{BUCKET_TOKENS, Survival, buckets_of};
-use crate::ids::Seconds;
+use crate::Seconds;
+use crate::survival::{BUCKET_TOKENS, Survival, buckets_of};
 use multiversion::multiversion;
 
 /// Minimum number of allocated buckets: most answers are shorter.
@@ -73,7 +73,7 @@ impl Histogram {
 
     /// Returns the sum over buckets of requests x `one` + context tokens x `token`. Both slices
     /// have one value per bucket.
-    pub fn weighed(&self, one: &[f64], token: &[f64]) -> f64 {
+    pub(crate) fn weighed(&self, one: &[f64], token: &[f64]) -> f64 {
         weigh(&self.requests, &self.context, one, token)
     }
 
@@ -276,7 +276,7 @@ fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::survival::CurveSettings;
+    use crate::survival::CurveSettings;
     use proptest::prelude::*;
 
     fn half_at_640() -> Survival {

@@ -6,8 +6,8 @@
 //! (engines prefill in order). So each prefill's work falls entirely between two cuts, except for
 //! the part of its last step that the next prefill uses. On an idle instance, the time up to the
 //! first token is a separate observation.
-use super::step_fit::{StepFit, Work};
-use crate::ids::Seconds;
+use crate::Seconds;
+use crate::step_fit::{StepFit, Work};
 
 /// Minimum steps of an observation: a token's arrival time at the router is its step's end plus
 /// network jitter.

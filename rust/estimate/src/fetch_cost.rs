@@ -1,5 +1,5 @@
 //! Cost of fetching a prefix from another instance, learned from the fetches that callers report.
-use crate::ids::Seconds;
+use crate::Seconds;
 
 /// Weight that an observation keeps when the next one arrives: about the last fifty count.
 const KEEP: f64 = 0.98;

@@ -5,19 +5,15 @@
 //! prompt lengths. The caller hashes it to 64 bits. Each class keeps counts by length in buckets
 //! whose edges grow by a sixteenth (exact to 16 tokens). So a quantile is at most 6.25% too long
 //! and never too short. Recent answers weigh more: the counts of a class are halved at 256 answers.
-//! Memory is bounded: `classes` x [`BUCKETS`] x 2 bytes; the least recently used class is dropped
+//! Memory is bounded: `classes` x `BUCKETS` x 2 bytes; the least recently used class is dropped
 //! first.
-use crate::error::CoreError;
 use hashbrown::DefaultHashBuilder;
 use lru::LruCache;
 use std::num::NonZeroUsize;
+use thiserror::Error;
 
-/// Default quantile: the median.
-pub const QUANTILE: f64 = 0.5;
-/// Margin of the paper against answers that outlive their prediction, in tokens (section 5).
-pub const MARGIN_TOKENS: u32 = 20;
 /// Buckets per class: 16 of one token each, then 16 for every doubling to 2^20 tokens.
-pub const BUCKETS: usize = 16 * 17;
+const BUCKETS: usize = 16 * 17;
 /// Number of answers after which a class halves its counts.
 const HALVED_AT: u32 = 256;
 
@@ -85,8 +81,20 @@ impl Class {
     }
 }
 
-fn bad(what: &str, got: String, expected: &str) -> CoreError {
-    CoreError::BadValue { what: format!("output length: {what}"), got, expected: expected.into() }
+/// A setting of [`OutputLength`] that is out of range.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{what}: {got} is not valid; expected {expected}")]
+pub struct OutputLengthError {
+    /// Name of the setting.
+    pub what: &'static str,
+    /// The given value.
+    pub got: String,
+    /// The valid values.
+    pub expected: &'static str,
+}
+
+fn bad(what: &'static str, got: String, expected: &'static str) -> OutputLengthError {
+    OutputLengthError { what, got, expected }
 }
 
 /// Statistic that is expected of a class.
@@ -104,14 +112,19 @@ pub struct OutputLength {
 }
 
 impl OutputLength {
+    /// Default quantile: the median.
+    pub const QUANTILE: f64 = 0.5;
+    /// Margin of the paper against answers that outlive their prediction, in tokens (section 5).
+    pub const MARGIN_TOKENS: u32 = 20;
+
     /// Expects the `quantile` (0 to 1; default 0.5, the median) of a class's answers plus
     /// `margin_tokens`, for at most `classes` classes (1 to 2^20).
     ///
     /// # Errors
-    /// `BadValue` for a value out of range.
-    pub fn new(quantile: f64, margin_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
+    /// A value out of range.
+    pub fn new(quantile: f64, margin_tokens: u32, classes: u32) -> Result<OutputLength, OutputLengthError> {
         if !(0.0..=1.0).contains(&quantile) {
-            return Err(bad("quantile", quantile.to_string(), "0 to 1"));
+            return Err(bad("output length: quantile", quantile.to_string(), "0 to 1"));
         }
         OutputLength::of(Expected::Quantile { quantile, margin_tokens }, classes)
     }
@@ -120,17 +133,17 @@ impl OutputLength {
     /// for at most `classes` classes (1 to 2^20).
     ///
     /// # Errors
-    /// `BadValue` for a value out of range.
-    pub fn mean(prior_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
+    /// A value out of range.
+    pub fn mean(prior_tokens: u32, classes: u32) -> Result<OutputLength, OutputLengthError> {
         if prior_tokens == 0 {
-            return Err(bad("prior tokens", "0".into(), "1 or more"));
+            return Err(bad("output length: prior tokens", "0".into(), "1 or more"));
         }
         OutputLength::of(Expected::Mean { prior_tokens }, classes)
     }
 
-    fn of(expected: Expected, classes: u32) -> Result<OutputLength, CoreError> {
+    fn of(expected: Expected, classes: u32) -> Result<OutputLength, OutputLengthError> {
         let most = NonZeroUsize::new(classes as usize).filter(|most| most.get() <= 1 << 20);
-        let most = most.ok_or_else(|| bad("classes", classes.to_string(), "1 to 2^20"))?;
+        let most = most.ok_or_else(|| bad("output length: classes", classes.to_string(), "1 to 2^20"))?;
         // `LruCache::with_hasher` would allocate space for all classes at once.
         let mut classes = LruCache::unbounded_with_hasher(DefaultHashBuilder::default());
         classes.resize(most);
@@ -223,7 +236,7 @@ mod tests {
 
     #[test]
     fn quantiles_by_hand() {
-        let mut lengths = OutputLength::new(0.5, MARGIN_TOKENS, 4).unwrap();
+        let mut lengths = OutputLength::new(0.5, OutputLength::MARGIN_TOKENS, 4).unwrap();
         assert_eq!((lengths.expected(1, 1), lengths.is_empty()), (None, true));
         lengths.ended(1, 9);
         assert_eq!((lengths.expected(1, 1), lengths.expected(1, 2)), (Some(29), None));

@@ -1,5 +1,5 @@
 //! Prefill time of an instance, learned from this router's first tokens.
-use crate::ids::Seconds;
+use crate::Seconds;
 
 /// Weight that an observation keeps when the next one arrives: about the last fifty count.
 const KEEP: f64 = 0.98;

@@ -1,14 +1,14 @@
 //! Online fit of the step-time model: least squares over decayed observations, with costs of at
 //! least 0.
-use super::StepTime;
-use crate::ids::Seconds;
+use crate::Seconds;
+use crate::StepTime;
 use smallvec::SmallVec;
 
 /// Terms of the model: steps, decoding sequences, their context tokens, prefill tokens, prefill
 /// attention pairs.
-pub const TERMS: usize = 5;
+pub(crate) const TERMS: usize = 5;
 /// The terms, summed over the steps of a time span.
-pub type Work = [f64; TERMS];
+pub(crate) type Work = [f64; TERMS];
 
 /// Weight that an observation keeps when the next one arrives: about the last seventy count.
 const KEEP: f64 = 0.985;
@@ -77,7 +77,7 @@ impl Default for StepFit {
 
 impl StepFit {
     /// Records that the instance did `work` in `seconds`. Ignores impossible values.
-    pub fn observe(&mut self, work: &Work, seconds: Seconds) {
+    pub(crate) fn observe(&mut self, work: &Work, seconds: Seconds) {
         let sane = work.iter().all(|term| (0.0..1e15).contains(term)) && work[0] >= 1.0;
         if !(sane && (1e-9..1e9).contains(&seconds)) {
             return;
@@ -126,13 +126,13 @@ impl StepFit {
 
     /// Records that `tokens` prefill tokens were computed in `steps` steps: a lower bound on the
     /// tokens per step.
-    pub fn saw_chunks(&mut self, tokens: f64, steps: f64) {
+    pub(crate) fn saw_chunks(&mut self, tokens: f64, steps: f64) {
         // The first step of a time span may already be filled by the same prefill.
         self.batch_tokens = self.batch_tokens.max((tokens / (steps + 1.0)).min(1e9));
     }
 
     /// Returns the number of steps of a prefill of `tokens` tokens alone.
-    pub fn steps(&self, tokens: f64) -> f64 {
+    pub(crate) fn steps(&self, tokens: f64) -> f64 {
         (tokens / self.batch_tokens).ceil().max(1.0)
     }
 

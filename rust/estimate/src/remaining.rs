@@ -5,7 +5,7 @@
 //! `integral of S from g on / S(g)` remaining tokens on average. The mean square of the remaining
 //! tokens is `2 x integral of (u - g) S(u) from g on / S(g)`. The curve is linear between its
 //! points, so both integrals are exact sums, stored from each point on: a prediction costs O(1).
-use super::survival::{FLOOR, PRIOR_TOKENS, Survival};
+use crate::survival::{FLOOR, PRIOR_TOKENS, Survival};
 
 /// A prediction of the remaining output tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -100,7 +100,7 @@ fn onward(width: f64, s: f64, end: f64, area: f64, moment: f64) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::survival::BUCKET_TOKENS;
+    use crate::survival::BUCKET_TOKENS;
     use proptest::prelude::*;
 
     fn curve(lengths: impl IntoIterator<Item = u32>) -> RemainingCurve {

@@ -5,9 +5,9 @@
 //! covers a factor of the square root of 2 in each of them. It corrects a step-time model: the
 //! profile of the engine if one is given, else a fit to the recorded steps. So steps that were
 //! never recorded have a time, too.
-use super::step_fit::{StepFit, Work};
-use super::{StepTime, attention_pairs};
-use crate::ids::Seconds;
+use crate::Seconds;
+use crate::step_fit::{StepFit, Work};
+use crate::{StepTime, attention_pairs};
 use hashbrown::HashMap;
 
 /// Steps that a cell keeps. Its correction is their median, so three outliers change nothing.

@@ -1,5 +1,5 @@
 //! Cost of loading a token from a tier below the GPU, learned from prefills that loaded tokens.
-use crate::ids::Seconds;
+use crate::Seconds;
 
 /// Weight that an observation keeps when the next one arrives: about the last fifty count.
 const KEEP: f64 = 0.98;

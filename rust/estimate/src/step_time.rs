@@ -1,6 +1,6 @@
 //! Step-time model: seconds of one engine step, from its batch.
-use super::attention_pairs;
-use crate::ids::Seconds;
+use crate::Seconds;
+use crate::attention_pairs;
 
 /// Step seconds = fixed + a x decode sequences + b x context tokens + c x prefill tokens
 /// + d x prefill attention pairs.

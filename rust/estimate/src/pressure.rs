@@ -15,8 +15,8 @@
 //! as they will be at that moment, in SIBYL's three types. Decoding requests are that much older,
 //! weighted by their chance to last. Bound requests have begun by then, or begin later and count
 //! with the remaining weights.
-use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
-use super::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
+use crate::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+use crate::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
 use multiversion::multiversion;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
@@ -59,7 +59,7 @@ impl Curve {
 
 /// Weights of the requests of an instance, in units of requests without a prompt.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Pressure {
+struct Pressure {
     /// Weights of decoding requests by age, at the boundaries of buckets, times the chance to get
     /// so old; and 1 over that chance in the middle of each bucket.
     running: Curve,
@@ -76,7 +76,7 @@ pub struct Pressure {
 
 impl Pressure {
     /// Makes the weights for answers of these lengths behind prompts of `prompt_tokens` on average.
-    pub fn new(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Pressure {
+    fn new(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Pressure {
         let curve = survival.boundaries();
         let last = (1..curve.len()).rev().find(|&i| curve[i] >= FEW).map_or(1, |i| (i + 1).min(BUCKETS));
         let end = last as f64 * BUCKET_TOKENS;
@@ -130,7 +130,7 @@ impl Pressure {
     }
 
     /// Returns the weights for a request that starts to decode at the time of `outlook`.
-    pub fn towards(&self, outlook: Outlook) -> Ahead<'_> {
+    fn towards(&self, outlook: Outlook) -> Ahead<'_> {
         Ahead { pressure: self, running: self.table(outlook.further()), outlook }
     }
 
@@ -175,7 +175,7 @@ impl Pressure {
 }
 
 /// Weights at the time at which a new request starts to decode.
-pub struct Ahead<'a> {
+struct Ahead<'a> {
     pressure: &'a Pressure,
     /// Weights of decoding requests, by bucket.
     running: Curve,
@@ -184,7 +184,7 @@ pub struct Ahead<'a> {
 
 impl Ahead<'_> {
     /// Returns the weight of the requests that decode on an instance or are bound to it.
-    pub fn of(&self, load: &DecodeLoad) -> f64 {
+    fn of(&self, load: &DecodeLoad) -> f64 {
         let running = load.decoding().weighed(&self.running.requests, &self.running.context);
         let bound = load.pending().map(|p| self.pressure.bound(p.prompt_tokens, self.outlook.age(p.start)));
         running + bound.sum::<f64>()
@@ -192,7 +192,7 @@ impl Ahead<'_> {
 
     /// Returns the weight of the requests of an instance if the length of each answer is known.
     /// `left`: the decoding requests, by the tokens they will still make.
-    pub fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
+    fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
         let (requests, context) = left.buckets();
         let further = self.outlook.further();
         let running = requests.iter().zip(context).enumerate().map(|(bucket, (requests, context))| {
@@ -285,7 +285,7 @@ fn inner(response: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::survival::CurveSettings;
+    use crate::survival::CurveSettings;
 
     const COST: DecodeCost = DecodeCost { sequence_seconds: 7e-5, context_token_seconds: 8.2e-8 };
 

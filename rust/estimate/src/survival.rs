@@ -4,7 +4,6 @@
 //! Two corrections to the paper. Eq. (4) updates only the boundaries that the finished answer has
 //! passed, where the indicator is always 1, so S would stay 1 forever. Here every boundary is
 //! updated. And S is P(L > l), so the indicator is `L > l`; the printed `>=` is off by one.
-use crate::wide::greater;
 use multiversion::multiversion;
 
 /// Default tokens between two boundaries of the curve. The curve is linear between boundaries.
@@ -12,7 +11,7 @@ pub const BUCKET_TOKENS: f64 = 64.0;
 /// Longest answers: longer answers count as this long.
 const LONGEST_TOKENS: f64 = 32_768.0;
 /// Default number of buckets.
-pub const BUCKETS: usize = 512;
+pub(crate) const BUCKETS: usize = 512;
 /// Weight that the curve keeps at each finished answer after the first thousand; before, all
 /// answers weigh the same.
 pub const ALPHA: f64 = 0.999;
@@ -26,10 +25,10 @@ pub const FLOOR: f64 = 1e-4;
 /// Number of prior requests.
 const PRIOR: f64 = 2.0;
 /// Mean length of the prior requests in tokens.
-pub const PRIOR_TOKENS: f64 = 2000.0;
+pub(crate) const PRIOR_TOKENS: f64 = 2000.0;
 
 /// Returns the number of buckets of `bucket_tokens` tokens up to the longest answers.
-pub fn buckets_of(bucket_tokens: f64) -> usize {
+pub(crate) fn buckets_of(bucket_tokens: f64) -> usize {
     (LONGEST_TOKENS / bucket_tokens).ceil() as usize
 }
 
@@ -184,7 +183,7 @@ impl Survival {
     }
 
     /// Returns 1 / S in the middle of each bucket.
-    pub fn inverse_middles(&self) -> &[f64] {
+    pub(crate) fn inverse_middles(&self) -> &[f64] {
         &self.inverse
     }
 }
@@ -192,7 +191,8 @@ impl Survival {
 #[multiversion(targets("x86_64+avx2"))]
 fn refine(curve: &[f64], floored: &mut [f64], inverse: &mut [f64]) {
     for (floored, s) in floored.iter_mut().zip(curve) {
-        *floored = greater(*s, FLOOR);
+        // One instruction, without the NaN handling of `f64::max`.
+        *floored = if *s > FLOOR { *s } else { FLOOR };
     }
     for (i, inverse) in inverse.iter_mut().enumerate() {
         *inverse = 2.0 / (floored[i] + floored[i + 1]);

@@ -1,5 +1,5 @@
 //! A sum with exponential decay.
-use crate::ids::Seconds;
+use crate::Seconds;
 use serde::{Deserialize, Serialize};
 
 /// A sum with exponential decay. All calls must use the same time constant.
