@@ -86,8 +86,7 @@ fn a_policy_that_looks_ahead_sees_the_requests_that_were_there_before_it() {
         };
         assert_eq!(loads(&late), loads(&always));
         // Another policy that reads more.
-        let oracle = REGISTRY.policy("sibyl_plus", &[("oracle".into(), 1.0)]).unwrap();
-        always.set_decode_policy(oracle).unwrap();
+        always.set_decode_policy(build("sibyl_known")).unwrap();
         assert_eq!(loads(&late), loads(&always));
         // All requests end: the ledger is empty.
         for (router, open) in [&mut always, &mut late].into_iter().zip(open) {
