@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from server_world import answer
 from test_server_keys_shared import BODY, configuration, process
@@ -50,6 +51,7 @@ async def test_all_workers_know_a_key_before_its_answer_also_a_worker_that_start
                 assert 'lmetric_api_keys{source="admin"} 2.0' in await page.text()
 
 
+@pytest.mark.nightly
 async def test_requests_see_no_401_while_keys_rotate(tmp_path: Path) -> None:
     """Eight clients send requests without a pause, and each uses the newest key."""
     async with engine(behave=answer) as fake:

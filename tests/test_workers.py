@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 import pytest
+import pytest_asyncio
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
@@ -113,6 +114,23 @@ async def replaced(process: Process, old: list[int]) -> None:
     await until(lambda: len(workers_of(process)) == 2 and not set(workers_of(process)) & set(old))
 
 
+async def whole(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
+    writer.write(plain(200, {"id": "x", "choices": []}))
+    return True
+
+
+SHARED = pytest.mark.asyncio(loop_scope="module")
+Shared = tuple[Process, Client, list[FakeEngine]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Shared]:
+    """Two workers for tests that leave them as they were: a start takes 3 seconds of CPU time."""
+    async with serving(base=OPEN, engines=2, behave=whole) as (process, client, engines):
+        client.headers = {}
+        yield process, client, engines
+
+
 class Gate:
     """An engine's behavior: each stream sends one token and waits for the gate."""
 
@@ -152,31 +170,28 @@ async def test_workers_divide_the_connections_and_count_each_others_requests() -
         assert await client.metric("lmetric_instance_bs") == 0
 
 
-async def test_the_live_pages_of_all_workers_show_end_to_end_times_of_all_requests() -> None:
-    async def answer(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
-        writer.write(plain(200, {"id": "x", "choices": []}))
-        return True
+@SHARED
+async def test_the_live_pages_of_all_workers_show_end_to_end_times_of_all_requests(shared: Shared) -> None:
+    _, client, _ = shared
+    numbers = [(await client.ask({"model": "tiny", "prompt": "a"}))[1] for _ in range(20)]
+    assert {number >> 48 for number in numbers} == {0, 1}
+    async with asyncio.timeout(60):
+        for _ in range(6):  # pages of both workers
+            while True:
+                page = await client.get("/debug/live")
+                if {int(each["id"].split("-")[0]) for each in page["requests"]} >= {*numbers}:
+                    break
+                await asyncio.sleep(0.1)
+            fields, points = page["history"]["fields"], page["history"]["points"]
+            rows = [dict(zip(fields, point, strict=True)) for point in points]
+            # Seconds in which requests ended, on any worker, have their times.
+            busy = [row for row in rows if row["requests_per_second"]]
+            assert busy
+            assert all(row["e2e_p50"] > 0 and row["ttft_p50"] is None for row in busy)
 
-    async with serving(behave=answer) as (_, client, _):
-        numbers = [(await client.ask({"model": "tiny", "prompt": "a"}))[1] for _ in range(20)]
-        assert {number >> 48 for number in numbers} == {0, 1}
-        async with asyncio.timeout(60):
-            for _ in range(6):  # pages of both workers
-                while len((page := await client.get("/debug/live"))["requests"]) < 20:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-                fields, points = page["history"]["fields"], page["history"]["points"]
-                rows = [dict(zip(fields, point, strict=True)) for point in points]
-                # Seconds in which requests ended, on any worker, have their times.
-                busy = [row for row in rows if row["requests_per_second"]]
-                assert busy
-                assert all(row["e2e_p50"] > 0 and row["ttft_p50"] is None for row in busy)
 
-
+@pytest.mark.nightly
 async def test_workers_show_each_others_requests_while_one_stands_still() -> None:
-    async def answer(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
-        writer.write(plain(200, {"id": "x", "choices": []}))
-        return True
-
     async def ask(client: Client) -> int | None:
         """Returns the worker of a request; None: it reached the worker that stands still."""
         try:
@@ -185,7 +200,7 @@ async def test_workers_show_each_others_requests_while_one_stands_still() -> Non
         except TimeoutError:
             return None
 
-    async with serving("--workers", "3", behave=answer) as (process, client, _):
+    async with serving("--workers", "3", behave=whole) as (process, client, _):
         still = workers_of(process)[0]
         os.kill(still, signal.SIGSTOP)
         try:
@@ -206,41 +221,38 @@ async def test_workers_show_each_others_requests_while_one_stands_still() -> Non
             os.kill(still, signal.SIGCONT)
 
 
-async def test_each_worker_lists_its_latest_decisions() -> None:
-    async def answer(_: FakeEngine, __: Any, writer: asyncio.StreamWriter) -> bool:
-        writer.write(plain(200, {"id": "x", "choices": []}))
-        return True
-
-    async with serving(behave=answer) as (_, client, _):
-        made = [(await client.ask({"model": "tiny", "prompt": "a"}))[1] for _ in range(20)]
-        latest = [sorted((each for each in made if each >> 48 == w), reverse=True)[:3] for w in (0, 1)]
-        assert all(latest)
-        lists = []
-        async with asyncio.timeout(60):
-            while not all(each in lists for each in latest):
-                page = await client.get("/debug/decisions?limit=3")
-                lists.append([int(each["id"].split("-")[0]) for each in page])
-        assert all(each in latest for each in lists)
+@SHARED
+async def test_each_worker_lists_its_latest_decisions(shared: Shared) -> None:
+    _, client, _ = shared
+    made = [(await client.ask({"model": "tiny", "prompt": "a"}))[1] for _ in range(20)]
+    latest = [sorted((each for each in made if each >> 48 == w), reverse=True)[:3] for w in (0, 1)]
+    assert all(latest)
+    lists = []
+    async with asyncio.timeout(60):
+        while not all(each in lists for each in latest):
+            page = await client.get("/debug/decisions?limit=3")
+            lists.append([int(each["id"].split("-")[0]) for each in page])
+    assert all(each in latest for each in lists)
 
 
-async def test_a_tenant_reads_its_decisions_from_every_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["key", pytest.param("name", marks=pytest.mark.nightly)])
+async def test_a_tenant_reads_its_decisions_from_every_worker(tmp_path: Path, by: str) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("{sk-1: acme, sk-2: other}")
     body = {"model": "tiny", "prompt": "a"}
-    named = "tenants={acme: {}, other: {}}"
-    for flags, own, others in (
-        (("--set", f"auth.keys_file={keys}"), {"api-key": "sk-1"}, {"api-key": "sk-2"}),
-        (("--set", named), {"x-tenant": "acme"}, {"x-tenant": "other"}),
-    ):
-        async with serving(*flags) as (_, client, _):
-            client.headers = own
-            async with client.session.post(client.url + "/v1/completions", json=body, headers=own) as answer:
-                assert answer.status == 200
-                path = f"/debug/decisions/{answer.headers['x-lmetric-decision']}"
-            for headers, status in ((own, 200), (others, 404)):
-                for _ in range(8):  # whichever worker answers
-                    async with client.session.get(client.url + path, headers=headers) as answer:
-                        assert answer.status == status, (headers, await answer.text())
+    flag, own, others = {
+        "key": (f"auth.keys_file={keys}", {"api-key": "sk-1"}, {"api-key": "sk-2"}),
+        "name": ("tenants={acme: {}, other: {}}", {"x-tenant": "acme"}, {"x-tenant": "other"}),
+    }[by]
+    async with serving("--set", flag) as (_, client, _):
+        client.headers = own
+        async with client.session.post(client.url + "/v1/completions", json=body, headers=own) as answer:
+            assert answer.status == 200
+            path = f"/debug/decisions/{answer.headers['x-lmetric-decision']}"
+        for headers, status in ((own, 200), (others, 404)):
+            for _ in range(8):  # whichever worker answers
+                async with client.session.get(client.url + path, headers=headers) as answer:
+                    assert answer.status == status, (headers, await answer.text())
 
 
 async def until_seen(client: Client, in_flight: int) -> None:
@@ -317,6 +329,7 @@ async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_d
         assert await process.ended() == 0
 
 
+@pytest.mark.nightly
 async def test_a_new_worker_repeats_changes_that_came_with_an_earlier_token(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("admin: {enabled: true, token: secret}\n")
@@ -339,6 +352,7 @@ async def test_a_new_worker_repeats_changes_that_came_with_an_earlier_token(tmp_
             assert "further" in states
 
 
+@pytest.mark.nightly
 async def test_a_new_worker_drains_no_later_engine_with_the_name_of_a_drained_one(tmp_path: Path) -> None:
     """As the pods of a StatefulSet, each drained before its replacement."""
     file = tmp_path / "engines.json"
@@ -368,6 +382,7 @@ async def test_a_new_worker_drains_no_later_engine_with_the_name_of_a_drained_on
                 assert drained == {"pod-0": False, "pod-1": True}
 
 
+@pytest.mark.nightly
 async def test_a_worker_that_starts_during_a_reload_follows_it(tmp_path: Path) -> None:
     """An API key that was removed, or a limit, must not stay as it was in one of the workers."""
     file = tmp_path / "router.yaml"
@@ -446,7 +461,7 @@ async def canary_of(client: Client, requests: int) -> Any:
     return seen[0]
 
 
-@pytest.mark.parametrize("by", ["command", "configuration"])
+@pytest.mark.parametrize("by", ["command", pytest.param("configuration", marks=pytest.mark.nightly)])
 async def test_a_session_keeps_its_arm_and_all_workers_have_one_canary(by: str) -> None:
     flags = ["--set", "canary={policy: round_robin, share: 0.5, warmup_seconds: 0}"]
     async with serving(*(flags if by == "configuration" else []), engines=2) as (process, client, _):
@@ -612,6 +627,7 @@ async def test_programs_are_held_over_all_workers_until_any_of_them_has_room() -
         assert await client.metric("lmetric_instance_in_flight") == 0
 
 
+@pytest.mark.nightly
 async def test_a_rolling_restart_keeps_programs() -> None:
     async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS, behave=Barrier(2)) as (process, client, _):
         homes = await begin_programs(client, range(2))
@@ -629,6 +645,7 @@ async def test_a_rolling_restart_keeps_programs() -> None:
         await until_programs(client, held=0, running=0)
 
 
+@pytest.mark.nightly
 async def test_programs_are_followed_by_default() -> None:
     async with serving(engines=2, cache_blocks=BLOCKS) as (_, client, _):
         for number in range(4):
@@ -660,12 +677,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_a_second_server_on_the_port_is_refused() -> None:
-    async with serving() as (process, _, engines):
-        port = process.url.rpartition(":")[2]
-        async with router("--engine", engines[0].url, *FLAGS, "--port", port) as second:
-            assert await second.ended() == 3
-            assert "Address already in use" in "".join(second.log)
+@SHARED
+async def test_a_second_server_on_the_port_is_refused(shared: Shared) -> None:
+    process, _, engines = shared
+    port = process.url.rpartition(":")[2]
+    async with router("--engine", engines[0].url, *FLAGS, "--port", port) as second:
+        assert await second.ended() == 3
+        assert "Address already in use" in "".join(second.log)
 
 
 async def test_a_start_that_fails_ends_all_workers_with_the_reason(tmp_path: Path) -> None:
@@ -782,26 +800,29 @@ async def test_the_end_of_the_server_is_announced_and_its_streams_finish() -> No
         assert await process.ended() == 0
 
 
-async def test_without_a_token_administrators_on_this_machine_reach_all_workers() -> None:
-    async with serving(base=OPEN, engines=2) as (_, client, engines):
-        client.headers = {}
-        name = engines[0].url.removeprefix("http://")
-        assert (await client.post(f"/admin/engines/{name}/drain", None))[0] == 200
+@SHARED
+async def test_without_a_token_administrators_on_this_machine_reach_all_workers(shared: Shared) -> None:
+    _, client, engines = shared
+    name = engines[0].url.removeprefix("http://")
+    for change, drained in (("drain", True), ("undrain", False)):
+        assert (await client.post(f"/admin/engines/{name}/{change}", None))[0] == 200
         for _ in range(6):
             states = {each["name"]: each["draining"] for each in await client.get("/debug/engines")}
-            assert states[name]
+            assert states[name] == drained
 
 
+@SHARED
 @pytest.mark.parametrize("mark", [b"\xff", b"a", "é".encode()])
-async def test_a_client_cannot_break_a_page_with_the_mark_of_the_supervisor(mark: bytes) -> None:
+async def test_a_client_cannot_break_a_page_with_the_mark_of_the_supervisor(
+    mark: bytes, shared: Shared
+) -> None:
     """Security: a byte that is no text made an error 500 with a traceback in the log."""
-    async with serving(base=OPEN) as (process, _, _):
-        place = urlsplit(process.url)
-        reader, writer = await asyncio.open_connection(place.hostname, place.port)
-        writer.write(
-            b"GET /debug/decisions/1-0123456789abcdef HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            b"x-lmetric-worker: " + mark + b"\r\n\r\n"
-        )
-        answer = await reader.read()
-        writer.close()
-        assert answer.startswith(b"HTTP/1.1 404 "), answer
+    place = urlsplit(shared[0].url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(
+        b"GET /debug/decisions/1-0123456789abcdef HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"x-lmetric-worker: " + mark + b"\r\n\r\n"
+    )
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 404 "), answer

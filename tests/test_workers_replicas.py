@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 import yaml
 
 from lmetric_lab.ports import free_ports
@@ -132,6 +133,7 @@ async def test_each_worker_counts_the_requests_of_all_other_routers(tmp_path: Pa
         await eventually(lambda: count(0))
 
 
+@pytest.mark.nightly
 async def test_workers_of_all_routers_share_a_budget_and_a_restart_forgets_none(tmp_path: Path) -> None:
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -162,6 +164,7 @@ async def test_workers_of_all_routers_share_a_budget_and_a_restart_forgets_none(
         assert [await a.ask() for _ in range(4)] == [-1] * 4
 
 
+@pytest.mark.nightly
 async def test_workers_of_all_routers_have_each_key(tmp_path: Path) -> None:
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 
+import pytest
+
 from server_world import FakeEngine
 from test_workers import ADMIT, BLOCKS, replaced, serving, turn, until_programs, workers_of
 
@@ -30,6 +32,7 @@ async def test_every_worker_has_the_engines_that_a_trainer_added() -> None:
         await added.stop()
 
 
+@pytest.mark.nightly
 async def test_a_new_worker_has_the_engines_and_the_last_weights() -> None:
     added = FakeEngine()
     await added.start()
