@@ -22,7 +22,9 @@ import pytest
 import yaml
 
 import chart_world
+from lmetric.config import load_config
 from lmetric_lab.ports import free_ports
+from test_docs import GROUP
 from test_monitoring import known, program
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +82,16 @@ def test_each_file_is_where_the_programs_look() -> None:
     assert home.startswith(provider["options"]["path"] + "/")
     (source,) = yaml.safe_load((COMPOSE / "grafana" / "datasource.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_commands_parse_and_the_routers_know_all_engines() -> None:
+    names = [name for name in services() if name.startswith(("engine", "router"))]
+    for name in names:
+        command, *words = services()[name]["command"]
+        GROUP.commands[command].make_context(command, words)
+    config = load_config(COMPOSE / "router.yaml", environ={"LMETRIC__REPLICAS__TOKEN": "token"})
+    urls = {engine.url for engine in config.engines} | set(config.replicas.urls)
+    assert urls == {f"http://{name}:{8000 if 'engine' in name else 8080}" for name in names}
 
 
 @dataclass
@@ -160,6 +172,7 @@ async def complete(stack: Stack, router: str, prompt: str) -> str:
         return str((await response.json())["object"])
 
 
+@pytest.mark.nightly
 async def test_two_routers_share_four_engines(tmp_path: Path) -> None:
     """Both routers serve requests, use all engines, and know each other's load."""
     async with started(tmp_path) as stack:

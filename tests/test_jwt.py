@@ -634,7 +634,7 @@ print([name for name in ("jwt", "cryptography") if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize("hidden", ["jwt", "cryptography", None])
+@pytest.mark.parametrize("hidden", ["jwt", pytest.param("cryptography", marks=pytest.mark.nightly), None])
 def test_the_package_is_needed_only_with_issuers(issuer: Issuer, tmp_path: Path, hidden: str | None) -> None:
     config = tmp_path / "router.yaml"
     settings: dict[str, Any] = {"engines": [{"url": "http://127.0.0.1:9"}]}

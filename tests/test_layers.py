@@ -54,11 +54,15 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 @cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def arrows() -> dict[str, set[str]]:
     """The files that each file imports."""
     return {
-        name: {other for other in imported(ast.parse(file.read_text())) if other in FILES}
-        for name, file in FILES.items()
+        name: {other for other in imported(tree_of(file)) if other in FILES} for name, file in FILES.items()
     }
 
 
@@ -104,7 +108,7 @@ def test_functions_of_the_server_have_few_parameters() -> None:
     many = [
         f"{name}.{node.name}"
         for name, file in FILES.items()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and parameters(node) > MOST_PARAMETERS
     ]
     assert many == []
@@ -120,7 +124,7 @@ def is_row(node: ast.AST) -> bool:
 
 def test_calls_in_the_server_name_their_further_arguments() -> None:
     """An inserted parameter must not shift the others silently. Calls of Rust may be positional."""
-    trees = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+    trees = {name: tree_of(file) for name, file in FILES.items()}
     defined = [
         node
         for tree in trees.values()
@@ -206,7 +210,7 @@ def targets(tree: ast.AST) -> Iterator[str]:
 @cache
 def house_arrows() -> dict[str, set[str]]:
     found = {
-        name: {other for other in targets(ast.parse(file.read_text())) if other in HOUSE and other != name}
+        name: {other for other in targets(tree_of(file)) if other in HOUSE and other != name}
         for name, file in HOUSE.items()
         if name != "lmetric._core"
     }

@@ -22,6 +22,7 @@ def study() -> Iterator[None]:
     yield from STUDY.importable()
 
 
+@pytest.mark.nightly
 def test_figure_5_has_the_papers_rates(tmp_path: Path) -> None:
     told = STUDY.made(tmp_path, "--quick", "--figure", "5")["5"]
     assert (told["quick"], told["seeds"]) == (True, 1)

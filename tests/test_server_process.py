@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 import pytest
 
+from cli_world import call
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, hang, says, token
 from waiting import PATIENCE_SECONDS
 
@@ -191,20 +192,26 @@ async def test_a_port_in_use() -> None:
         assert fake.connections == other.connections == 0
 
 
-async def test_wrong_configurations() -> None:
+async def test_a_wrong_configuration_ends_the_process() -> None:
+    async with router() as r:
+        code = await r.ended()
+        said = "".join(r.log)
+        assert code == 2, said
+        assert "no engines: set --engine URL" in said
+        assert "Traceback" not in said
+
+
+def test_wrong_configurations() -> None:
     for flags, says_so in (
-        ((), "no engines: set --engine URL"),
         (("--engine", "http://127.0.0.1:1", "--policy", "lmetrik"), "lmetric"),
         (("--engine", "http://127.0.0.1:1", "--policy", "p_token * (bsx + 1)"), "bsx"),
         (("--engine", "http://127.0.0.1:1/v1"), "leave out the /v1"),
         (("--config", "/nowhere.yaml"), "/nowhere.yaml: cannot be read"),
     ):
-        async with router(*flags) as r:
-            code = await r.ended()
-            said = "".join(r.log)
-            assert code == 2, said
-            assert says_so in said
-            assert "Traceback" not in said
+        done = call("serve", "--port", "0", *flags)
+        assert done.returncode == 2, done.stderr
+        assert says_so in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.nightly
@@ -256,7 +263,7 @@ async def test_a_running_server_loads_no_module_of_the_laboratory(tmp_path: Any)
         "def tell(): print('loaded:', *(m for m in sys.modules if 'lmetric_lab' in m), file=sys.stderr)\n"
         f"atexit.register(tell)\n{RUN}"
     )
-    flags = ("--embedded", "2", "--records", str(tmp_path), "--set", "shadow.policy=lmetric")
+    flags = ("--embedded", "1", "--records", str(tmp_path), "--set", "shadow.policy=lmetric")
     async with router(*flags, run=told) as r, aiohttp.ClientSession() as client:
         await r.listening()
         async with client.post(r.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}) as answer:

@@ -155,9 +155,12 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"policy": "planner", "split": {"kind": "apart", "min_gain_seconds": 0.0}},
+        pytest.param(
+            {"policy": "planner", "split": {"kind": "apart", "min_gain_seconds": 0.0}},
+            marks=pytest.mark.nightly,
+        ),
         {"split": {"kind": "apart", "min_gain_seconds": 0.0}},
-        {"split": {"kind": "libra", "min_gain": -1.0}},
+        pytest.param({"split": {"kind": "libra", "min_gain": -1.0}}, marks=pytest.mark.nightly),
         {"split": SplitAt(fraction=0.9)},
     ],
 )

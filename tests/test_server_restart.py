@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import orjson
+import pytest
 
 from lmetric_lab.ports import free_ports
 from test_server_process import RUN, Process, engine, router
@@ -76,6 +77,7 @@ class Load:
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.nightly
 async def test_a_second_process_on_the_port_is_refused() -> None:
     (port,) = free_ports(1)
     flags = ("--port", str(port))
