@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import orjson
 import pytest
 
 from lmetric.config import Timeouts
@@ -211,6 +212,22 @@ async def test_the_next_engines_refusal_is_an_event(refusal: str) -> None:
         first.go.set()
         _, rest = split_all(await client.body(head))
         assert message in error_of(rest)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    "said", [{"detail": "too long"}, {"error": "too long"}, {"error": {"reason": "too long"}}]
+)
+async def test_a_refusal_in_another_form_keeps_its_words(path: str, said: dict[str, Any]) -> None:
+    first = Queueing(reset)
+    async with asked(path, first, FakeEngine(behave=says(plain(400, said), then="keep"))) as (_, client):
+        head = await client.head()
+        first.go.set()
+        _, rest = split_all(await client.body(head))
+        told = orjson.loads(rest.partition(b"data: ")[2])
+        assert told["type"] == "error"
+        for each in (told, told["error"]) if path == "/v1/responses" else (told["error"],):
+            assert "too long" in each["message"]
 
 
 async def test_a_client_that_leaves_is_noticed() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from lmetric._core import NoInstanceError
+from lmetric.engines.errors import error_text
 from lmetric.server.api.paths import MESSAGES, RESPONSES
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def last_events(path: str, body: bytes) -> bytes:
     told = orjson.loads(body)
     error = told.get("error")
     error = error if isinstance(error, dict) else told
+    if not isinstance(error.get("message"), str):
+        error = {**error, "message": error_text(body)}
     if path == MESSAGES:
         kind = error.get("type")
         named = {
