@@ -160,6 +160,8 @@ class FakeEngine:
     health: int = 200
     metrics: bytes = b""
     parses: bool = False  # it parses the token ids of other engines
+    # It refuses longer bodies at once, reads no more, and keeps the connection.
+    max_body: int | None = None
     # Its list of models, instead of `model` alone, and any other page by path: status and body.
     cards: list[dict[str, Any]] | None = None
     extra_pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
@@ -226,7 +228,12 @@ class FakeEngine:
                         body += (await reader.readexactly(size + 2))[:-2]
                     await reader.readexactly(2)
                 else:
-                    body = await reader.readexactly(int(headers.get("content-length", 0)))
+                    size = int(headers.get("content-length", 0))
+                    if self.max_body is not None and size > self.max_body:
+                        writer.write(plain(413, {"error": {"message": "too long"}}))
+                        await until(writer.transport.is_closing)
+                        break
+                    body = await reader.readexactly(size)
                 if not await self._answer(Request(method, path, headers, body, number), writer):
                     break
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -265,6 +265,9 @@ class Pipe(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self.calls.append("small")
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.closing = True
 
@@ -520,3 +523,20 @@ async def test_all_slow_readers_together_hold_a_limited_number_of_bytes(
             writer.transport.abort()
         await w.until(lambda: not load.unread_bytes)
         await w.settled()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_no_request_waits_behind_a_refused_body(tls: bool, tmp_path: Path) -> None:
+    """An engine that answers early may never read the rest of the body."""
+    config: dict[str, Any] = {"timeouts": {"answer": 20.0}}
+    engine = FakeEngine()
+    if tls:
+        context, certificate = await self_signed(tmp_path)
+        config["engine_tls"] = {"ca_file": str(certificate)}
+        engine = TlsEngine(context)
+    engine.max_body = 1_000_000
+    async with world([engine], **config) as w:
+        await w.post({"model": "tiny", "prompt": "x"})  # the pool has one connection
+        status, _, _ = await w.post({"model": "tiny", "prompt": "x" * 20_000_000})
+        assert status == 413
+        assert (await w.post({"model": "tiny", "prompt": "x"}))[0] == 200
