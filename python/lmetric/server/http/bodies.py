@@ -75,7 +75,8 @@ class Bodies:
         if length > limit:
             raise _too_long(limit)
         transport = request.transport
-        if headers.get("expect", "").lower() == "100-continue" and _writable(transport):
+        expects = headers.get("expect", "").lower() == "100-continue" and request.version >= (1, 1)
+        if expects and _writable(transport):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         received = BodyParts()
         try:
