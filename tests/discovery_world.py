@@ -93,6 +93,7 @@ class DnsServer(asyncio.DatagramProtocol):
         self.zone: dict[tuple[str, str], list[str]] = {}
         self.ttl = 1
         self.fails = False
+        self.failing: set[tuple[str, str]] = set()  # answers SERVFAIL for these (name, type)
         self.silent = False
         self.address = ""
 
@@ -135,8 +136,9 @@ class DnsServer(asyncio.DatagramProtocol):
         answer = dns.message.make_response(query)
         answer.flags |= dns.flags.RA
         name = question.name.to_text(omit_final_dot=True)
-        records = self.zone.get((name, dns.rdatatype.to_text(question.rdtype)))
-        if self.fails:
+        asked = name, dns.rdatatype.to_text(question.rdtype)
+        records = self.zone.get(asked)
+        if self.fails or asked in self.failing:
             answer.set_rcode(dns.rcode.SERVFAIL)
         elif records:
             answer.answer.append(

@@ -57,6 +57,43 @@ async def test_service_records_bring_ports_and_names() -> None:
             assert told.problems[0] == "SRV of _http._tcp.vllm.test: lost.test:1 has no address"
 
 
+async def test_a_target_whose_look_up_fails_removes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    async with DnsServer() as server:
+        server.ttl = 0
+        server.zone["vllm.test", "SRV"] = [f"0 0 8000 e-{number}.test." for number in range(3)]
+        for number in range(3):
+            server.zone[f"e-{number}.test", "A"] = [f"10.0.0.{number}"]
+        server.failing |= {("e-0.test", "A"), ("e-1.test", "AAAA")}
+        every = [f"e-{number}.test:8000" for number in range(3)]
+        async with following(source(server, type="SRV", port=None, grace=60)) as told:
+            await told.until(lambda: told.names == every[1:])
+            server.failing = {("e-1.test", "A")}
+            await told.until(lambda: told.names == every)
+            assert "SRV of vllm.test: A of e-0.test: " in told.problems[0]
+            for seconds, left in ((59, every), (2, [every[0], every[2]])):
+                now += seconds
+                known = len(told.lists)
+                await told.until(lambda known=known: len(told.lists) > known + 1)
+                assert told.names == left
+            assert "A of e-1.test: " in told.problems[-1]
+            server.failing.clear()
+            server.zone["e-1.test", "A"] = ["10.0.1.1"]
+            await told.until(lambda: told.names == every)
+            assert told.lists[-1][1].config.url == "http://10.0.1.1:8000"
+
+
+async def test_an_address_of_one_kind_suffices() -> None:
+    async with DnsServer() as server:
+        server.zone["vllm.test", "SRV"] = ["0 0 8000 e-0.test."]
+        server.zone["e-0.test", "AAAA"] = ["fd00::1"]
+        server.failing.add(("e-0.test", "A"))
+        async with following(source(server, type="SRV", port=None)) as told:
+            await told.until(lambda: told.names == ["e-0.test:8000"])
+            assert not told.problems
+
+
 async def test_a_long_answer_comes_whole() -> None:
     async with DnsServer() as server:
         server.zone["vllm.test", "A"] = [f"10.0.{number}.1" for number in range(200)]

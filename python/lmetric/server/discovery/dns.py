@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import dns.asyncresolver
 import dns.exception
@@ -23,17 +24,31 @@ LOOK_UP_SECONDS = 5.0  # time limit of one look-up, over all name servers and re
 SHORTEST_SECONDS = 1.0  # shortest time between two look-ups
 
 
+class _Host(NamedTuple):
+    """The address of an SRV record's target.
+
+    ``address``: None: it has none. ``good_until``: on the monotonic clock; until then, the address
+    stays if the name servers give no answer. ``problem``: None: the name servers answered.
+    """
+
+    address: str | None
+    good_until: float = 0.0
+    problem: str | None = None
+
+
 class DnsNames:
     """A source: the addresses, or the SRV records, of a DNS name.
 
     A look-up that fails or finds no records keeps the engines for ``grace`` seconds after the last
-    good look-up. Then the source has no engines.
+    good look-up. Then the source has no engines. So does the engine of an SRV record's target, if
+    only the addresses of this target cannot be looked up.
     """
 
     def __init__(self, config: DnsSource, defaults: DiscoverySource) -> None:
         self._config = config
         self._defaults = defaults
         self._good_until = 0.0
+        self._hosts: dict[dns.name.Name, _Host] = {}  # of the last SRV records
 
     async def follow(self, sink: Sink) -> None:
         """Reports the engines to ``sink`` after each look-up, until canceled.
@@ -70,22 +85,40 @@ class DnsNames:
         targets = sorted(
             {(record.target, record.port) for record in answer if record.target != dns.name.root}
         )
-        hosts = await asyncio.gather(*(self._address(resolver, target) for target, _ in targets))
+        names = sorted({target for target, _ in targets})
+        hosts = await asyncio.gather(*(self._host(resolver, name) for name in names))
+        self._hosts = dict(zip(names, hosts, strict=True))
         engines, wrong = [], None
-        for (target, port), address in zip(targets, hosts, strict=True):
-            name = f"{target.to_text(omit_final_dot=True)}:{port}"
-            if address is None:
-                wrong = f"SRV of {config.name}: {name} has no address"
-            else:
-                engines.append(self._engine(address, port, name))
+        for target, port in targets:
+            name, host = f"{target.to_text(omit_final_dot=True)}:{port}", self._hosts[target]
+            if host.address is not None:
+                engines.append(self._engine(host.address, port, name))
+            problem = host.problem or (f"{name} has no address" if host.address is None else None)
+            if problem is not None:
+                wrong = f"SRV of {config.name}: {problem}"
         return engines, seconds, wrong
 
-    @staticmethod
-    async def _address(resolver: dns.asyncresolver.Resolver, target: dns.name.Name) -> str | None:
-        try:
-            return min((await resolver.resolve_name(target)).addresses())
-        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
-            return None
+    async def _host(self, resolver: dns.asyncresolver.Resolver, target: dns.name.Name) -> _Host:
+        """Looks up the lowest IPv4 address of a target, or else its lowest IPv6 address."""
+        problem = None
+        last = self._hosts.get(target, _Host(None))
+        if time.monotonic() >= last.good_until:
+            last = _Host(None)
+        for kind in ("A", "AAAA"):
+            try:
+                answer = await resolver.resolve(target, kind)
+            except dns.resolver.NXDOMAIN:
+                break
+            except dns.resolver.NoAnswer:
+                continue
+            except dns.exception.DNSException as error:
+                problem = f"{kind} of {target.to_text(omit_final_dot=True)}: {_reason(error)}"
+                if last.address is not None and ":" not in last.address:
+                    break  # no change to another kind of address
+            else:
+                good_until = time.monotonic() + self._config.grace
+                return _Host(min(record.address for record in answer), good_until)
+        return _Host(None) if problem is None else last._replace(problem=problem)
 
     def _engine(self, address: str, port: int | None, name: str | None = None) -> Found:
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
