@@ -1,9 +1,9 @@
 //! The feed of a router with warm caches: `cargo bench -p lmetric-core --bench feed`.
 use criterion::{Criterion, criterion_group, criterion_main};
 use lmetric_core::Registry;
+use lmetric_core::feed::{KvFeed, Means, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 
 fn feed(c: &mut Criterion) {

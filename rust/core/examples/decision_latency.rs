@@ -8,12 +8,12 @@
 //! beside two threads that store 100,000 blocks/s and remove as many.
 use lmetric_core::InstanceId;
 use lmetric_core::Registry;
+use lmetric_core::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Event, Failure};
 use lmetric_core::request::Request;
-use lmetric_core::router::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, PrefixMatch, Router, RouterConfig, SharedRouter};
 use std::sync::atomic::{AtomicBool, Ordering};

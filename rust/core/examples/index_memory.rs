@@ -5,10 +5,10 @@
 //! the others. "exact" also keeps the map from engine hashes, and the engine removes every eighth
 //! block again.
 use lmetric_core::Registry;
+use lmetric_core::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::time::Instant;
 

@@ -25,8 +25,9 @@
 //! # Ok::<(), CoreError>(())
 //! ```
 //!
-//! Dependencies go one way: `policy -> indicators -> ids`, and all modules may use the crates
-//! [`estimate`] and [`kv`]. Only `router` uses all modules.
+//! Dependencies go one way: `feed -> router -> policy -> indicators -> ids`, and all modules may use
+//! the crates [`estimate`] and [`kv`]. `router` uses all modules but `feed`, which applies the
+//! engines' events to its caches.
 
 // Unit tests and integration tests share fixtures that import this crate by its name.
 #[cfg(test)]
@@ -38,6 +39,7 @@ pub mod budget;
 mod codec;
 pub mod error;
 pub mod expr;
+pub mod feed;
 pub mod fleet;
 pub mod guard;
 pub mod ids;

@@ -1,13 +1,13 @@
 //! The engines' caches behind a lock of their own: events beside decisions and changes of the
 //! fleet.
 use lmetric_core::Registry;
+use lmetric_core::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::{Allowed, Request};
-use lmetric_core::router::feed::{KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, PrefixMatch, Router, RouterConfig, SharedRouter};
 use std::sync::Barrier;
 

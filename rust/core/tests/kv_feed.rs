@@ -1,10 +1,10 @@
 //! KV events applied to a router's index: names, copies, ranks, reports, bounds.
 use lmetric_core::Registry;
+use lmetric_core::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::request::Request;
-use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use proptest::prelude::*;
 use std::collections::HashMap;

@@ -1,11 +1,11 @@
 //! KV events while others change the same data: instances that leave, key schemes, other users of
 //! the feed.
 use lmetric_core::Registry;
+use lmetric_core::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::groups::Group;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
-use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

@@ -1,10 +1,10 @@
 //! Limits of the KV index and its feed, reached late or by engines that are not honest.
+use lmetric_core::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::groups::{Group, MAX_GROUPS};
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
-use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_core::warm::Fetch;

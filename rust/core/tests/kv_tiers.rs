@@ -1,5 +1,6 @@
 //! KV events of tiers below the GPU: names, removals per tier, hits and scores.
 use lmetric_core::Registry;
+use lmetric_core::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
@@ -7,7 +8,6 @@ use lmetric_core::kv::tier::Tier;
 use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::{Allowed, Request};
-use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{
     Decision, FetchConfig, IndexFeed, Router, RouterConfig, SharedRouter, TierConfig,
 };

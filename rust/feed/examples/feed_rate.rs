@@ -6,9 +6,9 @@
 //! event each. The caches are full, with 2,048 blocks per instance. Seconds are the thread's CPU
 //! time (Linux), so other load on the machine counts little.
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
 use rmp::encode as pack;

@@ -6,10 +6,10 @@ use crate::event::{Event, MAX_STEPS, Removed, Scratch, Stored, moment_of, read_b
 use crate::extra::Rest;
 use crate::groups::{Others, Role};
 use crate::load::LOAD;
+use lmetric_core::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
 use lmetric_core::kv::groups::Group;
 use lmetric_core::kv::hash::Domain;
 use lmetric_core::kv::tier::Tier;
-use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
 //! Blocks of lower tiers that arrive before the block that precedes them.
 use crate::event::Stored;
+use lmetric_core::feed::{Means, Stored as Blocks};
 use lmetric_core::kv::hash::Domain;
 use lmetric_core::kv::tier::Tier;
-use lmetric_core::router::feed::{Means, Stored as Blocks};
 use std::collections::HashMap;
 
 /// Maximum number of blocks that wait in one batch. Engines report the copies of one step in one

@@ -8,7 +8,7 @@ use crate::stream::{HELD_BYTES, Sink, Standing, Stream};
 use crate::weights::NewWeights;
 use crate::zmtp::{MAX_MESSAGE_BYTES, Talk};
 use lmetric_core::CoreError;
-use lmetric_core::router::feed::{KvFeed, Source as Origin};
+use lmetric_core::feed::{KvFeed, Source as Origin};
 use lmetric_core::router::ledger::Report;
 use parking_lot::Mutex;
 use std::net::SocketAddr;

@@ -15,7 +15,7 @@ use crate::status::Status;
 use crate::stream::{Counts, Standing};
 use crate::zmtp::Talk;
 use lmetric_core::CoreError;
-use lmetric_core::router::feed::KvFeed;
+use lmetric_core::feed::KvFeed;
 use mio::{Events, Poll, Token, Waker};
 use parking_lot::Mutex;
 use std::cmp::Reverse;

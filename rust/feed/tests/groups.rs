@@ -3,11 +3,11 @@
 mod publisher;
 
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::request::Request;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
 use lmetric_feed::decode::Reader;

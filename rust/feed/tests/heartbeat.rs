@@ -1,8 +1,8 @@
 //! Status of a feed whose thread has stopped.
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::stream::Standing;
 use lmetric_feed::{EventFeed, Subscription};

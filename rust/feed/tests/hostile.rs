@@ -1,10 +1,10 @@
 //! Events of an engine that is not honest: they cost work in proportion to their bytes, and keep
 //! bounded memory (security F5, rust 7.14).
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::groups::MAX_GROUPS;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
 use lmetric_feed::event::MAX_STEPS;

@@ -2,9 +2,9 @@
 mod publisher;
 
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::event::MAX_STEPS;
 use lmetric_feed::status::Status;

@@ -3,9 +3,9 @@
 mod publisher;
 
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::{EventFeed, Subscription};
 use publisher::Publisher;

@@ -1,9 +1,9 @@
 //! Tests the stream against a model of an engine and of message loss.
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
 use lmetric_feed::stream::{Sink, Standing, Stream};

@@ -1,11 +1,11 @@
 //! Events of tiers below the GPU, in the forms that vLLM 0.32 sends.
 use lmetric_core::Registry;
+use lmetric_core::feed::KvFeed;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tier::Tier;
 use lmetric_core::request::Request;
-use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::apply::Applier;
 use rmp::encode as pack;

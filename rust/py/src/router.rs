@@ -18,6 +18,7 @@ use crate::ticket::{Decision, InstanceStats, Stats, Ticket};
 use crate::warm::Warming;
 use decide::Asked;
 use lmetric_core::estimate::StepTime;
+use lmetric_core::feed::{KvFeed, Means, Stored};
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
 use lmetric_core::kv::keys::Keys;
@@ -26,7 +27,6 @@ use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
 use lmetric_core::request::Request as CoreRequest;
-use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
     IndexFeed, LoadMessage as CoreMessage, Message, NamedMove, Router as CoreRouter, RouterConfig,

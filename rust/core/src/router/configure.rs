@@ -121,7 +121,7 @@ impl Router {
     }
 
     /// Forgets the LoRA adapters that the instance has loaded: its engine has restarted.
-    pub(super) fn forget_loaded(&mut self, id: InstanceId) {
+    pub(crate) fn forget_loaded(&mut self, id: InstanceId) {
         self.state.ledger.parts_mut(id.index()).0.forget_loaded();
     }
 

@@ -7,7 +7,6 @@
 //!
 //! | files | what they hold |
 //! | --- | --- |
-//! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow`, `stages` | decisions; events of placed requests; stages of decisions |
 //! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; trials; fleet changes |
@@ -33,7 +32,6 @@ mod context;
 mod decide;
 mod decision;
 mod features;
-pub mod feed;
 mod fetch_cost;
 mod follow;
 mod idle;

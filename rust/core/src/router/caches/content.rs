@@ -111,7 +111,7 @@ impl Caches {
     }
 
     /// Returns the number of slots, including free ones.
-    pub(in crate::router) fn slots(&self) -> usize {
+    pub(crate) fn slots(&self) -> usize {
         self.owners.len()
     }
 
@@ -121,7 +121,7 @@ impl Caches {
     }
 
     /// Returns the source of an instance's index entries.
-    pub(in crate::router) fn feed(&self, id: InstanceId) -> IndexFeed {
+    pub(crate) fn feed(&self, id: InstanceId) -> IndexFeed {
         self.owners.get(id.index()).map_or(IndexFeed::default(), |owner| owner.feed)
     }
 
@@ -183,7 +183,7 @@ impl Caches {
     }
 
     /// Returns the index that holds the blocks of a cache.
-    pub(in crate::router) fn index_of(&mut self, cache: Cache) -> Option<&mut KvIndex> {
+    pub(crate) fn index_of(&mut self, cache: Cache) -> Option<&mut KvIndex> {
         match cache.group {
             None => self.index_mut(cache.tier),
             Some(_) => self.groups.index_mut(),
@@ -196,7 +196,7 @@ impl Caches {
     }
 
     /// Returns the KV cache groups of all instances, for changes.
-    pub(in crate::router) fn groups_mut(&mut self) -> &mut Groups {
+    pub(crate) fn groups_mut(&mut self) -> &mut Groups {
         &mut self.groups
     }
 
@@ -223,7 +223,7 @@ impl Caches {
     /// the GPUs' index; later ones, after [`Caches::empty`], get the same bytes. Returns false if
     /// the GPUs' index has already grown beyond its half, or if the half is below
     /// [`KvIndex::MIN_BYTES`].
-    pub(in crate::router) fn open_groups(&mut self) -> bool {
+    pub(crate) fn open_groups(&mut self) -> bool {
         if !self.groups.is_empty() {
             return true;
         }
@@ -241,7 +241,7 @@ impl Caches {
 
     /// Empties the GPUs' index and drops those of lower tiers and groups. Returns the old ones,
     /// because dropping them takes time.
-    pub(in crate::router) fn empty(&mut self) -> impl Sized + use<> {
+    pub(crate) fn empty(&mut self) -> impl Sized + use<> {
         let gpu = self.gpu.emptied();
         (std::mem::replace(&mut self.gpu, gpu), self.tiers.take(), self.groups.take())
     }
@@ -279,7 +279,7 @@ impl Caches {
     }
 
     /// Forgets the measured size of an instance's cache: its engine may be another one.
-    pub(in crate::router) fn forget_full(&mut self, id: InstanceId) {
+    pub(crate) fn forget_full(&mut self, id: InstanceId) {
         self.gpu.take_full(id);
         if let Some(owner) = self.owners.get_mut(id.index()) {
             owner.full = FullCache::default();

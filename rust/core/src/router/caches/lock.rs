@@ -5,7 +5,7 @@
 //! wait meanwhile. Builds with debug assertions check both. Matches and events hold the caches for
 //! microseconds; changes of the fleet may hold them longer.
 //!
-//! [`KvFeed`]: crate::router::feed::KvFeed
+//! [`KvFeed`]: crate::feed::KvFeed
 use super::content::{Caches, PrefixMatch};
 use super::predictions::{Prediction, Predictions};
 use crate::fleet::Member;
@@ -93,7 +93,7 @@ impl SharedCaches {
 
     /// Takes the caches for an event: waiting readers go first, and go next when they are released.
     /// An event must hold the caches for microseconds only.
-    pub(in crate::router) fn write_behind(&self) -> Writing<'_> {
+    pub(crate) fn write_behind(&self) -> Writing<'_> {
         give_way(&self.inner.waiting);
         self.writing(true)
     }

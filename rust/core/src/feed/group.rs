@@ -7,7 +7,7 @@ use crate::kv::groups::{Group, GroupTier};
 use crate::kv::index::Copies;
 use crate::kv::names::Cache;
 use crate::kv::tier::Tier;
-use crate::router::caches::Caches;
+use crate::router::Caches;
 use parking_lot::MutexGuard;
 
 /// Returns the name of a cache's block in the index that holds it.

@@ -3,8 +3,7 @@ use super::event::{Refused, Source, Stored};
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 use crate::kv::names::Names;
-use crate::router::caches::SharedCaches;
-use crate::router::shared::SharedRouter;
+use crate::router::{SharedCaches, SharedRouter};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

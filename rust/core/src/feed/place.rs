@@ -6,7 +6,7 @@ use crate::kv::index::copy::CopyStatus;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tier::Tier;
-use crate::router::caches::Caches;
+use crate::router::Caches;
 use hashbrown::HashMap;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;

@@ -3,7 +3,10 @@
 //! A feeder (a subscriber's thread, an embedding program) calls the methods of [`KvFeed`]. The feed
 //! hashes blocks without a lock, and stores their engine names under its own. It takes the caches
 //! only for index changes of 16 blocks each, so that decisions wait no longer, even for large
-//! events. It takes the router only where it needs the names of instances.
+//! events. It takes the router only for the names and properties of instances.
+//!
+//! No decision reads the feed: the index in [`Caches`](crate::router::Caches) is all that they
+//! share.
 mod event;
 mod group;
 mod place;
@@ -12,16 +15,14 @@ mod state;
 pub use event::{Applied, Source, Stored};
 pub use state::KvFeed;
 
-use super::caches::Writing;
-use super::ledger::Report;
-use super::settings::IndexFeed;
-use super::shared::SharedRouter;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
 use crate::kv::keys::Keys;
 pub use crate::kv::names::Means;
 use crate::kv::names::{Cache, Names};
 use crate::kv::tier::Tier;
+use crate::router::ledger::Report;
+use crate::router::{IndexFeed, SharedRouter, Writing};
 use event::Refused;
 use group::block_in;
 use parking_lot::{Mutex, RwLock};
