@@ -1,16 +1,15 @@
 //! Settings that can change while a router serves.
 use super::fetch_cost::Fetches;
 use super::listeners::lengths::Lengths;
-use super::listeners::priorities::{Ordering, Priorities};
-use super::listeners::rebalancing::Rounds;
+use super::listeners::shadow::ShadowChoices;
 use super::plan::planners::Split;
 use super::router::Router;
-use super::settings::{FetchConfig, IndexFeed, Rebalancing};
-use super::state::{ForecastReads, Selector, State, check_cache_blocks};
+use super::settings::{FetchConfig, IndexFeed};
+use super::state::{Selector, State, check_cache_blocks};
 use super::tickets;
 use crate::error::CoreError;
 use crate::estimate::StepTime;
-use crate::ids::{InstanceId, Seconds};
+use crate::ids::InstanceId;
 use crate::plan::{Binding, Cuts};
 use crate::policy::Policy;
 
@@ -39,15 +38,46 @@ impl Router {
         policy: Box<dyn Policy>,
         place: impl Fn(&mut State) -> &mut Selector,
     ) -> Result<(), CoreError> {
-        let selector = place(&mut self.state);
-        let (made, guarded) = (selector.made, selector.guarded);
-        let new = Selector { made, guarded, ..Selector::new(policy) };
-        let old = std::mem::replace(selector, new);
+        let Selector { made, guarded, .. } = *place(&mut self.state);
+        let old = self.swap(place, Selector { made, guarded, ..Selector::new(policy) })?;
+        self.fallbacks = std::mem::take(&mut self.fallbacks).and(old.policy.fallbacks());
+        Ok(())
+    }
+
+    /// Puts a policy in a place, and returns the old one. Nothing changes on an error.
+    fn swap<T>(&mut self, place: impl Fn(&mut State) -> &mut T, new: T) -> Result<T, CoreError> {
+        let old = std::mem::replace(place(&mut self.state), new);
         if let Err(error) = self.look_ahead() {
             *place(&mut self.state) = old;
             return Err(error);
         }
-        self.fallbacks = std::mem::take(&mut self.fallbacks).and(old.policy.fallbacks());
+        Ok(old)
+    }
+
+    /// Sets the policy of requests in the canary ([`Request::arm`](crate::request::Request::arm));
+    /// `None`: the router's policy decides them. `guarded`: whether the hot-spot guard filters the
+    /// canary's candidates. Requests in flight stay on their instances.
+    ///
+    /// # Errors
+    /// The errors of [`Router::set_policy`]; nothing changes then.
+    pub fn set_canary(&mut self, canary: Option<(Box<dyn Policy>, bool)>) -> Result<(), CoreError> {
+        if let Some(old) = self.swap(|state| &mut state.canary, canary.map(Selector::on_trial))? {
+            self.fallbacks = std::mem::take(&mut self.fallbacks).and(old.policy.fallbacks());
+        }
+        self.switch_guard();
+        Ok(())
+    }
+
+    /// Sets the policy of the shadow ([`Request::shadow`](crate::request::Request::shadow));
+    /// `None`: there is no shadow. `guarded`: whether the hot-spot guard filters its candidates, if
+    /// the guard is on.
+    ///
+    /// # Errors
+    /// The errors of [`Router::set_policy`]; nothing changes then.
+    pub fn set_shadow(&mut self, shadow: Option<(Box<dyn Policy>, bool)>) -> Result<(), CoreError> {
+        self.swap(|state| &mut state.shadow, shadow.map(Selector::on_trial))?;
+        let slots = self.state.fleet.slots();
+        self.listeners.shadow = self.state.shadow.is_some().then(|| ShadowChoices::new(slots));
         Ok(())
     }
 
@@ -125,20 +155,6 @@ impl Router {
         self.state.ledger.parts_mut(id.index()).0.forget_loaded();
     }
 
-    /// Turns the hot-spot guard on or off for the router's policy. A canary's policy may still need
-    /// it ([`Router::set_canary`]).
-    pub fn set_guard(&mut self, on: bool) {
-        self.state.first.guarded = on;
-        self.switch_guard();
-    }
-
-    /// Turns the hot-spot guard on or off for all policies.
-    pub fn set_guard_of_all(&mut self, on: bool) {
-        let State { canary, shadow, .. } = &mut self.state;
-        canary.iter_mut().chain(shadow).for_each(|each| each.guarded = on);
-        self.set_guard(on);
-    }
-
     /// Sets the step-time model of an instance whose hardware differs from the others. `None`: the
     /// model of the configuration, which is also the default.
     ///
@@ -179,36 +195,5 @@ impl Router {
     pub fn set_fetch(&mut self, fetch: Option<FetchConfig>) -> Result<(), CoreError> {
         self.state.fetches = fetch.map(Fetches::new).transpose()?;
         Ok(())
-    }
-
-    /// Sets the order of requests; `None`: requests have no priority.
-    ///
-    /// # Errors
-    /// `BadValue` for a setting out of its range.
-    pub fn set_priorities(&mut self, priorities: Option<Priorities>) -> Result<(), CoreError> {
-        self.listeners.priorities = priorities.map(Ordering::new).transpose()?;
-        Ok(())
-    }
-
-    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`], for example after a step or
-    /// drift of the wall clock. Learned values stay. Other orders have no clock.
-    ///
-    /// # Errors
-    /// `BadValue` for an offset out of range.
-    pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
-        self.listeners.priorities.as_mut().map_or(Ok(()), |order| order.set_clock_offset(seconds))
-    }
-
-    /// Sets how running requests are moved; `None`: they are not moved. From now on, the router
-    /// learns the data that the forecast reads.
-    ///
-    /// # Errors
-    /// `BadValue` if policies and forecast need different survival curves.
-    pub fn set_rebalancing(&mut self, rebalancing: Option<Rebalancing>) -> Result<(), CoreError> {
-        self.state.forecast =
-            rebalancing.as_ref().map(|by| ForecastReads { curve: by.forecast.reads_curve() });
-        let turns = self.listeners.rebalancing.take().and_then(|rounds| rounds.turns);
-        self.listeners.rebalancing = rebalancing.map(|by| Rounds::new(by, turns));
-        self.look_ahead()
     }
 }

@@ -93,7 +93,9 @@ impl Router {
         })?;
         let mut record = self.explained(request, request_id, first, now);
         if request.shadow {
-            record.shadow = self.shadow_of(request, first, now);
+            let shadow = self.listeners.shadow.as_mut();
+            record.shadow =
+                shadow.and_then(|by| by.score(&mut self.state, &self.context, request, first, now));
         }
         self.context.roomy.clear();
         let chosen = self.state.plan(&mut self.context, request, first, &[], now);
@@ -126,20 +128,6 @@ impl Router {
     /// First stage of a decision: finds the length of the prompt's prefix on each instance.
     pub fn match_prefix(&mut self, request: &Request<'_>) {
         self.state.match_prefix(&mut self.context, request);
-    }
-
-    /// Returns the leading prompt tokens that each live instance holds, in slot order. Changes no
-    /// state.
-    pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
-        self.match_prefix(request);
-        let mut hits = self.context.hit_blocks.clone();
-        self.state.whole_hits(request, &mut hits);
-        let fleet = &self.state.fleet;
-        if fleet.live_count() < hits.len() {
-            let mut ids = self.state.ids();
-            hits.retain(|_| ids.next().is_some_and(|id| fleet.is_live(id)));
-        }
-        hits
     }
 
     /// Second stage: scores every instance and returns the best one. The ledger is unchanged.

@@ -8,9 +8,9 @@
 //! | files | what they hold |
 //! | --- | --- |
 //! | `shared` | the router behind a lock; tickets that close themselves |
-//! | `decide`, `follow`, `stages` | decisions; events of placed requests; stages of decisions |
-//! | `admission`, `idle`, `trial`, `warm` | arrivals; policy checks; trials; fleet changes |
-//! | `configure`, `features`, `reports` | settings; features; reports |
+//! | `decide`, `stages` | decisions; stages of decisions |
+//! | `calls` | calls that no decision makes: of features, of placed requests, for metrics |
+//! | `configure`, `reports` | settings; reports of engines |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
 //! | `listeners` | features beside the core: guard, priorities, admission, rebalancing and others |
@@ -25,16 +25,13 @@
 //! | `caches` | the engines' caches: indexes of blocks, behind a lock of their own |
 //! | `settings`, `patience` | settings of a router; how work behind decisions lets them go first |
 
-mod admission;
 mod caches;
+mod calls;
 mod configure;
 mod context;
 mod decide;
 mod decision;
-mod features;
 mod fetch_cost;
-mod follow;
-mod idle;
 pub mod ledger;
 pub mod lifecycle;
 mod listeners;
@@ -50,8 +47,6 @@ pub mod shared;
 mod stages;
 mod state;
 pub mod tickets;
-mod trial;
-mod warm;
 
 pub use caches::{Caches, PrefixMatch, Reading, SharedCaches, Writing};
 pub use decision::{Decision, Totals};

@@ -43,6 +43,11 @@ impl Selector {
             guarded: true,
         }
     }
+
+    /// Creates the selector of a policy on trial, and whether the guard filters its candidates.
+    pub fn on_trial((policy, guarded): (Box<dyn Policy>, bool)) -> Selector {
+        Selector { guarded, ..Selector::new(policy) }
+    }
 }
 
 /// The interface between a planner and one request. The request's first segment is placed on a

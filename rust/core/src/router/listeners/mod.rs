@@ -3,7 +3,6 @@
 //! may exclude instances from the next choice, and adds its part to the decision record. Listeners
 //! do not call each other. [`Listeners`] owns all of them and passes each event on, in one order.
 pub mod admission;
-mod demand;
 pub mod guard;
 pub mod lengths;
 mod listener;
@@ -12,6 +11,8 @@ pub mod outgoing;
 pub mod priorities;
 pub mod rebalancing;
 pub mod replicas;
+pub mod shadow;
+pub mod warm;
 pub mod workers;
 
 pub use listener::{Before, Ended, Listener, Placement};
@@ -32,6 +33,7 @@ use outgoing::Outgoing;
 use priorities::Ordering;
 use rebalancing::Rounds;
 use replicas::Replicas;
+use shadow::ShadowChoices;
 use std::borrow::Cow;
 
 /// All listeners. Optional ones exist only if they are configured.
@@ -52,6 +54,8 @@ pub struct Listeners {
     pub replicas: Replicas,
     /// Changes of this router's load, for its peers.
     pub outgoing: Outgoing,
+    /// Choices of the shadow policy, if there is one; it reacts to no event.
+    pub shadow: Option<ShadowChoices>,
 }
 
 impl Listeners {
@@ -72,6 +76,7 @@ impl Listeners {
             lengths: None,
             replicas: Replicas::default(),
             outgoing: Outgoing::default(),
+            shadow: None,
         })
     }
 
@@ -112,8 +117,17 @@ impl Listeners {
     /// listener can be forgotten.
     #[inline]
     fn each(&mut self, mut call: impl FnMut(&mut dyn Listener)) {
-        let Listeners { guard, priorities, admission, rebalancing, demand, lengths, replicas, outgoing } =
-            self;
+        let Listeners {
+            guard,
+            priorities,
+            admission,
+            rebalancing,
+            demand,
+            lengths,
+            replicas,
+            outgoing,
+            shadow: _,
+        } = self;
         if let Some(guard) = guard {
             call(guard);
         }

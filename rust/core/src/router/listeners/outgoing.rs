@@ -5,7 +5,8 @@ use super::listener::Listener;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
-use crate::router::ledger::{Ledger, Published};
+use crate::program::{Followed, PeerPrograms};
+use crate::router::ledger::{Ledger, Published, Share};
 use std::sync::Arc;
 
 /// The load that peers know, and the versions in which it changed.
@@ -118,5 +119,26 @@ impl Listener for Outgoing {
         {
             self.removed.push((self.version + 1, fleet.name(id).clone()));
         }
+    }
+}
+
+/// Returns a function that returns a router's load on an instance at `now`.
+pub fn published(programs: Option<&Followed>, now: Seconds) -> impl Fn(&Ledger, InstanceId) -> Published {
+    let demand = programs.map(|followed| followed.programs().demand_per_instance(now));
+    move |ledger, id| {
+        let mut load = Published::from(ledger.share(id.index(), now));
+        if let (Some(programs), Some(demand)) = (programs, demand) {
+            let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } =
+                programs.published(id, demand);
+            load.share = Share {
+                program_tokens: tokens,
+                programs,
+                held_program_tokens: held_tokens,
+                admitted_program_tokens: admitted_tokens,
+                ..load.share
+            };
+            load.roots = roots;
+        }
+        load
     }
 }

@@ -1,13 +1,13 @@
 //! Calls about arrivals: which requests run now, which wait, and which are refused.
-use super::listeners::admission as arrivals;
-use super::listeners::{Before, Listeners};
-use super::router::Router;
 use crate::admission::{Admission, LoadConfig, LoadSnapshot, Released, Verdict};
 use crate::error::CoreError;
 use crate::ids::{ArrivalId, InstanceId, Seconds};
 use crate::program::ledger::InstanceLedger;
 use crate::program::{ProgramConfig, Programs};
 use crate::request::Request;
+use crate::router::listeners::admission as arrivals;
+use crate::router::listeners::{Before, Listeners};
+use crate::router::router::Router;
 
 impl Router {
     /// Records an arriving request before its decision, and decides whether it runs now, waits or

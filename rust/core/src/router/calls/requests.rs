@@ -1,10 +1,10 @@
-//! Calls about placed requests.
-use super::lifecycle::Carry;
-use super::router::Router;
-use super::tickets::TicketId;
+//! Calls about placed requests, which their lifecycle answers.
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::plan::{Event, PrefixFetch, Segment};
+use crate::router::lifecycle::Carry;
+use crate::router::router::Router;
+use crate::router::tickets::TicketId;
 
 impl Router {
     /// Applies an event of a ticket's open segment. Returns the segment that is open now, if it

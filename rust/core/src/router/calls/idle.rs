@@ -1,8 +1,4 @@
 //! Startup check: policies that cannot score an idle fleet.
-use super::ledger::{AHEAD, Ahead, Report};
-use super::router::Router;
-use super::settings::RouterConfig;
-use super::state::Selector;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::GuardConfig;
@@ -10,6 +6,10 @@ use crate::ids::Seconds;
 use crate::indicators::{Indicator, Scope, Snapshot};
 use crate::policy::{PolicyRng, Scores, least_requests};
 use crate::request::Request;
+use crate::router::ledger::{AHEAD, Ahead, Report};
+use crate::router::router::Router;
+use crate::router::settings::RouterConfig;
+use crate::router::state::Selector;
 use rand::SeedableRng;
 
 /// Cache blocks per instance of the idle fleet.

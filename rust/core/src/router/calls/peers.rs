@@ -1,0 +1,95 @@
+//! Calls about the load of peer routers.
+use crate::error::CoreError;
+use crate::ids::Seconds;
+use crate::router::ledger::Published;
+use crate::router::listeners::Listeners;
+use crate::router::listeners::outgoing::published;
+use crate::router::listeners::replicas::{Ledgers, Message};
+use crate::router::router::Router;
+use crate::router::state::State;
+use std::sync::Arc;
+
+impl Router {
+    /// Returns the load that this router placed on each instance, for its peers. Idle instances are
+    /// left out.
+    pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Published)> {
+        let now = self.latest.max(now);
+        let State { fleet, ledger, .. } = &self.state;
+        let load = published(self.listeners.admission.followed(), now);
+        self.state
+            .ids()
+            .filter(|id| fleet.is_live(*id))
+            .map(|id| (fleet.name(id).clone(), load(ledger, id)))
+            .filter(|(_, load)| !load.is_nothing())
+            .collect()
+    }
+
+    /// Enters this router's load at `now` as the version `version` for its peers; versions grow
+    /// from 1 on. `oldest`: oldest version that a message can still change. Takes time for the
+    /// instances whose load changes, or for all if agent programs are followed.
+    ///
+    /// # Errors
+    /// `BadValue` for a version that is not above the last one.
+    pub fn enter_load(&mut self, version: u64, oldest: u64, now: Seconds) -> Result<(), CoreError> {
+        let now = self.clock(now);
+        let Router { state, listeners: Listeners { admission, outgoing, .. }, .. } = self;
+        let all = admission.programs().is_some();
+        let load = published(admission.followed().filter(|followed| followed.publishes()), now);
+        outgoing.enter(version, oldest, all, &mut state.ledger, &state.fleet, now, load)
+    }
+
+    /// Returns the load of the instances that changed since the version `base` of
+    /// [`Router::enter_load`]; `None`: of all that have load.
+    pub fn load_since(&self, base: Option<u64>, now: Seconds) -> Vec<(Box<str>, Published)> {
+        let State { fleet, ledger, .. } = &self.state;
+        self.listeners.outgoing.since(base, ledger, fleet, self.latest.max(now))
+    }
+
+    /// Replaces the published load of the router `replica` on each instance. Load on instances that
+    /// are not in the fleet counts once they are.
+    ///
+    /// # Errors
+    /// `BadValue` for an impossible number, or for more than
+    /// [`MAX_REPLICAS`](crate::router::MAX_REPLICAS) replicas. Nothing has changed then.
+    pub fn hear<'a>(
+        &mut self,
+        replica: &str,
+        shares: impl IntoIterator<Item = (&'a str, impl Into<Published>)>,
+        now: Seconds,
+    ) -> Result<(), CoreError> {
+        let loads = shares.into_iter().map(|(instance, load)| (instance, load.into()));
+        self.hear_message(Message { from: replica, version: 0, base: None, loads }, now).map(drop)
+    }
+
+    /// Applies the message of a peer. Takes time for the instances in the message alone, if it has
+    /// changes. Returns false if it changes another version than the last one from this peer;
+    /// nothing has changed then, and the peer's next message must be full.
+    ///
+    /// # Errors
+    /// `BadValue` for an impossible number, or for too many peers or instances. Nothing has changed
+    /// then.
+    pub fn hear_message<'a>(
+        &mut self,
+        message: Message<'_, impl IntoIterator<Item = (&'a str, Published)>>,
+        now: Seconds,
+    ) -> Result<bool, CoreError> {
+        let now = self.clock(now);
+        let Router { state, listeners: Listeners { admission, replicas, .. }, .. } = self;
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.followed_mut() };
+        replicas.hear(&mut ledgers, &state.fleet, message, now)
+    }
+
+    /// Removes the load of peers without a message in the last `seconds`. After that, their
+    /// requests count only through engine reports. Returns the peers' names.
+    pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
+        let now = self.clock(now);
+        let Router { state, listeners: Listeners { admission, replicas, .. }, .. } = self;
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: admission.followed_mut() };
+        replicas.forget_silent(&mut ledgers, seconds, now)
+    }
+
+    /// Yields the peers whose load counts, each with the time of its last message.
+    pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
+        self.listeners.replicas.heard()
+    }
+}
