@@ -10,9 +10,10 @@ use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::program::Finish;
+use lmetric_core::rebalance::RebalanceConfig;
 use lmetric_core::rebalance::{Forecast, Running};
 use lmetric_core::request::Request;
-use lmetric_core::router::{Carry, Decision, RebalanceConfig, Router, RouterConfig};
+use lmetric_core::router::{Carry, Decision, Router, RouterConfig};
 
 fn fleet(config: RouterConfig, roles: &[Role]) -> Router {
     let mut router = Router::new(Registry::CORE.policy("least_requests", &[]).unwrap(), config).unwrap();

@@ -8,8 +8,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{Indicator, IndicatorSet};
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::router::LoadMessage;
-use lmetric_core::router::ledger::{Published, Report};
-use lmetric_core::router::{MAX_REPLICAS, Message, Router, RouterConfig, Share, TicketId};
+use lmetric_core::router::ledger::Report;
+use lmetric_core::router::{MAX_REPLICAS, Message, Published, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 use crate::errors::Result;
 use crate::forecast::PythonForecast;
 use crate::settings;
+use lmetric_core::rebalance::RebalanceConfig;
 use lmetric_core::rebalance::{Curve, Forecast};
-use lmetric_core::router::RebalanceConfig;
 use lmetric_core::{CoreError, Maturity};
 use lmetric_study::{forecast, rebalance};
 use pyo3::prelude::*;

@@ -27,9 +27,9 @@ use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::policy::Policy;
 use lmetric_core::request::Request as CoreRequest;
-use lmetric_core::router::ledger::{Published, Report};
+use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{
-    IndexFeed, LoadMessage as CoreMessage, Message, NamedMove, Router as CoreRouter, RouterConfig,
+    IndexFeed, LoadMessage as CoreMessage, Message, NamedMove, Published, Router as CoreRouter, RouterConfig,
     SharedRouter, TierConfig, check_cache_blocks,
 };
 use lmetric_core::{CoreError, InstanceId, Maturity, Registry};

@@ -5,6 +5,7 @@
 //! remaining lengths come from a [`Forecast`].
 pub mod forecast;
 pub mod grid;
+mod settings;
 pub mod star;
 #[cfg(test)]
 mod tests;
@@ -13,6 +14,7 @@ use crate::error::CoreError;
 use crate::estimate::Remaining;
 use crate::ids::InstanceId;
 pub use forecast::{Curve, Forecast, Running};
+pub use settings::{RebalanceConfig, Rebalancing};
 pub use star::{Star, StarSettings, Weights};
 use std::fmt::Debug;
 

@@ -7,7 +7,7 @@ pub use star_current::StarCurrent;
 
 use crate::forecast::Given;
 use lmetric_core::CoreError;
-use lmetric_core::router::RebalanceConfig;
+use lmetric_core::rebalance::RebalanceConfig;
 use lmetric_core::settings::SettingsReader;
 use lmetric_core::suggest::nearest;
 

@@ -2,12 +2,11 @@
 use crate::error::CoreError;
 use crate::guard::{Guard, GuardEvent};
 use crate::ids::Seconds;
-use crate::rebalance::{Running, Stop};
+use crate::rebalance::{Rebalancing, Running, Stop};
 use crate::router::listeners::guard::{switch, tick};
 use crate::router::listeners::priorities::{Ordering, Priorities};
 use crate::router::listeners::rebalancing::{NamedMove, Rounds};
 use crate::router::router::Router;
-use crate::router::settings::Rebalancing;
 use crate::router::state::{ForecastReads, State};
 
 impl Router {

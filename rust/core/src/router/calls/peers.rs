@@ -1,9 +1,9 @@
 //! Calls about the load of peer routers.
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::router::ledger::Published;
 use crate::router::listeners::Listeners;
 use crate::router::listeners::outgoing::published;
+use crate::router::listeners::published::Published;
 use crate::router::listeners::replicas::{Ledgers, Message};
 use crate::router::router::Router;
 use crate::router::state::State;

@@ -20,7 +20,7 @@ pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
 pub use owners::Owners;
-pub use share::{Published, Share, Timed};
+pub use share::{Share, Timed};
 pub use tier_loads::TierLoads;
 
 use crate::estimate::{DecodeCost, Prefilled, Queued, StepFit, attention_pairs};

@@ -11,10 +11,11 @@
 //! An instance has a name, a mask, numbers, the number of its roots, and the roots. The mask has a
 //! bit for each number of [`Share`]; numbers that are zero are left out. A root has its hash
 //! (8 bytes), tokens and probability. An instance without numbers and roots has no load any more.
+use super::published::Published;
 use crate::codec::{Malformed, Reader, write_bytes, write_float, write_int};
 use crate::error::CoreError;
 use crate::program::{MAX_ROOTS, PeerRoot, Root};
-use crate::router::ledger::{Published, Share};
+use crate::router::ledger::Share;
 use thiserror::Error;
 
 /// First bytes of a message.

@@ -9,6 +9,7 @@ mod listener;
 pub mod message;
 pub mod outgoing;
 pub mod priorities;
+pub mod published;
 pub mod rebalancing;
 pub mod replicas;
 pub mod shadow;

@@ -2,11 +2,12 @@
 //! those whose load is not what peers know from an earlier message. Peers let the sums with
 //! exponential decay shrink by themselves, so an idle instance needs no message.
 use super::listener::Listener;
+use super::published::Published;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::program::{Followed, PeerPrograms};
-use crate::router::ledger::{Ledger, Published, Share};
+use crate::router::ledger::{Ledger, Share};
 use std::sync::Arc;
 
 /// The load that peers know, and the versions in which it changed.

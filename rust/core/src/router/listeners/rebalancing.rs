@@ -8,11 +8,10 @@ use crate::fleet::{Fleet, Role};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
 use crate::plan::Cuts;
-use crate::rebalance::{InstanceLoad, Move, Running, RunningRequest, Stop};
+use crate::rebalance::{InstanceLoad, Move, Rebalancing, Running, RunningRequest, Stop};
 use crate::record::DecisionRecord;
 use crate::request::Request;
 use crate::router::ledger::Stage;
-use crate::router::settings::Rebalancing;
 use crate::router::state::State;
 use crate::router::tickets::{Kept, TicketId, TicketState, Tickets};
 

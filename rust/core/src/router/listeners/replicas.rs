@@ -6,11 +6,12 @@
 //! requests (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router.
 //! Tokens of agent programs count in the working sets of [`Followed`].
 use super::listener::Listener;
+use super::published::Published;
 use crate::error::CoreError;
 use crate::fleet::{Fleet, Member};
 use crate::ids::{InstanceId, Seconds};
 use crate::program::{Followed, PeerPrograms};
-use crate::router::ledger::{Ledger, Published, Share, Timed};
+use crate::router::ledger::{Ledger, Share, Timed};
 use std::collections::{BTreeMap, HashMap};
 
 /// Maximum number of peers. More peers indicate a configuration error; the limit also bounds

@@ -1,10 +1,8 @@
 //! Settings of a router.
 mod fetch;
-mod rebalancing;
 mod tiers;
 
 pub use fetch::FetchConfig;
-pub use rebalancing::{RebalanceConfig, Rebalancing};
 pub use tiers::TierConfig;
 
 use crate::estimate::StepTime;

@@ -1,7 +1,7 @@
 //! Settings of rebalancing.
+use super::{Curve, Forecast, INTERVAL_STEPS, Rebalancer, Star};
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::rebalance::{Curve, Forecast, INTERVAL_STEPS, Rebalancer, Star};
 use crate::settings::SettingsReader;
 use crate::suggest::nearest;
 use serde::Deserialize;
