@@ -6,7 +6,6 @@ use crate::fleet::Member;
 use crate::guard::slots::{Restriction, SlotSet};
 use crate::ids::{ArrivalId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
-use crate::kv::tier::Tier;
 use crate::policy::{PolicyRng, Scores};
 use crate::record::Balance;
 use rand::SeedableRng;
@@ -36,14 +35,8 @@ pub(super) struct Arrived {
 /// Data that one decision writes while it is planned. The router keeps one context for its buffers
 /// and its random number generator; all other contents are valid only until the next plan.
 pub(super) struct DecisionContext {
-    /// Blocks of the prompt's chain that each slot holds on the GPU.
-    pub hit_blocks: Vec<u32>,
-    /// Blocks behind `hit_blocks` that each slot can load from a lower tier; empty if no slot can.
-    pub tier_blocks: Vec<u32>,
-    /// The tier of these blocks, by slot.
-    pub tiers: Vec<Tier>,
-    /// Buffer for the blocks of one tier.
-    pub tier_scratch: Vec<u32>,
+    /// Prefixes of the prompt on each slot.
+    pub matched: PrefixMatch,
     /// Derived indicators of the request, and columns of those with a value per slot for policies
     /// that read whole columns.
     pub derived: Columns,
@@ -77,10 +70,7 @@ pub(super) struct DecisionContext {
 impl DecisionContext {
     pub fn new(seed: u64) -> DecisionContext {
         DecisionContext {
-            hit_blocks: Vec::new(),
-            tier_blocks: Vec::new(),
-            tiers: Vec::new(),
-            tier_scratch: Vec::new(),
+            matched: PrefixMatch::default(),
             derived: Columns::of(IndicatorSet::DERIVED),
             declared: Vec::new(),
             first: Selection::default(),
@@ -100,7 +90,7 @@ impl DecisionContext {
 
     /// Makes room for `slots` slots.
     pub fn resize(&mut self, slots: usize) {
-        self.hit_blocks.resize(slots, 0);
+        self.matched.hit_blocks.resize(slots, 0);
         self.derived.resize(slots);
     }
 
@@ -121,21 +111,8 @@ impl DecisionContext {
     pub fn take_match(&mut self, found: &mut PrefixMatch) {
         if !std::mem::replace(&mut self.is_matched, true) {
             self.arrived = None;
-            std::mem::swap(&mut self.hit_blocks, &mut found.hit_blocks);
-            std::mem::swap(&mut self.tier_blocks, &mut found.tier_blocks);
-            std::mem::swap(&mut self.tiers, &mut found.tiers);
+            std::mem::swap(&mut self.matched, found);
         }
-    }
-
-    /// Returns the blocks that a slot holds on the GPU, and those that it can load behind them.
-    #[inline]
-    pub fn blocks_on(&self, slot: usize) -> (u32, u32) {
-        (self.hit_blocks[slot], self.tier_blocks.get(slot).copied().unwrap_or(0))
-    }
-
-    /// Returns the tier of the blocks that a slot can load.
-    pub fn tier_of(&self, slot: usize) -> Tier {
-        self.tiers.get(slot).copied().unwrap_or_default()
     }
 
     /// Moves the count of choices without a scored candidate into the totals.

@@ -42,28 +42,49 @@ pub struct Caches {
     predictions: Predictions,
 }
 
-/// Lengths of a prompt's prefixes on each instance, found before its decision
-/// ([`SharedCaches::match_prefix`]). Its buffers can be used again.
+/// Lengths of a prompt's prefixes on each instance. Its buffers can be used again.
 #[derive(Debug, Default)]
 pub struct PrefixMatch {
-    /// The caches' version then; `None`: nothing is found.
+    /// The caches' version of a match before the decision ([`SharedCaches::match_prefix`]); `None`:
+    /// there is no such match.
+    ///
+    /// [`SharedCaches::match_prefix`]: super::SharedCaches::match_prefix
     pub(in crate::router) version: Option<u64>,
+    /// Blocks of the prompt's chain that each slot holds on the GPU.
     pub(in crate::router) hit_blocks: Vec<u32>,
+    /// Blocks behind them that each slot can load from a lower tier; empty if no slot can.
     pub(in crate::router) tier_blocks: Vec<u32>,
+    /// The tier of these blocks, by slot.
     pub(in crate::router) tiers: Vec<Tier>,
+    /// Buffer for the blocks of one tier.
     scratch: Vec<u32>,
 }
 
-/// Lengths of the prefixes that each slot holds of a prompt, as a match writes them.
-pub(in crate::router) struct Hits<'a> {
-    /// Blocks of the prompt's chain that each slot holds on the GPU.
-    pub gpu: &'a mut [u32],
-    /// Blocks behind them that each slot can load from a lower tier; empty if no slot can.
-    pub more: &'a mut Vec<u32>,
-    /// The tier of these blocks, by slot.
-    pub tiers: &'a mut Vec<Tier>,
-    /// Buffer for the blocks of one tier.
-    pub scratch: &'a mut Vec<u32>,
+impl PrefixMatch {
+    /// Returns the blocks that a slot holds on the GPU, and those that it can load behind them.
+    #[inline]
+    pub(in crate::router) fn blocks_on(&self, slot: usize) -> (u32, u32) {
+        (self.hit_blocks[slot], self.tier_blocks.get(slot).copied().unwrap_or(0))
+    }
+
+    /// Returns the tier of the blocks that a slot can load.
+    pub(in crate::router) fn tier_of(&self, slot: usize) -> Tier {
+        self.tiers.get(slot).copied().unwrap_or_default()
+    }
+
+    /// Forgets the prefixes: no slot holds any.
+    pub(in crate::router) fn clear(&mut self) {
+        self.hit_blocks.fill(0);
+        self.tier_blocks.clear();
+        self.tiers.clear();
+    }
+
+    /// Takes the prefixes of another match.
+    pub(in crate::router) fn copy_from(&mut self, other: &PrefixMatch) {
+        self.hit_blocks.clone_from(&other.hit_blocks);
+        self.tier_blocks.clone_from(&other.tier_blocks);
+        self.tiers.clone_from(&other.tiers);
+    }
 }
 
 impl Caches {
@@ -140,24 +161,19 @@ impl Caches {
 
     /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
     #[inline]
-    pub(in crate::router) fn match_prefix(&self, request: &Request<'_>, hits: Hits<'_>) {
-        let Hits { gpu, more, tiers, scratch } = hits;
+    pub(in crate::router) fn match_prefix(&self, request: &Request<'_>, found: &mut PrefixMatch) {
+        let PrefixMatch { hit_blocks, tier_blocks, tiers, scratch, .. } = found;
         let chain = request.chain;
-        self.gpu.match_prefix(chain, gpu);
+        hit_blocks.resize(self.owners.len(), 0);
+        self.gpu.match_prefix(chain, hit_blocks);
         let most = match self.groups.is_empty() {
             true => u32::MAX,
             false => request.max_hit_blocks(self.partial_blocks),
         };
-        self.groups.shorten(chain, most, gpu);
+        self.groups.shorten(chain, most, hit_blocks);
         let prompt = Prompt { chain, max_blocks: most };
-        self.tiers.add_hits(prompt, self.counted, &self.groups, gpu, scratch, (more, tiers));
-    }
-
-    /// Finds the prefixes of a prompt before its decision.
-    pub(super) fn match_request(&self, request: &Request<'_>, found: &mut PrefixMatch) {
-        let PrefixMatch { hit_blocks, tier_blocks, tiers, scratch, .. } = found;
-        hit_blocks.resize(self.owners.len(), 0);
-        self.match_prefix(request, Hits { gpu: hit_blocks, more: tier_blocks, tiers, scratch });
+        let lower = (tier_blocks, tiers);
+        self.tiers.add_hits(prompt, self.counted, &self.groups, hit_blocks, scratch, lower);
     }
 
     /// Returns the KV index of the GPUs' caches.

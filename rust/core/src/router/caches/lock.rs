@@ -115,7 +115,7 @@ impl SharedCaches {
     /// [`Router::route_matched`]: crate::router::Router::route_matched
     pub fn match_prefix(&self, request: &Request<'_>, found: &mut PrefixMatch) {
         let version = self.version(); // before: a change in between makes the match invalid
-        self.read().match_request(request, found);
+        self.read().match_prefix(request, found);
         found.version = Some(version);
     }
 

@@ -9,7 +9,6 @@ mod content;
 mod lock;
 mod predictions;
 
-pub(super) use content::Hits;
 pub use content::{Caches, PrefixMatch};
 pub(super) use lock::check_free;
 pub use lock::{Reading, SharedCaches, Writing};

@@ -151,7 +151,7 @@ mod tests {
         let (arrival, verdict) = router.arrive(&request, 1.0).unwrap().unwrap();
         assert!(matches!(verdict, Verdict::Free), "{verdict:?}");
         assert_eq!(router.context.arrived_roomy, [true, true]);
-        router.context.hit_blocks.fill(2);
+        router.context.matched.hit_blocks.fill(2);
         router.context.arrived_roomy = vec![false, true];
         between(&mut router);
         let decision = router.route(&Request { arrival, ..request }, 1.0).unwrap();

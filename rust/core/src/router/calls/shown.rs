@@ -69,7 +69,7 @@ impl Router {
     /// state.
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
         self.match_prefix(request);
-        let mut hits = self.context.hit_blocks.clone();
+        let mut hits = self.context.matched.hit_blocks.clone();
         self.state.whole_hits(request, &mut hits);
         let fleet = &self.state.fleet;
         if fleet.live_count() < hits.len() {
@@ -93,9 +93,7 @@ impl Router {
     pub fn derive_some(&mut self, reads: IndicatorSet, now: Seconds) {
         self.read_workers(now);
         self.context.arrived = None;
-        self.context.hit_blocks.fill(0);
-        self.context.tier_blocks.clear();
-        self.context.tiers.clear();
+        self.context.matched.clear();
         let able = self.state.fleet.eligible_count();
         self.state.derive(&mut self.context, &Request::default(), reads, able, None, now);
     }

@@ -30,7 +30,7 @@ impl Lifecycle<'_> {
         let Lifecycle { state, context, requests, listeners, now } = self;
         let now = *now;
         let first = chosen.first;
-        let (hit, tier) = state.reusable_tokens(request, context.blocks_on(first.index()));
+        let (hit, tier) = state.reusable_tokens(request, context.matched.blocks_on(first.index()));
         let (placed, later) = state.segments_of(context, request, &chosen, now);
         record.next = state.next_in(&chosen.rest);
         record.cuts.extend(chosen.rest.iter().map(|follow| follow.from_token));

@@ -97,7 +97,7 @@ pub fn arrive(
     let mut room = Room { served: able(state).1 > 0, ..Room::default() };
     if admission.load_config().is_some() {
         state.match_prefix(context, request);
-        let most = largest(&context.hit_blocks);
+        let most = largest(&context.matched.hit_blocks);
         asked.new_tokens = prompt - state.saved_tokens(request, most);
         asked.prefill_seconds = alone_seconds(state, prompt - asked.new_tokens, asked.new_tokens);
         room = self::room(admission, state, now);

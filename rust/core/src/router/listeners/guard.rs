@@ -12,7 +12,7 @@ impl Listener for Guard {
     fn placed(&mut self, placement: &Placement<'_>, _: &mut DecisionRecord, _: &mut Kept) {
         let Placement { state, context, request, first, now, .. } = placement;
         if self.config().on && state.first_of(request.arm).guarded {
-            let matched = largest(&context.hit_blocks);
+            let matched = largest(&context.matched.hit_blocks);
             let (scores, eligible) = (&context.first.scores, &context.first.eligible);
             self.observe(*now, request.chain, matched, scores, eligible, *first);
         }

@@ -5,7 +5,6 @@ use crate::record::Shadow;
 use crate::request::{Arm, Request};
 use crate::router::context::DecisionContext;
 use crate::router::parts::Turn;
-use crate::router::plan::Matched;
 use crate::router::state::{Selector, State};
 
 /// Seed of the shadow's random choices. They are apart from the router's own, which stay the same
@@ -35,9 +34,7 @@ impl ShadowChoices {
     ) -> Option<Box<Shadow>> {
         let context = &mut *self.0;
         context.resize(state.fleet.slots());
-        context.hit_blocks.clone_from(&decided.hit_blocks);
-        context.tier_blocks.clone_from(&decided.tier_blocks);
-        context.tiers.clone_from(&decided.tiers);
+        context.matched.copy_from(&decided.matched);
         context.roomy.clone_from(&decided.roomy);
         context.excluded.clone_from(&decided.excluded);
         context.unscored = 0;
@@ -67,8 +64,7 @@ fn choice(
     let failed = failures(by) > failures_before || context.unscored > 0;
     let choice = choice.ok().filter(|_| !failed);
     let reads = IndicatorSet::of(&[Indicator::PredictedTtftSeconds]);
-    let DecisionContext { hit_blocks, tier_blocks, tiers, first, .. } = context;
-    let matched = Matched { hit_blocks, tier_blocks, tiers };
+    let DecisionContext { matched, first, .. } = context;
     let kernels = state.kernels(matched, request, reads, None, &[], now);
     let mut of = |id: InstanceId| {
         let (hit, _) = state.reusable_tokens(request, matched.blocks_on(id.index()));

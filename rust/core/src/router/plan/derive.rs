@@ -1,9 +1,10 @@
 //! Kernels of the indicators that depend on the request or on the time.
 use super::fetch::FETCH;
-use super::tiers::{Matched, hit, tier_hits};
+use super::tiers::{hit, tier_hits};
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet, Kernels};
 use crate::request::{Request, text_number};
+use crate::router::caches::PrefixMatch;
 use crate::router::context::DecisionContext;
 use crate::router::fetch_cost::Fetches;
 use crate::router::ledger::{AHEAD, Drains};
@@ -38,7 +39,7 @@ const HITS: IndicatorSet = IndicatorSet::of(&[
 pub struct RequestKernels<'a> {
     state: &'a State,
     request: &'a Request<'a>,
-    matched: Matched<'a>,
+    matched: &'a PrefixMatch,
     /// Expected seconds until a follow-up segment starts to decode; `None` for a first segment.
     handoff: Option<Seconds>,
     now: Seconds,
@@ -204,7 +205,7 @@ impl State {
     /// segment starts to decode; `None` for a first segment. `failed`: slots that failed it.
     pub fn kernels<'a>(
         &'a self,
-        matched: Matched<'a>,
+        matched: &'a PrefixMatch,
         request: &'a Request<'a>,
         reads: IndicatorSet,
         handoff: Option<Seconds>,
@@ -213,7 +214,7 @@ impl State {
     ) -> RequestKernels<'a> {
         let fetches = self.fetches.filter(|_| reads.intersects(FETCH) && handoff.is_none());
         let fetches = fetches.and_then(|fetches| {
-            let reach = self.reach(matched.hit_blocks, request, failed);
+            let reach = self.reach(&matched.hit_blocks, request, failed);
             (reach > 0.0).then(|| (reach, fetches.at(now)))
         });
         RequestKernels {
@@ -240,11 +241,10 @@ impl State {
         handoff: Option<Seconds>,
         now: Seconds,
     ) {
-        let DecisionContext { hit_blocks, tier_blocks, tiers, derived, .. } = context;
+        let DecisionContext { matched, derived, .. } = context;
         let slots = derived.slots();
         if slots > 0 {
-            let kernels =
-                self.kernels(Matched { hit_blocks, tier_blocks, tiers }, request, reads, handoff, &[], now);
+            let kernels = self.kernels(matched, request, reads, handoff, &[], now);
             kernels.write_request(reads, able, derived);
             kernels.fill(reads, 0..slots, 0, derived);
         }

@@ -1,5 +1,4 @@
 //! Writes decision records: the best instances, with their scores and terms.
-use super::tiers::Matched;
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{CHUNK, Indicator, IndicatorSet, Kernels};
@@ -7,6 +6,7 @@ use crate::policy::select::{WORD, lowest_of_eight};
 use crate::policy::{Prefer, Scores};
 use crate::record::{BEST_KEPT, Candidate, DecisionRecord, Holder};
 use crate::request::{Arm, Request};
+use crate::router::caches::PrefixMatch;
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
 use crate::wide::lesser;
@@ -32,11 +32,7 @@ impl State {
         record.prompt_tokens = request.prompt_tokens;
         record.prefer = scores.prefer;
         record.names = self.fleet.names().clone();
-        let matched = Matched {
-            hit_blocks: &context.hit_blocks,
-            tier_blocks: &context.tier_blocks,
-            tiers: &context.tiers,
-        };
+        let matched = &context.matched;
         let (hit, tier) = self.reusable_tokens(request, matched.blocks_on(chosen.index()));
         (record.predicted_hit_tokens, record.predicted_tier_tokens) = (hit as u32, tier as u32);
         record.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
@@ -124,12 +120,12 @@ impl State {
     /// among several, the chosen instance, else the least busy one.
     fn best_holder(
         &self,
-        matched: Matched<'_>,
+        matched: &PrefixMatch,
         request: &Request<'_>,
         eligible: &[bool],
         chosen: InstanceId,
     ) -> Option<Holder> {
-        let Matched { hit_blocks, tier_blocks, .. } = matched;
+        let PrefixMatch { hit_blocks, tier_blocks, .. } = matched;
         // Less the cost of loading.
         let saved = |slot: usize| {
             let (all, tier) = self.reusable_tokens(request, matched.blocks_on(slot));
@@ -257,6 +253,15 @@ mod tests {
     use crate::kv::tier::Tier;
     use crate::router::{Router, RouterConfig};
 
+    /// A match with these blocks on the GPUs and in host memory.
+    fn matched(gpu: &[u32], host: &[u32]) -> PrefixMatch {
+        let mut matched = PrefixMatch::default();
+        matched.hit_blocks = gpu.to_vec();
+        matched.tier_blocks = host.to_vec();
+        matched.tiers = vec![Tier::Cpu; 4];
+        matched
+    }
+
     /// The holder: among equals the chosen instance, else the least busy one; never an ineligible
     /// one.
     #[test]
@@ -273,9 +278,8 @@ mod tests {
             });
         }
         let holder = |blocks: &[u32], tiers: &[u32], eligible: &[bool], chosen| {
-            let kinds = [Tier::Cpu; 4];
-            let matched = Matched { hit_blocks: blocks, tier_blocks: tiers, tiers: &kinds };
-            let found = router.state.best_holder(matched, &request, eligible, InstanceId(chosen));
+            let matched = matched(blocks, tiers);
+            let found = router.state.best_holder(&matched, &request, eligible, InstanceId(chosen));
             found.map(|found| (found.slot, found.hit_tokens, found.requests))
         };
         let all = [true; 4];
@@ -289,9 +293,8 @@ mod tests {
         assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 3, 1], &all, 3), Some((1, 48, 1.0)));
         let without_c = [true, true, false, true];
         assert_eq!(holder(&[3, 3, 1, 2], &[0, 0, 5, 3], &without_c, 1), Some((3, 80, 0.0)));
-        let matched =
-            Matched { hit_blocks: &[0, 0, 1, 0], tier_blocks: &[0, 0, 4, 0], tiers: &[Tier::Cpu; 4] };
-        let found = router.state.best_holder(matched, &request, &all, InstanceId(0)).unwrap();
+        let matched = matched(&[0, 0, 1, 0], &[0, 0, 4, 0]);
+        let found = router.state.best_holder(&matched, &request, &all, InstanceId(0)).unwrap();
         assert_eq!((found.slot, found.hit_tokens, found.saved_tokens), (2, 80, 48.0));
     }
 

@@ -3,12 +3,12 @@
 //! Each instance can compute its missing tokens or fetch as many as the best available holder has
 //! ([`Indicator::FetchTokens`], [`Indicator::FetchCostTokens`]). Scores can read these indicators.
 //! Independent of the score, the chosen instance fetches if this saves time.
-use super::tiers::Matched;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::plan::{Cuts, PrefixFetch};
 use crate::record::FetchRecord;
 use crate::request::Request;
+use crate::router::caches::PrefixMatch;
 use crate::router::context::DecisionContext;
 use crate::router::fetch_cost::Fetches;
 use crate::router::parts::Rest;
@@ -27,7 +27,7 @@ impl State {
     pub fn derive_fetches(
         &self,
         request: &Request<'_>,
-        matched: Matched<'_>,
+        matched: &PrefixMatch,
         within: Option<(f64, Fetches)>,
         slots: Range<usize>,
         part: Range<usize>,
@@ -128,8 +128,8 @@ impl State {
         if cut || !self.may_fetch(chosen.index()) {
             return None;
         }
-        let reach = self.reach(&context.hit_blocks, request, failed);
-        let (own, _) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
+        let reach = self.reach(&context.matched.hit_blocks, request, failed);
+        let (own, _) = self.reusable_tokens(request, context.matched.blocks_on(chosen.index()));
         let tokens = reach - own;
         let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
         if !fetches.pays(tokens, computed) {
@@ -153,11 +153,11 @@ impl State {
     ) -> Option<InstanceId> {
         let (mut best, mut equals) = (None, 0u32);
         let blocks = (reach / request.tokens_per_block) as u32;
-        for slot in 0..context.hit_blocks.len() {
-            if context.hit_blocks[slot] < blocks {
+        for slot in 0..context.matched.hit_blocks.len() {
+            if context.matched.hit_blocks[slot] < blocks {
                 continue; // fewer tokens, beyond rounding errors
             }
-            let holds = self.saved_tokens(request, context.hit_blocks[slot]) == reach
+            let holds = self.saved_tokens(request, context.matched.hit_blocks[slot]) == reach
                 && self.hands_over(slot, failed);
             if !holds {
                 continue;

@@ -12,7 +12,6 @@ mod tests;
 mod tiers;
 
 pub use predict::TtftSource;
-pub(in crate::router) use tiers::Matched;
 
 use crate::error::CoreError;
 use crate::fleet::Role;
@@ -20,7 +19,6 @@ use crate::ids::{InstanceId, Seconds};
 use crate::plan::{Binding, Cuts, Segment};
 use crate::record::{Next, Nexts};
 use crate::request::Request;
-use crate::router::caches::Hits;
 use crate::router::context::DecisionContext;
 use crate::router::parts::{Chosen, Follow, Rest, Turn};
 use crate::router::state::{Planner, State, View};
@@ -29,9 +27,7 @@ impl State {
     /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
     pub fn match_prefix(&self, context: &mut DecisionContext, request: &Request<'_>) {
         context.arrived = None;
-        let DecisionContext { hit_blocks, tier_blocks, tiers, tier_scratch, .. } = context;
-        let hits = Hits { gpu: hit_blocks, more: tier_blocks, tiers, scratch: tier_scratch };
-        self.caches.read().match_prefix(request, hits);
+        self.caches.read().match_prefix(request, &mut context.matched);
     }
 
     /// Plans the segments after a first segment on `first`, and its prefix fetch. `failed`: slots

@@ -51,11 +51,11 @@ impl State {
         from_token: u32,
         to_token: Option<u32>,
     ) -> PlacedSegment {
-        let (hit_blocks, tier_blocks) = context.blocks_on(instance.index());
+        let (hit_blocks, tier_blocks) = context.matched.blocks_on(instance.index());
         let (hit, tier_tokens) = self.reusable_tokens(request, (hit_blocks, tier_blocks));
         let hit = hit.max(f64::from(from_token.min(request.prompt_tokens)));
         let mut entry = entry(request, hit);
-        (entry.tier_tokens, entry.tier) = (tier_tokens, context.tier_of(instance.index()));
+        (entry.tier_tokens, entry.tier) = (tier_tokens, context.matched.tier_of(instance.index()));
         if let Some(to) = to_token {
             entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
             entry.new_tokens = (entry.prompt_tokens - hit).max(0.0);
@@ -162,7 +162,7 @@ impl State {
         first: InstanceId,
         now: Seconds,
     ) -> Seconds {
-        let (hit, _) = self.reusable_tokens(request, context.blocks_on(first.index()));
+        let (hit, _) = self.reusable_tokens(request, context.matched.blocks_on(first.index()));
         let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
         prefill + self.ledger.ahead().map_or(0.0, |ahead| ahead.lag())
     }

@@ -1,5 +1,4 @@
 //! The choice of an instance: eligible slots, indicators, scores, best slot.
-use super::tiers::Matched;
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::slots::Restriction;
@@ -57,9 +56,7 @@ impl State {
         };
         self.derive_declared(context, &selector.declared, now);
         let DecisionContext {
-            hit_blocks,
-            tier_blocks,
-            tiers,
+            matched,
             derived,
             declared,
             first,
@@ -86,7 +83,6 @@ impl State {
         let excluded = if let Restriction::Filtered(out) = restriction { out } else { 0 };
         (*able, *candidates) = (eligible_count, eligible_count - excluded);
         let slots = self.fleet.slots();
-        let matched = Matched { hit_blocks, tier_blocks, tiers };
         let kernels = self.kernels(matched, request, selector.reads, handoff, failed, now);
         kernels.write_request(selector.reads, eligible_count, derived);
         let by_chunks = selector.policy.by_chunks();

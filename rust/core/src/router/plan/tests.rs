@@ -226,8 +226,7 @@ fn a_single_slot_has_the_values_of_the_column() {
     let one = router.columns().get(Indicator::PredictedTtftSeconds).to_vec();
     let Router { state, context, .. } = &mut router;
     let request = Request::default();
-    let matched = super::Matched { hit_blocks: &context.hit_blocks, tier_blocks: &[], tiers: &[] };
-    let kernels = state.kernels(matched, &request, IndicatorSet::ALL, None, &[], 1.0);
+    let kernels = state.kernels(&context.matched, &request, IndicatorSet::ALL, None, &[], 1.0);
     let out = context.later.scores.scratch.computed();
     for (slot, value) in one.iter().enumerate() {
         crate::indicators::Kernels::fill(&kernels, IndicatorSet::COMPUTED, slot..slot + 1, 3, out);

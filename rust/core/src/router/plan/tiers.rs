@@ -4,22 +4,6 @@ use crate::router::state::State;
 use crate::wide::lesser;
 use multiversion::multiversion;
 
-/// Lengths of the prompt's prefixes on each slot: `DecisionContext` describes them.
-#[derive(Clone, Copy)]
-pub struct Matched<'a> {
-    pub hit_blocks: &'a [u32],
-    pub tier_blocks: &'a [u32],
-    pub tiers: &'a [Tier],
-}
-
-impl Matched<'_> {
-    /// Returns the blocks that a slot holds on the GPU, and those that it can load behind them.
-    #[inline]
-    pub fn blocks_on(&self, slot: usize) -> (u32, u32) {
-        (self.hit_blocks[slot], self.tier_blocks.get(slot).copied().unwrap_or(0))
-    }
-}
-
 impl State {
     /// Returns the seconds to load a token from a tier of a slot divided by the seconds to compute
     /// it: learned from loads, before the first load as configured.

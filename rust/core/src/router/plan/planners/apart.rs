@@ -194,7 +194,7 @@ impl State {
     /// Returns the transfer seconds of the request's KV to `slot`.
     fn way(&self, context: &DecisionContext, asked: &Prefilled<'_>, slot: usize) -> Seconds {
         let (per_token, fixed) = asked.way;
-        let there = self.saved_tokens(asked.request, context.hit_blocks[slot]);
+        let there = self.saved_tokens(asked.request, context.matched.hit_blocks[slot]);
         fixed + per_token * (f64::from(asked.request.prompt_tokens) - there)
     }
 

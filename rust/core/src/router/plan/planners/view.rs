@@ -68,7 +68,7 @@ impl View<'_> {
 
     /// Returns the prompt tokens that an instance need not compute.
     pub fn hit_tokens_on(&self, id: InstanceId) -> u32 {
-        self.state.saved_tokens(self.request, self.context.hit_blocks[id.index()]) as u32
+        self.state.saved_tokens(self.request, self.context.matched.hit_blocks[id.index()]) as u32
     }
 
     /// Returns the cut positions that all these instances' engines support.
