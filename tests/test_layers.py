@@ -347,7 +347,7 @@ def test_the_core_of_the_router_names_no_feature() -> None:
 
 # Code lines of the core outside the folders of features: what must be read to change a decision,
 # beside the public names of the crates below.
-MAX_DECISION_LINES = 10_857
+MAX_DECISION_LINES = 9_443
 # Parts that only features use: the feed of engines' events, messages between routers, levels.
 OF_FEATURES = {"codec", "feed", "levels"}
 BESIDE_DECISIONS = FEATURES | OF_FEATURES | {"board", "budget"}
@@ -395,7 +395,7 @@ def test_no_decision_makes_a_call_of_a_feature() -> None:
 
 
 # Crates below the core. To change a decision, only their public names must be read.
-BELOW_THE_CORE = ["estimate", "kv"]
+BELOW_THE_CORE = ["estimate", "expr", "kv"]
 _RUST_PUBLIC = re.compile(
     r"^ *pub (?:const |unsafe )*(?:fn|struct|enum|trait|type|const|mod) (\w+)", re.MULTILINE
 )

@@ -1,7 +1,7 @@
 //! The instances of one pool: names to slots, health, roles, draining.
 use crate::error::CoreError;
+use crate::expr::nearest;
 use crate::ids::{InstanceId, MAX_INSTANCES};
-use crate::suggest::nearest;
 use hashbrown::HashMap;
 use std::sync::{Arc, OnceLock};
 use xxhash_rust::xxh3::xxh3_64;

@@ -26,8 +26,8 @@
 //! ```
 //!
 //! Dependencies go one way: `feed -> router -> policy -> indicators -> ids`, and all modules may use
-//! the crates [`estimate`] and [`kv`]. `router` uses all modules but `feed`, which applies the
-//! engines' events to its caches.
+//! the crates [`estimate`], [`expr`] and [`kv`]. `router` uses all modules but `feed`, which applies
+//! the engines' events to its caches.
 
 // Unit tests and integration tests share fixtures that import this crate by its name.
 #[cfg(test)]
@@ -38,7 +38,6 @@ pub mod board;
 pub mod budget;
 mod codec;
 pub mod error;
-pub mod expr;
 pub mod feed;
 pub mod fleet;
 pub mod guard;
@@ -57,13 +56,13 @@ pub mod request;
 pub mod router;
 pub mod settings;
 pub mod split;
-pub mod suggest;
 pub mod warm;
 mod wide;
 
 pub use error::CoreError;
 pub use ids::InstanceId;
 pub use lmetric_estimate as estimate;
+pub use lmetric_expr as expr;
 pub use lmetric_kv as kv;
 pub use maturity::Maturity;
 pub use registry::Registry;

@@ -4,12 +4,12 @@
 //! Crates can add rows; this crate contains only its own rows.
 use crate::error::CoreError;
 use crate::expr::is_reserved;
+use crate::expr::nearest;
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredIndicator, Indicator, IndicatorSet, declared};
 use crate::maturity::Maturity;
 use crate::policy::{POLICIES, Policy, PolicyRow, PolicySpec};
 use crate::router::planners::{PLANNERS, PlannerSpec, Split};
-use crate::suggest::nearest;
 
 /// The policies and planners of a crate.
 pub struct Rows {

@@ -85,11 +85,6 @@ impl Arm {
     }
 }
 
-/// Returns the number that stands for a text with this hash in expressions: whole, exact in `f64`.
-pub fn text_number(hash: u64) -> f64 {
-    (hash >> 11) as f64
-}
-
 impl Request<'_> {
     /// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
     /// last token, and caches hold whole blocks unless engines keep `partial` last blocks.

@@ -1,10 +1,9 @@
 //! Score expressions from Python: checks, and evaluation over numpy columns.
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
-use lmetric_core::expr::{self, Inputs, Scratch, Type};
-use lmetric_core::indicators::{DeclaredIndicator, INDICATORS, Indicator, Scope, declared};
+use lmetric_core::expr::{self, Inputs, Scratch, Type, nearest};
+use lmetric_core::indicators::{INDICATORS, IndicatorSet, Named, declared, expressions};
 use lmetric_core::registry;
-use lmetric_core::suggest::nearest;
 use lmetric_study::REGISTRY;
 use numpy::{PyArray1, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -24,39 +23,9 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(nearest_name, module)?)
 }
 
-/// The indicator behind a name.
-#[derive(Clone, Copy)]
-pub enum Named {
-    /// A built-in indicator of the core.
-    BuiltIn(Indicator),
-    /// An indicator declared by a program or a configuration.
-    Declared(&'static DeclaredIndicator),
-}
-
-impl Named {
-    /// Finds the indicator with this name, in any case.
-    pub fn find(name: &str) -> Option<Named> {
-        let declared = || declared::find(name).map(Named::Declared);
-        Indicator::from_name(name).map(Named::BuiltIn).or_else(declared)
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Named::BuiltIn(id) => id.decl().name,
-            Named::Declared(decl) => decl.name,
-        }
-    }
-
-    /// Whether the indicator has one value for all instances.
-    fn of_request(self) -> bool {
-        matches!(self, Named::BuiltIn(id) if id.decl().scope == Scope::Request)
-    }
-}
-
 /// Returns the nearest indicator name, if it is near enough to be a likely typing error.
 pub fn nearest_indicator(name: &str) -> Option<String> {
-    let declared = declared::declared();
-    nearest(name, INDICATORS.iter().map(|decl| decl.name).chain(declared.iter().map(|decl| decl.name)))
+    nearest(name, Named::names())
 }
 
 /// The error for an unknown indicator name.
@@ -64,10 +33,16 @@ pub fn unknown_indicator(name: &str) -> CoreError {
     CoreError::UnknownName { kind: "indicator".into(), name: name.into(), nearest: nearest_indicator(name) }
 }
 
-/// Names of the indicators that a program reads.
+/// Names of the indicators that a program reads: built-in indicators in table order, then others.
 fn reads(program: &expr::Program) -> Vec<&'static str> {
-    let built_in = program.reads().iter().map(|id| id.decl().name).collect::<Vec<_>>();
-    built_in.into_iter().chain(program.declared().iter().map(|id| id.decl().name)).collect()
+    let (mut built_in, mut declared) = (IndicatorSet::EMPTY, Vec::new());
+    for named in Named::read_by(program) {
+        match named {
+            Named::BuiltIn(id) => built_in.insert(id),
+            Named::Declared(id) => declared.push(id.decl().name),
+        }
+    }
+    built_in.iter().map(|id| id.decl().name).chain(declared).collect()
 }
 
 /// Declares an indicator: one number per instance, reported with `Router.report_load(...,
@@ -161,7 +136,7 @@ fn compile(text: &str, kind: &str, knobs: Option<&HashMap<String, f64>>) -> Resu
         }
     };
     let knobs: Vec<(&str, f64)> = knobs.into_iter().flatten().map(|(name, x)| (name.as_str(), *x)).collect();
-    Ok(expr::Program::compile(text, expect, &knobs).map_err(CoreError::Expression)?)
+    Ok(expressions::compile(text, expect, &knobs).map_err(CoreError::Expression)?)
 }
 
 /// A checked expression that runs over numpy columns.
@@ -213,12 +188,6 @@ impl Program {
                 .into());
             }
         }
-        // In the order of the program's declared indicators.
-        let place = |named: &Named| match named {
-            Named::Declared(decl) => self.program.declared().iter().position(|id| *id == decl.id),
-            Named::BuiltIn(_) => None,
-        };
-        operands.sort_by_key(|(named, ..)| place(named));
         let mask = match &eligible {
             Some(mask) => {
                 let stride = shape.take("eligible", mask.shape(), false)?;
@@ -252,16 +221,13 @@ impl Program {
                     mask.map_or(&everyone[..], |(stride, mask)| &mask[request * stride..][..slots]);
                 let mut inputs = Inputs::new(eligible);
                 inputs.set_groups(&groups);
-                for (named, stride, values) in &operands {
-                    let width = if named.of_request() { 1 } else { slots };
-                    let values = &values[request * stride..][..width];
-                    match named {
-                        Named::BuiltIn(id) => inputs.set(*id, values),
-                        Named::Declared(_) if place(named).is_some() => inputs.push_declared(values),
-                        Named::Declared(_) => {}
-                    }
+                for read in Named::read_by(&self.program) {
+                    let operand = operands.iter().find(|operand| operand.0 == read);
+                    let (_, stride, values) = operand.expect("every column is set");
+                    let width = if read.of_request() { 1 } else { slots };
+                    inputs.push(&values[request * stride..][..width]);
                 }
-                self.program.eval_inputs(&inputs, &mut scratch, out);
+                self.program.evaluate(inputs, None, &mut scratch, out);
             }
         };
         if requests * slots >= RELEASE_FROM {

@@ -2,8 +2,8 @@
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::estimate::{Remaining, RemainingCurve};
+use lmetric_core::expr::nearest;
 use lmetric_core::rebalance::{Forecast, Running};
-use lmetric_core::suggest::nearest;
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};
 use parking_lot::Mutex;
 use pyo3::prelude::*;

@@ -437,7 +437,7 @@ impl Ticket {
         let failure = failure.ok_or_else(|| CoreError::UnknownName {
             kind: "failure".into(),
             name: kind.into(),
-            nearest: lmetric_core::suggest::nearest(kind, Failure::NAMES.iter().map(|(n, _)| *n)),
+            nearest: lmetric_core::expr::nearest(kind, Failure::NAMES.iter().map(|(n, _)| *n)),
         })?;
         let event = if retry { Event::Failed(failure) } else { Event::GaveUp(failure) };
         Ok(self.advance(py, event, now)?.map(|name| name.to_string()))

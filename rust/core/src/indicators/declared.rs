@@ -12,6 +12,12 @@ use parking_lot::RwLock;
 pub struct DeclaredId(u16);
 
 impl DeclaredId {
+    /// Returns the declared indicator with an index that [`DeclaredId::index`] gave.
+    #[inline]
+    pub(super) fn new(index: usize) -> DeclaredId {
+        DeclaredId(index as u16)
+    }
+
     /// Returns the index as a `usize`.
     #[inline]
     pub fn index(self) -> usize {

@@ -4,9 +4,6 @@ use super::columns::Columns;
 use super::table::IndicatorSet;
 use std::ops::Range;
 
-/// Slots per chunk. The columns of a chunk fit into the L1 cache, and each chunk reuses them.
-pub const CHUNK: usize = 256;
-
 /// Computes the indicators of [`IndicatorSet::COMPUTED`] for one request at one time.
 pub trait Kernels {
     /// Writes the indicators `reads` of `slots` to their columns, from entry `to` on. Columns of

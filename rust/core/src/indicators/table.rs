@@ -253,7 +253,7 @@ impl IndicatorSet {
     /// Derived indicators with a value per slot, which [`super::Kernels`] compute.
     pub const COMPUTED: IndicatorSet = IndicatorSet::DERIVED.without(IndicatorSet::OF_REQUEST);
 
-    /// Text indicators: expressions compare them with texts, by [`crate::request::text_number`].
+    /// Text indicators: expressions compare them with texts, by [`crate::expr::text_number`].
     pub const TEXTS: IndicatorSet =
         IndicatorSet::of(&[Indicator::LoraName, Indicator::Tenant, Indicator::LengthClass]);
 
@@ -269,6 +269,11 @@ impl IndicatorSet {
     /// Returns the indicators in both sets.
     pub const fn and(self, other: IndicatorSet) -> IndicatorSet {
         IndicatorSet(self.0 & other.0)
+    }
+
+    /// Builds a set from the bits of its indicators, by their place in the table.
+    pub(super) const fn from_bits(bits: u64) -> IndicatorSet {
+        IndicatorSet(bits)
     }
 
     /// Builds a set from `ids`.

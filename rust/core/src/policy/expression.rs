@@ -5,7 +5,8 @@ use crate::error::CoreError;
 use crate::estimate::WeightsOf;
 use crate::estimate::survival::CurveSettings;
 use crate::expr::{Program, Type, nan_unless};
-use crate::indicators::{DeclaredId, IndicatorSet, Snapshot};
+use crate::indicators::expressions::{compile, evaluate};
+use crate::indicators::{DeclaredId, IndicatorSet, Named, Snapshot};
 use crate::maturity::Maturity;
 use std::borrow::Cow;
 use std::fmt;
@@ -113,8 +114,7 @@ impl ExpressionPolicy {
         source: ExpressionSource,
         constants: &[(&str, f64)],
     ) -> Result<ExpressionPolicy, CoreError> {
-        let program =
-            |text: &str, expect| Program::compile(text, expect, constants).map_err(CoreError::Expression);
+        let program = |text: &str, expect| compile(text, expect, constants).map_err(CoreError::Expression);
         let filter = source.filter.as_deref().map(|text| program(text, Type::Bool)).transpose()?;
         let score = program(&source.score, Type::Number)?;
         let then = source
@@ -124,8 +124,12 @@ impl ExpressionPolicy {
             .collect::<Result<Vec<_>, CoreError>>()?;
         let (mut reads, mut declared) = (IndicatorSet::EMPTY, Vec::new());
         for program in filter.iter().chain([&score]).chain(then.iter().map(|(program, _)| program)) {
-            reads = reads.union(program.reads());
-            declared.extend_from_slice(program.declared());
+            for named in Named::read_by(program) {
+                match named {
+                    Named::BuiltIn(id) => reads.insert(id),
+                    Named::Declared(id) => declared.push(id),
+                }
+            }
         }
         declared.sort_unstable();
         declared.dedup();
@@ -176,13 +180,13 @@ impl Policy for ExpressionPolicy {
         scores: &mut Scores,
     ) -> Result<(), CoreError> {
         let slots = snapshot.slots();
-        self.score.eval(snapshot, &mut scores.scratch, &mut scores.score[..slots]);
+        evaluate(&self.score, snapshot, &mut scores.scratch, &mut scores.score[..slots]);
         scores.prefer = self.prefer;
         if let Some(filter) = &self.filter {
             let mut passes = std::mem::take(&mut scores.scratch.filter);
             passes.clear();
             passes.resize(slots, 0.0);
-            filter.eval(snapshot, &mut scores.scratch, &mut passes);
+            evaluate(filter, snapshot, &mut scores.scratch, &mut passes);
             let passing = |(p, e): (&f64, &bool)| u32::from((*p != 0.0) & *e);
             let passing: u32 = passes.iter().zip(snapshot.eligible).map(passing).sum();
             scores.filter_waived = passing == 0;
@@ -197,7 +201,7 @@ impl Policy for ExpressionPolicy {
         for (program, prefer) in &self.then {
             scores.push_then(slots);
             let column = &mut scores.then[scores.then_count - 1];
-            program.eval(snapshot, &mut scores.scratch, column);
+            evaluate(program, snapshot, &mut scores.scratch, column);
             if *prefer == Prefer::Max {
                 column.iter_mut().for_each(|value| *value = -*value);
             }

@@ -103,7 +103,7 @@ pub struct Scores {
     /// Whether the policy scored no eligible slot; `score` then holds the requests per slot (`bs`).
     pub unscored: bool,
     /// Registers of expressions, reused between decisions.
-    pub scratch: crate::expr::Scratch,
+    pub scratch: crate::indicators::expressions::Scratch,
     /// Lowest finite key (`score`, negated if the highest wins) of each 64 slots; infinity if none
     /// has one. [`best`] sets this and the following fields.
     pub(crate) minima: Vec<f64>,

@@ -2,8 +2,8 @@
 //! and the conformance tests.
 use super::Policy;
 use crate::error::CoreError;
+use crate::expr::nearest;
 use crate::maturity::Maturity;
-use crate::suggest::nearest;
 use std::borrow::Cow;
 
 /// Type and range of a parameter.

@@ -1,9 +1,9 @@
 //! Settings of rebalancing.
 use super::{Curve, Forecast, INTERVAL_STEPS, Rebalancer, Star};
 use crate::error::CoreError;
+use crate::expr::nearest;
 use crate::ids::Seconds;
 use crate::settings::SettingsReader;
-use crate::suggest::nearest;
 use serde::Deserialize;
 
 /// Rebalancing of running requests.

@@ -2,9 +2,9 @@
 use super::ledger::Report;
 use super::router::Router;
 use crate::error::CoreError;
+use crate::expr::nearest;
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredIndicator, declared};
-use crate::suggest::nearest;
 
 impl Router {
     /// Applies an engine's load report.

@@ -1,7 +1,7 @@
 //! Policies that are Python functions from numpy columns to scores.
 use crate::errors::Result;
-use crate::expr::{Named, unknown_indicator};
-use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Scope, Snapshot};
+use crate::expr::unknown_indicator;
+use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Named, Scope, Snapshot};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
 use lmetric_core::{CoreError, Maturity};
 use numpy::{PyArray1, PyArrayMethods};
@@ -28,7 +28,7 @@ impl Callable {
         for name in &names {
             match Named::find(name) {
                 Some(Named::BuiltIn(id)) => reads.push(id),
-                Some(Named::Declared(decl)) => declared.push(decl.id),
+                Some(Named::Declared(id)) => declared.push(id),
                 None => return Err(unknown_indicator(name).into()),
             }
         }

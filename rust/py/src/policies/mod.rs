@@ -9,7 +9,8 @@ use fallback::WithFallback;
 pub use watchdog::PolicyTimeout;
 
 use crate::errors::Result;
-use crate::expr::{Named, nearest_indicator};
+use crate::expr::nearest_indicator;
+use lmetric_core::indicators::Named;
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
 use lmetric_core::policy::{KnobKind, Policy, Prefer};
 use lmetric_core::registry::DEFAULT_POLICY;

@@ -7,9 +7,9 @@ pub use star_current::StarCurrent;
 
 use crate::forecast::Given;
 use lmetric_core::CoreError;
+use lmetric_core::expr::nearest;
 use lmetric_core::rebalance::RebalanceConfig;
 use lmetric_core::settings::SettingsReader;
-use lmetric_core::suggest::nearest;
 
 /// The rules of this crate. `star_oracle` is the core's `star` with known lengths.
 pub const NAMES: [&str; 3] = ["star_current", "star_oracle", "llumnix"];

@@ -1,9 +1,10 @@
 //! Kernels of the indicators that depend on the request or on the time.
 use super::fetch::FETCH;
 use super::tiers::{hit, tier_hits};
+use crate::expr::text_number;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet, Kernels};
-use crate::request::{Request, text_number};
+use crate::request::Request;
 use crate::router::caches::PrefixMatch;
 use crate::router::context::DecisionContext;
 use crate::router::fetch_cost::Fetches;

@@ -4,12 +4,9 @@
 //! Examples: unknown names, wrong types, division by a constant zero, and reductions over a value
 //! that is the same for all instances. It also rejects logarithms of constants that are not
 //! positive, and constants that are not finite.
-use super::Type;
 use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
+use super::{Column, Names, Type, nearest, text_number};
 use crate::error::ExprError;
-use crate::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
-use crate::request::text_number;
-use crate::suggest::nearest;
 use std::collections::HashMap;
 use std::ops::Range;
 use xxhash_rust::xxh3::xxh3_64;
@@ -66,7 +63,7 @@ pub(super) enum Grouping {
 
 impl Unary {
     #[inline(always)]
-    pub fn apply(self, x: f64) -> f64 {
+    pub(crate) fn apply(self, x: f64) -> f64 {
         match self {
             Unary::Negative => -x,
             Unary::Not => 1.0 - x,
@@ -83,7 +80,7 @@ impl Binary {
     /// Applies the function with numpy's semantics: `minimum` and `maximum` propagate NaN,
     /// comparisons with NaN are false (`!=` is true).
     #[inline(always)]
-    pub fn apply(self, x: f64, y: f64) -> f64 {
+    pub(crate) fn apply(self, x: f64, y: f64) -> f64 {
         let truth = |b: bool| if b { 1.0 } else { 0.0 };
         match self {
             Binary::Add => x + y,
@@ -141,12 +138,7 @@ impl Binary {
 pub(super) enum Op {
     /// The bits of an `f64`.
     Constant(u64),
-    /// One value per instance.
-    Column(Indicator),
-    /// One value per instance, from a declared indicator.
-    Declared(DeclaredId),
-    /// One value per request.
-    Request(Indicator),
+    Column(Column),
     Unary(Unary, usize),
     Binary(Binary, usize, usize),
     /// Operands: condition, then, otherwise.
@@ -158,9 +150,9 @@ pub(super) enum Op {
 
 impl Op {
     /// Returns the operands of the value.
-    pub fn operands(self) -> impl Iterator<Item = usize> {
+    pub(crate) fn operands(self) -> impl Iterator<Item = usize> {
         let operands = match self {
-            Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) => [None; 3],
+            Op::Constant(_) | Op::Column(_) => [None; 3],
             Op::Unary(_, a) | Op::Reduce(_, a) | Op::Group(_, a) => [Some(a), None, None],
             Op::Binary(_, a, b) => [Some(a), Some(b), None],
             Op::Where(a, b, c) => [Some(a), Some(b), Some(c)],
@@ -180,7 +172,7 @@ pub(super) struct Graph {
 }
 
 impl Graph {
-    pub fn constant(&self, id: usize) -> Option<f64> {
+    pub(crate) fn constant(&self, id: usize) -> Option<f64> {
         match self.ops[id] {
             Op::Constant(bits) => Some(f64::from_bits(bits)),
             _ => None,
@@ -193,7 +185,7 @@ impl Graph {
             return *id;
         }
         let varies = match op {
-            Op::Column(_) | Op::Declared(_) => true,
+            Op::Column(column) => column.varies(),
             Op::Reduce(..) => false,
             _ => op.operands().any(|id| self.varies[id]),
         };
@@ -240,10 +232,11 @@ pub(super) fn check(
     text: &str,
     nodes: &[Node],
     expect: Option<Type>,
+    names: &dyn Names,
     knobs: &[(&str, f64)],
 ) -> Result<(Graph, Type), ExprError> {
-    let mut checker =
-        Checker { text, nodes, knobs, graph: Graph::default(), typed: Vec::with_capacity(nodes.len()) };
+    let (graph, typed) = (Graph::default(), Vec::with_capacity(nodes.len()));
+    let mut checker = Checker { text, nodes, names, knobs, graph, typed };
     for node in nodes {
         let typed = checker.node(node)?;
         if checker.graph.constant(typed.0).is_some_and(|c| !c.is_finite()) {
@@ -272,6 +265,7 @@ const TEXT: &str = "this is a text; compare it with another text, as in `tenant 
 struct Checker<'a> {
     text: &'a str,
     nodes: &'a [Node],
+    names: &'a dyn Names,
     knobs: &'a [(&'a str, f64)],
     graph: Graph,
     /// Value and type of each node of the tree.
@@ -292,8 +286,7 @@ impl Checker<'_> {
             }
             Kind::Name(name) => {
                 let value = self.name(name)?;
-                let text =
-                    matches!(self.graph.ops[value], Op::Request(id) if IndicatorSet::TEXTS.contains(id));
+                let text = matches!(self.graph.ops[value], Op::Column(Column::Text(_)));
                 Ok((value, if text { Type::Text } else { Type::Number }))
             }
             Kind::Prefix(Prefix::Negative, a) => {
@@ -312,15 +305,10 @@ impl Checker<'_> {
     fn name(&mut self, span: &Range<usize>) -> Result<usize, ExprError> {
         let name = &self.text[span.clone()];
         let knob = self.knobs.iter().find(|(knob, _)| knob.eq_ignore_ascii_case(name));
-        let indicator = match Indicator::from_name(name) {
-            Some(id) if id.decl().scope == Scope::Request => Some(Op::Request(id)),
-            Some(id) => Some(Op::Column(id)),
-            None => declared::find(name).map(|decl| Op::Declared(decl.id)),
-        };
-        match (indicator, knob) {
+        match (self.names.find(name), knob) {
             (Some(_), Some(_)) => Err(self
                 .error(span, format!("`{name}` is an indicator and a named constant; rename the constant"))),
-            (Some(op), None) => Ok(self.graph.push(op)),
+            (Some(column), None) => Ok(self.graph.push(Op::Column(column))),
             (None, Some((_, value))) if !value.is_finite() => {
                 Err(self.error(span, format!("`{name}` is {value}, which is not a finite number")))
             }
@@ -329,10 +317,8 @@ impl Checker<'_> {
                 Err(self.error(span, format!("`{name}` is a function; it needs arguments in brackets")))
             }
             (None, None) => {
-                let declared = declared::declared();
-                let known = INDICATORS.iter().map(|d| d.name).chain(declared.iter().map(|d| d.name));
-                let hint = nearest(name, known.chain(self.knobs.iter().map(|k| k.0)))
-                    .map_or(String::new(), |n| format!("; did you mean `{n}`?"));
+                let known = self.names.all().into_iter().chain(self.knobs.iter().map(|knob| knob.0));
+                let hint = nearest(name, known).map_or(String::new(), |n| format!("; did you mean `{n}`?"));
                 Err(self.error(span, format!("unknown name `{name}`{hint}")))
             }
         }

@@ -1,42 +1,97 @@
 //! Programs compared with a naive interpreter, and errors of the checker.
 use super::parse::{Function, Infix, Kind, Node, Prefix, parse};
 use super::*;
-use crate::indicators::{Columns, Indicator, Scope, Snapshot};
 use proptest::prelude::*;
+use std::ops::Range;
 
 const KNOBS: &[(&str, f64)] = &[("lam", 0.7), ("zero", 0.0), ("bad", f64::NAN)];
 
+/// Names and their columns; the number of a column is its place here.
+const NAMES: [(&str, Column); 11] = [
+    ("bs", BS),
+    ("q_bs", Q_BS),
+    ("r_bs", R_BS),
+    ("tokens", TOKENS),
+    ("p_token", P_TOKEN),
+    ("kv_usage", KV_USAGE),
+    ("kv_hit", KV_HIT),
+    ("prompt_tokens", PROMPT_TOKENS),
+    ("expected_output_tokens", Column::Request(8)),
+    ("tenant", TENANT),
+    ("length_class", Column::Text(10)),
+];
+const BS: Column = Column::Stored(0);
+const Q_BS: Column = Column::Computed(1);
+const R_BS: Column = Column::Stored(2);
+const TOKENS: Column = Column::Computed(3);
+const P_TOKEN: Column = Column::Computed(4);
+const KV_USAGE: Column = Column::Stored(5);
+const KV_HIT: Column = Column::Stored(6);
+const PROMPT_TOKENS: Column = Column::Request(7);
+const TENANT: Column = Column::Text(9);
+
+struct Table;
+
+impl Names for Table {
+    fn find(&self, name: &str) -> Option<Column> {
+        NAMES.iter().find(|known| known.0.eq_ignore_ascii_case(name)).map(|known| known.1)
+    }
+
+    fn all(&self) -> Vec<&str> {
+        NAMES.iter().map(|known| known.0).collect()
+    }
+}
+
+fn compile(text: &str, expect: impl Into<Option<Type>>, knobs: &[(&str, f64)]) -> Result<Program, ExprError> {
+    Program::compile(text, expect, &Table, knobs)
+}
+
 /// A fleet: columns in table order, and the eligible slots.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Fleet {
-    columns: Columns,
+    columns: Vec<Vec<f64>>,
     eligible: Vec<bool>,
+    groups: Vec<u32>,
 }
 
 impl Fleet {
-    fn new(columns: &[(Indicator, &[f64])], eligible: &[bool]) -> Fleet {
-        let mut fleet = Fleet { columns: Columns::default(), eligible: eligible.to_vec() };
-        fleet.columns.resize(eligible.len());
-        for (id, values) in columns {
-            fleet.columns.get_mut(*id)[..values.len()].copy_from_slice(values);
+    fn new(columns: &[(Column, &[f64])], eligible: &[bool]) -> Fleet {
+        let empty = vec![0.0; eligible.len()];
+        let mut fleet =
+            Fleet { columns: vec![empty; NAMES.len()], eligible: eligible.to_vec(), groups: Vec::new() };
+        for (column, values) in columns {
+            fleet.columns[column.number()][..values.len()].copy_from_slice(values);
         }
         fleet
     }
 
-    fn snapshot(&self) -> Snapshot<'_> {
-        Snapshot {
-            columns: (&self.columns).into(),
-            eligible: &self.eligible,
-            eligible_count: self.eligible.iter().filter(|e| **e).count(),
-            name_hashes: &[],
-            ordinal: 0,
-            session: None,
-        }
+    fn get(&self, column: Column) -> &[f64] {
+        &self.columns[column.number()]
+    }
+
+    fn inputs(&self, program: &Program) -> Inputs<'_> {
+        let mut inputs = Inputs::new(&self.eligible);
+        inputs.set_groups(&self.groups);
+        program.columns().iter().for_each(|column| inputs.push(self.get(*column)));
+        inputs
     }
 
     fn eval(&self, program: &Program) -> Vec<f64> {
         let mut out = vec![f64::NAN; self.eligible.len()];
-        program.eval(&self.snapshot(), &mut Scratch::default(), &mut out);
+        program.evaluate(self.inputs(program), None, &mut Scratch::default(), &mut out);
+        out
+    }
+
+    /// Evaluates with kernels instead of the columns that they can compute.
+    fn eval_by_chunks(&self, program: &Program) -> Vec<f64> {
+        let mut out = vec![f64::NAN; self.eligible.len()];
+        let mut inputs = Inputs::new(&self.eligible);
+        inputs.set_groups(&self.groups);
+        for column in program.columns() {
+            inputs.push(if matches!(column, Column::Computed(_)) { &[] } else { self.get(*column) });
+        }
+        let mut kernels = Copies { fleet: self, computed: vec![Vec::new(); NAMES.len()] };
+        program.evaluate(inputs, Some(&mut kernels), &mut Scratch::default(), &mut out);
         out
     }
 
@@ -79,9 +134,9 @@ impl Fleet {
             let value = match &node.kind {
                 Kind::Number(number) => spread(*number),
                 Kind::Text(_) => unreachable!("the expressions here have no texts"),
-                Kind::Name(name) => match Indicator::from_name(&text[name.clone()]) {
-                    Some(id) if id.decl().scope == Scope::Request => spread(self.columns.get(id)[0]),
-                    Some(id) => self.columns.get(id).to_vec(),
+                Kind::Name(name) => match Table.find(&text[name.clone()]) {
+                    Some(column @ Column::Request(_)) => spread(self.get(column)[0]),
+                    Some(column) => self.get(column).to_vec(),
                     None => spread(KNOBS.iter().find(|k| k.0 == &text[name.clone()]).unwrap().1),
                 },
                 Kind::Prefix(Prefix::Negative, a) => map(*a, &|x| -x),
@@ -144,6 +199,32 @@ impl Fleet {
     }
 }
 
+/// Kernels that copy the columns of a fleet.
+struct Copies<'a> {
+    fleet: &'a Fleet,
+    computed: Vec<Vec<f64>>,
+}
+
+impl Kernels for Copies<'_> {
+    fn fill(&mut self, columns: u64, instances: Range<usize>) {
+        assert!(instances.len() <= CHUNK);
+        for (number, (computed, values)) in self.computed.iter_mut().zip(&self.fleet.columns).enumerate() {
+            computed.clear();
+            if columns & 1 << number != 0 {
+                computed.extend_from_slice(&values[instances.clone()]);
+            }
+        }
+    }
+
+    fn column(&self, number: usize) -> &[f64] {
+        &self.computed[number]
+    }
+}
+
+fn bits(values: &[f64]) -> Vec<u64> {
+    values.iter().map(|value| if value.is_nan() { f64::NAN.to_bits() } else { value.to_bits() }).collect()
+}
+
 /// Equal up to the last bit: powers are not rounded the same in every implementation.
 fn same(a: f64, b: f64) -> bool {
     let near = a.to_bits().abs_diff(b.to_bits()) <= 1;
@@ -189,17 +270,9 @@ fn fleet() -> impl Strategy<Value = Fleet> {
     let slot = (proptest::array::uniform6(value()), proptest::bool::weighted(0.8));
     let size = prop_oneof![4 => 1..20usize, 1 => 250..600usize];
     size.prop_flat_map(move |n| proptest::collection::vec(slot.clone(), n)).prop_map(|slots| {
-        let ids = [
-            Indicator::Bs,
-            Indicator::QBs,
-            Indicator::Tokens,
-            Indicator::PToken,
-            Indicator::KvUsage,
-            Indicator::PromptTokens,
-        ];
+        let ids = [BS, Q_BS, TOKENS, P_TOKEN, KV_USAGE, PROMPT_TOKENS];
         let columns: Vec<Vec<f64>> = (0..6).map(|c| slots.iter().map(|s| s.0[c]).collect()).collect();
-        let pairs: Vec<(Indicator, &[f64])> =
-            ids.into_iter().zip(columns.iter().map(Vec::as_slice)).collect();
+        let pairs: Vec<(Column, &[f64])> = ids.into_iter().zip(columns.iter().map(Vec::as_slice)).collect();
         Fleet::new(&pairs, &slots.iter().map(|s| s.1).collect::<Vec<_>>())
     })
 }
@@ -210,9 +283,10 @@ proptest! {
     #[test]
     fn evaluation_equals_a_naive_interpreter(text in number(), fleet in fleet()) {
         let nodes = parse(&text).unwrap();
-        match Program::compile(&text, Type::Number, KNOBS) {
+        match compile(&text, Type::Number, KNOBS) {
             Ok(program) => {
                 let (fast, naive) = (fleet.eval(&program), fleet.interpret(&text, &nodes));
+                prop_assert_eq!(bits(&fast), bits(&fleet.eval_by_chunks(&program)), "{}", &text);
                 for (slot, (a, b)) in fast.iter().zip(&naive).enumerate() {
                     prop_assert!(same(*a, *b), "{text}\nslot {slot}: {a} is not {b}\n{program:?}");
                 }
@@ -228,14 +302,14 @@ proptest! {
     #[test]
     fn deviations_equal_the_naive_ones(fleet in fleet()) {
         let text = "std(bs * 0.3 + tokens) + mean(bs / 7)";
-        let program = Program::compile(text, Type::Number, &[]).unwrap();
+        let program = compile(text, Type::Number, &[]).unwrap();
         let (fast, naive) = (fleet.eval(&program)[0], fleet.interpret(text, &parse(text).unwrap())[0]);
         prop_assert!((fast - naive).abs() <= 1e-12 * naive.abs() || (fast.is_nan() && naive.is_nan()), "{fast} {naive}");
     }
 
     #[test]
     fn no_text_panics(text in "[a-c0-9(),.+*/<>=&|~ -]{0,40}|\\PC{0,20}|(bs|min|\\(|\\)|,|\\+|~|<|1e|\\.| ){0,30}") {
-        if let Err(error) = Program::compile(&text, Type::Number, &[]) {
+        if let Err(error) = compile(&text, Type::Number, &[]) {
             let _ = error.to_string();
         }
     }
@@ -245,15 +319,15 @@ proptest! {
 fn the_papers_expressions_give_what_they_say() {
     let fleet = Fleet::new(
         &[
-            (Indicator::PToken, &[100.0, 50.0, 10.0, 1.0]),
-            (Indicator::Bs, &[1.0, 3.0, 4.0, 2.0]),
-            (Indicator::QBs, &[0.0, 1.0, 2.0, 0.0]),
-            (Indicator::RBs, &[1.0, 2.0, 2.0, 2.0]),
-            (Indicator::KvHit, &[0.0, 0.5, 1.0, 1.0]),
+            (P_TOKEN, &[100.0, 50.0, 10.0, 1.0]),
+            (BS, &[1.0, 3.0, 4.0, 2.0]),
+            (Q_BS, &[0.0, 1.0, 2.0, 0.0]),
+            (R_BS, &[1.0, 2.0, 2.0, 2.0]),
+            (KV_HIT, &[0.0, 0.5, 1.0, 1.0]),
         ],
         &[true, true, true, false],
     );
-    let eval = |text, expect| fleet.eval(&Program::compile(text, expect, KNOBS).unwrap());
+    let eval = |text, expect| fleet.eval(&compile(text, expect, KNOBS).unwrap());
     assert_eq!(eval("P_TOKEN * (BS + 1)", Type::Number), [200.0, 200.0, 50.0, 3.0]);
     assert_eq!(eval("4 * q_bs + r_bs", Type::Number), [1.0, 6.0, 10.0, 2.0]);
     let linear = eval("lam * (1 - kv_hit) + (1 - lam) * norm(bs)", Type::Number);
@@ -265,14 +339,10 @@ fn the_papers_expressions_give_what_they_say() {
 
 #[test]
 fn reductions_without_a_value_are_nan() {
-    let fleet = Fleet::new(&[(Indicator::Bs, &[1.0, f64::NAN])], &[false, true]);
-    let eval = |text| fleet.eval(&Program::compile(text, Type::Number, &[]).unwrap())[0];
+    let fleet = Fleet::new(&[(BS, &[1.0, f64::NAN])], &[false, true]);
+    let eval = |text| fleet.eval(&compile(text, Type::Number, &[]).unwrap())[0];
     assert!(["min(bs)", "max(bs)", "mean(bs)", "std(bs)"].into_iter().all(|text| eval(text).is_nan()));
-    Program::compile("bs", Type::Number, &[]).unwrap().eval(
-        &Fleet::new(&[], &[]).snapshot(),
-        &mut Scratch::default(),
-        &mut [],
-    );
+    Fleet::new(&[], &[]).eval(&compile("bs", Type::Number, &[]).unwrap());
 }
 
 #[test]
@@ -304,25 +374,25 @@ fn what_can_be_known_before_is_an_error_with_its_place() {
         ("max(min(bs))", "the same for all of them", "min(bs)"),
         ("clip(bs, 3, 1)", "the lower bound is above", "clip(bs, 3, 1)"),
     ] {
-        let error = Program::compile(text, Type::Number, KNOBS).unwrap_err();
+        let error = compile(text, Type::Number, KNOBS).unwrap_err();
         assert!(error.message.contains(message), "{text}: {error}");
         assert_eq!(&error.text[error.start..error.end], place, "{text}: {error}");
     }
-    let error = Program::compile("bs + 1", Type::Bool, &[]).unwrap_err();
+    let error = compile("bs + 1", Type::Bool, &[]).unwrap_err();
     assert!(error.message.contains("a filter is a truth value"), "{error}");
-    let error = Program::compile("bs", Type::Number, &[("BS", 1.0)]).unwrap_err();
+    let error = compile("bs", Type::Number, &[("BS", 1.0)]).unwrap_err();
     assert!(error.message.contains("rename the constant"), "{error}");
 }
 
 #[test]
 fn an_error_shows_the_text_with_carets_under_the_place() {
-    let error = Program::compile("bs *\n\tkv_hits", Type::Number, &[]).unwrap_err();
+    let error = compile("bs *\n\tkv_hits", Type::Number, &[]).unwrap_err();
     assert_eq!(
         error.to_string(),
         "unknown name `kv_hits`; did you mean `kv_hit`?\n  bs *  kv_hits\n        ^^^^^^^"
     );
     let long = format!("{}kv_hits{}", "bs + ".repeat(100), " + bs".repeat(100));
-    let shown = Program::compile(&long, Type::Number, &[]).unwrap_err().to_string();
+    let shown = compile(&long, Type::Number, &[]).unwrap_err().to_string();
     assert!(shown.lines().all(|line| line.chars().count() < 140), "{shown}");
     assert!(
         shown.lines().nth(1).unwrap().chars().skip(63).collect::<String>().starts_with("kv_hits"),
@@ -333,18 +403,16 @@ fn an_error_shows_the_text_with_carets_under_the_place() {
 
 #[test]
 fn only_what_the_outcome_needs_is_read() {
-    let reads =
-        |text| Program::compile(text, Type::Number, KNOBS).unwrap().reads().iter().collect::<Vec<_>>();
-    assert_eq!(reads("where(lam > 1, tokens, bs) + prompt_tokens"), [Indicator::Bs, Indicator::PromptTokens]);
+    let reads = |text| compile(text, Type::Number, KNOBS).unwrap().columns().to_vec();
+    assert_eq!(reads("where(lam > 1, tokens, bs) + prompt_tokens"), [BS, PROMPT_TOKENS]);
     assert_eq!(reads("lam + 1"), []);
 }
 
 #[test]
 fn texts_are_compared_with_texts_only() {
-    let compile = |text: &str| Program::compile(text, None, KNOBS);
-    let number = crate::request::text_number(xxhash_rust::xxh3::xxh3_64(b"acme"));
+    let compile = |text: &str| compile(text, None, KNOBS);
+    let number = text_number(xxhash_rust::xxh3::xxh3_64(b"acme"));
     let mut fleet = Fleet::new(&[], &[true, true]);
-    let mut out = [9.0; 2];
     for (tenant, text, expected) in [
         (number, "tenant == \"acme\"", 1.0),
         (number, "TENANT != 'acme'", 0.0),
@@ -353,9 +421,8 @@ fn texts_are_compared_with_texts_only() {
         (f64::NAN, "tenant == 'acme'", 0.0),
         (f64::NAN, "tenant != 'acme'", 1.0),
     ] {
-        fleet.columns.get_mut(Indicator::Tenant)[0] = tenant;
-        compile(text).unwrap().eval(&fleet.snapshot(), &mut Scratch::default(), &mut out);
-        assert_eq!(out, [expected; 2], "{text}");
+        fleet.columns[TENANT.number()][0] = tenant;
+        assert_eq!(fleet.eval(&compile(text).unwrap()), [expected; 2], "{text}");
     }
     for (text, message, place) in [
         ("tenant + 1", "this is a text", "tenant"),
@@ -391,19 +458,15 @@ fn groups_reduce_over_their_instances() {
         // A reduction over eligible instances, of values over groups.
         ("bs - bs + max(group_min(bs))", [3.0; 3]),
     ] {
-        let program = Program::compile(text, Type::Number, KNOBS).unwrap();
+        let program = compile(text, Type::Number, KNOBS).unwrap();
         let absent = vec![ABSENT; slots as usize];
-        let mut inputs = Inputs::new(&eligible);
-        inputs.set(Indicator::Bs, &bs);
-        inputs.set(Indicator::KvUsage, &absent);
-        inputs.set_groups(&groups);
-        let mut out = vec![0.0; slots as usize];
-        program.eval_inputs(&inputs, &mut Scratch::default(), &mut out);
+        let fleet = Fleet::new(&[(BS, &bs), (KV_USAGE, &absent)], &eligible);
+        let out = Fleet { groups: groups.clone(), ..fleet }.eval(&program);
         for (slot, out) in out.iter().enumerate().skip(1) {
             let expected = expected[slot % 3];
             assert!(*out == expected || (out.is_nan() && expected.is_nan()), "{text} of {slot}: {out}");
         }
     }
-    let error = Program::compile("group_max(prompt_tokens)", None, KNOBS).unwrap_err();
+    let error = compile("group_max(prompt_tokens)", None, KNOBS).unwrap_err();
     assert!(error.message.contains("the same for all"), "{error}");
 }

@@ -348,7 +348,7 @@ impl Parser<'_> {
         let text = &self.text[name.clone()];
         let Some((_, function, parameters)) = FUNCTIONS.iter().find(|(n, ..)| n.eq_ignore_ascii_case(text))
         else {
-            let nearest = crate::suggest::nearest(text, FUNCTIONS.iter().map(|f| f.0));
+            let nearest = crate::nearest(text, FUNCTIONS.iter().map(|f| f.0));
             let hint = nearest.map_or(String::new(), |n| format!("; did you mean `{n}`?"));
             return Err(ExprError::at(self.text, name, format!("unknown function `{text}`{hint}")));
         };

@@ -4,16 +4,17 @@
 //! Each reduction is a separate pass, because later steps need its result. The score is the last
 //! pass. A pass runs its steps on one chunk of instances at a time, so that intermediate values
 //! stay in the L1 cache. Operands are read in place, without copies.
-use super::Type;
 use super::check::{Binary, Graph, Grouping, Op, Reduction, Unary};
-use crate::indicators::{DeclaredId, Indicator, IndicatorSet};
+use super::{Column, Type};
 
 /// Location of a step's operand.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
-    Column(Indicator),
-    /// Index into [`Program::declared`].
-    Declared(usize),
+    /// Index into [`Program::columns`], and the column's number.
+    Column {
+        place: usize,
+        number: usize,
+    },
     /// Result of a [`Stage::Group`].
     Grouped(usize),
     Register(usize),
@@ -55,22 +56,23 @@ pub(super) struct Step {
 pub(super) struct Pass {
     pub steps: Vec<Step>,
     pub result: Source,
-    /// Indicators of [`IndicatorSet::COMPUTED`] that the steps or the result read, and no other
-    /// pass.
-    pub computed: IndicatorSet,
+    /// Numbers of the [`Column::Computed`] that the steps or the result read, and no other pass, as
+    /// bits.
+    pub computed: u64,
 }
 
 impl Pass {
     /// Returns whether the result is a column that no kernel computes.
-    pub fn is_column(&self) -> bool {
-        self.steps.is_empty() && self.computed == IndicatorSet::EMPTY
+    pub(crate) fn is_column(&self) -> bool {
+        self.steps.is_empty() && self.computed == 0
     }
 }
 
 /// Computation of one scalar.
 #[derive(Clone, Debug)]
 pub(super) enum Stage {
-    Request(Indicator),
+    /// The only number of the column with this index in [`Program::columns`].
+    Request(usize),
     Unary(Unary, usize),
     Binary(Binary, usize, usize),
     Where(usize, usize, usize),
@@ -92,12 +94,10 @@ pub struct Program {
     pub(super) grouped: usize,
     /// Number of registers that the passes need.
     pub(super) registers: usize,
-    /// Indicators that the program reads.
-    pub(super) columns: Vec<Indicator>,
-    /// Indicators of [`IndicatorSet::COMPUTED`] that several passes read.
-    pub(super) shared: IndicatorSet,
-    /// Declared indicators that the program reads.
-    pub(super) declared: Vec<DeclaredId>,
+    /// Columns that the program reads, in the order of their first use.
+    pub(super) columns: Vec<Column>,
+    /// Numbers of the [`Column::Computed`] that several passes read, as bits.
+    pub(super) shared: u64,
     result: Type,
 }
 
@@ -112,14 +112,11 @@ impl Program {
         }
         let scalar_of = vec![usize::MAX; graph.ops.len()];
         let mut builder =
-            Builder { graph, scalar_of, declared: Vec::new(), grouped: Vec::new(), registers: 0 };
-        let (mut scalars, mut stages, mut reads) = (Vec::new(), Vec::new(), IndicatorSet::EMPTY);
+            Builder { graph, scalar_of, columns: Vec::new(), grouped: Vec::new(), registers: 0 };
+        let (mut scalars, mut stages) = (Vec::new(), Vec::new());
         for id in (0..=graph.root).filter(|id| used[*id]) {
-            if let Op::Column(indicator) | Op::Request(indicator) = graph.ops[id] {
-                reads.insert(indicator);
-            }
-            if let Op::Declared(declared) = graph.ops[id] {
-                builder.declared.push(declared);
+            if let Op::Column(column) = graph.ops[id] {
+                builder.columns.push(column);
             }
             if let Op::Group(grouping, a) = graph.ops[id] {
                 stages.push((Stage::Group(grouping, builder.pass(a)), builder.grouped.len()));
@@ -130,8 +127,8 @@ impl Program {
             }
             let scalar_of = &builder.scalar_of;
             let stage = match graph.ops[id] {
-                Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Group(..) => None,
-                Op::Request(indicator) => Some(Stage::Request(indicator)),
+                Op::Constant(_) | Op::Group(..) => None,
+                Op::Column(_) => Some(Stage::Request(builder.columns.len() - 1)),
                 Op::Unary(unary, a) => Some(Stage::Unary(unary, scalar_of[a])),
                 Op::Binary(binary, a, b) => Some(Stage::Binary(binary, scalar_of[a], scalar_of[b])),
                 Op::Where(a, b, c) => Some(Stage::Where(scalar_of[a], scalar_of[b], scalar_of[c])),
@@ -153,8 +150,7 @@ impl Program {
             shared,
             grouped: builder.grouped.len(),
             registers: builder.registers,
-            columns: reads.iter().collect(),
-            declared: builder.declared,
+            columns: builder.columns,
             result,
         }
     }
@@ -164,30 +160,26 @@ impl Program {
         self.result
     }
 
-    /// Returns the indicators that the program reads.
-    pub fn reads(&self) -> IndicatorSet {
-        IndicatorSet::of(&self.columns)
-    }
-
-    /// Returns the declared indicators that the program reads.
-    pub fn declared(&self) -> &[DeclaredId] {
-        &self.declared
+    /// Returns the columns that the program reads, in the order of its [`super::Inputs`].
+    #[inline]
+    pub fn columns(&self) -> &[Column] {
+        &self.columns
     }
 }
 
-/// Takes the indicators that several passes read from those that each pass has computed.
-fn shared(stages: &mut [(Stage, usize)], output: &mut Pass) -> IndicatorSet {
+/// Takes the columns that several passes read from the columns that each pass has computed.
+fn shared(stages: &mut [(Stage, usize)], output: &mut Pass) -> u64 {
     let passes = stages.iter_mut().filter_map(|(stage, _)| match stage {
         Stage::Reduce(_, pass) | Stage::Group(_, pass) => Some(pass),
         _ => None,
     });
     let mut passes: Vec<&mut Pass> = passes.chain([output]).collect();
-    let (mut read, mut shared) = (IndicatorSet::EMPTY, IndicatorSet::EMPTY);
+    let (mut read, mut shared) = (0, 0);
     for pass in &passes {
-        shared = shared.union(read.and(pass.computed));
-        read = read.union(pass.computed);
+        shared |= read & pass.computed;
+        read |= pass.computed;
     }
-    passes.iter_mut().for_each(|pass| pass.computed = pass.computed.without(shared));
+    passes.iter_mut().for_each(|pass| pass.computed &= !shared);
     shared
 }
 
@@ -222,7 +214,7 @@ struct Builder<'a> {
     graph: &'a Graph,
     /// Index of the scalar that holds each value that is the same for all instances.
     scalar_of: Vec<usize>,
-    declared: Vec<DeclaredId>,
+    columns: Vec<Column>,
     /// Values over groups, in column order.
     grouped: Vec<usize>,
     registers: usize,
@@ -253,10 +245,9 @@ impl Builder<'_> {
         let mut register_of = vec![usize::MAX; result + 1];
         let (mut free, mut used, mut steps) = (Vec::new(), 0, Vec::new());
         let source = |id: usize, register_of: &[usize]| match graph.ops[id] {
-            Op::Column(indicator) => Source::Column(indicator),
-            Op::Declared(id) => {
-                let place = self.declared.iter().position(|each| *each == id);
-                Source::Declared(place.expect("operands come first"))
+            Op::Column(column) if column.varies() => {
+                let place = self.columns.iter().position(|each| *each == column);
+                Source::Column { place: place.expect("operands come first"), number: column.number() }
             }
             Op::Group(..) => {
                 let place = self.grouped.iter().position(|each| *each == id);
@@ -278,14 +269,7 @@ impl Builder<'_> {
                 }
                 Op::Binary(binary, a, b) => StepOp::Binary(binary, of(a), of(b)),
                 Op::Where(a, b, c) => StepOp::Where(of(a), of(b), of(c)),
-                Op::Constant(_)
-                | Op::Column(_)
-                | Op::Declared(_)
-                | Op::Request(_)
-                | Op::Reduce(..)
-                | Op::Group(..) => {
-                    continue;
-                }
+                Op::Constant(_) | Op::Column(_) | Op::Reduce(..) | Op::Group(..) => continue,
             };
             let register = free.pop().unwrap_or_else(|| {
                 used += 1;
@@ -301,12 +285,12 @@ impl Builder<'_> {
         }
         let result = source(result, &register_of);
         self.registers = self.registers.max(used);
-        let mut computed = IndicatorSet::EMPTY;
+        let mut computed = 0;
         for read in steps.iter().flat_map(|step| step.op.operands()).chain([result]) {
-            if let Source::Column(id) = read
-                && IndicatorSet::COMPUTED.contains(id)
+            if let Source::Column { place, number } = read
+                && matches!(self.columns[place], Column::Computed(_))
             {
-                computed.insert(id);
+                computed |= 1 << number;
             }
         }
         Pass { steps, result, computed }

@@ -2,41 +2,33 @@
 //! have no branches.
 use super::check::{Binary, Grouping, Reduction, Unary};
 use super::program::{Pass, Program, Source, Stage, StepOp};
-use crate::indicators::{CHUNK, Columns, Indicator, IndicatorSet, Kernels, Snapshot};
+use super::{Column, nan_unless};
 use multiversion::multiversion;
 use smallvec::SmallVec;
 use std::ops::Range;
 
+/// Instances per chunk. The registers of a chunk fit into the L1 cache, and each chunk reuses them.
+pub const CHUNK: usize = 256;
+
 /// Partial sums of a mean. Their number is the same on every machine, so scores are too.
 const LANES: usize = 8;
 
-/// Reusable buffers of an evaluation.
+/// Reusable buffers of evaluations.
 #[derive(Clone, Debug, Default)]
 pub struct Scratch {
+    buffers: Buffers,
+    /// Columns that several passes of a program read, computed for all instances.
+    shared: Vec<Vec<f64>>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Buffers {
     registers: Vec<Vec<f64>>,
     scalars: Vec<f64>,
-    /// Values over groups, one per slot.
+    /// Values over groups, one per instance.
     grouped: Vec<Vec<f64>>,
     /// State of each group: the value so far, and the number of instances.
     groups: Vec<(f64, f64)>,
-    /// Indicators that kernels computed for one chunk.
-    computed: Columns,
-    /// Indicators that several passes of a program read, computed for all slots.
-    shared: Vec<Vec<f64>>,
-    /// Truth values of a policy's filter, one per slot.
-    pub(crate) filter: Vec<f64>,
-}
-
-impl Scratch {
-    /// Returns columns of [`CHUNK`] entries for the results of kernels and the request's
-    /// indicators.
-    pub(crate) fn computed(&mut self) -> &mut Columns {
-        if self.computed.slots() == 0 {
-            self.computed = Columns::of(IndicatorSet::DERIVED);
-            self.computed.resize(CHUNK);
-        }
-        &mut self.computed
-    }
 }
 
 /// Returns the slots in ranges of at most `size` (at least 1).
@@ -44,169 +36,142 @@ fn chunks(slots: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..slots).step_by(size).map(move |start| start..slots.min(start + size))
 }
 
-/// The columns that a program reads, and the kernels that compute others by chunks.
-#[derive(Clone)]
+/// Columns of [`Column::Computed`] that are computed for a chunk of instances at a time.
+pub trait Kernels {
+    /// Computes the columns whose bits are set in `columns`, for at most [`CHUNK`] instances.
+    fn fill(&mut self, columns: u64, instances: Range<usize>);
+
+    /// Returns the column with this number, filled in last. It starts with the first of the
+    /// instances.
+    fn column(&self, number: usize) -> &[f64];
+}
+
+/// The columns that a program reads.
 pub struct Inputs<'a> {
-    kernels: Option<&'a dyn Kernels>,
-    /// Indicators that kernels compute by chunks.
-    computed: IndicatorSet,
-    columns: SmallVec<[(Indicator, &'a [f64]); 4]>,
-    declared: SmallVec<[&'a [f64]; 4]>,
+    columns: SmallVec<[&'a [f64]; 8]>,
     eligible: &'a [bool],
     groups: &'a [u32],
 }
 
 impl<'a> Inputs<'a> {
-    /// Creates inputs without columns, over `eligible.len()` slots.
+    /// Creates inputs without columns, over `eligible.len()` instances. Reductions skip instances
+    /// that are not eligible.
+    #[inline]
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
-        Inputs {
-            kernels: None,
-            computed: IndicatorSet::EMPTY,
-            columns: SmallVec::new(),
-            declared: SmallVec::new(),
-            eligible,
-            groups: &[],
-        }
+        Inputs { columns: SmallVec::new(), eligible, groups: &[] }
     }
 
-    /// Sets the values of `id`: one per slot, or a single value if the indicator belongs to the
-    /// request.
-    pub fn set(&mut self, id: Indicator, values: &'a [f64]) {
-        self.columns.push((id, values));
+    /// Adds the next of [`Program::columns`]: one number per instance, or a single number for
+    /// [`Column::Request`] and [`Column::Text`]. Kernels compute a column that is empty.
+    #[inline]
+    pub fn push(&mut self, values: &'a [f64]) {
+        self.columns.push(values);
     }
 
-    /// Returns the values of `id`. A program reads few columns, so a linear search is fast.
-    #[inline(always)]
-    fn column(&self, id: Indicator) -> &'a [f64] {
-        let set = self.columns.iter().find(|(of, _)| *of == id);
-        set.expect("every column that the program reads is set").1
-    }
-
-    /// Returns whether kernels compute an indicator by chunks.
-    #[inline(always)]
-    fn computes(&self, id: Indicator) -> bool {
-        self.computed.contains(id)
-    }
-
-    /// Computes the indicators that a pass reads, for the slots of a chunk.
-    #[inline(always)]
-    fn compute(&self, pass: &Pass, slots: Range<usize>, out: &mut Columns) {
-        if let Some(kernels) = self.kernels.filter(|_| pass.computed != IndicatorSet::EMPTY) {
-            kernels.fill(pass.computed, slots, 0, out);
-        }
-    }
-
-    /// Sets the group of each slot: a number below the number of slots, equal within a group. By
-    /// default, each instance is its own group.
+    /// Sets the group of each instance: a number below the number of instances, equal within a
+    /// group. By default, each instance is its own group.
+    #[inline]
     pub fn set_groups(&mut self, groups: &'a [u32]) {
         self.groups = groups;
-    }
-
-    /// Adds the values of a declared indicator, one per slot. Call it for each of
-    /// [`Program::declared`], in that order.
-    pub fn push_declared(&mut self, values: &'a [f64]) {
-        self.declared.push(values);
     }
 }
 
 impl Program {
-    /// Evaluates over all slots. `out` has one entry per slot (1.0 and 0.0 for truth values).
-    /// Reductions (`min`, `max`, `mean`, `std`, `norm`) run over eligible slots and skip NaN.
-    /// Without any value they are NaN.
+    /// Evaluates over all instances. `out` has one entry per instance (1.0 and 0.0 for truth
+    /// values). Reductions (`min`, `max`, `mean`, `std`, `norm`) run over eligible instances and
+    /// skip NaN. Without any value they are NaN.
     ///
     /// # Panics
-    /// If `out` does not have one entry per slot.
-    pub fn eval(&self, snapshot: &Snapshot<'_>, scratch: &mut Scratch, out: &mut [f64]) {
-        let mut shared = std::mem::take(&mut scratch.shared);
-        let mut inputs = Inputs::new(snapshot.eligible);
-        if let Some(kernels) = snapshot.columns.kernels() {
-            self.share(kernels, snapshot.slots(), scratch.computed(), &mut shared);
-            inputs.kernels = Some(kernels);
-            inputs.computed = IndicatorSet::COMPUTED.without(self.shared);
-            self.shared.iter().zip(&shared).for_each(|(id, column)| inputs.set(id, column));
-        }
-        for id in &self.columns {
-            if inputs.kernels.is_none() || !IndicatorSet::COMPUTED.contains(*id) {
-                inputs.set(*id, snapshot.columns.get(*id));
-            }
-        }
-        inputs.set_groups(snapshot.columns.groups());
-        for id in &self.declared {
-            inputs.push_declared(snapshot.declared(*id));
-        }
-        self.eval_inputs(&inputs, scratch, out);
-        drop(inputs);
-        scratch.shared = shared;
-    }
-
-    /// Computes the indicators that several passes read, once for all slots.
-    fn share(&self, kernels: &dyn Kernels, slots: usize, computed: &mut Columns, shared: &mut Vec<Vec<f64>>) {
-        if self.shared == IndicatorSet::EMPTY {
+    /// If `out` or a column that the program reads does not have one entry per instance, or a
+    /// column is empty and there are no kernels.
+    pub fn evaluate<'a>(
+        &self,
+        mut inputs: Inputs<'a>,
+        mut kernels: Option<&mut dyn Kernels>,
+        scratch: &'a mut Scratch,
+        out: &mut [f64],
+    ) {
+        assert_eq!(out.len(), inputs.eligible.len(), "one entry an instance");
+        assert_eq!(inputs.columns.len(), self.columns.len(), "every column that the program reads is set");
+        if out.is_empty() {
             return;
         }
-        let count = self.shared.iter().count();
+        let Scratch { buffers, shared } = scratch;
+        buffers.scalars.clear();
+        buffers.scalars.extend_from_slice(&self.scalars);
+        if buffers.grouped.len() < self.grouped {
+            buffers.grouped.resize(self.grouped, Vec::new());
+        }
+        while buffers.registers.len() < self.registers {
+            buffers.registers.push(vec![0.0; CHUNK]);
+        }
+        if self.shared != 0
+            && let Some(kernels) = &mut kernels
+        {
+            self.share(*kernels, out.len(), shared, &mut inputs);
+        }
+        run(self, &inputs, &mut kernels, buffers, out);
+    }
+
+    /// Computes the columns that several passes read, once for all instances.
+    fn share<'a>(
+        &self,
+        kernels: &mut dyn Kernels,
+        instances: usize,
+        shared: &'a mut Vec<Vec<f64>>,
+        inputs: &mut Inputs<'a>,
+    ) {
+        let columns = self.columns.iter().enumerate().filter_map(|(place, column)| match column {
+            Column::Computed(number) if self.shared & 1 << number != 0 => Some((place, *number)),
+            _ => None,
+        });
+        let count = self.shared.count_ones() as usize;
         if shared.len() < count {
             shared.resize(count, Vec::new());
         }
         shared.iter_mut().for_each(Vec::clear);
-        for chunk in chunks(slots, CHUNK) {
-            kernels.fill(self.shared, chunk.clone(), 0, computed);
-            for (id, column) in self.shared.iter().zip(&mut *shared) {
-                column.extend_from_slice(&computed.get(id)[..chunk.len()]);
+        for chunk in chunks(instances, CHUNK) {
+            kernels.fill(self.shared, chunk.clone());
+            for ((_, number), values) in columns.clone().zip(&mut *shared) {
+                values.extend_from_slice(&kernels.column(number)[..chunk.len()]);
             }
         }
-    }
-
-    /// Evaluates over separate columns instead of a snapshot, like [`Program::eval`].
-    ///
-    /// # Panics
-    /// If `out` or a column that the program reads does not have one entry per slot.
-    pub fn eval_inputs(&self, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
-        assert_eq!(out.len(), inputs.eligible.len(), "one entry a slot");
-        if out.is_empty() {
-            return;
-        }
-        scratch.scalars.clear();
-        scratch.scalars.extend_from_slice(&self.scalars);
-        if scratch.grouped.len() < self.grouped {
-            scratch.grouped.resize(self.grouped, Vec::new());
-        }
-        while scratch.registers.len() < self.registers {
-            scratch.registers.push(vec![0.0; CHUNK]);
-        }
-        if inputs.kernels.is_some() {
-            scratch.computed();
-        }
-        run(self, inputs, scratch, out);
+        columns.zip(&*shared).for_each(|((place, _), values)| inputs.columns[place] = values);
     }
 }
 
 #[multiversion(targets("x86_64+avx2"))]
-fn run(program: &Program, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
-    let Scratch { registers, scalars, grouped, groups, computed, .. } = scratch;
+fn run(
+    program: &Program,
+    inputs: &Inputs<'_>,
+    kernels: &mut Option<&mut dyn Kernels>,
+    scratch: &mut Buffers,
+    out: &mut [f64],
+) {
+    let Buffers { registers, scalars, grouped, groups } = scratch;
     for (stage, to) in &program.stages {
         scalars[*to] = match stage {
             Stage::Group(grouping, pass) => {
                 let mut values = std::mem::take(&mut grouped[*to]);
-                evaluate(pass, inputs, scalars, grouped, registers, computed, &mut values);
+                evaluate(pass, inputs, scalars, grouped, registers, kernels, &mut values);
                 over_groups(*grouping, inputs.groups, groups, &mut values);
                 grouped[*to] = values;
                 continue;
             }
-            Stage::Request(id) => inputs.column(*id)[0],
+            Stage::Request(place) => inputs.columns[*place][0],
             Stage::Unary(unary, a) => unary.apply(scalars[*a]),
             Stage::Binary(binary, a, b) => binary.apply(scalars[*a], scalars[*b]),
             Stage::Where(condition, then, otherwise) => {
                 scalars[if scalars[*condition] != 0.0 { *then } else { *otherwise }]
             }
             Stage::Reduce(reduction, pass) => {
-                reduce(*reduction, pass, inputs, scalars, grouped, registers, computed)
+                reduce(*reduction, pass, inputs, scalars, grouped, registers, kernels)
             }
         };
     }
     let slots = out.len();
     for range in chunks(slots, CHUNK) {
-        let chunk = Chunk::new(&program.output, inputs, scalars, grouped, computed, range.clone());
+        let chunk = Chunk::new(&program.output, inputs, scalars, grouped, kernels, range.clone());
         let out = &mut out[range];
         chunk.steps(&program.output, registers, out);
         if program.output.steps.is_empty() {
@@ -226,7 +191,7 @@ fn reduce(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
-    computed: &mut Columns,
+    kernels: &mut Option<&mut dyn Kernels>,
 ) -> f64 {
     let slots = inputs.eligible.len();
     let mut state = match reduction {
@@ -238,7 +203,7 @@ fn reduce(
     // A column needs no registers.
     let size = if pass.is_column() { slots.max(1) } else { CHUNK };
     for range in chunks(slots, size) {
-        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, range.clone());
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, kernels, range.clone());
         chunk.steps(pass, registers, &mut []);
         if let Lanes::Vector(values) = chunk.lanes(pass.result, registers) {
             let eligible = &inputs.eligible[range];
@@ -272,14 +237,14 @@ fn evaluate(
     scalars: &[f64],
     grouped: &[Vec<f64>],
     registers: &mut [Vec<f64>],
-    computed: &mut Columns,
+    kernels: &mut Option<&mut dyn Kernels>,
     out: &mut Vec<f64>,
 ) {
     let slots = inputs.eligible.len();
     out.clear();
     for range in chunks(slots, CHUNK) {
         let end = range.end;
-        let chunk = Chunk::new(pass, inputs, scalars, grouped, computed, range);
+        let chunk = Chunk::new(pass, inputs, scalars, grouped, kernels, range);
         chunk.steps(pass, registers, &mut []);
         match chunk.lanes(pass.result, registers) {
             Lanes::Vector(values) => out.extend_from_slice(values),
@@ -318,12 +283,6 @@ fn over_groups(grouping: Grouping, groups: &[u32], known: &mut Vec<(f64, f64)>, 
             _ => outcome,
         };
     }
-}
-
-/// Returns `x` if `keep`, else NaN, without a branch: a number with all bits set is NaN.
-#[inline(always)]
-pub(crate) fn nan_unless(keep: bool, x: f64) -> f64 {
-    f64::from_bits(x.to_bits() | u64::from(keep).wrapping_sub(1))
 }
 
 /// Folds the eligible values that are not NaN: slot `i` goes to lane `i % LANES`.
@@ -372,35 +331,43 @@ struct Chunk<'a, 'i> {
     inputs: &'a Inputs<'i>,
     scalars: &'a [f64],
     grouped: &'a [Vec<f64>],
-    computed: &'a Columns,
+    kernels: Option<&'a dyn Kernels>,
     start: usize,
     end: usize,
 }
 
 impl<'a, 'i> Chunk<'a, 'i> {
-    /// Returns a chunk, with the indicators that the pass reads computed.
+    /// Returns a chunk, with the columns that the pass reads computed.
     #[inline(always)]
     fn new(
         pass: &Pass,
         inputs: &'a Inputs<'i>,
         scalars: &'a [f64],
         grouped: &'a [Vec<f64>],
-        computed: &'a mut Columns,
+        kernels: &'a mut Option<&mut dyn Kernels>,
         slots: Range<usize>,
     ) -> Chunk<'a, 'i> {
         let Range { start, end } = slots;
-        inputs.compute(pass, slots, computed);
-        Chunk { inputs, scalars, grouped, computed, start, end }
+        if pass.computed != 0
+            && let Some(kernels) = kernels
+        {
+            kernels.fill(pass.computed, slots);
+        }
+        Chunk { inputs, scalars, grouped, kernels: kernels.as_deref(), start, end }
     }
 
     #[inline(always)]
     fn lanes<'r>(&'r self, source: Source, registers: &'r [Vec<f64>]) -> Lanes<'r> {
         match source {
-            Source::Column(id) if self.inputs.computes(id) => {
-                Lanes::Vector(&self.computed.get(id)[..self.end - self.start])
+            Source::Column { place, number } => {
+                let values = self.inputs.columns[place];
+                Lanes::Vector(if values.is_empty() {
+                    let kernels = self.kernels.expect("a column without values is computed");
+                    &kernels.column(number)[..self.end - self.start]
+                } else {
+                    &values[self.start..self.end]
+                })
             }
-            Source::Column(id) => Lanes::Vector(&self.inputs.column(id)[self.start..self.end]),
-            Source::Declared(place) => Lanes::Vector(&self.inputs.declared[place][self.start..self.end]),
             Source::Grouped(place) => Lanes::Vector(&self.grouped[place][self.start..self.end]),
             Source::Register(register) => Lanes::Vector(&registers[register][..self.end - self.start]),
             Source::Scalar(scalar) => Lanes::Scalar(self.scalars[scalar]),
