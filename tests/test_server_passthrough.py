@@ -333,6 +333,24 @@ async def created(w: World, headers: dict[str, str] | None = None, **fields: Any
     return answer
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engines_may_store_responses_under_ids_of_their_own(stream: bool) -> None:
+    class Numbering(Responses):
+        def _create(self, body: dict[str, Any]) -> bytes:
+            return super()._create({**body, "request_id": f"own-{len(self.stored)}"})
+
+    async with world([Numbering(), Numbering()]) as w:
+        await created(w, store=False)  # the next one goes to the second engine
+        _, headers, answer = await w.post({"model": "tiny", "input": "a", "stream": stream}, RESPONSES)
+        assert b'"own-0"' in (answer if stream else orjson.dumps(answer))
+        for _ in range(2):
+            _, next_headers, _ = await w.post(
+                {"model": "tiny", "input": "b", "previous_response_id": "own-0"}, RESPONSES
+            )
+            assert next_headers["x-lmetric-instance"] == headers["x-lmetric-instance"]
+        assert (await ask(w, "GET", f"{RESPONSES}/own-0"))[0] == 200
+
+
 async def ask(
     w: World, method: str, path: str, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], Any]:

@@ -2,7 +2,7 @@
 
 An engine keeps the response of a POST to /v1/responses in its own memory, under an ID. Later
 requests name this ID. The router chooses the ID: otherwise a tenant could overwrite the response of
-another tenant. So the router knows the ID before the engine answers.
+another tenant. Engines that ignore the router's ID answer with their own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from secrets import token_hex
 from typing import NamedTuple
+
+import orjson
 
 from lmetric.config import Limits
 from lmetric.server.api.errors import ApiError, bad
@@ -97,6 +99,23 @@ def assign_id(call: ParsedRequest, *, tenants: bool) -> str | None:
             f"request_id has {len(given)} characters; at most {MAX_ID_LENGTH} are accepted", "request_id"
         )
     return given
+
+
+def id_in(begun: bytes, own: str) -> str:
+    """Returns the ID under which an engine stores a response; `own` if its answer does not show it.
+
+    ``begun``: a whole answer, or the first events of a stream. ``own``: the ID in the request.
+    """
+    if b'"id":"%b"' % own.encode() in begun:
+        return own
+    if not begun.startswith(b"{"):
+        begun = begun.partition(b"data:")[2].partition(b"\n")[0]
+    try:
+        shown = orjson.loads(begun)
+        found = shown.get("response", shown)["id"]
+    except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError):
+        return own
+    return found if isinstance(found, str) and len(found) <= MAX_ID_LENGTH else own
 
 
 def previous_id(call: ParsedRequest) -> str | None:

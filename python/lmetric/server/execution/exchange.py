@@ -111,8 +111,9 @@ class ClientRequest:
     limit_lines = b""  # lines of the answer's head: what is left of the budgets
     # The times of its decision: seconds on the monotonic clock.
     decision_began = decision_ended = 0.0
-    # Called with the name of the engine whose answer (status 200) the client is about to get.
-    on_answer: Callable[[str], None] | None = None
+    # Called with the name of the engine whose answer (status 200) the client is about to get, and
+    # with the beginning of the answer's body.
+    on_answer: Callable[[str, bytes], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
     opened = False  # the router sent the head of a stream before any engine's answer (`comment`)
@@ -194,7 +195,7 @@ class ClientRequest:
         self.state = "passed"
         self._reader = reader
         if self.on_answer is not None and reader.status == 200:
-            self.on_answer(engine)
+            self.on_answer(engine, reader.held)
         write = self.transport.write
         if self.opened:
             self.comment(lines)

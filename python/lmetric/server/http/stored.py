@@ -14,7 +14,7 @@ from lmetric.config import ServerConfig
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.paths import StoredResponsePath
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
+from lmetric.server.api.stored import Holder, StoredResponses, assign_id, id_in, not_found, previous_id
 from lmetric.server.execution import request_log
 from lmetric.server.execution.direct import DirectExecution
 from lmetric.server.execution.exchange import FAILED, ClientRequest
@@ -84,7 +84,9 @@ class StoredRequests:
             client_request.pinned_to = engine.name
         own = assign_id(call, tenants=self._admission.identity.on or bool(self._admission.tenants))
         if own is not None:
-            client_request.on_answer = lambda engine: self._add(tenant, own, Holder(model.name, engine))
+            client_request.on_answer = lambda engine, begun: self._add(
+                tenant, id_in(begun, own), Holder(model.name, engine)
+            )
 
     def _holder(self, tenant: str, response_id: str) -> tuple[Model, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
@@ -161,7 +163,7 @@ class StoredRequests:
             if client_request.subset is not None and engine not in client_request.subset:
                 raise client_request.subset.no_engine_error(model, f"the response is on {engine.name}")
             if method == "DELETE":
-                client_request.on_answer = lambda _: self._forget(tenant, response_id)
+                client_request.on_answer = lambda *_: self._forget(tenant, response_id)
             client_request.keep_alive &= self._running.phase is SERVING
             execution = DirectExecution(
                 self._running.rules, client_request, model, engine=engine, method=method.encode()
