@@ -253,8 +253,8 @@ impl Scanner {
     }
 
     /// The event with which the engine failed after a token of an observed stream, or aborted a
-    /// message ([`Scanner::withhold_abort`]); empty if there is none. The client did not get it. An error that is the request's
-    /// fault (status 4xx) passes.
+    /// message ([`Scanner::withhold_abort`]); empty if there is none. The client did not get it. An
+    /// error that is the request's fault (status 4xx) passes.
     pub fn withheld(&self) -> &[u8] {
         &self.withheld
     }

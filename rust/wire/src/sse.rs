@@ -29,6 +29,8 @@ enum Line {
 /// long for a good reason: the first one of an observed stream repeats the prompt.
 const LONG_DATA: usize = 64 * 1024;
 
+/// Some servers write a byte order mark before the first event.
+const MARK: &[u8; 3] = b"\xef\xbb\xbf";
 const DATA: &[u8; 5] = b"data:";
 const DONE: &[u8; 6] = b"[DONE]";
 
@@ -36,6 +38,8 @@ const DONE: &[u8; 6] = b"[DONE]";
 #[derive(Debug)]
 pub(crate) struct Events {
     line: Line,
+    /// Number of bytes of the stream's byte order mark that may follow.
+    mark: usize,
     /// A line feed after this carriage return belongs to it.
     after_cr: bool,
     /// The line before `after_cr` was filler.
@@ -61,6 +65,7 @@ impl Default for Events {
         let probe = Probe::default();
         Self {
             line: Line::Prefix(0),
+            mark: MARK.len(),
             after_cr: false,
             after_filler: false,
             idle: true,
@@ -83,6 +88,12 @@ impl Events {
         let (mut at, mut boundary) = (0, None);
         while at < input.len() {
             let byte = input[at];
+            if self.mark > 0 {
+                let marked = byte == MARK[MARK.len() - self.mark];
+                self.mark = if marked { self.mark - 1 } else { 0 };
+                at += usize::from(marked);
+                continue;
+            }
             if self.after_cr {
                 self.after_cr = false;
                 if byte == b'\n' {
@@ -272,6 +283,15 @@ mod tests {
         let expected = ["1", "1", "1", "done"];
         assert_eq!(read(&[text.as_bytes()]), expected);
         assert_eq!(read(&text.as_bytes().chunks(1).collect::<Vec<_>>()), expected);
+    }
+
+    #[test]
+    fn a_byte_order_mark_hides_no_event() {
+        for text in [format!("\u{feff}data: {TOKEN}\n\n"), format!("\u{feff}: a\n\ndata: {TOKEN}\n\n")] {
+            assert_eq!(read(&[text.as_bytes()]), ["1"]);
+            assert_eq!(read(&text.as_bytes().chunks(1).collect::<Vec<_>>()), ["1"]);
+        }
+        assert_eq!(read(&[format!("\u{feff}\u{feff}data: {TOKEN}\n\n").as_bytes()]), [""; 0]);
     }
 
     #[test]
