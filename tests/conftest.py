@@ -19,6 +19,7 @@ from log_watch import watched_log
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 IN_ROUTER = Path(__file__).parent / "in_router"
+NIGHTLY = Path(__file__).parent / "real"
 sys.path.append(str(IN_ROUTER))
 # Of the benchmarks, tests import `train_lengths`.
 sys.path.append(str(IN_ROUTER.parents[1] / "bench"))
@@ -62,6 +63,11 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out `tests/real` unless nightly tests are asked for: its imports take a second."""
+    return True if collection_path == NIGHTLY and config.option.markexpr == "not nightly" else None
 
 
 def pytest_asyncio_loop_factories(

@@ -155,14 +155,13 @@ def test_replay_through_the_router(router: str) -> None:
     assert json.loads(again.stdout)["report"]["hit_rate"] > 0.5, "the same prompts a second time are cached"
 
 
-@pytest.mark.parametrize("command", [["serve", "--engine", "http://127.0.0.1:1"], ["engine"]])
-def test_a_port_in_use_has_its_exit_code(command: list[str]) -> None:
+def test_a_port_in_use_has_its_exit_code() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         done = subprocess.run(
-            [*COMMAND, *command, "--port", port], capture_output=True, text=True, timeout=60, check=False
+            [*COMMAND, "engine", "--port", port], capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 3, done.stderr
     assert port in done.stderr
@@ -172,28 +171,29 @@ def test_a_port_in_use_has_its_exit_code(command: list[str]) -> None:
 SHORT = ["demo", "--requests", "10", "--engines", "2", "--max-input-tokens", "2000", "--clock-speed", "50"]
 
 
-def test_a_short_demo() -> None:
-    # Two policies over one router, then one over two routers side by side.
-    for flags, policies in (
+@pytest.mark.parametrize(
+    ("flags", "policies"),
+    [
+        # Two policies over one router, then one over two routers side by side.
         (["--policy", "round_robin", "--policy", "lmetric"], ["round_robin", "lmetric"]),
-        (["--policy", "lmetric", "--routers", "2"], ["lmetric"]),
-    ):
-        done = subprocess.run(
-            [*COMMAND, *SHORT, *flags, "--json"], capture_output=True, text=True, timeout=110, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        answer = json.loads(done.stdout)
-        assert list(answer["reports"]) == policies
-        for report in answer["reports"].values():
-            assert report["completed"] == 10
-            assert report["clock_speed"] == 50
-        assert "50x real time" in done.stderr
-        assert re.search(
-            r"^The demo plays about \d+ s: \d runs? of 10 requests\.$", done.stderr, re.MULTILINE
-        )
-        # On a busy machine, the two policies cannot be compared.
-        verdicts = ("round_robin: mean TTFT", "lmetric: mean TTFT", "No verdict: ")
-        assert any(line.startswith(verdicts) for line in done.stderr.splitlines())
+        pytest.param(["--policy", "lmetric", "--routers", "2"], ["lmetric"], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_short_demo(flags: list[str], policies: list[str]) -> None:
+    done = subprocess.run(
+        [*COMMAND, *SHORT, *flags, "--json"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert list(answer["reports"]) == policies
+    for report in answer["reports"].values():
+        assert report["completed"] == 10
+        assert report["clock_speed"] == 50
+    assert "50x real time" in done.stderr
+    assert re.search(r"^The demo plays about \d+ s: \d runs? of 10 requests\.$", done.stderr, re.MULTILINE)
+    # On a busy machine, the two policies cannot be compared.
+    verdicts = ("round_robin: mean TTFT", "lmetric: mean TTFT", "No verdict: ")
+    assert any(line.startswith(verdicts) for line in done.stderr.splitlines())
 
 
 @pytest.mark.nightly

@@ -144,6 +144,7 @@ async def test_a_killed_worker_is_replaced_and_leaves_no_count_behind() -> None:
         assert await client.metric("lmetric_decisions_total") == 30
 
 
+@pytest.mark.nightly
 async def test_a_rolling_restart_loses_no_stream() -> None:
     async with picking(2) as (process, client, gateway, _):
         old = workers_of(process)

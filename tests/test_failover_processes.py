@@ -106,8 +106,10 @@ def tokens_of(raw: bytes) -> int:
 
 @pytest.mark.parametrize(
     ("path", "sampling"),
-    [(CHAT, {"temperature": 0.9, "seed": 3}), (COMPLETIONS, {"temperature": 0})],
-    ids=["sampled chats", "greedy completions"],
+    [
+        pytest.param(CHAT, {"temperature": 0.9, "seed": 3}, id="sampled chats"),
+        pytest.param(COMPLETIONS, {"temperature": 0}, id="greedy completions", marks=pytest.mark.nightly),
+    ],
 )
 async def test_killing_one_of_two_engines_breaks_no_stream(path: str, sampling: dict[str, Any]) -> None:
     """The emulated engine's next token depends on the tokens before it, also when sampled.
@@ -126,7 +128,7 @@ async def test_killing_one_of_two_engines_breaks_no_stream(path: str, sampling: 
         assert not model.not_resumable
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [pytest.param(CHAT, marks=pytest.mark.nightly), COMPLETIONS])
 async def test_an_engine_that_hangs_breaks_no_stream(path: str) -> None:
     """A stopped process keeps its connections open: only `between_chunks` shows that it hangs."""
     bodies = bodies_of(path, {})
