@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import litellm
-import orjson
 from litellm.integrations.custom_logger import CustomLogger
 from litellm.types.router import CustomRoutingStrategyBase
 
@@ -36,6 +35,7 @@ from lmetric._core import Router
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
+from lmetric.gateways.record_file import RecordFile
 from lmetric.options import Failure
 from lmetric.tokens.prompt import PromptTokenizer
 
@@ -94,6 +94,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
 
     Raises:
         LmetricError: an unknown policy or parameter, or an unreadable tokenizer.
+        OSError: `records_file` cannot be opened.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         self._options.setdefault("offers", "experimental")
         Router(**self._options)  # reports a wrong option at the start, not at the first request
         self._tokenizer = None if tokenizer is None else PromptTokenizer.load(tokenizer)
-        self._records = None if records_file is None else Path(records_file)
+        self._records = None if records_file is None else RecordFile(Path(records_file))
         self._pools: dict[str, Pool] = {}
         self._calls: dict[str, _Call] = {}
         self._failed: OrderedDict[str, set[str]] = OrderedDict()  # deployments, by call
@@ -352,8 +353,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         del self._calls[call_id]
         call.unwatch()
         if self._records is not None and (record := call.pool.router.explain(call.decision.id)) is not None:
-            with self._records.open("ab") as file:
-                file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY, default=str) + b"\n")
+            self._records.add(record)
 
     # -- what it knows
 
