@@ -7,6 +7,7 @@ see each other's load in the queue lengths that Ray collects.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
@@ -19,6 +20,8 @@ from lmetric.defaults import DEFAULT_POLICY
 from lmetric.gateways.placements import Key, Placements
 
 __all__ = ["LmetricRequestRouter"]
+
+_log = logging.getLogger("lmetric")
 
 
 class _Metrics:
@@ -73,6 +76,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         self._placements = Placements(self._router)
         self._cache_blocks = cache_blocks
         self._names: dict[str, RunningReplica] = {}
+        self._was_unreadable = False  # the log has one warning
         self._metrics = _Metrics(self._deployment_id.app_name, self._deployment_id.name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep: asyncio.TimerHandle | None = None  # ends placements whose time is over
@@ -133,6 +137,17 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         try:
             ranking = self._placements.place(key, _fields_of(pending_request))
         except NoInstanceError:
+            return [candidate_replicas]
+        except Exception as error:
+            # A malformed request may fail a reader in any way. Its engine judges it: an error here
+            # would end Ray's routing task, and the client would wait for ever.
+            if not self._was_unreadable:
+                self._was_unreadable = True
+                _log.warning(
+                    "cannot read a request (%s); Ray chooses the replica of such requests, whose engine "
+                    "reports what is wrong",
+                    type(error).__name__,
+                )
             return [candidate_replicas]
         self._swept()
         pending_request.future.add_done_callback(self._dropper(key))
