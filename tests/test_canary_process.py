@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from cli_world import call
 from lmetric.record_files import read_records
 from lmetric_lab.replay import Client, Player
 from lmetric_lab.sim.prompts import PromptWriter
@@ -91,10 +92,10 @@ async def test_a_policy_without_affinity_is_found_and_rolled_back_by_command(tmp
     assert counts == list(state["canary"]["requests"].values())
 
 
-async def test_a_router_that_does_not_answer() -> None:
-    code, _, err = await cli("status", "http://127.0.0.1:1")
-    assert code == 1
-    assert "no answer from a router" in err
-    code, _, err = await cli("status", "127.0.0.1:1")
-    assert code == 2
-    assert "did you mean http://127.0.0.1:1?" in err
+def test_a_router_that_does_not_answer() -> None:
+    done = call("canary", "status", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "no answer from a router" in done.stderr
+    done = call("canary", "status", "127.0.0.1:1")
+    assert done.returncode == 2
+    assert "did you mean http://127.0.0.1:1?" in done.stderr

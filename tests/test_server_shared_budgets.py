@@ -247,7 +247,7 @@ def configuration(folder: Path, ports: list[int], engines: list[str], **more: An
     yield file
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=pytest.mark.nightly)])
 async def test_three_routers_and_one_killed_stay_within_the_documented_bound(
     tmp_path: Path, restarts: bool
 ) -> None:
