@@ -57,7 +57,7 @@ mod suggest;
 mod tests;
 
 pub use error::ExprError;
-pub use eval::{CHUNK, Inputs, Kernels, Scratch};
+pub use eval::{CHUNK, Inputs, Kernels, Scratch, means};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;
 pub use suggest::nearest;

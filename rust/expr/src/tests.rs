@@ -308,6 +308,18 @@ proptest! {
     }
 
     #[test]
+    fn two_means_equal_those_of_programs(fleet in fleet(), absent: bool) {
+        let columns = [TOKENS, P_TOKEN].map(|column| {
+            let values = fleet.get(column).iter().map(|x| if x.is_nan() && !absent { 0.7 } else { x / 3.0 });
+            values.collect::<Vec<f64>>()
+        });
+        let fleet = Fleet::new(&[(TOKENS, &columns[0]), (P_TOKEN, &columns[1])], &fleet.eligible);
+        let program = |text| fleet.eval(&compile(text, Type::Number, &[]).unwrap())[0];
+        let made = means([&columns[0], &columns[1]], &fleet.eligible);
+        prop_assert_eq!(bits(&made), bits(&[program("mean(tokens)"), program("mean(p_token)")]));
+    }
+
+    #[test]
     fn no_text_panics(text in "[a-c0-9(),.+*/<>=&|~ -]{0,40}|\\PC{0,20}|(bs|min|\\(|\\)|,|\\+|~|<|1e|\\.| ){0,30}") {
         if let Err(error) = compile(&text, Type::Number, &[]) {
             let _ = error.to_string();
