@@ -45,7 +45,7 @@ def test_unchanged_settings_are_keywords_of_the_core() -> None:
     declared = stub.partition("def simulate(")[2].partition(") ->")[0]
     for name, setting in SETTINGS.items():
         if not setting.convert and option_of(Scenario.model_fields[name]) is None:
-            assert f"    {setting.keyword or name}: " in declared
+            assert f"    {name}: " in declared
 
 
 def test_fields_are_checked_and_kept_in_their_shortest_form() -> None:
