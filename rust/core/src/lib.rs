@@ -25,9 +25,9 @@
 //! # Ok::<(), CoreError>(())
 //! ```
 //!
-//! Dependencies go one way: `feed -> router -> policy -> indicators -> ids`, and all modules may use
-//! the crates [`estimate`], [`expr`] and [`kv`]. `router` uses all modules but `feed`, which applies
-//! the engines' events to its caches.
+//! Dependencies go one way: `feed -> router -> policy -> indicators -> ids`, and all modules may
+//! use the crates [`estimate`], [`expr`] and [`kv`]. `router` uses all modules but `feed`, which
+//! applies the engines' events to its caches.
 
 // Unit tests and integration tests share fixtures that import this crate by its name.
 #[cfg(test)]
