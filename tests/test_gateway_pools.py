@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from lmetric import Request, Router
 from lmetric.gateways import pools
@@ -139,6 +140,80 @@ async def test_engines_report_their_features_and_load(
         assert pool._feed.instances() == []
         await pool.close()
         assert pool.router.in_flight() == 0
+
+
+@pytest.mark.parametrize("notices", [True, False])
+async def test_an_engine_that_replaces_another_at_its_address(
+    notices: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "AGAIN_SECONDS", 0.02)
+    pool = Pool(Router("lmetric"), PromptTokenizer.load(TOKENIZER))
+    asked = Request(**pool.fields("chat", CHAT))
+    async with EngineServer(EngineOptions(port=0)) as engine:
+        one = Deployment("one", engine.url)
+        pool.use([one])
+        pool.keep()
+        await until(lambda: pool._adapters)
+        route(pool)
+        assert max(pool.router.cached_tokens(asked)) > 100
+        if not notices:
+            pool.use([])  # the gateway pauses it
+    if notices:
+        await until(lambda: not pool._adapters)
+        assert max(pool.router.cached_tokens(asked)) == 0
+    events = f"ipc://{tmp_path}/events"
+    port = int(one.name.rpartition(":")[2])
+    options = EngineOptions(port=port, kv_events_endpoint=events, kv_events_replay_endpoint=f"{events}-r")
+    async with EngineServer(options):
+        pool.use([one])
+        await until(lambda: pool.modes == {one.name: "exact"})
+        await pool.close()
+    assert max(pool.router.cached_tokens(asked)) == 0
+
+
+async def test_a_paused_engine_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    pool = Pool(Router("lmetric"), None)
+    asked = Request(**pool.fields("chat", CHAT))
+    async with metrics_of("1.7e9") as (url, started):
+        one = Deployment("one", url)
+        pool.use([one])
+        pool.keep()
+        await until(lambda: pool._started)
+        route(pool)
+        pool.use([])
+        await asyncio.sleep(0.1)
+        pool.use([one])
+        await until(lambda: one.name in pool._adapters)
+        assert max(pool.router.cached_tokens(asked)) > 100
+        started[0] = "1.8e9"  # another process has the address, and no connection failed
+        await until(lambda: max(pool.router.cached_tokens(asked)) == 0)
+        await until(lambda: one.name in pool._adapters)
+        await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def metrics_of(started: str) -> AsyncIterator[tuple[str, list[str]]]:
+    """The URL of an engine that reports the start of its process, and this time."""
+    times = [started]
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=f"# x\nprocess_start_time_seconds {times[0]}\nvllm:num_requests_running 0\n")
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]})
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", times
+    finally:
+        await runner.cleanup()
 
 
 @contextlib.asynccontextmanager

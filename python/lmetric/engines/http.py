@@ -25,6 +25,10 @@ class Unanswered(Exception):
     """There is no answer; the message has the reason."""
 
 
+class NoConnection(Unanswered):
+    """Nothing accepts connections at the address."""
+
+
 class TimedOut(Unanswered):
     """There is no answer within the time limit."""
 
@@ -128,7 +132,7 @@ class EngineClient:
         except TimeoutError:
             raise TimedOut(f"{method} {path}: no answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise Unanswered(f"no connection: {reason_of(error)}") from None
+            raise NoConnection(f"no connection: {reason_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None
 

@@ -16,9 +16,9 @@ import orjson
 
 from lmetric._core import EventFeed, LmetricError, Router, read_request
 from lmetric.engines.adapter import Adapter
-from lmetric.engines.http import EngineClient, Unanswered
+from lmetric.engines.http import EngineClient, NoConnection, Unanswered
 from lmetric.engines.identify import identify
-from lmetric.server.fleet.kv_choice import choose
+from lmetric.server.fleet.kv_choice import Subscription, choose
 from lmetric.server.fleet.kv_mode import ModelFacts
 from lmetric.tokens.prompt import PromptTokenizer
 
@@ -30,6 +30,7 @@ AGAIN_SECONDS = 10.0
 UNUSED_SECONDS = 900.0
 # After so long without a request, a pool removes its deployments, and asks its engines for nothing.
 IDLE_SECONDS = 900.0
+_STARTED = b"\nprocess_start_time_seconds "
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Pool:
         self._feed: EventFeed | None = None
         self._deployments: dict[str, Deployment] = {}
         self._adapters: dict[str, Adapter] = {}
+        self._subscribed: dict[str, Sequence[Subscription]] = {}
+        self._started: dict[str, bytes] = {}  # when the engines' processes began, as they report it
         self._keeper: asyncio.Task[None] | None = None
         self._used_at = time.monotonic()
 
@@ -166,8 +169,8 @@ class Pool:
     def _remove(self, deployment_id: str) -> None:
         name = self._names.pop(deployment_id)
         del self._ids[name], self._deployments[name], self._unused[deployment_id]
-        self._adapters.pop(name, None)
-        self.modes.pop(name, None)
+        for known in (self._adapters, self.modes, self._subscribed, self._started):
+            known.pop(name, None)
         if self._feed is not None:
             self._feed.unsubscribe(name)
         self.router.remove_instance(name)
@@ -200,7 +203,12 @@ class Pool:
                 await asyncio.sleep(TICK_SECONDS)
 
     async def _follow(self, name: str, deployment_id: str, client: EngineClient) -> None:
-        """Reads an engine's features, then its load once a second, until the engine is unused."""
+        """Reads an engine's features, then its load once a second, until the engine is unused.
+
+        Another engine may have replaced one that has no connection, or was not asked for a while:
+        its features are read again.
+        """
+        self._adapters.pop(name, None)
         while deployment_id in self._usable:
             try:
                 if name in self._adapters:
@@ -209,29 +217,59 @@ class Pool:
                     await self._identify(name, client)
             except (Unanswered, ValueError, LmetricError) as error:
                 _log.debug("%s: %s", name, error)
+                if isinstance(error, NoConnection) and self._adapters.pop(name, None) is not None:
+                    self._forget_cache(name)
             await asyncio.sleep(TICK_SECONDS if name in self._adapters else AGAIN_SECONDS)
 
     async def _identify(self, name: str, client: EngineClient) -> None:
         adapter, found = await identify(client.page)
-        if found.block_size is not None and not self._adapters and self._tokenizer is not None:
-            self.router.configure(block_size=found.block_size)
+        size, is_first = found.block_size, not self._adapters and self._tokenizer is not None
+        if is_first and size is not None and size != self.router.block_size:
+            self.router.configure(block_size=size)
         self.router.update_instance(name, cache_blocks=found.cache_blocks)
         knows = self._tokenizer is not None
         facts = ModelFacts(self.router.block_size, "an engine", knows)
         host = urlsplit(client.url).hostname or ""
         mode, subscriptions = choose(found, host, "auto", facts, flags=adapter.flags)
-        if subscriptions:
-            if self._feed is None:
-                self._feed = EventFeed(self.router)
-            self.router.update_instance(name, kv_source="exact")
-            for each in subscriptions:
-                each.open(self._feed, name, self.router.block_size)
+        self._subscribe(name, subscriptions)
         self.modes[name] = mode.name
         self._adapters[name] = adapter
         _log.info("%s: mode %s: %s", name, mode.name, mode.cause)
 
+    def _subscribe(self, name: str, subscriptions: Sequence[Subscription]) -> None:
+        """Makes these the subscriptions to an engine's events. Empty: its cache is estimated."""
+        if self._subscribed.get(name, ()) == subscriptions:
+            return
+        if self._subscribed.pop(name, None) is not None and self._feed is not None:
+            self._feed.unsubscribe(name)
+        self.router.update_instance(name, kv_source="exact" if subscriptions else "approximate")
+        if subscriptions:
+            if self._feed is None:
+                self._feed = EventFeed(self.router)
+            for each in subscriptions:
+                each.open(self._feed, name, self.router.block_size)
+            self._subscribed[name] = subscriptions
+
+    def _forget_cache(self, name: str) -> None:
+        """Handles the end of an engine's process. Events themselves report what a new one has."""
+        if name not in self._subscribed:
+            self.router.blocks_cleared(name)
+
     async def _read_load(self, name: str, client: EngineClient) -> None:
         adapter = self._adapters[name]
         answer = await client.get("/metrics", 2.0)
+        started, before = _started(answer.body), self._started.get(name)
+        if started is not None:
+            self._started[name] = started
+            if before not in (None, started):  # another process has the address
+                self._forget_cache(name)
+                del self._adapters[name]
+                return
         if answer.status == 200 and (load := adapter.load(answer.body)):
             self.router.report_load(name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage)
+
+
+def _started(metrics: bytes) -> bytes | None:
+    """Returns the start time of an engine's process from its metrics; None: they have none."""
+    _, found, rest = metrics.partition(_STARTED)
+    return rest[:32].partition(b"\n")[0] if found else None
