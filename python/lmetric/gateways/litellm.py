@@ -31,7 +31,7 @@ import litellm
 from litellm.integrations.custom_logger import CustomLogger
 from litellm.types.router import CustomRoutingStrategyBase
 
-from lmetric._core import Router
+from lmetric._core import NoInstanceError, Router
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
@@ -196,6 +196,38 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         call_id = str(kwargs.setdefault("litellm_call_id", str(uuid.uuid4())))
         if (old := self._calls.get(call_id)) is not None:  # LiteLLM tries again
             self._close(call_id, old, "reset")
+        timeout = kwargs.get("timeout")
+        try:
+            fields = self._fields(pool, model, messages, text, kwargs, is_wildcard=is_wildcard)
+            call = _Call(pool, fields, timeout)
+        except NoInstanceError:
+            raise
+        except Exception as error:
+            # A malformed request may fail a reader in any way. Its engine judges it.
+            _log.debug("cannot read a request: %s", type(error).__name__)
+            call = _Call(pool, {"prompt_tokens": 1}, timeout)
+        self._calls[call_id] = call
+        call.send()
+        self._past[call_id] = (pool, call.decision.id)
+        while len(self._past) > _EXPLAINED:
+            self._past.popitem(last=False)
+        if (task := asyncio.current_task()) is not None:
+            self._watch(task, call_id, call)
+        pool.keep()
+        return call.deployment
+
+    def _fields(
+        self,
+        pool: Pool,
+        model: str,
+        messages: Any,
+        text: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        is_wildcard: bool,
+    ) -> dict[str, Any]:
+        """Returns the fields of `lmetric.Request`. A malformed request may raise any error."""
+        call_id = str(kwargs["litellm_call_id"])
         given = {**kwargs, **(kwargs.get("extra_body") or {})}
         body = {"model": model} | {name: given[name] for name in _BODY_FIELDS if given.get(name) is not None}
         # A request of Anthropic's API has a `metadata` of its own.
@@ -218,16 +250,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             path, body["input"] = "responses" if is_response else "input", text or given.get("input") or ""
         more_names = (name for name in _API_FIELDS.get(path, ()) if given.get(name) is not None)
         body |= {name: given[name] for name in more_names}
-        fields = pool.fields(path, body, request_id=call_id[:256], allow_split=False, **more)
-        call = self._calls[call_id] = _Call(pool, fields, kwargs.get("timeout"))
-        call.send()
-        self._past[call_id] = (pool, call.decision.id)
-        while len(self._past) > _EXPLAINED:
-            self._past.popitem(last=False)
-        if (task := asyncio.current_task()) is not None:
-            self._watch(task, call_id, call)
-        pool.keep()
-        return call.deployment
+        return pool.fields(path, body, request_id=call_id[:256], allow_split=False, **more)
 
     def _pool(self, group: str) -> Pool:
         if group not in self._pools:
@@ -331,9 +354,9 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             return
         details = getattr(usage, "prompt_tokens_details", None)
         call.done(
-            prompt_tokens=getattr(usage, "prompt_tokens", None) or None,
-            cached_tokens=getattr(details, "cached_tokens", None),
-            output_tokens=getattr(usage, "completion_tokens", None) or None,
+            prompt_tokens=_count(usage, "prompt_tokens") or None,
+            cached_tokens=_count(details, "cached_tokens"),
+            output_tokens=_count(usage, "completion_tokens") or None,
             finish_reason=reason,
         )
         self._closed(call_id, call)
@@ -406,6 +429,12 @@ def _group(model: str, entries: Sequence[Mapping[str, Any]]) -> str:
         for each in entries
     }
     return names.pop() if len(names) == 1 else model
+
+
+def _count(usage: Any, name: str) -> int | None:
+    """Returns a number of tokens; None: the engine reports none, or no valid one."""
+    value = getattr(usage, name, None)
+    return value if isinstance(value, int) and 0 <= value < 1 << 32 else None
 
 
 def _finish_reason(answer: Any) -> str | None:

@@ -94,7 +94,7 @@ class Pool:
             more: further fields.
         """
         _, _, _, session, _, salt, most, text, ids, more_bytes, more_tokens, _ = read_request(
-            path, orjson.dumps(body, default=str)
+            path, orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS)
         )
         extra = more_tokens + more_bytes // 4
         if (tokens := self._tokens(path, body)) is not None:

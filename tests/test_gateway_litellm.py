@@ -1,0 +1,53 @@
+"""Requests that LiteLLM's strategy cannot read. LiteLLM itself runs in `tests/real`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gateway_stubs
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Healthy:
+    """The part of a `litellm.Router` that the strategy uses."""
+
+    def register_plugin(self, plugin: Any) -> None: ...
+
+    async def async_get_healthy_deployments(self, **_: Any) -> list[dict[str, Any]]:
+        return [{"model_name": "m", "model_info": {"id": "one"}, "litellm_params": {"model": "openai/m"}}]
+
+
+class Answer:
+    """An answer whose usage has values that no engine should report."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.choices: list[Any] = []
+        self.usage = type("Usage", (), {"prompt_tokens": tokens, "completion_tokens": tokens})()
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ([{"role": "user", "content": "cut \ud83d"}], {}),
+        (MESSAGES, {"max_tokens": 2**70}),
+        (MESSAGES, {"tools": [{1: 2}]}),
+        (MESSAGES, {"extra_body": "x"}),
+        (MESSAGES, {"metadata": {"session_id": "cut \ud83d"}}),
+    ],
+)
+async def test_engines_judge_malformed_requests(
+    messages: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = gateway_stubs.load("litellm", monkeypatch).LmetricStrategy()
+    strategy.install(Healthy())
+    for tokens in (None, -1, "many"):
+        kwargs = {"litellm_call_id": "call", **more}
+        chosen = await strategy.async_get_available_deployment("m", messages, request_kwargs=kwargs)
+        assert chosen["model_info"]["id"] == "one"
+        assert strategy.in_flight() == 1
+        await strategy.async_post_call_success_deployment_hook(kwargs, Answer(tokens), "acompletion")
+        assert strategy.in_flight() == 0
+    await strategy.close()
