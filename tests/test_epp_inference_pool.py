@@ -82,6 +82,19 @@ async def test_the_pods_of_a_pool_are_followed_and_its_changes(tmp_path: Path) -
             assert not told.problems
 
 
+async def test_a_pool_is_read_without_a_proxy_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with ApiServer() as api:
+        api.custom[V1] = pool(8000)
+        api.put(pod("a"))
+        async with following(source(api, tmp_path)) as told:
+            await told.until(lambda: told.names == ["a.fleet"])
+            assert not told.problems
+
+
 async def test_a_missing_or_invalid_pool_is_reported(tmp_path: Path) -> None:
     async with ApiServer() as api, following(source(api, tmp_path)) as told:
         await told.until(lambda: told.problems)

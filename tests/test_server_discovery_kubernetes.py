@@ -204,6 +204,20 @@ def test_without_the_package_one_line_says_what_to_install(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+async def test_the_api_server_is_asked_without_a_proxy_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.0/8,.svc,.cluster.local")
+    monkeypatch.setenv("no_proxy", "127.0.0.0/8,.svc,.cluster.local")
+    async with ApiServer() as server:
+        server.put(pod("a"))
+        async with following(source(server, tmp_path)) as told:
+            await told.until(lambda: told.names == ["a.fleet"])
+            assert not told.problems
+
+
 async def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, certificate = tmp_path / "key", tmp_path / "ca.crt"
     subprocess.run(  # noqa: ASYNC221 (before anything else runs)

@@ -17,7 +17,7 @@ import orjson
 import structlog
 
 from lmetric.config import DiscoverySource, KubernetesSource
-from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, load_credentials
+from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, api_client, load_credentials
 from lmetric.server.discovery.members import Found
 from lmetric.server.discovery.source import Sink, SourceError
 from lmetric.server.upstream.request_errors import request_error
@@ -59,7 +59,7 @@ class PoolEngines:
         reports: _Reports | None = None
         followed: tuple[str, tuple[int, ...]] | None = None
         try:
-            async with client.ApiClient(settings) as api:
+            async with api_client(settings) as api:
                 while True:
                     wanted = _pods_of(await self._pool(api, namespace), str(self._config.inference_pool))
                     problem = await self._read_objectives(api, namespace)

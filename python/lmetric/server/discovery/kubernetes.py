@@ -41,6 +41,7 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 WATCH_SECONDS = 240  # length of one watch; the next watch continues after its last event
 PATIENCE_SECONDS = 10.0  # limit for a connection, and for a watch to end after WATCH_SECONDS
 PACE_SECONDS = 1.0  # shortest time between two requests to the API server
+_READ_BUFFER_BYTES = 1 << 21  # a line of a watch has an object: 1.5 MiB in etcd, at most
 _HINTS = {
     401: "; the credentials are not accepted",
     403: "; give the router's service account a Role that allows list and watch on pods",
@@ -68,7 +69,7 @@ class Pods:
         settings = client.Configuration()
         namespace = await load_credentials(self._config, settings)
         try:
-            async with client.ApiClient(settings) as api:
+            async with api_client(settings) as api:
                 request = client.CoreV1Api(api).list_namespaced_pod
                 while True:
                     await self._follow(sink, request, namespace)
@@ -189,6 +190,20 @@ class Pods:
                 if listed.get("name") == port:
                     return int(listed["containerPort"])
         return None
+
+
+def api_client(settings: Any) -> Any:
+    """Returns a client of the API server. Only a kubeconfig's `proxy-url` sets a proxy.
+
+    The client's own session uses HTTPS_PROXY, and ignores networks in NO_PROXY.
+    """
+    api = client.ApiClient(settings)
+    session = api.rest_client.pool_manager
+    api.rest_client.pool_manager = aiohttp.ClientSession(
+        connector=session.connector, read_bufsize=_READ_BUFFER_BYTES
+    )
+    session.detach()
+    return api
 
 
 async def load_credentials(config: KubernetesSource, settings: Any) -> str:
