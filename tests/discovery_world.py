@@ -95,6 +95,8 @@ class DnsServer(asyncio.DatagramProtocol):
         self.fails = False
         self.failing: set[tuple[str, str]] = set()  # answers SERVFAIL for these (name, type)
         self.silent = False
+        self.with_addresses = False  # answers for SRV records have the addresses of their targets
+        self.asked: list[tuple[str, str]] = []  # (name, type)
         self.address = ""
 
     async def __aenter__(self) -> DnsServer:
@@ -120,6 +122,7 @@ class DnsServer(asyncio.DatagramProtocol):
         wire = answer.to_wire()
         if len(wire) > 512:
             answer.answer.clear()
+            answer.additional.clear()
             answer.flags |= dns.flags.TC
             wire = answer.to_wire()
         self._transport.sendto(wire, address)
@@ -137,7 +140,13 @@ class DnsServer(asyncio.DatagramProtocol):
         answer.flags |= dns.flags.RA
         name = question.name.to_text(omit_final_dot=True)
         asked = name, dns.rdatatype.to_text(question.rdtype)
+        self.asked.append(asked)
         records = self.zone.get(asked)
+        if self.with_addresses and asked[1] == "SRV":
+            for (target, kind), addresses in self.zone.items():
+                if kind != "SRV":
+                    rrset = dns.rrset.from_text(f"{target}.", self.ttl, "IN", kind, *addresses)
+                    answer.additional.append(rrset)
         if self.fails or asked in self.failing:
             answer.set_rcode(dns.rcode.SERVFAIL)
         elif records:

@@ -1,13 +1,15 @@
 """Engines behind a DNS name, with a DNS server on loopback."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from turn_guard import TurnGuard
 
 from constants import with_constants
-from discovery_world import DnsServer, following
+from discovery_world import DnsServer, Told, following
 from lmetric.config import ConfigError, DiscoverySource, DnsSource, load_config
 from lmetric.server.discovery import dns as module
 from lmetric.server.discovery.dns import DnsNames
@@ -82,6 +84,41 @@ async def test_a_target_whose_look_up_fails_removes_no_other(monkeypatch: pytest
             server.zone["e-1.test", "A"] = ["10.0.1.1"]
             await told.until(lambda: told.names == every)
             assert told.lists[-1][1].config.url == "http://10.0.1.1:8000"
+
+
+async def test_addresses_beside_service_records_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_UP_SECONDS", 60.0)
+    async with DnsServer() as server:
+        server.with_addresses = True
+        server.zone["vllm.test", "SRV"] = [f"0 0 8000 e-{number}.test." for number in range(40)]
+        for number in range(39):
+            server.zone[f"e-{number}.test", "A"] = ["9.0.0.1", "10.0.0.1"]
+            server.zone[f"e-{number}.test", "AAAA"] = ["1::1"]
+        async with following(source(server, type="SRV", port=None, interval=3600)) as told:
+            await told.until(lambda: told.lists)
+            lowest = min("10.0.0.1", "9.0.0.1")  # as text
+            assert {each.config.url for each in told.lists[0]} == {f"http://{lowest}:8000"}
+            assert len(told.names) == 39
+            assert "e-39.test:8000 has no address" in told.problems[0]
+        assert {name for name, _ in server.asked} == {"vllm.test", "e-39.test"}
+
+
+async def test_long_answers_are_read_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_UP_SECONDS", 60.0)
+    found: list[str] = []
+    async with DnsServer() as server:
+        server.ttl = 3600
+        server.zone["e.test", "A"] = ["10.0.0.1"]
+        server.zone["vllm.test", "SRV"] = [f"{number} 0 8000 e.test." for number in range(1000)]
+        guard = TurnGuard(found.append, own=False)
+        told = Told()
+        # The guard counts no task that a test's own function runs.
+        task = asyncio.create_task(source(server, type="SRV", port=None, interval=3600).follow(told))
+        await told.until(lambda: told.names == ["e.test:8000"])
+        await asyncio.sleep(0.05)
+        guard.stop()
+        task.cancel()
+    assert not found
 
 
 async def test_an_address_of_one_kind_suffices() -> None:
