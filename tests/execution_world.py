@@ -446,9 +446,6 @@ class Wire:
     def get_extra_info(self, name: str) -> None:
         return None
 
-    def get_write_buffer_size(self) -> int:
-        return 0
-
     def pause_reading(self) -> None:
         self.paused = True
 

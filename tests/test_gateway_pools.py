@@ -148,6 +148,7 @@ async def test_an_engine_that_replaces_another_at_its_address(
 ) -> None:
     monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(pools, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "REPLACED_SECONDS", 0.0)
     pool = Pool(Router("lmetric"), PromptTokenizer.load(TOKENIZER))
     asked = Request(**pool.fields("chat", CHAT))
     async with EngineServer(EngineOptions(port=0)) as engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,8 +280,9 @@ async def test_only_paths_with_a_salt_reach_engines_salted(keys: Path) -> None:
 class Responses(FakeEngine):
     """An engine with a store of responses, as vLLM 0.32 with VLLM_ENABLE_RESPONSES_API_STORE."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: Sequence[str] = ()) -> None:
         super().__init__()
+        self.output = output
         self.stored: dict[str, Any] = {}
         self.refuse: int | None = None
 
@@ -317,7 +318,7 @@ class Responses(FakeEngine):
             return plain(self.refuse, {"error": {"message": "no", "code": self.refuse}})
         if previous is not None and previous not in self.stored:
             return plain(404, self._unknown(previous))
-        response = {"id": body["request_id"], "engine": self.name, "output": [], "usage": None}
+        response = {"id": body["request_id"], "engine": self.name, "output": self.output, "usage": None}
         if body.get("store", True):
             self.stored[body["request_id"]] = response
         if not body.get("stream"):
@@ -333,13 +334,17 @@ async def created(w: World, headers: dict[str, str] | None = None, **fields: Any
     return answer
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_engines_may_store_responses_under_ids_of_their_own(stream: bool) -> None:
-    class Numbering(Responses):
-        def _create(self, body: dict[str, Any]) -> bytes:
-            return super()._create({**body, "request_id": f"own-{len(self.stored)}"})
+class Numbering(Responses):
+    """An engine that numbers its responses, whatever the router asks for."""
 
-    async with world([Numbering(), Numbering()]) as w:
+    def _create(self, body: dict[str, Any]) -> bytes:
+        return super()._create({**body, "request_id": f"own-{len(self.stored)}"})
+
+
+@pytest.mark.parametrize("size", [1, 400_000], ids=["short", "long"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engines_may_store_responses_under_ids_of_their_own(stream: bool, size: int) -> None:
+    async with world([Numbering(["x" * size]), Numbering(["x" * size])]) as w:
         await created(w, store=False)  # the next one goes to the second engine
         _, headers, answer = await w.post({"model": "tiny", "input": "a", "stream": stream}, RESPONSES)
         assert b'"own-0"' in (answer if stream else orjson.dumps(answer))
@@ -349,6 +354,15 @@ async def test_engines_may_store_responses_under_ids_of_their_own(stream: bool) 
             )
             assert next_headers["x-lmetric-instance"] == headers["x-lmetric-instance"]
         assert (await ask(w, "GET", f"{RESPONSES}/own-0"))[0] == 200
+
+
+async def test_no_tenant_reads_a_response_of_another_under_an_id_that_an_engine_repeats(keys: Path) -> None:
+    engine = Numbering()
+    async with tenants(keys, [engine]) as w:
+        await created(w, ALICE)
+        engine.stored.clear()  # the engine restarts, and counts from 0
+        await created(w, BOB)
+        assert (await ask(w, "GET", f"{RESPONSES}/own-0", ALICE))[0] == 404
 
 
 async def ask(

@@ -43,7 +43,10 @@ KNOBS: dict[str, Mapping[str, Sequence[float]]] = {
     "ils_requests": {},
 }
 # Policies that read handoffs, are the planner itself, must lose, or came after the study.
-LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst", "lmetric_seconds", "total_delay")
+LEFT_OUT = (
+    "sibyl", "sibyl_plus", "sibyl_parts", "sibyl_known", "planner",
+    "always_worst", "lmetric_seconds", "total_delay",
+)  # fmt: skip
 # Without known lengths, star_dispatch equals least_tokens. sibyl builds on ils. llumnix moves
 # nothing unless memory is short.
 DECODES = ("least_requests", "sibyl", "sibyl_plus", "least_tokens")

@@ -30,6 +30,8 @@ AGAIN_SECONDS = 10.0
 UNUSED_SECONDS = 900.0
 # After so long without a request, a pool removes its deployments, and asks its engines for nothing.
 IDLE_SECONDS = 900.0
+# After such a pause, another engine may have the address. Engines take longer to load a model.
+REPLACED_SECONDS = 5.0
 _STARTED = b"\nprocess_start_time_seconds "
 
 
@@ -133,8 +135,10 @@ class Pool:
             if each.id not in self._names:
                 self._add(each)
             elif each.id not in self._usable:
-                self.router.update_instance(self._names[each.id], healthy=True)
-                self._unused.pop(each.id, None)
+                name, since = self._names[each.id], self._unused.pop(each.id)
+                self.router.update_instance(name, healthy=True)
+                if self._used_at - since >= REPLACED_SECONDS:
+                    self._adapters.pop(name, None)  # another engine may have the address
         for gone in self._usable - usable:
             self.router.update_instance(self._names[gone], healthy=False)
             self._unused[gone] = time.monotonic()
@@ -205,10 +209,8 @@ class Pool:
     async def _follow(self, name: str, deployment_id: str, client: EngineClient) -> None:
         """Reads an engine's features, then its load once a second, until the engine is unused.
 
-        Another engine may have replaced one that has no connection, or was not asked for a while:
-        its features are read again.
+        Another engine may have replaced one that has no connection: its features are read again.
         """
-        self._adapters.pop(name, None)
         while deployment_id in self._usable:
             try:
                 if name in self._adapters:
@@ -263,7 +265,7 @@ class Pool:
             self._started[name] = started
             if before not in (None, started):  # another process has the address
                 self._forget_cache(name)
-                del self._adapters[name]
+                self._adapters.pop(name, None)
                 return
         if answer.status == 200 and (load := adapter.load(answer.body)):
             self.router.report_load(name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage)

@@ -93,7 +93,9 @@ impl Said {
     }
 
     fn note(&mut self, found: &Found, step: &mut Step) {
-        if found.finish != Finish::Open {
+        // A message may report its usage after its end, without a reason.
+        let ended = self.finish != Finish::Open && found.aborted_message();
+        if found.finish != Finish::Open && !ended {
             self.finish = found.finish;
         }
         if found.error {

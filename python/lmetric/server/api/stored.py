@@ -2,11 +2,13 @@
 
 An engine keeps the response of a POST to /v1/responses in its own memory, under an ID. Later
 requests name this ID. The router chooses the ID: otherwise a tenant could overwrite the response of
-another tenant. Engines that ignore the router's ID answer with their own.
+another tenant. Engines that ignore the router's ID answer with their own. It counts if the router
+serves one tenant.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from secrets import token_hex
 from typing import NamedTuple
@@ -19,6 +21,10 @@ from lmetric.server.api.request import ParsedRequest
 
 # Longest ID, in characters. The router's own IDs have 37.
 MAX_ID_LENGTH = 256
+# The ID at the beginning of an answer that is not known to its end.
+_FIRST_ID = re.compile(
+    rb'\{(?:"(?:type|sequence_number)":\s*["\w.]+,\s*)*(?:"response":\s*\{)?"id":\s*"([^"\\]{1,256})"'
+)
 # Characters of an unknown ID in an error.
 _SHOWN = 80
 
@@ -104,16 +110,20 @@ def assign_id(call: ParsedRequest, *, tenants: bool) -> str | None:
 def id_in(begun: bytes, own: str) -> str:
     """Returns the ID under which an engine stores a response; `own` if its answer does not show it.
 
-    ``begun``: a whole answer, or the first events of a stream. ``own``: the ID in the request.
+    ``begun``: an answer or the first events of a stream, or only their first 256 KiB. ``own``: the
+    ID in the request.
     """
     if b'"id":"%b"' % own.encode() in begun:
         return own
     if not begun.startswith(b"{"):
-        begun = begun.partition(b"data:")[2].partition(b"\n")[0]
+        begun = begun.partition(b"data:")[2].partition(b"\n")[0].strip()
     try:
         shown = orjson.loads(begun)
         found = shown.get("response", shown)["id"]
-    except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError):
+    except orjson.JSONDecodeError:  # incomplete
+        first = _FIRST_ID.match(begun)
+        return own if first is None else first[1].decode(errors="replace")
+    except (AttributeError, LookupError, TypeError):
         return own
     return found if isinstance(found, str) and len(found) <= MAX_ID_LENGTH else own
 

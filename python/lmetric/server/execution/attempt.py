@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Bodies up to this size are written together with the head.
 JOIN_BYTES = 64 * 1024
+# Engines read shorter bodies together with the head, before they answer.
+UNREAD_BYTES = 16 * 1024
 # Size limits of a collected answer: if the router parses it, and if it is for the client.
 ANSWER_BYTES = 16 << 20
 CLIENT_ANSWER_BYTES = 64 << 20
@@ -318,7 +320,13 @@ class EngineAttempt(Attempt):
         if connection is not None:
             if self._paused:
                 connection.pause(False)
-            connection.release()
+            # An engine may refuse a body before it has read all. Then the next request would wait
+            # behind the rest. `drop` of a gateway's connection cancels the request instead.
+            unread = status >= 400 and len(self.step.body) > UNREAD_BYTES
+            if unread and self._client_request.gateway is None:
+                connection.drop()
+            else:
+                connection.release()
 
     def _blame(self, status: int) -> None:
         """Counts an answer that reports a failure of the engine.

@@ -82,10 +82,12 @@ class StoredRequests:
                     "previous_response_id",
                 )
             client_request.pinned_to = engine.name
-        own = assign_id(call, tenants=self._admission.identity.on or bool(self._admission.tenants))
+        tenants = self._admission.identity.on or bool(self._admission.tenants)
+        own = assign_id(call, tenants=tenants)
         if own is not None:
+            # An engine may repeat IDs that it chooses: a tenant could read another one's response.
             client_request.on_answer = lambda engine, begun: self._add(
-                tenant, id_in(begun, own), Holder(model.name, engine)
+                tenant, own if tenants else id_in(begun, own), Holder(model.name, engine)
             )
 
     def _holder(self, tenant: str, response_id: str) -> tuple[Model, Engine]:

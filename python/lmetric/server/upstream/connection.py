@@ -2,12 +2,10 @@
 
 import asyncio
 import errno
-import fcntl
 import math
 import os
 import socket
 import ssl
-import termios
 import time
 from collections import deque
 from typing import Protocol
@@ -128,7 +126,6 @@ class Connection(ResponseReader, asyncio.Protocol):
         "_lost",
         "_paused",
         "_small",
-        "_tls",
         "_waits",
         "idle_since",
         "made_at",
@@ -150,7 +147,6 @@ class Connection(ResponseReader, asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self.transport = transport  # type: ignore[assignment]
-        self._tls = transport.get_extra_info("ssl_object") is not None
 
     def large_read(self, data: bytes) -> None:
         """Processes a large read, now or in a later turn of the event loop."""
@@ -220,13 +216,7 @@ class Connection(ResponseReader, asyncio.Protocol):
             sink.lost()
 
     def release(self) -> None:
-        """Returns the connection to its pool if it stays open, else closes it.
-
-        If the engine answered before it read the body, the next request would wait for the rest.
-        """
-        if self.transport.get_write_buffer_size() or (self._tls and _sends(self.transport)):
-            self.drop()
-            return
+        """Returns the connection to its pool if it stays open, else closes it."""
         self.detach()
         if self.keep_alive and not self._late and not self._lost:
             self.upstream.give(self)
@@ -239,14 +229,6 @@ class Connection(ResponseReader, asyncio.Protocol):
         self.detach()
         self._take_late()
         self.transport.abort()
-
-
-def _sends(transport: asyncio.Transport) -> bool:
-    """Whether the socket still sends. A TLS transport does not count the bytes it has encrypted."""
-    if transport.is_closing():
-        return False
-    queue = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    return any(queue)
 
 
 class Kept:
