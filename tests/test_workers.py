@@ -820,7 +820,7 @@ async def test_a_client_cannot_break_a_page_with_the_mark_of_the_supervisor(
     place = urlsplit(shared[0].url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     writer.write(
-        b"GET /debug/decisions/1-0123456789abcdef HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"GET /debug/decisions/99999999-0123456789abcdef HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         b"x-lmetric-worker: " + mark + b"\r\n\r\n"
     )
     answer = await reader.read()
