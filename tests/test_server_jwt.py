@@ -509,7 +509,6 @@ async def test_a_picker_takes_tenants_from_trusted_gateways_alone(
 RATE, SECONDS = 500, 3.0  # requests per second, if the machine can
 
 
-@pytest.mark.nightly
 async def test_keys_rotate_under_load_without_one_refusal(tmp_path: Path) -> None:
     """Each request has a token of its own. The keys change twice, once with a reload."""
     async with Issuer().serving() as issuer, engine() as fake, aiohttp.ClientSession() as client:

@@ -71,7 +71,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 REFUSED = ("no JSON", "too many values")
 # Of each way that a body is read, one; the other bodies are read nightly.
-QUICK = ("token ids", "no JSON", "messages", "Responses")
+QUICK = ("token ids", "text with escapes", "text in UTF-16", "no JSON", "messages", "deep lists", "Responses")
 
 
 @pytest.fixture

@@ -335,7 +335,7 @@ async def created(w: World, headers: dict[str, str] | None = None, **fields: Any
 
 
 class Numbering(Responses):
-    """An engine that numbers its responses, whatever the router asks for."""
+    """An engine that numbers its responses, and ignores the router's IDs."""
 
     def _create(self, body: dict[str, Any]) -> bytes:
         return super()._create({**body, "request_id": f"own-{len(self.stored)}"})

@@ -585,3 +585,45 @@ async def test_a_change_during_the_start_of_a_worker_comes_after_the_earlier_one
     assert made == [f"/admin/engines/e{number}/drain" for number in range(200)] + [
         "/admin/engines/e199/undrain"
     ]
+
+
+async def test_a_new_worker_knows_the_counts_of_budgets(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor._sharing, "counts", lambda: b"counts")
+    worker = add(supervisor, {})
+    worker.started = False
+    await supervisor._catch_up(worker)
+    calls = worker.channel.calls  # type: ignore[attr-defined]
+    assert calls.index("counts") < calls.index("become")
+
+
+async def test_a_worker_that_starts_during_a_reload_is_told(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API key that was removed must not stay in one of the workers."""
+    go, process, channel = asyncio.Event(), Ended(), Telling({})
+
+    async def execute(_: set[int]) -> tuple[Any, Any]:
+        return process, channel
+
+    async def call(name: str, *_: Any, **__: Any) -> Any:
+        if name == "start":
+            await go.wait()
+        channel.calls.append(name)
+        return {}
+
+    monkeypatch.setattr(channel, "call", call)
+    monkeypatch.setattr(supervisor, "_execute", execute)
+    add(supervisor, {})
+    supervisor._reread = lambda: ServerConfig(workers=1, port=1)
+    start = asyncio.create_task(supervisor._start(1))
+    await until(lambda: len(supervisor.processes) == 2)
+    await supervisor.reload()
+    assert channel.calls == []
+    go.set()
+    await start
+    supervisor.processes[1].leaving = True
+    process.go.set()
+    await asyncio.gather(*supervisor._watchers)
+    assert channel.calls == ["start", "reload"]

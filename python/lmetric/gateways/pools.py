@@ -209,7 +209,7 @@ class Pool:
     async def _follow(self, name: str, deployment_id: str, client: EngineClient) -> None:
         """Reads an engine's features, then its load once a second, until the engine is unused.
 
-        Another engine may have replaced one that has no connection: its features are read again.
+        After a failed connection, another engine may have the address: its features are read again.
         """
         while deployment_id in self._usable:
             try:

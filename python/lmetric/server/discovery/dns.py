@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 LOOK_UP_SECONDS = 5.0  # time limit of one look-up, over all name servers and retries
 SHORTEST_SECONDS = 1.0  # shortest time between two look-ups
-# Targets of SRV records are asked for so many a time, after so long a pause: a query takes up to
+# Targets of SRV records are asked for in bursts, with pauses between them. A query takes up to
 # 0.5 ms of CPU time, and name servers drop long bursts.
 BURST, PAUSE_SECONDS = 16, 0.01
 
