@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +40,13 @@ class Answer:
     ],
 )
 async def test_engines_judge_malformed_requests(
-    messages: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    messages: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    strategy = gateway_stubs.load("litellm", monkeypatch).LmetricStrategy()
+    """Beside that, the disk of the records is full."""
+    file = tmp_path / "records.jsonl"
+    strategy = gateway_stubs.load("litellm", monkeypatch).LmetricStrategy(records_file=file)
+    file.unlink()
+    file.symlink_to("/dev/full")
     strategy.install(Healthy())
     for tokens in (None, -1, "many"):
         kwargs = {"litellm_call_id": "call", **more}

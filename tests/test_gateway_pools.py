@@ -175,6 +175,7 @@ async def test_an_engine_that_replaces_another_at_its_address(
 
 async def test_a_paused_engine_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "REPLACED_SECONDS", 0.0)
     pool = Pool(Router("lmetric"), None)
     asked = Request(**pool.fields("chat", CHAT))
     async with metrics_of("1.7e9") as (url, started):
@@ -185,8 +186,9 @@ async def test_a_paused_engine_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) 
         route(pool)
         pool.use([])
         await asyncio.sleep(0.1)
+        pool.modes.clear()
         pool.use([one])
-        await until(lambda: one.name in pool._adapters)
+        await until(lambda: pool.modes)  # its features were read again
         assert max(pool.router.cached_tokens(asked)) > 100
         started[0] = "1.8e9"  # another process has the address, and no connection failed
         await until(lambda: max(pool.router.cached_tokens(asked)) == 0)

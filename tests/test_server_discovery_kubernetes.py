@@ -203,7 +203,6 @@ def test_without_the_package_one_line_says_what_to_install(
         followed.make_source(config)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
 async def test_the_api_server_is_asked_without_a_proxy_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +217,7 @@ async def test_the_api_server_is_asked_without_a_proxy_of_the_environment(
             assert not told.problems
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
 async def test_in_a_pod_the_service_account_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, certificate = tmp_path / "key", tmp_path / "ca.crt"
     subprocess.run(  # noqa: ASYNC221 (before anything else runs)

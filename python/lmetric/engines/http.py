@@ -132,7 +132,8 @@ class EngineClient:
         except TimeoutError:
             raise TimedOut(f"{method} {path}: no answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise NoConnection(f"no connection: {reason_of(error)}") from None
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            raise (NoConnection if refused else Unanswered)(f"no connection: {reason_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None
 

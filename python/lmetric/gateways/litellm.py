@@ -205,7 +205,8 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         except Exception as error:
             # A malformed request may fail a reader in any way. Its engine judges it.
             _log.debug("cannot read a request: %s", type(error).__name__)
-            call = _Call(pool, {"prompt_tokens": 1}, timeout)
+            name = call_id.encode("ascii", "replace").decode()[:256]
+            call = _Call(pool, {"prompt_tokens": 1, "request_id": name, "allow_split": False}, timeout)
         self._calls[call_id] = call
         call.send()
         self._past[call_id] = (pool, call.decision.id)

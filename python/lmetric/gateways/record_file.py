@@ -14,15 +14,12 @@ _log = logging.getLogger("lmetric")
 class RecordFile:
     """Appends a line of JSON for each record. A failed write loses its record and raises no error.
 
-    ``lost``: the number of lost records.
-
     Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fails = False  # the last write failed, perhaps in the middle of a line
-        self.lost = 0
         with path.open("ab"):
             pass
 
@@ -33,7 +30,6 @@ class RecordFile:
             with self._path.open("ab") as file:
                 file.write(b"\n" + line if self._fails else line)
         except OSError as error:
-            self.lost += 1
             if not self._fails:
                 _log.warning(
                     "cannot write records (%s); requests go on without records until it works: free space, "

@@ -25,7 +25,7 @@ from lmetric.server.discovery.source import Sink, SourceError
 
 T = TypeVar("T")
 
-LOOK_UP_SECONDS = 5.0  # time limit of one look-up, over all name servers and retries
+LOOK_UP_SECONDS = 5.0  # time limit of one query, over all name servers and retries
 SHORTEST_SECONDS = 1.0  # shortest time between two look-ups
 # Targets of SRV records are asked for in bursts, with pauses between them. A query takes up to
 # 0.5 ms of CPU time, and name servers drop long bursts.
@@ -122,15 +122,17 @@ class DnsNames:
         last = self._hosts.get(target, _Host(None))
         if time.monotonic() >= last.good_until:
             last = _Host(None)
+        # Both kinds of a target that gets no answer take less than the first look-up may wait.
+        seconds = 0.4 * LOOK_UP_SECONDS
         for kind in ("A", "AAAA"):
             try:
-                answer = await resolver.resolve(target, kind)
+                answer = await resolver.resolve(target, kind, lifetime=seconds)
             except dns.resolver.NXDOMAIN:
                 break
             except dns.resolver.NoAnswer:
                 continue
             except dns.exception.DNSException as error:
-                problem = f"{kind} of {target.to_text(omit_final_dot=True)}: {_reason(error)}"
+                problem = f"{kind} of {target.to_text(omit_final_dot=True)}: {_reason(error, seconds)}"
                 if last.address is not None and ":" not in last.address:
                     break  # no change to another kind of address
             else:
@@ -165,10 +167,11 @@ async def _in_thread(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _additional(answer: dns.resolver.Answer) -> dict[dns.name.Name, str]:
-    """Returns the address of each name in the additional section of an answer."""
+    """Returns the IPv4 address of each name in the additional section of an answer."""
     found: dict[dns.name.Name, list[str]] = {}
     for records in answer.response.additional:
-        if records.rdtype in (dns.rdatatype.A, dns.rdatatype.AAAA):
+        # The section may be cut: an IPv6 address alone does not tell that there is no IPv4 address.
+        if records.rdtype == dns.rdatatype.A:
             found.setdefault(records.name, []).extend(record.address for record in records)
     return {name: _lowest(addresses) for name, addresses in found.items()}
 
@@ -198,8 +201,8 @@ def _nameserver(text: str) -> dns.nameserver.Nameserver:
         return dns.nameserver.Do53Nameserver(host.strip("[]"), int(port))
 
 
-def _reason(error: dns.exception.DNSException) -> str:
+def _reason(error: dns.exception.DNSException, seconds: float | None = None) -> str:
     # The text of a timeout holds measured times, so each one would be logged as a new problem.
     if isinstance(error, dns.exception.Timeout):
-        return f"no answer within {LOOK_UP_SECONDS:g} s"
+        return f"no answer within {seconds or LOOK_UP_SECONDS:g} s"
     return str(error)
