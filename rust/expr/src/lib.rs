@@ -34,8 +34,8 @@
 //!         vec!["p_token", "bs"]
 //!     }
 //! }
-//! let knobs = [("extra", 1.0)];
-//! let program = Program::compile("p_token * (bs + extra)", Type::Number, &Table, &knobs)?;
+//! let constants = [("extra", 1.0)];
+//! let program = Program::compile("p_token * (bs + extra)", Type::Number, &Table, &constants)?;
 //! let (tokens, requests, eligible) = ([100.0, 50.0], [1.0, 3.0], [true, true]);
 //! let mut inputs = Inputs::new(&eligible);
 //! for column in program.columns() {
@@ -62,7 +62,7 @@ pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;
 pub use suggest::nearest;
 
-/// Column of numbers behind a name. The number tells apart the columns of a table of names.
+/// Column of numbers behind a name. The number identifies the column in its table of names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Column {
     /// One number per instance.
