@@ -23,7 +23,7 @@ from lmetric_lab.sim.synthetic import check_synthetic
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md",
+    [ROOT / "README.md", ROOT / "RELEASING.md",
      *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"), *ROOT.glob("examples/*.md"),
      *ROOT.glob("bench/*.md"), *ROOT.glob("fuzz/*.md"), *ROOT.glob("python/**/*.md")]
 )  # fmt: skip
