@@ -56,3 +56,16 @@ async def test_engines_judge_malformed_requests(
         await strategy.async_post_call_success_deployment_hook(kwargs, Answer(tokens), "acompletion")
         assert strategy.in_flight() == 0
     await strategy.close()
+
+
+async def test_a_call_with_half_of_an_emoji_in_its_id_keeps_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = gateway_stubs.load("litellm", monkeypatch).LmetricStrategy()
+    strategy.install(Healthy())
+    kwargs = {"litellm_call_id": "ä \ud83d" + "x" * 300}
+    await strategy.async_get_available_deployment("m", MESSAGES * 20, request_kwargs=kwargs)
+    record = strategy.explain(kwargs["litellm_call_id"])
+    assert record["request_id"] == "ä ?" + "x" * 253
+    assert record["prompt_tokens"] > 20
+    await strategy.close()

@@ -197,16 +197,17 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if (old := self._calls.get(call_id)) is not None:  # LiteLLM tries again
             self._close(call_id, old, "reset")
         timeout = kwargs.get("timeout")
+        # A client may choose the ID, also one with half of an emoji.
+        own = {"request_id": call_id[:256].encode(errors="replace").decode(), "allow_split": False}
         try:
             fields = self._fields(pool, model, messages, text, kwargs, is_wildcard=is_wildcard)
-            call = _Call(pool, fields, timeout)
+            call = _Call(pool, {**fields, **own}, timeout)
         except NoInstanceError:
             raise
         except Exception as error:
             # A malformed request may fail a reader in any way. Its engine judges it.
             _log.debug("cannot read a request: %s", type(error).__name__)
-            name = call_id.encode("ascii", "replace").decode()[:256]
-            call = _Call(pool, {"prompt_tokens": 1, "request_id": name, "allow_split": False}, timeout)
+            call = _Call(pool, {"prompt_tokens": 1, **own}, timeout)
         self._calls[call_id] = call
         call.send()
         self._past[call_id] = (pool, call.decision.id)
@@ -228,7 +229,6 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         is_wildcard: bool,
     ) -> dict[str, Any]:
         """Returns the fields of `lmetric.Request`. A malformed request may raise any error."""
-        call_id = str(kwargs["litellm_call_id"])
         given = {**kwargs, **(kwargs.get("extra_body") or {})}
         body = {"model": model} | {name: given[name] for name in _BODY_FIELDS if given.get(name) is not None}
         # A request of Anthropic's API has a `metadata` of its own.
@@ -251,7 +251,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             path, body["input"] = "responses" if is_response else "input", text or given.get("input") or ""
         more_names = (name for name in _API_FIELDS.get(path, ()) if given.get(name) is not None)
         body |= {name: given[name] for name in more_names}
-        return pool.fields(path, body, request_id=call_id[:256], allow_split=False, **more)
+        return pool.fields(path, body, **more)
 
     def _pool(self, group: str) -> Pool:
         if group not in self._pools:
