@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 LOOK_UP_SECONDS = 5.0  # time limit of one query, over all name servers and retries
 SHORTEST_SECONDS = 1.0  # shortest time between two look-ups
+# Of that time, for a query about a target of SRV records. Both kinds of addresses of a target that
+# gets no answer take less than the first look-up may wait.
+TARGET_SHARE = 0.4
 # Targets of SRV records are asked for in bursts, with pauses between them. A query takes up to
 # 0.5 ms of CPU time, and name servers drop long bursts.
 BURST, PAUSE_SECONDS = 16, 0.01
@@ -64,13 +67,14 @@ class DnsNames:
         Raises SourceError.
         """
         config = self._config
-        resolver = _resolver(config.nameservers)
+        resolver = _resolver(config.nameservers, LOOK_UP_SECONDS)
+        of_targets = _resolver(config.nameservers, TARGET_SHARE * LOOK_UP_SECONDS)
         while True:
             wait = config.interval
             try:
-                engines, seconds, wrong = await _in_thread(self._look_up(resolver))
+                engines, seconds, wrong = await _in_thread(self._look_up(resolver, of_targets))
             except dns.exception.DNSException as error:
-                sink.problem(f"{config.type} of {config.name}: {_reason(error)}")
+                sink.problem(f"{config.type} of {config.name}: {_reason(error, resolver)}")
                 left = self._good_until - time.monotonic()
                 if 0 < left < wait:
                     wait = left
@@ -83,7 +87,9 @@ class DnsNames:
                 wait = min(wait, max(seconds, SHORTEST_SECONDS))
             await asyncio.sleep(wait)
 
-    async def _look_up(self, resolver: dns.asyncresolver.Resolver) -> tuple[list[Found], float, str | None]:
+    async def _look_up(
+        self, resolver: dns.asyncresolver.Resolver, of_targets: dns.asyncresolver.Resolver
+    ) -> tuple[list[Found], float, str | None]:
         """Returns the engines, their time to live (s), and the problem of other records or None."""
         config = self._config
         answer = await resolver.resolve(config.name, config.type, search=True)
@@ -97,7 +103,7 @@ class DnsNames:
         hosts = {name: _Host(address, good_until) for name, address in _additional(answer).items()}
         missing = sorted({target for target, _ in targets} - hosts.keys())
         asked = (
-            self._host(resolver, name, PAUSE_SECONDS * (number // BURST))
+            self._host(of_targets, name, PAUSE_SECONDS * (number // BURST))
             for number, name in enumerate(missing)
         )
         hosts |= zip(missing, await asyncio.gather(*asked), strict=True)
@@ -122,17 +128,15 @@ class DnsNames:
         last = self._hosts.get(target, _Host(None))
         if time.monotonic() >= last.good_until:
             last = _Host(None)
-        # Both kinds of a target that gets no answer take less than the first look-up may wait.
-        seconds = 0.4 * LOOK_UP_SECONDS
         for kind in ("A", "AAAA"):
             try:
-                answer = await resolver.resolve(target, kind, lifetime=seconds)
+                answer = await resolver.resolve(target, kind)
             except dns.resolver.NXDOMAIN:
                 break
             except dns.resolver.NoAnswer:
                 continue
             except dns.exception.DNSException as error:
-                problem = f"{kind} of {target.to_text(omit_final_dot=True)}: {_reason(error, seconds)}"
+                problem = f"{kind} of {target.to_text(omit_final_dot=True)}: {_reason(error, resolver)}"
                 if last.address is not None and ":" not in last.address:
                     break  # no change to another kind of address
             else:
@@ -181,12 +185,12 @@ def _lowest(addresses: Iterable[str]) -> str:
     return min(addresses, key=lambda address: (":" in address, address))
 
 
-def _resolver(nameservers: Sequence[str]) -> dns.asyncresolver.Resolver:
+def _resolver(nameservers: Sequence[str], seconds: float) -> dns.asyncresolver.Resolver:
     try:
         resolver = dns.asyncresolver.Resolver(configure=not nameservers)
     except dns.resolver.NoResolverConfiguration as error:
         raise SourceError(f"cannot find the system's name servers ({error})") from None
-    resolver.lifetime = LOOK_UP_SECONDS
+    resolver.lifetime = seconds
     if nameservers:
         resolver.nameservers = [_nameserver(text) for text in nameservers]
     return resolver
@@ -201,8 +205,8 @@ def _nameserver(text: str) -> dns.nameserver.Nameserver:
         return dns.nameserver.Do53Nameserver(host.strip("[]"), int(port))
 
 
-def _reason(error: dns.exception.DNSException, seconds: float | None = None) -> str:
+def _reason(error: dns.exception.DNSException, resolver: dns.asyncresolver.Resolver) -> str:
     # The text of a timeout holds measured times, so each one would be logged as a new problem.
     if isinstance(error, dns.exception.Timeout):
-        return f"no answer within {seconds or LOOK_UP_SECONDS:g} s"
+        return f"no answer within {resolver.lifetime:g} s"
     return str(error)
