@@ -598,7 +598,7 @@ class Driver:
         )
         self.execution = Execution(self.rules, intent, (decision, ticket))
         if self.execution.mover is not None:
-            self.execution.handle = self
+            self.execution.move_to = self.move_to  # type: ignore[method-assign]
         self.asked = asked
         if ask.slow:
             self.slow()
@@ -753,26 +753,16 @@ class Driver:
 
     # Called by a rebalancer.
 
-    @property
-    def move(self) -> object | None:
-        return self.execution.migration
-
-    @property
-    def instance(self) -> str:
-        return self.ticket.instance
-
-    known_tokens = 0
-
     def move_to(self, target: Engine, now: float) -> None:
         self.on(self.execution.migrate, target, now)
 
     # The client, and time.
 
     def slow(self) -> None:
-        self.on(self.execution.client_slow, True, self.clock.now)
+        self.on(self.execution.stall, True, self.clock.now)
 
     def ready(self) -> None:
-        self.on(self.execution.client_slow, False, self.clock.now)
+        self.on(self.execution.stall, False, self.clock.now)
 
     def leave(self) -> None:
         self.left = True

@@ -70,7 +70,7 @@ async def at_token(w: Pd, count: int) -> RequestRunner:
 
     def there() -> bool:
         request = only(w)
-        return request is not None and request.known_tokens >= count and request.move is None
+        return request is not None and request.known_tokens >= count and request.migration is None
 
     async with asyncio.timeout(10):
         while not there():  # noqa: ASYNC110 - nobody tells
@@ -83,9 +83,9 @@ async def at_token(w: Pd, count: int) -> RequestRunner:
 def begins(moves: Rebalancer, ticket: int, target: str) -> bool:
     """Starts a move. Returns whether it has started or is done."""
     request, done = moves.running[ticket], moves.outcomes["migrated"]
-    before = request.move
+    before = request.migration
     moves.begin(ticket, target, time.monotonic())
-    return request.move is not before or moves.outcomes["migrated"] > done
+    return request.migration is not before or moves.outcomes["migrated"] > done
 
 
 async def move(w: Pd, count: int, target: str | None = None) -> bool:
@@ -95,7 +95,7 @@ async def move(w: Pd, count: int, target: str | None = None) -> bool:
     """
     request = await at_token(w, count)
     others = [name for name in w.engines if name not in w.stopped | {place(request)}]
-    ticket = request.execution.ticket.id
+    ticket = request.ticket.id
     return begins(mover(w), ticket, target or others[count % len(others)])
 
 

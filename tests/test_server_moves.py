@@ -207,9 +207,9 @@ async def test_one_move_at_a_time() -> None:
         one, other = list[Any](mover(w).running.values())
         await w.until(lambda: one.known_tokens > 3 and other.known_tokens > 3)
         target = next(name for name in w.engines if name not in (place(one), place(other)))
-        assert begins(mover(w), one.execution.ticket.id, target)
-        assert not begins(mover(w), one.execution.ticket.id, target)
-        assert not begins(mover(w), other.execution.ticket.id, target)
+        assert begins(mover(w), one.ticket.id, target)
+        assert not begins(mover(w), one.ticket.id, target)
+        assert not begins(mover(w), other.ticket.id, target)
         said = await asyncio.gather(*tasks)
         assert mover(w).outcomes == {"too_many": 1, "migrated": 1}
         expected = await alone(w, COMPLETIONS, body)

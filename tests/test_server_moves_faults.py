@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from tokenizers.decoders import DecodeStream
 
+from lmetric.server.execution.runner import RequestRunner
 from lmetric_lab.emulated.text import TOKENIZER_PATH
 from moves_world import LONG, at_token, begins, move, mover, moving, place, plain
 from pd_world import Pd
@@ -131,7 +132,7 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         await w.until(lambda: len(mover(w).running) == 2)
         one, other = list[Any](mover(w).running.values())
         await w.until(lambda: one.known_tokens > 3)
-        assert begins(mover(w), one.execution.ticket.id, place(other))
+        assert begins(mover(w), one.ticket.id, place(other))
         for said in await asyncio.gather(*tasks):
             equal(said, expected)
         stats = w.server.fleet.models[0].router.stats()
@@ -380,12 +381,13 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
         task = asyncio.create_task(w.post(body))
         await w.until(lambda: any(request.known_tokens for request in moves.running.values()))
         (request,) = w.server.front.relays
-        execution = request.execution  # type: ignore[attr-defined]
-        transcript = execution.transcript
+        assert isinstance(request, RequestRunner)
+        transcript = request.transcript
+        assert transcript is not None
         assert (transcript.prompt.nbytes, transcript.prompt.tolist()) == (4 * len(START), START)
         assert "prompt" not in transcript.request
-        assert (execution.body, execution.call) == (b"", None)
-        held = [*vars(execution).values(), *vars(transcript).values()]
+        assert (request.body, request.call) == (b"", None)
+        held = [*vars(request).values(), *vars(transcript).values()]
         assert not [value for value in held if isinstance(value, bytes) and b"prompt" in value]
         await task
 

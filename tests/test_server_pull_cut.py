@@ -326,7 +326,7 @@ async def test_the_last_engine_is_gone_when_it_is_its_turn(path: str) -> None:
         await w.until(lambda: busy(w, others))
         first = busy(w, others)[0]
         (relay,) = w.server.front.relays
-        last = relay.execution.ticket.next_instance  # type: ignore[attr-defined]
+        last = relay.ticket.next_instance  # type: ignore[attr-defined]
         assert last not in (None, first)
         await w.kill(last)
         said = await task

@@ -307,7 +307,7 @@ async def test_a_slow_reader_holds_the_engine_back() -> None:
             await asyncio.sleep(0.3)
         assert sent < 30_000_000, "stopped by back pressure, after the sockets' buffers"
         relay = next(iter(w.server.front.relays))
-        assert relay._client_request.transport.get_write_buffer_size() < 2_000_000
+        assert relay.client_request.transport.get_write_buffer_size() < 2_000_000
         total = 0
         while b"[DONE]" not in (data := await reader.read(1 << 20)):
             total += len(data)

@@ -99,11 +99,10 @@ class Shared:
         more = self.front.config.epp.fallbacks
         if not more or not isinstance(relay, RequestRunner):
             return found
-        execution = relay.execution
-        if execution.model.disaggregates:
+        if relay.model.disaggregates:
             return found
-        engines = execution.model.engines
-        for name in execution.decision.ranking():
+        engines = relay.model.engines
+        for name in relay.decision.ranking():
             other = engines.get(name)
             if len(found) > more:
                 break

@@ -337,7 +337,7 @@ class GatewayStream:
         self._follow(request_fields.answering_engine(message))
         link, own = self._link, b""
         if isinstance(self.relay, RequestRunner) and link is not None:
-            own = self.relay.execution.head_lines(link.engine.name)
+            own = self.relay.head_lines(link.engine.name)
         lines = messages.fields_of(own.splitlines())
         self._out.append(messages.response_head(lines) if own else messages.CONTINUE_RESPONSE)
         if link is not None:

@@ -10,10 +10,10 @@ from typing import Any
 from lmetric._core import END, ENGINE_ERROR
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, Rules
-from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.failures import STATUSES, blame, broken
 from lmetric.server.execution.plan import Act, Attempt, Ended, EngineLost, OtherEngine, Step, Way, ticket_kind
 from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.runner import OnEnd, Runner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.model import Model
 
@@ -44,15 +44,25 @@ def direct(p: Progress, engine: Engine, method: bytes) -> Way[None]:
         raise Ended(error) from None
 
 
-class DirectExecution(Execution):
+class DirectRunner(Runner):
     """One request about a stored response. It has neither a decision nor a ticket."""
 
     ticket: Any = None
+    label: Any = None
 
     def __init__(
-        self, rules: Rules, client_request: ClientRequest, model: Model, *, engine: Engine, method: bytes
+        self,
+        rules: Rules,
+        client_request: ClientRequest,
+        model: Model,
+        *,
+        engine: Engine,
+        method: bytes,
+        on_end: OnEnd,
     ) -> None:
         Progress.__init__(self, rules, client_request, model=model)
+        self._on_end = on_end
+        self._attempts = {}
         self._engine = engine
         self._run = direct(self, engine, method)
 

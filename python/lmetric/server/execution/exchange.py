@@ -315,7 +315,7 @@ class InFlightRequest:
     trace: RequestTrace | None = None  # None: its engines get no trace context of the router
 
     @property
-    def decision(self) -> str | None:
+    def label(self) -> str | None:
         """The label of its routing decision; None: it was not routed."""
         return None
 

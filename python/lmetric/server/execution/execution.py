@@ -2,7 +2,7 @@
 
 A generator (`run`) runs the request; its place in the code is the state. A migration has a second
 one (`ways.move`), beside it. The class keeps the generators, gives each the events of its attempts,
-and ends the request. It has no timer and no task: `runner` carries out the actions.
+and ends the request. It has no timer and no task: its subclass `Runner` carries out the actions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Execution(Progress):
         self.body = call.body
         self.stream = call.stream
         self.limit_seconds = rules.timeouts.first_byte if call.stream else rules.timeouts.answer
-        self.first = call.first
+        if call.first is not None:
+            self.first = call.first
         if call.media is not None and intent.client_request.gateway is None:
             self.media = call.media
             if call.images is not None:
@@ -185,7 +186,7 @@ class Execution(Progress):
 
     # -- events of the client and the server -------------------------------------------------------
 
-    def client_slow(self, slow: bool, now: float) -> list[Act]:
+    def stall(self, slow: bool, now: float) -> list[Act]:
         """Handles a client that reads too slowly, or has caught up."""
         self.stalled_at = now if slow else 0.0
         self.acts.append("pause" if slow else "resume")
@@ -205,7 +206,8 @@ class Execution(Progress):
         try:
             step = resume(heard)
         except StopIteration:
-            self.reason = ""  # perhaps another engine has answered
+            if self.reason:
+                self.reason = ""  # another engine has answered
             self._finish(None, None)
         except Ended as end:
             self._finish(end.failure, end.error)
@@ -241,7 +243,9 @@ class Execution(Progress):
         started answer or as its whole answer.
         """
         self.done = True
-        self._run = self._migration_way = None
+        self._run = None
+        if self._migration_way is not None:
+            self._migration_way = None
         if error is not None and self.committed:
             self.acts.append(BreakOff(error))
             error = None

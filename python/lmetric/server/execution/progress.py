@@ -40,7 +40,7 @@ from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.model import Model
 
 if TYPE_CHECKING:
-    from lmetric.server.fleet.rebalancer import Movable, Rebalancer
+    from lmetric.server.fleet.rebalancer import Rebalancer
     from lmetric.server.fleet.transfer import KvTransfer
     from lmetric.tokens.media import Media
     from lmetric.tokens.prompt import Tokens
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Progress:
     """One request: the client's request, its ticket, and the answers of its engines so far.
 
-    Values that are equal for most requests are class attributes. The others are at most 29, which
-    CPython keeps without a dictionary for each request.
+    Values that are equal for most requests are class attributes. Up to 30 others, with those of
+    its runner, CPython keeps without a dictionary for each request.
     """
 
     decision: Decision
@@ -64,12 +64,14 @@ class Progress:
     migration: Migration | None = None
     resumes: bool = False  # after a failure, another engine may continue the answer
     timed: bool = False  # a timer is set
-    handle: Movable | None = None  # the rebalancer's access to the request
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # engines' answers cannot be merged: one engine answers it
     media: Media | None = None  # to encode before the first engine gets the request
     encoding: Collection[Step] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
+    answered: Attempt | None = None  # the attempt that gives the client's whole answer
+    status: int = 0
+    reason: str = ""  # the reason of an end with an error
     close_client: bool = False
     stalled_at: float = 0.0  # when the client became too slow; 0: it keeps up
     # Failures (`failures`).
@@ -81,6 +83,8 @@ class Progress:
     fails_over: bool = False  # an engine failed after its first token, and no other has continued
     over_budget: bool = False  # the retry budget forbade another attempt
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
+    # Of `execution`.
+    _migration_way: Way[SwitchTo | None] | None = None  # the migration
 
     def __init__(self, rules: Rules, client_request: ClientRequest, model: Model) -> None:
         self.rules = rules
@@ -98,14 +102,9 @@ class Progress:
         # The answer.
         self.kv: KvTransfer | None = None  # for the next step
         self.has_tokens = False  # the answer of the open segment has begun to reach the client
-        self.answered: Attempt | None = None  # the attempt that gives the client's whole answer
         self.committed = False  # the client has a part of an answer
-        self.status = 0
-        self.reason = ""  # the reason of an end with an error
         self.done = False
-        # Of `execution`.
-        self._run: Way[None] | None = None  # runs the request
-        self._migration_way: Way[SwitchTo | None] | None = None  # the migration
+        self._run: Way[None] | None = None  # of `execution`: runs the request
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -241,12 +240,8 @@ class Progress:
             refill = None  # its field depends on the first decision
         else:
             self.main = step
-            if (
-                self.mover is not None
-                and self.handle is not None
-                and (step.merges or (step.observed and self.observed))
-            ):
-                self.mover.running[self.ticket.id] = self.handle
+            if self.mover is not None and (step.merges or (step.observed and self.observed)):
+                self.mover.running[self.ticket.id] = self
         if refill is not None:
             decision = self.decision
             on_gpu = decision.predicted_cached_tokens - decision.predicted_tier_tokens
@@ -343,6 +338,10 @@ class Progress:
             self.cancel_migration("ended")
         self.drop_attempts()
 
+    def move_to(self, target: Engine, now: float) -> None:
+        """Starts a move to another engine, if the request can move."""
+        raise NotImplementedError
+
     def stop_moving(self) -> None:
         """Hides the request from the rebalancer."""
         if self.mover is not None:
@@ -375,7 +374,8 @@ class Progress:
         self.committed = self.has_tokens = True
         self.status = attempt.reader.status
         body, self.body = self.body, b""
-        self.first = None
+        if self.first is not None:
+            self.first = None
         self.answered = attempt
         if self.resumes:
             if self.observing is not None:

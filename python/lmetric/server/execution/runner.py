@@ -9,11 +9,13 @@ from typing import Any
 
 import structlog
 
+from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
-from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest
+from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.execution import ENDS, Execution
+from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
     Act,
@@ -37,23 +39,16 @@ log = structlog.get_logger("lmetric.relay")
 OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
 
 
-class Runner(InFlightRequest):
-    """One request. After `start()`, callbacks advance it until it calls ``on_end``, once.
+class Runner(Execution, InFlightRequest):
+    """A request that carries out its actions. After `start()`, callbacks advance it.
 
-    ``on_end`` gets the request, the runner, and an ApiError if the client still needs one. By then
-    its ticket is closed, if it has one, and no attempt runs.
+    At its end, it calls ``on_end`` once, with the client's request, itself, and an ApiError if the
+    client still needs one. By then its ticket is closed, if it has one, and no attempt runs.
     """
 
+    _on_end: OnEnd | None  # None: it was called
+    _attempts: dict[Step, EngineAttempt]  # without those that have ended
     _timer: asyncio.TimerHandle | None = None
-
-    def __init__(self, execution: Execution, on_end: OnEnd) -> None:
-        self.execution = execution
-        self._client_request = execution.client_request
-        self._on_end = on_end
-        self._finished = False
-        self._attempts: dict[Step, EngineAttempt] = {}  # without those that have ended
-        if execution.mover is not None:
-            execution.handle = self
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision.
@@ -62,7 +57,7 @@ class Runner(InFlightRequest):
 
         ``now``: time of the decision.
         """
-        for act in self.execution.placed(now):
+        for act in self.placed(now):
             _DO[act.__class__](self, act)
 
     # -- events in, actions out --------------------------------------------------------------------
@@ -72,8 +67,8 @@ class Runner(InFlightRequest):
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
         """Gives an event to the request, and carries out the resulting actions."""
-        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
-            request_log.in_request(self._client_request, self._on, event, *args)
+        if self.client_request.trace is not None and request_log.current.request is not self.client_request:
+            request_log.in_request(self.client_request, self._on, event, *args)
             return
         try:
             for act in event(*args):
@@ -83,81 +78,69 @@ class Runner(InFlightRequest):
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         """Gives an event of an attempt to the request."""
-        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
-            request_log.in_request(self._client_request, self.on_attempt_event, event, attempt, detail)
+        if self.client_request.trace is not None and request_log.current.request is not self.client_request:
+            request_log.in_request(self.client_request, self.on_attempt_event, event, attempt, detail)
             return
         if event in ENDS:  # a chat that is parsed has a call for each event, with its whole prompt
             self._attempts.pop(attempt.step, None)
         try:  # the code of `_on`, inline because each request runs it
-            for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
+            for act in self.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
         except Exception:
             self.fail()
 
     def _do(self, act: Action) -> None:
         if act == "abort_client":
-            self._client_request.transport.abort()
+            self.client_request.transport.abort()
             return
         for attempt in self._attempts.values():
             if attempt.step.for_client:
                 attempt.pause(act == "pause")
 
-    def _send(self, step: Step) -> None:
-        execution, hedge = self.execution, self.execution.hedge
+    def _do_step(self, step: Step) -> None:
+        hedge = self.hedge
         self._attempts[step] = attempt = EngineAttempt(
             self,
-            execution.rules,
-            self._client_request,
-            execution.ticket if hedge is None or step is not hedge.step else hedge.ticket,
+            self.rules,
+            self.client_request,
+            self.ticket if hedge is None or step is not hedge.step else hedge.ticket,
             step,
         )
         if step.advances_ticket:
             attempt.weights = step.engine.weights
-        if execution.stalled_at and step.for_client:
+        if self.stalled_at and step.for_client:
             attempt.pause(True)
         now = time.monotonic()
         if self.trace is not None:
             attempt.trace = guarded(self.trace.sent, attempt, now)
         attempt.go(now)
 
-    def _commit(self, act: Commit) -> None:
-        attempt, execution = self._attempts[act.attempt.step], self.execution
+    def _do_commit(self, act: Commit) -> None:
+        attempt, client_request = self._attempts[act.attempt.step], self.client_request
         if attempt.step.reader != "pass":
             attempt.begin()
             return
-        attempt.committed = self.committed = True
-        client = self._client_request.client
-        transcript = execution.transcript
+        attempt.committed = True
+        client, transcript = client_request.client, self.transcript
         if client.body_size and not (transcript is not None and transcript.chat):
             client.release_body()
         engine = attempt.step.engine.name
-        self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
-        execution.model.held.poke()  # the first token: the engine has room again
+        client_request.pass_on(attempt.reader, self.head_lines(engine), engine)
+        self.model.held.poke()  # the first token: the engine has room again
 
-    def _comment(self, act: Comment) -> None:
-        self._client_request.comment(act.lines)
-
-    def _begin(self, act: Begin) -> None:
-        execution = self.execution
-        self.committed = True
-        client = self._client_request.client
+    def _do_begin(self, act: Begin) -> None:
+        client = self.client_request.client
         if client.body_size:
             client.release_body()
-        self._client_request.begin(act.length, execution.head_lines(act.engine))
-        execution.model.held.poke()
+        self.client_request.begin(act.length, self.head_lines(act.engine))
+        self.model.held.poke()
 
-    def _write(self, act: Write) -> None:
-        self._client_request.write(act.data, last=act.last)
-
-    def _break_off(self, act: BreakOff) -> None:
-        self._client_request.break_off(act.error.body(self.execution.rules.show_engines))
-
-    def _cancel(self, act: Cancel) -> None:
+    def _do_cancel(self, act: Cancel) -> None:
         attempt = self._attempts.pop(act.step, None)
         if attempt is not None:
             attempt.cancel()
 
-    def _wake(self, act: Wake) -> None:
+    def _do_wake(self, act: Wake) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -165,117 +148,93 @@ class Runner(InFlightRequest):
             self._timer = asyncio.get_running_loop().call_later(act.seconds, self._woken)
 
     def _woken(self) -> None:
-        self._on(self.execution.woken, time.monotonic())
+        self._on(self.woken, time.monotonic())
 
-    def _finish(self, act: Finish) -> None:
-        if self._finished:
+    def _do_finish(self, act: Finish) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is None:
             return
-        self._finished = True
-        execution = self.execution
-        self.close_client = self._client_request.end() or execution.close_client
-        self.reason = execution.reason
-        self.status = execution.status
-        answered = execution.answered
+        if self.client_request.end():
+            self.close_client = True
+        # Drops references to itself, so that no garbage collection is needed.
+        answered, self.answered = self.answered, None
+        self._attempts.clear()
         if answered is not None:
             self.usage = answered.reader
             if answered.reader.implausible_usage:
-                execution.model.ratio.implausible += 1
-        elif execution.committed:
-            self.usage = execution.transcript
-        # Drops references to the runner, so that no garbage collection is needed.
-        self._attempts.clear()
-        execution.answered = None
-        if execution.handle is not None:
-            execution.handle = None
-        execution.model.held.poke()
-        self._on_end(self._client_request, self, act.error)
+                self.model.ratio.implausible += 1
+        elif self.committed:
+            self.usage = self.transcript
+        self.model.held.poke()
+        on_end(self.client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        self._on(self.execution.leave, reason, error)
+        self._on(self.leave, reason, error)
 
     def client_slow(self, slow: bool) -> None:
         """Stops reading from the engine while the client reads too slowly."""
-        self._on(self.execution.client_slow, slow, time.monotonic())
+        self._on(self.stall, slow, time.monotonic())
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
-        if self._client_request.trace is not None and request_log.current.request is not self._client_request:
-            request_log.in_request(self._client_request, self.fail)
+        if self.client_request.trace is not None and request_log.current.request is not self.client_request:
+            request_log.in_request(self.client_request, self.fail)
             return
-        execution = self.execution
-        path = self._client_request.path
-        log.exception("a request failed with an internal error", path=path, decision=self.decision)
-        error = None if execution.committed else ApiError(500, FAILED)
-        for act in execution.leave("internal error", error):
+        path = self.client_request.path
+        log.exception("a request failed with an internal error", path=path, decision=self.label)
+        error = None if self.committed else ApiError(500, FAILED)
+        for act in self.leave("internal error", error):
             _DO[act.__class__](self, act)
-        if not self._finished:
+        if self._on_end is not None:
             # The exception came while the request ended.
-            execution.close_client = True
+            self.close_client = True
             for attempt in self._attempts.values():
                 attempt.cancel()
-            self._finish(Finish(error))
+            self._do_finish(Finish(error))
 
     def check(self, now: float) -> None:
         """Called periodically: ends the request or its attempts at their time limits."""
-        self._on(self.execution.tick, now)
+        self._on(self.tick, now)
         for attempt in tuple(self._attempts.values()):
             attempt.check(now)
 
     # -- called by the rebalancer ------------------------------------------------------------------
 
-    @property
-    def instance(self) -> str:
-        """The engine that answered, or was tried last."""
-        return self.execution.instance
-
-    @property
-    def move(self) -> object | None:
-        """Its migration in progress, or None."""
-        return self.execution.migration
-
-    @property
-    def known_tokens(self) -> int:
-        """The number of its known answer tokens."""
-        return self.execution.known_tokens
-
     def move_to(self, target: Engine, now: float) -> None:
         """Starts a move to another engine, if the request can move."""
-        self._on(self.execution.migrate, target, now)
+        self._on(self.migrate, target, now)
 
 
 class RequestRunner(Runner):
     """One routed request."""
 
-    @property
-    def decision(self) -> str:
-        """The label of its routing decision."""
-        return self.execution.label
-
-    @property
-    def instance(self) -> str:
-        """The engine that answered, or was tried last."""
-        return self.execution.ticket.instance
+    def __init__(
+        self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket], *, on_end: OnEnd
+    ) -> None:
+        Execution.__init__(self, rules, intent, routed=routed)
+        self._on_end = on_end
+        self._attempts = {}
 
     @property
     def predicted_cached_tokens(self) -> int | None:
         """The prediction of its decision; None: after a retry or with a prefix fetch."""
-        decision = self.execution.decision
-        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
+        decision = self.decision
+        if decision.instance != self.ticket.instance or decision.fetch is not None:
             return None
         return decision.predicted_cached_tokens
 
 
-_DO: dict[type, Callable[[Runner, Any], None]] = {
+_DO: dict[type, Callable[[Any, Any], None]] = {
     str: Runner._do,
-    Step: Runner._send,
-    Cancel: Runner._cancel,
-    Comment: Runner._comment,
-    Commit: Runner._commit,
-    Begin: Runner._begin,
-    Write: Runner._write,
-    BreakOff: Runner._break_off,
-    Wake: Runner._wake,
-    Finish: Runner._finish,
+    Step: Runner._do_step,
+    Cancel: Runner._do_cancel,
+    Comment: lambda it, act: it.client_request.comment(act.lines),
+    Commit: Runner._do_commit,
+    Begin: Runner._do_begin,
+    Write: lambda it, act: it.client_request.write(act.data, last=act.last),
+    BreakOff: lambda it, act: it.client_request.break_off(act.error.body(it.rules.show_engines)),
+    Wake: Runner._do_wake,
+    Finish: Runner._do_finish,
 }

@@ -26,7 +26,7 @@ class Movable(Protocol):
     """A running request that may move."""
 
     @property
-    def move(self) -> object | None:
+    def migration(self) -> object | None:
         """Its move in progress, or None."""
 
     @property
@@ -104,7 +104,7 @@ class Rebalancer:
         `ticket`: a `Ticket.id`. `target`: the name of an instance.
         """
         request, engine = self.running.get(ticket), self._engines.get(target)
-        if request is None or engine is None or request.move is not None:
+        if request is None or engine is None or request.migration is not None:
             return
         if len(self.moves) >= self.at_once:
             self.outcomes["too_many"] += 1

@@ -13,7 +13,6 @@ from lmetric.server.api.caller import NOBODY
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest
-from lmetric.server.execution.execution import Execution
 from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.observers import failed
 from lmetric.server.execution.plan import Hedge, Way
@@ -245,8 +244,7 @@ class Placement:
             client_request.priority = decision.priority
         try:
             client_request.keep_alive &= self._running.phase is SERVING
-            execution = Execution(self._running.rules, intent, routed)
-            relay = RequestRunner(execution, self._running.ended)
+            relay = RequestRunner(self._running.rules, intent, routed, on_end=self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
                 relay.client_slow(True)

@@ -16,10 +16,9 @@ from lmetric.server.api.paths import StoredResponsePath
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, id_in, not_found, previous_id
 from lmetric.server.execution import request_log
-from lmetric.server.execution.direct import DirectExecution
+from lmetric.server.execution.direct import DirectRunner
 from lmetric.server.execution.exchange import FAILED, ClientRequest
 from lmetric.server.execution.observers import guarded
-from lmetric.server.execution.runner import Runner
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
@@ -155,7 +154,7 @@ class StoredRequests:
 
     def _serve(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         tenant, response_id = client_request.tenant, target.response_id
-        relay: Runner | None = None
+        relay: DirectRunner | None = None
         try:
             model, engine = self._holder(tenant, response_id)
             caller = client_request.caller
@@ -167,10 +166,12 @@ class StoredRequests:
             if method == "DELETE":
                 client_request.on_answer = lambda *_: self._forget(tenant, response_id)
             client_request.keep_alive &= self._running.phase is SERVING
-            execution = DirectExecution(
-                self._running.rules, client_request, model, engine=engine, method=method.encode()
+            relay = DirectRunner(
+                *(self._running.rules, client_request, model),
+                engine=engine,
+                method=method.encode(),
+                on_end=self._running.ended,
             )
-            relay = Runner(execution, self._running.ended)
             self._running.add(client_request, relay)
             if client_request.client.writing_paused:
                 relay.client_slow(True)

@@ -35,7 +35,7 @@ class AccessLog(Observer):
             "prompt_tokens": usage.prompt_tokens if usage is not None else None,
             "cached_tokens": usage.cached_tokens if usage is not None else None,
             "output_tokens": usage.output_tokens if usage is not None else None,
-            "decision": done.decision,
+            "decision": done.label,
             "request_id": request.head.request_id,
             "tenant": request.tenant or None,
             "client": request.address,

@@ -270,7 +270,7 @@ class Live(Observer):
             first, output = usage.first_token_at, usage.output_tokens or 0
             prompt, cached = usage.prompt_tokens, usage.cached_tokens
         if isinstance(relay, RequestRunner):
-            decision = relay.execution.decision
+            decision = relay.decision
             number = decision.id
             if cached is None and usage is not None:  # most streams report no usage
                 predicted = True
@@ -370,10 +370,9 @@ class Live(Observer):
 
     def _own_running(self, most: int, tenant: str | None = None) -> list[RunningRequest]:
         routed = (each for each in self._relays if isinstance(each, RequestRunner))
-        wanted = (each for each in routed if tenant is None or _request(each).tenant == tenant)
-        return [
-            _running(each) for each in heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
-        ]
+        wanted = (each for each in routed if tenant is None or each.client_request.tenant == tenant)
+        latest = heapq.nlargest(most, wanted, key=lambda each: each.client_request.started)
+        return [_running(each) for each in latest]
 
     def receive(self, worker: int, update: LiveUpdate) -> None:
         """Adds what another worker's clients did."""
@@ -406,21 +405,17 @@ class Live(Observer):
         self.tick(time.monotonic())
 
 
-def _request(relay: RequestRunner) -> ClientRequest:
-    return relay.execution.client_request
-
-
 def _running(relay: RequestRunner) -> RunningRequest:
-    execution, request = relay.execution, relay.execution.client_request
+    request = relay.client_request
     fell_back = request.fell_back
     return RunningRequest(
         started=request.started,
         tenant=request.tenant,
-        model=execution.model.name,
-        model_index=execution.model.index,
-        number=execution.decision.id,
+        model=relay.model.name,
+        model_index=relay.model.index,
+        number=relay.decision.id,
         instance=relay.instance,
-        prompt_tokens=execution.decision.prompt_tokens,
+        prompt_tokens=relay.decision.prompt_tokens,
         request_id=request.head.request_id,
         alias=request.alias,
         fallback_from=None if fell_back is None else fell_back.model,

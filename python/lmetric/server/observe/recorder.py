@@ -131,7 +131,7 @@ class Recorder(Observer):
         """Adds the decision, and the load of its instance, to a sampled request."""
         draft = request.draft
         if draft is not None and isinstance(relay, RequestRunner):
-            model, decision = relay.execution.model, relay.execution.decision
+            model, decision = relay.model, relay.decision
             draft.router, draft.decision = model.router, decision
             if (trial := request.trial) is not None:
                 draft.arm = "canary" if trial.canary else "stable"
@@ -154,7 +154,7 @@ class Recorder(Observer):
         assert model is not None  # as `ended` made sure
         started, now = client_request.started, client_request.ended_at
         if isinstance(relay, RequestRunner) and draft.decision is not None:
-            decision = relay.execution.decision
+            decision = relay.decision
             if decision.id != draft.decision.id:  # its hedge answered
                 draft.decision, draft.load, draft.hedged = decision, None, True
         usage = relay.usage if relay is not None else None

@@ -178,7 +178,7 @@ class Tracing(Traces, Observer):
     def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
         """Starts the trace of a request."""
         context = self.context(request)
-        execution = relay.execution if isinstance(relay, RequestRunner) else None
+        execution = relay if isinstance(relay, RequestRunner) else None
         if execution is not None:
             self.remember(execution.model.index, execution.decision.id, context.hex_id)
         if context.sampled:
