@@ -182,7 +182,7 @@ async def test_a_paused_engine_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) 
         one = Deployment("one", url)
         pool.use([one])
         pool.keep()
-        await until(lambda: pool._started)
+        await until(lambda: pool._starts)
         route(pool)
         pool.use([])
         await asyncio.sleep(0.1)
@@ -193,6 +193,14 @@ async def test_a_paused_engine_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) 
         started[0] = "1.8e9"  # another process has the address, and no connection failed
         await until(lambda: max(pool.router.cached_tokens(asked)) == 0)
         await until(lambda: one.name in pool._adapters)
+        started[0] = "1.7e9"  # a load balancer with two engines has the address
+        await until(lambda: pool._starts[one.name]._balanced)
+        route(pool)
+        for _ in range(4):
+            started[0] = "1.8e9" if started[0] == "1.7e9" else "1.7e9"
+            await asyncio.sleep(0.1)
+            assert one.name in pool._adapters
+            assert max(pool.router.cached_tokens(asked)) > 100
         await pool.close()
 
 

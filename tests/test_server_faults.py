@@ -103,6 +103,40 @@ async def test_a_refused_connection_ends_what_is_believed_of_the_cache() -> None
         assert hits[holder.name] == 0
 
 
+async def test_another_start_time_ends_what_is_believed_of_the_cache() -> None:
+    """Between two health checks, a new process may begin to listen. A load balancer shows the start
+    times of several processes in turn."""
+    body = {"model": "tiny", "prompt": "a long prompt that will be cached " * 100}
+
+    def page(start: str, running: int) -> bytes:
+        return b"# x\nprocess_start_time_seconds %b\nvllm:num_requests_running %d\n" % (
+            start.encode(),
+            running,
+        )
+
+    fake = FakeEngine(metrics=page("1.7e9", 0))
+    async with world([fake], policy="lmetric", load={"interval": 0.02}) as it:
+        [model] = it.server.fleet.models
+        asked = lm.Request(text=body["prompt"])
+
+        async def reported(start: str, running: int) -> None:
+            fake.metrics = page(start, running)
+            await it.until(lambda: model.router.indicators()["reported_running"][0] == running)
+
+        await reported("1.7e9", 1)
+        await it.post(body)
+        assert model.router.cached_tokens(asked)[0] > 500
+        await reported("1.8e9", 2)
+        assert model.router.cached_tokens(asked)[0] == 0
+        await it.until(lambda: model.engines["e0"].identified)
+        await reported("1.7e9", 3)
+        await it.post(body)
+        for running in range(4, 8):
+            await reported("1.8e9" if running % 2 else "1.7e9", running)
+            assert model.engines["e0"].identified
+            assert model.router.cached_tokens(asked)[0] > 500
+
+
 async def test_several_prompts_teach_no_ratio_and_count_as_load() -> None:
     seen: list[int] = []
 

@@ -18,6 +18,7 @@ from lmetric._core import EventFeed, LmetricError, Router, read_request
 from lmetric.engines.adapter import Adapter
 from lmetric.engines.http import EngineClient, NoConnection, Unanswered
 from lmetric.engines.identify import identify
+from lmetric.engines.replaced import Starts, start_of
 from lmetric.server.fleet.kv_choice import Subscription, choose
 from lmetric.server.fleet.kv_mode import ModelFacts
 from lmetric.tokens.prompt import PromptTokenizer
@@ -32,7 +33,6 @@ UNUSED_SECONDS = 900.0
 IDLE_SECONDS = 900.0
 # After such a pause, another engine may have the address. Engines take longer to load a model.
 REPLACED_SECONDS = 5.0
-_STARTED = b"\nprocess_start_time_seconds "
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Pool:
         self._deployments: dict[str, Deployment] = {}
         self._adapters: dict[str, Adapter] = {}
         self._subscribed: dict[str, Sequence[Subscription]] = {}
-        self._started: dict[str, bytes] = {}  # when the engines' processes began, as they report it
+        self._starts: dict[str, Starts] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._used_at = time.monotonic()
 
@@ -173,7 +173,7 @@ class Pool:
     def _remove(self, deployment_id: str) -> None:
         name = self._names.pop(deployment_id)
         del self._ids[name], self._deployments[name], self._unused[deployment_id]
-        for known in (self._adapters, self.modes, self._subscribed, self._started):
+        for known in (self._adapters, self.modes, self._subscribed, self._starts):
             known.pop(name, None)
         if self._feed is not None:
             self._feed.unsubscribe(name)
@@ -220,6 +220,7 @@ class Pool:
             except (Unanswered, ValueError, LmetricError) as error:
                 _log.debug("%s: %s", name, error)
                 if isinstance(error, NoConnection) and self._adapters.pop(name, None) is not None:
+                    self._starts.pop(name, None)
                     self._forget_cache(name)
             await asyncio.sleep(TICK_SECONDS if name in self._adapters else AGAIN_SECONDS)
 
@@ -260,18 +261,9 @@ class Pool:
     async def _read_load(self, name: str, client: EngineClient) -> None:
         adapter = self._adapters[name]
         answer = await client.get("/metrics", 2.0)
-        started, before = _started(answer.body), self._started.get(name)
-        if started is not None:
-            self._started[name] = started
-            if before not in (None, started):  # another process has the address
-                self._forget_cache(name)
-                self._adapters.pop(name, None)
-                return
+        if self._starts.setdefault(name, Starts()).replaced(start_of(answer.body)):
+            self._forget_cache(name)
+            self._adapters.pop(name, None)
+            return
         if answer.status == 200 and (load := adapter.load(answer.body)):
             self.router.report_load(name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage)
-
-
-def _started(metrics: bytes) -> bytes | None:
-    """Returns the start time of an engine's process from its metrics; None: they have none."""
-    _, found, rest = metrics.partition(_STARTED)
-    return rest[:32].partition(b"\n")[0] if found else None

@@ -28,6 +28,7 @@ from lmetric.config import (
 )
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load, read_page
 from lmetric.engines.identify import UNKNOWN
+from lmetric.engines.replaced import Starts, start_of
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_mode import UNASKED
@@ -186,6 +187,7 @@ class Engine:
         self.parses = False  # it parses the token ids of other engines (`parsing`)
         self.cold = True  # its cache is empty: it is new, or its process was restarted
         self.lost_blocks = False  # its process seemed gone, so its blocks left the index
+        self._starts = Starts()
         self.load_reports: Counter[str] = Counter()  # by source
         self.load_error: str | None = None
         self.missing_metrics: list[str] = []  # metrics of indicators missing on its last page
@@ -394,6 +396,7 @@ class Engine:
         if self.healthy and (kind in AT_ONCE or self.failures >= self.health.down_after):
             self._turn(False, reason)
         if kind == "refused" and not self.lost_blocks:
+            self._starts.forget()
             self.restarted()
 
     async def generate(self, seconds: float) -> int:
@@ -425,13 +428,16 @@ class Engine:
         indicators, has_load = model.indicators, path == self.capabilities.load_path
         adapter = self.adapter
 
-        def read(page: bytes) -> tuple[Load, Values | None]:
+        def read(page: bytes) -> tuple[Load, Values | None, bytes | None]:
             load = adapter.load(page) if has_load else Load()
-            return load, indicators.of_page(adapter.own(page)) if path == METRICS_PAGE else None
+            values = indicators.of_page(adapter.own(page)) if path == METRICS_PAGE else None
+            return load, values, start_of(page)
 
-        load, values = await read_page(page, read)
+        load, values, start = await read_page(page, read)
         if self.model is not model or model.indicators is not indicators:
             return  # removed, or changed, while a thread read the page
+        if self._starts.replaced(start):
+            self.restarted()
         if has_load:
             self.load_error = None if load else f"GET {path}: no load metric with a known name"
         elif self.capabilities.load_path is None:
