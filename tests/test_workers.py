@@ -144,7 +144,7 @@ class Gate:
         return True
 
 
-async def test_workers_divide_the_connections_and_count_each_others_requests() -> None:
+async def test_workers_count_each_others_requests_and_outlive_their_supervisor_until_streams_end() -> None:
     gate = Gate()
     async with serving("--policy", "least_requests", engines=4, behave=gate) as (process, client, engines):
         assert len(workers_of(process)) == 2
@@ -168,6 +168,17 @@ async def test_workers_divide_the_connections_and_count_each_others_requests() -
         assert all(token("b", "stop") in body for body in bodies)
         await client.until_metric("lmetric_instance_in_flight", 0)
         assert await client.metric("lmetric_instance_bs") == 0
+        # The workers of a killed supervisor finish their streams, and end.
+        workers = workers_of(process)
+        gate.open.clear()
+        streams = [await client.stream() for _ in range(4)]
+        process.process.kill()
+        await until(lambda: not alive(process.process.pid))
+        gate.open.set()
+        for stream in streams:
+            assert token("b", "stop") in await stream.read()
+        await until(lambda: not any(map(alive, workers)))
+        await process.ended()
 
 
 @SHARED
@@ -264,12 +275,33 @@ async def until_seen(client: Client, in_flight: int) -> None:
 
 
 async def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections() -> None:
+    """Every worker finds a stored response, also after the worker that relayed it was killed."""
     gate = Gate()
-    async with serving(engines=2, behave=gate) as (process, client, _):
+
+    async def behave(fake: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        if request.path != "/v1/responses":
+            return await gate(fake, request, writer)
+        stored = {"id": request.json.get("request_id", "x"), "object": "response", "on": fake.url}
+        writer.write(plain(200, stored))
+        return True
+
+    async with serving(engines=3, behave=behave) as (process, client, _):
+
+        async def check_stored() -> None:
+            for _, response in made:
+                for _ in range(4):
+                    asked = {"model": "tiny", "input": "b", "previous_response_id": response["id"]}
+                    status, answer = await client.post("/v1/responses", asked)
+                    assert (status, answer["on"]) == (200, response["on"])
+
+        made = [await client.post("/v1/responses", {"model": "tiny", "input": "a"}) for _ in range(4)]
+        assert [status for status, _ in made] == [200] * 4
+        await check_stored()
+        decided = await client.metric("lmetric_decisions_total")
         workers = workers_of(process)
         streams = [await client.stream() for _ in range(20)]
         by_worker = Counter(int(each.headers["x-lmetric-decision"].split("-")[0]) >> 48 for each in streams)
-        assert await client.metric("lmetric_decisions_total") == 20
+        assert await client.metric("lmetric_decisions_total") == decided + 20
         os.kill(workers[0], signal.SIGKILL)
         # New connections are accepted while the worker is away.
         more = [await client.stream() for _ in range(10)]
@@ -277,18 +309,22 @@ async def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections() 
         results = await asyncio.gather(*(each.read() for each in [*streams, *more]), return_exceptions=True)
         lost = sum(isinstance(each, aiohttp.ClientError) for each in results)
         assert lost in by_worker.values()
-        await until(lambda: len(workers_of(process)) == 2)
+        await until(lambda: len(workers_of(process)) == 2 and workers_of(process) != workers)
         await client.until_metric("lmetric_instance_in_flight", 0)
         assert await client.metric("lmetric_instance_bs") == 0
         # The counts of the killed worker stay.
-        assert await client.metric("lmetric_decisions_total") == 30
+        assert await client.metric("lmetric_decisions_total") == decided + 30
+        await check_stored()
 
 
-async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_did(tmp_path: Path) -> None:
+async def test_a_rolling_restart_and_the_end_lose_no_stream_and_nothing_that_administrators_did(
+    tmp_path: Path,
+) -> None:
     gate = Gate()
     file = tmp_path / "router.yaml"
     file.write_text("retries: {attempts: 2}\n")
-    async with serving("--config", str(file), engines=2, behave=gate) as (process, client, engines):
+    flags = ("--config", str(file), "--set", "timeouts.drain_grace=0.5")
+    async with serving(*flags, engines=2, behave=gate) as (process, client, engines):
         old = workers_of(process)
         name = engines[0].url.removeprefix("http://")
         assert (await client.post(f"/admin/engines/{name}/drain", None))[0] == 200
@@ -325,7 +361,18 @@ async def test_a_rolling_restart_loses_no_stream_and_keeps_what_administrators_d
         status, report = await client.post("/admin/reload", None)
         assert status == 400
         assert "limit" in report["error"]["message"]
+        # The end is announced: new connections are answered until the streams have ended.
+        gate.open.clear()
+        streams = [await client.stream() for _ in range(6)]
         process.process.terminate()
+        async with asyncio.timeout(60):
+            while (further := await client.stream()).status == 200:
+                streams.append(further)
+        refusal = await further.json()
+        assert refusal["error"]["code"] == "shutting_down"
+        gate.open.set()
+        for stream in streams:
+            assert token("b", "stop") in await stream.read()
         assert await process.ended() == 0
 
 
@@ -408,27 +455,6 @@ async def test_a_worker_that_starts_during_a_reload_follows_it(tmp_path: Path) -
         # The reload brought the configured policy back, also in workers that start later.
         for _ in range(6):
             assert [each["policy"] for each in await client.get("/admin/policy")] == ["least_requests"]
-
-
-async def test_a_stored_response_is_found_by_every_worker_also_after_its_own_was_killed() -> None:
-    async def stores(fake: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
-        asked = orjson.loads(request.body) if request.body else {}
-        writer.write(plain(200, {"id": asked.get("request_id", "x"), "object": "response", "on": fake.url}))
-        return True
-
-    async with serving(engines=3, behave=stores) as (process, client, _):
-        made = [await client.post("/v1/responses", {"model": "tiny", "input": "a"}) for _ in range(4)]
-        assert [status for status, _ in made] == [200] * 4
-        old = workers_of(process)
-        for kill in (False, True):
-            if kill:
-                os.kill(old[0], signal.SIGKILL)
-                await until(lambda: len(workers_of(process)) == 2 and workers_of(process) != old)
-            for _, response in made:
-                for _ in range(4):
-                    asked = {"model": "tiny", "input": "b", "previous_response_id": response["id"]}
-                    status, answer = await client.post("/v1/responses", asked)
-                    assert (status, answer["on"]) == (200, response["on"])
 
 
 async def send_sessions(client: Client, sessions: range) -> None:
@@ -655,20 +681,6 @@ async def test_programs_are_followed_by_default() -> None:
         assert not (await client.get("/debug/programs"))["tiny"]["holds"]
 
 
-async def test_the_workers_of_a_killed_supervisor_finish_their_streams_and_end() -> None:
-    gate = Gate()
-    async with serving(behave=gate) as (process, client, _):
-        workers = workers_of(process)
-        streams = [await client.stream() for _ in range(4)]
-        process.process.kill()
-        await until(lambda: not alive(process.process.pid))
-        gate.open.set()
-        for stream in streams:
-            assert token("b", "stop") in await stream.read()
-        await until(lambda: not any(map(alive, workers)))
-        await process.ended()
-
-
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
@@ -781,23 +793,6 @@ def test_pages_in_both_formats_add_up(openmetrics: bool) -> None:
         assert merged == '# HELP a Help\n# TYPE a counter\na_total 8.0 # {id="7"} 1.0\n# EOF\n'
     else:
         assert merged == "# HELP a_total Help\n# TYPE a_total counter\na_total 8.0\n"
-
-
-async def test_the_end_of_the_server_is_announced_and_its_streams_finish() -> None:
-    gate = Gate()
-    async with serving("--set", "timeouts.drain_grace=0.5", behave=gate) as (process, client, _):
-        streams = [await client.stream() for _ in range(6)]
-        process.process.send_signal(signal.SIGTERM)
-        # New connections are answered until the streams have ended.
-        async with asyncio.timeout(60):
-            while (further := await client.stream()).status == 200:
-                streams.append(further)
-        refusal = await further.json()
-        assert refusal["error"]["code"] == "shutting_down"
-        gate.open.set()
-        for stream in streams:
-            assert token("b", "stop") in await stream.read()
-        assert await process.ended() == 0
 
 
 @SHARED
