@@ -78,19 +78,21 @@ async def test_another_engine_answers_before_the_first_event(path: str, death: s
             assert not w.server.fleet.models[0].failovers
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_two_workers_use_the_other_engine(path: str) -> None:
+async def test_two_workers_use_the_other_engine() -> None:
     async with serving("--policy", "round_robin", engines=2, behave=lives) as (_, client, engines):
-        engines[0].behave = DEATHS["after the head"]
-        for stream in [False, True] * 4:
-            url, headers = client.url + path, client.headers
-            body = PATHS[path][0] | {"stream": stream}
-            async with client.session.post(url, json=body, headers=headers) as answer:
-                assert answer.status == 200, await answer.text()
-                assert answer.headers["x-lmetric-instance"].endswith(str(engines[1].port))
-                is_whole(path, stream, await (answer.read() if stream else answer.json()))
-        assert engines[0].requests, "no request met the engine that dies"
-        assert len(engines[1].requests) == 8
+        for path in PATHS:
+            for each in engines:
+                each.requests.clear()
+            engines[0].behave = DEATHS["after the head"]
+            for stream in [False, True] * 4:
+                url, headers = client.url + path, client.headers
+                body = PATHS[path][0] | {"stream": stream}
+                async with client.session.post(url, json=body, headers=headers) as answer:
+                    assert answer.status == 200, await answer.text()
+                    assert answer.headers["x-lmetric-instance"].endswith(str(engines[1].port))
+                    is_whole(path, stream, await (answer.read() if stream else answer.json()))
+            assert engines[0].requests, "no request met the engine that dies"
+            assert len(engines[1].requests) == 8
 
 
 @pytest.mark.parametrize("path", PATHS)

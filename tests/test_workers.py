@@ -590,13 +590,48 @@ async def begin_programs(client: Client, programs: range) -> dict[int, str]:
     return {program: engine for program, (engine, _) in zip(programs, answers, strict=True)}
 
 
-async def test_programs_keep_their_home_also_after_a_worker_was_killed() -> None:
-    behave = Barrier(3)
-    async with serving(*ADMIT, engines=3, cache_blocks=BLOCKS, behave=behave) as (process, client, engines):
-        homes = await begin_programs(client, range(3))
+async def test_programs_are_held_over_all_workers_and_keep_their_home_if_a_worker_is_killed() -> None:
+    gate = asyncio.Event()
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    async def one_at_a_time(fake: FakeEngine, _: Any, writer: asyncio.StreamWriter) -> bool:
+        running[fake.url] += 1
+        most[fake.url] = max(most[fake.url], running[fake.url])
+        await gate.wait()
+        running[fake.url] -= 1
+        writer.write(plain(200, {"id": "x", "choices": []}))
+        return True
+
+    kept = {"engines": 3, "cache_blocks": BLOCKS, "behave": one_at_a_time}
+    async with serving(*ADMIT, **kept) as (process, client, engines):
+        # The policy chooses where all instances have room. Two workers that choose within the same
+        # 0.1 ms may choose alike, so each of the first programs runs before the next one comes.
+        tasks = []
+        for program in range(2):
+            tasks.append(asyncio.create_task(client.ask(turn(program), **FINAL)))
+            await until_programs(client, running=len(tasks))
+        tasks += [asyncio.create_task(client.ask(turn(program), **FINAL)) for program in range(2, 10)]
+        await until_programs(client, running=3, held=7)
+        for path in ("/debug/live", "/debug/programs"):
+            assert (await client.get(path)) is not None
+        gate.set()
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*tasks)
+        assert {number >> 48 for _, number in answers} == {0, 1}
+        assert list(most.values()) == [1, 1, 1], "programs of both workers had the same cache"
+        await until_programs(client, running=0, held=0)
+        assert await client.metric("lmetric_programs_started_total") == 10
+        assert await client.metric("lmetric_waiting_requests") == 0
+        assert await client.metric("lmetric_instance_in_flight") == 0
+        # Programs keep their home, also after a worker was killed.
+        behave = Barrier(3)
+        for fake in engines:
+            fake.behave = behave
+        homes = await begin_programs(client, range(20, 23))
         assert sorted(homes.values()) == sorted(each.url.removeprefix("http://") for each in engines)
         # While others wait for room, the policy does not place programs.
-        waiting = [asyncio.create_task(client.ask(turn(program))) for program in range(10, 18)]
+        waiting = [asyncio.create_task(client.ask(turn(program))) for program in range(30, 38)]
         await until_programs(client, held=8, gap=3)
         for number in range(1, 4):
             for program, home in homes.items():
@@ -611,46 +646,13 @@ async def test_programs_keep_their_home_also_after_a_worker_was_killed() -> None
         await until(lambda: any(each.done() for each in waiting))
         left = sum(not each.done() for each in waiting)
         await until_programs(client, held=left, gap=3)
-        assert await client.metric("lmetric_programs_started_total") == 11
+        assert await client.metric("lmetric_programs_started_total") == 10 + 11
         for program in homes:
             await client.ask(turn(program, 8), **FINAL)
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await until_programs(client, held=0, running=0)
-
-
-async def test_programs_are_held_over_all_workers_until_any_of_them_has_room() -> None:
-    gate = asyncio.Event()
-    running: Counter[str] = Counter()
-    most: Counter[str] = Counter()
-
-    async def one_at_a_time(fake: FakeEngine, _: Any, writer: asyncio.StreamWriter) -> bool:
-        running[fake.url] += 1
-        most[fake.url] = max(most[fake.url], running[fake.url])
-        await gate.wait()
-        running[fake.url] -= 1
-        writer.write(plain(200, {"id": "x", "choices": []}))
-        return True
-
-    async with serving(*ADMIT, engines=2, cache_blocks=BLOCKS, behave=one_at_a_time) as (_, client, _):
-        # The policy chooses where all instances have room. Two workers that choose within the same
-        # 0.1 ms may choose alike, so the first program runs before the others come.
-        tasks = [asyncio.create_task(client.ask(turn(0), **FINAL))]
-        await until_programs(client, running=1)
-        tasks += [asyncio.create_task(client.ask(turn(program), **FINAL)) for program in range(1, 10)]
-        await until_programs(client, running=2, held=8)
-        for path in ("/debug/live", "/debug/programs"):
-            assert (await client.get(path)) is not None
-        gate.set()
-        async with asyncio.timeout(60):
-            answers = await asyncio.gather(*tasks)
-        assert {number >> 48 for _, number in answers} == {0, 1}
-        assert list(most.values()) == [1, 1], "programs of both workers had the same cache"
-        await until_programs(client, running=0, held=0)
-        assert await client.metric("lmetric_programs_started_total") == 10
-        assert await client.metric("lmetric_waiting_requests") == 0
-        assert await client.metric("lmetric_instance_in_flight") == 0
 
 
 @pytest.mark.nightly
