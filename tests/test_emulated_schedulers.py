@@ -33,33 +33,43 @@ async def samples(http: aiohttp.ClientSession, engine: str) -> dict[str, float]:
     return found
 
 
-async def gaps_beside_a_long_prompt(scheduler: str, **chat: Any) -> dict[str, float]:
+async def gaps_beside_a_long_prompt(
+    http: aiohttp.ClientSession, server: str, engine: str, **chat: Any
+) -> dict[str, float]:
     """Gaps between tokens of a chat by upper bound (cumulative, on the engine's clock).
 
     A long prompt comes while the chat streams.
     """
-    async with router("--embedded", f"1{scheduler}") as r, aiohttp.ClientSession() as http:
-        await r.listening()
-        async with http.get(f"{r.url}/debug/engines") as response:
-            (engine,) = orjson.loads(await response.read())
-        url = f"{r.url}/v1/completions"
-        async with http.post(url, json={**FOREVER, **chat}) as streaming:
-            await streaming.content.readline()
-            async with http.post(url, json={"prompt": LONG, "max_tokens": 1}) as response:
-                assert response.status == 200
-            found = await samples(http, engine["url"])
-        r.process.terminate()
-        assert await r.ended() == 0
+    url = f"{server}/v1/completions"
+    async with http.post(url, json={**FOREVER, **chat}) as streaming:
+        await streaming.content.readline()
+        async with http.post(url, json={"prompt": LONG, "max_tokens": 1}) as response:
+            assert response.status == 200
+        found = await samples(http, engine)
     start = "inter_token_latency_seconds_bucket "
     return {name.removeprefix(start): count for name, count in found.items() if name.startswith(start)}
 
 
+def engine_flags(scheduler: str) -> list[str]:
+    """The flags of an engine that `--embedded` starts."""
+    return embedded_flags(ServerConfig.model_validate({"embedded": f"1{scheduler}"}))[0][1]
+
+
 async def test_the_longest_gap_beside_a_long_prompt_is_within_the_slo() -> None:
-    stock, slo, own = await asyncio.gather(
-        gaps_beside_a_long_prompt(""),
-        gaps_beside_a_long_prompt(",slo=50"),
-        gaps_beside_a_long_prompt(",slo=200", vllm_xargs={"token_slo_ms": 50}),
-    )
+    async with (
+        router("--embedded", "1,slo=200") as r,
+        EmbeddedEngines([engine_flags(""), engine_flags(",slo=50")]) as engines,
+        aiohttp.ClientSession() as http,
+    ):
+        await r.listening()
+        async with http.get(f"{r.url}/debug/engines") as response:
+            (routed,) = orjson.loads(await response.read())
+        stock, slo, own = await asyncio.gather(
+            *(gaps_beside_a_long_prompt(http, url, url) for url in engines.urls),
+            gaps_beside_a_long_prompt(http, r.url, routed["url"], vllm_xargs={"token_slo_ms": 50}),
+        )
+        r.process.terminate()
+        assert await r.ended() == 0
     assert stock["0.3"] < stock["+Inf"]
     assert slo["0.05"] == slo["+Inf"] > 0
     assert slo["0.025"] < slo["+Inf"], "the prompt takes part of the steps"
@@ -68,7 +78,7 @@ async def test_the_longest_gap_beside_a_long_prompt_is_within_the_slo() -> None:
 
 async def ends(scheduler: str) -> list[str]:
     """The order in which requests end: two long ones wait before a short one for a single slot."""
-    flags = embedded_flags(ServerConfig.model_validate({"embedded": f"1{scheduler}"}))[0][1]
+    flags = engine_flags(scheduler)
     ended: list[str] = []
     async with (
         EmbeddedEngines([[*flags, "--max-sequences", "1", "--clock-speed", "10"]]) as engines,

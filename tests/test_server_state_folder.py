@@ -39,21 +39,19 @@ async def check_refused(file: str, holder: Process, folder: Path) -> None:
     assert "stop that router, or set another folder" in line
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_second_router_is_refused_until_the_first_one_is_killed(tmp_path: Path, workers: int) -> None:
+async def test_a_second_router_is_refused_until_the_first_one_is_killed(tmp_path: Path) -> None:
     async with engine() as fake:
-        file = configuration(tmp_path, fake, workers=workers)
+        file = configuration(tmp_path, fake)
         async with router("--config", file) as first:
             await first.listening(60)
             await check_refused(file, first, tmp_path)
             first.process.kill()
             await first.process.wait()
-            # The next router starts at once, also while workers of a killed supervisor end.
             async with router("--config", file) as second:
                 await second.listening(60)
 
 
-async def test_killed_workers_reloads_and_a_rolling_restart_keep_the_lock(tmp_path: Path) -> None:
+async def test_reloads_a_rolling_restart_and_killed_workers_keep_the_lock(tmp_path: Path) -> None:
     async with engine() as fake:
         file = configuration(tmp_path, fake, workers=2)
         async with router("--config", file) as first:
@@ -68,6 +66,11 @@ async def test_killed_workers_reloads_and_a_rolling_restart_keep_the_lock(tmp_pa
                 os.kill(worker, signal.SIGKILL)
             await replaced(first, old)
             await check_refused(file, first, tmp_path)
+            first.process.kill()
+            await first.process.wait()
+            # The next router starts at once, also while workers of a killed supervisor end.
+            async with router("--config", file) as second:
+                await second.listening(60)
 
 
 async def test_routers_of_one_process_take_the_folder_in_turn(tmp_path: Path) -> None:
