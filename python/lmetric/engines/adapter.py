@@ -543,8 +543,8 @@ def number_of(value: Any) -> float | None:
 
 def load_of(value: Any) -> float | None:
     """A number from 0 to `MOST_LOAD`, else None."""
-    number = number_of(value)
-    return number if number is not None and number <= MOST_LOAD else None
+    number = finite(value)
+    return number if number is not None and 0 <= number <= MOST_LOAD else None
 
 
 def count_of(values: Mapping[str, Any], name: str, most: int | None = MOST_COUNT) -> int | None:

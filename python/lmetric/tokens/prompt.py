@@ -109,19 +109,15 @@ class PromptTokenizer:
             said.append(f"chats are matched as text: {self.no_chat}")
         return said
 
-    def chat_text(self, request: Mapping[str, Any]) -> Text:
-        """The rendered text of a body of /v1/chat/completions. Raises NotPredictable."""
-        return self._rendered(request)
-
     def messages_text(self, request: Mapping[str, Any]) -> Text:
         """The rendered text of a body of /v1/messages. Raises NotPredictable."""
-        return self._rendered(
+        return self.chat_text(
             chat_of_messages(request, lambda: self._merges_system, lambda: self._disabled_effort)
         )
 
     def responses_text(self, request: Mapping[str, Any]) -> Text:
         """The rendered text of a body of /v1/responses. Raises NotPredictable."""
-        return self._rendered(chat_of_responses(request), name_first=True)
+        return self.chat_text(chat_of_responses(request), name_first=True)
 
     @cached_property
     def _merges_system(self) -> bool:
@@ -142,7 +138,7 @@ class PromptTokenizer:
         def rendered(effort: str) -> str | None:
             messages = [{"role": "user", "content": "Hi"}]
             try:
-                return self._rendered({"messages": messages, "reasoning_effort": effort}).text
+                return self.chat_text({"messages": messages, "reasoning_effort": effort}).text
             except NotPredictable:
                 return None
 
@@ -150,7 +146,11 @@ class PromptTokenizer:
         others = (rendered(effort) for effort in ("low", "medium", "high", "xhigh", "max"))
         return "low" if none is None or none in others else "none"
 
-    def _rendered(self, request: Mapping[str, Any], *, name_first: bool = False) -> Text:
+    def chat_text(self, request: Mapping[str, Any], *, name_first: bool = False) -> Text:
+        """The rendered text of a body of /v1/chat/completions. Raises NotPredictable.
+
+        ``name_first``: in a call of a tool, the name precedes the arguments.
+        """
         files = self._files
         if files.no_chat is not None:
             raise NotPredictable("no_template", files.no_chat)

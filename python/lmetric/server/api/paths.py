@@ -24,7 +24,7 @@ IsolatedBy = Literal["salt", "salt_by_kind", "no_cache", "refused"]
 
 _GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
 # Prompts as text whose tokens a tokenizer can predict.
-_TOKENIZED = frozenset({"chat", "chat_batch", "completion", "messages", "responses"})
+TOKENIZED = frozenset({"chat", "chat_batch", "completion", "messages", "responses"})
 _STREAMED = frozenset({"messages", "responses"})
 MAX_NAME_LENGTH = 4096  # with percent-encoding: to decode 64 kB takes 50 ms
 
@@ -46,11 +46,6 @@ class RelayedPath(Struct, frozen=True, eq=False, gc=False):
     def streams(self) -> bool:
         """Whether an answer may be an event stream."""
         return self.generates or self.prompt in _STREAMED
-
-    @property
-    def tokenized(self) -> bool:
-        """Whether a model's tokenizer predicts the tokens of a prompt as text."""
-        return self.prompt in _TOKENIZED
 
 
 _SALTED_INPUT = RelayedPath("input", "salt")

@@ -52,6 +52,7 @@ class HeldRequests:
         self._router = router
         self._programs = programs
         self._settings: dict[str, Any] | None = None  # of the core router
+        self.admits = False  # requests must arrive before they are routed
         self._waiting: dict[int, Waiting] = {}  # by the number of the arrival
         self._round: asyncio.Handle | None = None  # the next round
         self._soon = False  # the next round runs in this turn of the event loop
@@ -80,15 +81,11 @@ class HeldRequests:
         if settings != self._settings:
             self._router.set_admission(settings)
             self._settings = settings
+        self.admits = settings is not None or isinstance(self._programs, ProgramAdmission)
         self.classes, self.levels = given.classes, levels
         if self._waiting:
             self._router.set_levels({number: self._level(each) for number, each in self._waiting.items()})
         self.poke()
-
-    @property
-    def admits(self) -> bool:
-        """Whether requests must arrive before they are routed."""
-        return self._settings is not None or isinstance(self._programs, ProgramAdmission)
 
     def arrive(
         self, request: Request, tenant: str, slo_class: str, *, now: float, sheddable: bool = False

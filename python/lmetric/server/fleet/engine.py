@@ -462,7 +462,8 @@ class Engine:
     def report_header(self, header: str) -> None:
         """Reports the load and the indicators in a load header of an answer."""
         if self.model is not None:
-            values = self.model.indicators.of_header(header)
+            indicators = self.model.indicators
+            values = indicators.of_header(header) if indicators.fields else {}
             self._report(self.adapter.load_of_header(header), "header", values)
 
     def _report(self, load: Load, source: str, values: Values) -> None:

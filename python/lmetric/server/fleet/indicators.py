@@ -22,7 +22,7 @@ class Indicators:
         self.declared = dict(declared)
         self.pushed = [name for name, each in declared.items() if each.source == "push"]
         self._metrics: dict[str, str] = {}
-        self._fields: dict[str, str] = {}
+        self.fields: dict[str, str] = {}  # of load headers, by indicator
         for name, each in declared.items():
             from lmetric.expr import indicator
 
@@ -33,7 +33,7 @@ class Indicators:
             if each.metric is not None:
                 self._metrics[name] = each.metric
             elif each.source != "push":
-                self._fields[name] = each.source.partition(":")[2] or name
+                self.fields[name] = each.source.partition(":")[2] or name
         self._searched = tuple(dict.fromkeys(self._metrics.values()))
 
     @property
@@ -50,10 +50,8 @@ class Indicators:
 
     def of_header(self, header: str) -> Values:
         """Returns the values in an `endpoint-load-metrics` header."""
-        if not self._fields:
-            return {}
         values = header_values(header)
-        return {name: finite(values.get(field)) for name, field in self._fields.items()}
+        return {name: finite(values.get(field)) for name, field in self.fields.items()}
 
     def missing(self, values: Values) -> list[str]:
         """Returns the metrics of the indicators without a value."""
@@ -61,7 +59,7 @@ class Indicators:
 
     def of_nobody(self) -> Values:
         """Returns the values after the end of an engine's process. Pushed values stay."""
-        return dict.fromkeys([*self._metrics, *self._fields])
+        return dict.fromkeys([*self._metrics, *self.fields])
 
     def check_push(self, names: Collection[str]) -> None:
         """Raises ValueError for a name that is not an indicator with the source push."""

@@ -14,7 +14,7 @@ from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.conversation import beginning
 from lmetric.server.api.errors import ApiError, bad, unserved_alias
 from lmetric.server.api.isolation import Isolation, not_isolated
-from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, RelayedPath
+from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, TOKENIZED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.execution import request_log
 from lmetric.server.execution.exchange import FAILED, ClientRequest
@@ -83,7 +83,7 @@ class Arrivals:
                 self._read_in_thread(client_request, path, body)
                 return
             call = self._read(client_request, path, body)
-            self._serve_call(client_request, call, client_request.started)
+            self._serve_model(client_request, call, client_request.started)
         except ApiError as error:
             self._running.ended(client_request, None, error)
         except Exception:
@@ -148,28 +148,31 @@ class Arrivals:
         """Reads a large body in a thread. Then its request goes on."""
 
         def then(read: asyncio.Future[ParsedRequest], now: float) -> None:
-            self._serve_call(client_request, read.result(), now)
+            self._serve_model(client_request, read.result(), now)
 
         work = self._threads.begin(partial(self._read_large, client_request, path, body))
         PendingWork(client_request, self._running, work, then=then)
 
-    def _serve_call(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
-        """Serves a request whose body was read. Raises ApiError."""
-        unknown = call.model not in self._fleet.names and client_request.fallback is None
-        if unknown and self._search(client_request, call):
-            return
-        self._serve_model(client_request, call, now)
-
     def _serve_model(
-        self, client_request: ClientRequest, call: ParsedRequest, now: float, *, searched: bool = False
+        self,
+        client_request: ClientRequest,
+        call: ParsedRequest,
+        now: float,
+        *,
+        sought: bool = False,
+        searched: bool = False,
     ) -> None:
-        """Finds the request's model, reads its prompt, and places it. Raises ApiError.
+        """Finds the model of a request whose body was read, reads its prompt, and places it.
 
-        ``searched``: other routers were asked for the response that it continues.
+        ``sought``: the engines were asked for the model. ``searched``: other routers were asked for
+        the response that it continues. Raises ApiError.
         """
-        if client_request.alias is not None and call.model not in self._fleet.names:
-            aliases = self._fleet.catalog.aliases
-            raise unserved_alias(client_request.alias, aliases.targets(client_request.alias))
+        if call.model not in self._fleet.names:
+            if not sought and client_request.fallback is None and self._search(client_request, call):
+                return
+            if client_request.alias is not None:
+                aliases = self._fleet.catalog.aliases
+                raise unserved_alias(client_request.alias, aliases.targets(client_request.alias))
         model, adapter = self._fleet.catalog.find(call.model, client_request.caller)
         client_request.model, client_request.model_name = model, call.model
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
@@ -189,7 +192,9 @@ class Arrivals:
                 )
             if call.priority is not None:
                 call.change(("priority",))
-        in_thread = self._read_prompt(call, model)
+        tokenizer, in_thread = model.tokenizers.current, None
+        if tokenizer is not None and call.text is not None and call.path.prompt in TOKENIZED:
+            in_thread = self._tokenize(model, tokenizer, call)  # long work, for a thread
         if model.encoders:
             from lmetric.server.http.tokenizing import RENDERED_BYTES, may_have_media, read_media
 
@@ -216,7 +221,7 @@ class Arrivals:
         if search is None:
             return False
 
-        then = partial(self._serve_model, client_request, call, searched=True)
+        then = partial(self._serve_model, client_request, call, sought=True, searched=True)
         self._stored.wait(client_request, search, then)
         return True
 
@@ -230,21 +235,11 @@ class Arrivals:
             return False
 
         def then(_: asyncio.Future[None], now: float) -> None:
-            self._serve_model(client_request, call, now)
+            self._serve_model(client_request, call, now, sought=True)
 
         why = "; the engines were asked for its model"
         PendingWork(client_request, self._running, found, then=then, why=why)
         return True
-
-    def _read_prompt(self, call: ParsedRequest, model: Model) -> Read | None:
-        """Tokenizes the prompt if its model matches tokens.
-
-        Returns long work as a function, for a thread.
-        """
-        tokenizer = model.tokenizers.current
-        if tokenizer is None or call.text is None or not call.path.tokenized:
-            return None
-        return self._tokenize(model, tokenizer, call)
 
     @cached_property
     def _tokenize(self) -> Callable[[Model, PromptTokenizer, ParsedRequest], Read | None]:

@@ -33,15 +33,8 @@ class InstanceRequests:
 
     def __init__(self) -> None:
         self.latencies = Latencies()
-        self.compared = self.over = self.under = 0  # tokens
-
-    def compare(self, prompt_tokens: int, predicted: int, reported: int) -> None:
-        """Adds a request's predicted and reported cached tokens."""
-        self.compared += prompt_tokens
-        if predicted > reported:
-            self.over += predicted - reported
-        else:
-            self.under += reported - predicted
+        # Prompt tokens, and the tokens by which predictions were above and below the reports.
+        self.compared = self.over = self.under = 0
 
 
 MOST_SERIES = 20_000  # of `lmetric_requests_total`, after which tenants that no file lists share one
@@ -89,7 +82,7 @@ class RequestMetrics(Observer):
         """Records a request for an engine that ended."""
         model, now = request.model.name if request.model is not None else "", request.ended_at
         key = model, request.tenant, request.status
-        if request.caller.any_tenant and len(self.requests) >= MOST_SERIES and key not in self.requests:
+        if len(self.requests) >= MOST_SERIES and request.caller.any_tenant and key not in self.requests:
             key = model, OTHER_TENANTS, request.status
         self.requests[key] += 1
         if request.priority is not None:
@@ -106,7 +99,12 @@ class RequestMetrics(Observer):
         times = self.classes.get((model, request.slo_class))
         if times is None:
             times = self.classes[model, request.slo_class] = Latencies()
-        instance = self._of_instance(request.model, model, relay.instance or "")
+        instances, name = self.instances.setdefault(model, {}), relay.instance or ""
+        instance = instances.get(name)
+        if instance is None:
+            if request.model is not None and len(instances) > 2 * len(request.model.engines):
+                drop_gone(instances, request.model)  # also if nobody scrapes
+            instance = instances[name] = InstanceRequests()
         own = instance.latencies
         observe_both(times.seconds, own.seconds, now - request.started)
         first = usage.first_token_at
@@ -120,15 +118,8 @@ class RequestMetrics(Observer):
                 observe_both(times.tpot, own.tpot, (now - first) / further)
         reported = usage.cached_tokens
         if reported is not None and (predicted := relay.predicted_cached_tokens) is not None:
-            instance.compare(usage.prompt_tokens or 0, predicted, reported)
-
-    def _of_instance(self, model: Model | None, model_name: str, name: str) -> InstanceRequests:
-        instances = self.instances.get(model_name)
-        if instances is None:
-            instances = self.instances[model_name] = {}
-        found = instances.get(name)
-        if found is None:
-            if model is not None and len(instances) > 2 * len(model.engines):  # also if nobody scrapes
-                drop_gone(instances, model)
-            found = instances[name] = InstanceRequests()
-        return found
+            instance.compared += usage.prompt_tokens or 0
+            if predicted > reported:
+                instance.over += predicted - reported
+            else:
+                instance.under += reported - predicted

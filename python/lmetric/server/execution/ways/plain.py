@@ -59,7 +59,8 @@ def plain(p: Progress, engine: Engine) -> Way[str | None]:
         yield from _rewritten(p, step)
         return None
     attempt, flags = yield step
-    yield from _end_early_abort(p, attempt, flags)
+    if flags & INCOMPLETE and not attempt.reader.tokens:
+        yield from _end_early_abort(p, attempt)
     check_beginning(p, attempt, flags)
     yield from pass_answer(p, attempt, flags)
     return None
@@ -119,15 +120,14 @@ def stream_failed(reader: ResponseReader, flags: int) -> bool:
     return bool(flags & (ENGINE_ERROR | INCOMPLETE)) and reader.status == 200 and reader.event_stream
 
 
-def _end_early_abort(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
+def _end_early_abort(p: Progress, attempt: Attempt) -> Way[None]:
     """Ends the request if its engine aborted the stream of a message by order before a token.
 
-    Raises EngineLost if the engine aborted it for another reason. `flags`: of its reader.
+    Raises EngineLost if the engine aborted it for another reason.
     """
-    reader, engine = attempt.reader, attempt.step.engine
-    if not flags & INCOMPLETE or reader.tokens or (event := _abort_event(p, attempt)) is None:
+    if (event := _abort_event(p, attempt)) is None:
         return
-    begun = reader.payload()
+    begun, engine = attempt.reader.payload(), attempt.step.engine
     if not (yield from aborts_by_order(p, engine)):
         raise attempt.step.lost("reset", _ABORTED)
     p.accept(attempt)
