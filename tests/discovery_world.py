@@ -204,6 +204,7 @@ class ApiServer:
         self.allowed = True
         self.gone_by_status = False  # report a version that is too old by status, or by an event
         self.lists = 0
+        self.page_pods: list[int] = []  # pods of each answer with a part of a list
         self.watches = 0
         self.selectors: set[str] = set()
         self.port = 0
@@ -301,9 +302,15 @@ class ApiServer:
             return _status(403, 'pods is forbidden: User "router" cannot list resource "pods"')
         self.selectors.add(request.query.get("labelSelector", ""))
         if request.query.get("watch") not in ("true", "True"):
-            self.lists += 1
-            body = {"metadata": {"resourceVersion": str(self._version)}, "items": list(self._pods.values())}
-            return web.json_response(body)
+            begin = int(request.query.get("continue", 0))
+            self.lists += not begin
+            pods = list(self._pods.values())
+            end = begin + int(request.query.get("limit", len(pods)))
+            metadata = {"resourceVersion": str(self._version)}
+            if end < len(pods):
+                metadata |= {"continue": str(end), "remainingItemCount": len(pods) - end}
+            self.page_pods.append(len(pods[begin:end]))
+            return web.json_response({"metadata": metadata, "items": pods[begin:end]})
         self.watches += 1
         since = int(request.query["resourceVersion"])
         too_old = since < self._oldest

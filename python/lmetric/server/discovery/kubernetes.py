@@ -41,6 +41,9 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 WATCH_SECONDS = 240  # length of one watch; the next watch continues after its last event
 PATIENCE_SECONDS = 10.0  # limit for a connection, and for a watch to end after WATCH_SECONDS
 PACE_SECONDS = 1.0  # shortest time between two requests to the API server
+# Pods of one answer, each with up to 20 KiB. To read those of a large fleet at once would stop the
+# event loop, also in a thread: the parser of JSON keeps the interpreter.
+PAGE_PODS = 100
 _READ_BUFFER_BYTES = 1 << 21  # a line of a watch has an object: 1.5 MiB in etcd, at most
 _HINTS = {
     401: "; the credentials are not accepted",
@@ -81,14 +84,9 @@ class Pods:
 
     async def _follow(self, sink: Sink, request: Any, namespace: str) -> None:
         """Lists and watches the pods until the API server has dropped its history (status 410)."""
-        pods: dict[str, Found | str | None] = {}
-        answer = await self._ask(request, namespace)
-        async with answer:
-            listed = orjson.loads(await answer.read())
-        for pod in listed["items"] or ():
-            pods[pod["metadata"]["name"]] = self._found(pod)
+        pods, version = await self._list(request, namespace)
         self._tell(sink, pods)
-        async for kind, pod in self._events(request, namespace, listed["metadata"]["resourceVersion"]):
+        async for kind, pod in self._events(request, namespace, version):
             name = pod["metadata"]["name"]
             found = None if kind == "DELETED" else self._found(pod)
             if found != pods.get(name):
@@ -96,6 +94,19 @@ class Pods:
                 self._tell(sink, pods)
             if kind == "DELETED":
                 pods.pop(name, None)
+
+    async def _list(self, request: Any, namespace: str) -> tuple[dict[str, Found | str | None], str]:
+        """Returns what `_found` returns for each pod, by name, and the version of the list."""
+        pods: dict[str, Found | str | None] = {}
+        more: dict[str, str] = {}
+        while True:
+            async with await self._ask(request, namespace, limit=PAGE_PODS, **more) as answer:
+                listed = orjson.loads(await answer.read())
+            for pod in listed["items"] or ():
+                pods[pod["metadata"]["name"]] = self._found(pod)
+            if not (position := listed["metadata"].get("continue")):
+                return pods, listed["metadata"]["resourceVersion"]
+            more = {"_continue": position}
 
     async def _events(
         self, request: Any, namespace: str, version: str
@@ -124,10 +135,12 @@ class Pods:
                         yield kind, pod
 
     async def _ask(self, request: Any, namespace: str, **options: Any) -> aiohttp.ClientResponse:
-        now = time.monotonic()
-        await asyncio.sleep(self._asked_at + PACE_SECONDS - now)
-        self._asked_at = max(now, self._asked_at + PACE_SECONDS)
-        silence = WATCH_SECONDS + PATIENCE_SECONDS if options else PATIENCE_SECONDS
+        if "_continue" not in options:
+            now = time.monotonic()
+            await asyncio.sleep(self._asked_at + PACE_SECONDS - now)
+            self._asked_at = max(now, self._asked_at + PACE_SECONDS)
+        watches = "watch" in options
+        silence = WATCH_SECONDS + PATIENCE_SECONDS if watches else PATIENCE_SECONDS
         answer: aiohttp.ClientResponse = await request(
             namespace,
             label_selector=self._config.selector,
@@ -135,7 +148,7 @@ class Pods:
             _request_timeout=(PATIENCE_SECONDS, silence),
             **options,
         )
-        if answer.status != 200 and not (answer.status == 410 and options):
+        if answer.status != 200 and not (answer.status == 410 and watches):
             async with answer:
                 body = await answer.read()
             try:
