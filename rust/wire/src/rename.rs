@@ -4,6 +4,11 @@ use memchr::memmem;
 use crate::observe::Observer;
 use crate::shape::string_end;
 
+const MEMBER: &[u8] = b"\"model\"";
+/// Longest member that is found across two pieces, in bytes. Names have at most 256 characters, and
+/// JSON writes each in up to 12 bytes.
+const MEMBER_LIMIT: usize = 4096;
+
 /// Changes the name in each member `model` that has the name under which the engine was asked. All
 /// other bytes stay as they are.
 #[derive(Debug)]
@@ -11,23 +16,25 @@ pub(crate) struct Rename {
     served: String,
     /// As JSON.
     shown: String,
+    /// The first pieces of JSON have passed.
+    pub(crate) begun: bool,
 }
 
 impl Rename {
     pub(crate) fn new(served: &str, shown: &str) -> Self {
-        Self { served: served.to_owned(), shown: serde_json::Value::from(shown).to_string() }
+        let shown = serde_json::Value::from(shown).to_string();
+        Self { served: served.to_owned(), shown, begun: false }
     }
 
-    /// Appends `json`, one document or several, to `out`, with the changed name.
+    /// Appends `json`, one document or several, to `out`, with the changed name. Returns whether a
+    /// name changed.
     ///
     /// The quotes of texts inside a document are escaped. So the name of a member is found by its
     /// bytes.
-    pub(crate) fn write(&self, json: &[u8], out: &mut Vec<u8>) {
+    pub(crate) fn write(&self, json: &[u8], out: &mut Vec<u8>) -> bool {
         let mut copied = 0;
-        for name in memmem::find_iter(json, b"\"model\"") {
-            let after = name + b"\"model\"".len();
-            let Some(colon) = skip_blanks(json, after).filter(|&at| json[at] == b':') else { continue };
-            let Some(start) = skip_blanks(json, colon + 1).filter(|&at| json[at] == b'"') else { continue };
+        for name in memmem::find_iter(json, MEMBER) {
+            let Some(start) = value(json, name).filter(|&at| json[at] == b'"') else { continue };
             let end = string_end(json, start + 1);
             if serde_json::from_slice::<String>(&json[start..end]).is_ok_and(|found| found == self.served) {
                 out.extend_from_slice(&json[copied..start]);
@@ -36,7 +43,36 @@ impl Rename {
             }
         }
         out.extend_from_slice(&json[copied..]);
+        copied > 0
     }
+
+    /// Appends a piece of a document to `out`, and returns whether a name changed. A member at its
+    /// end that may be incomplete stays in `held`, which begins the piece.
+    pub(crate) fn write_piece(&self, held: &mut Vec<u8>, piece: &[u8], out: &mut Vec<u8>) -> bool {
+        let joined = (!held.is_empty()).then(|| [held, piece].concat());
+        let json = joined.as_deref().unwrap_or(piece);
+        let (whole, rest) = json.split_at(open_member(json).unwrap_or(json.len()));
+        held.clear();
+        held.extend_from_slice(rest);
+        self.write(whole, out) || joined.is_some()
+    }
+}
+
+/// Returns the start of a member `model` at the end of a piece that may be incomplete.
+fn open_member(json: &[u8]) -> Option<usize> {
+    let last = json.len().saturating_sub(MEMBER_LIMIT);
+    let name = memmem::rfind(&json[last..], MEMBER).map(|at| last + at).filter(|&name| {
+        value(json, name).is_none_or(|at| json[at] == b'"' && string_end(json, at + 1) == json.len())
+    });
+    let begins = |count: &usize| json.ends_with(&MEMBER[..*count]);
+    name.or_else(|| (1..MEMBER.len()).rev().find(begins).map(|count| json.len() - count))
+}
+
+/// Returns the position of a member's value, or of another byte in its place; `None`: it comes
+/// later.
+fn value(json: &[u8], name: usize) -> Option<usize> {
+    let colon = skip_blanks(json, name + MEMBER.len())?;
+    if json[colon] == b':' { skip_blanks(json, colon + 1) } else { Some(colon) }
 }
 
 /// Returns the position of the first byte that is no blank; `None` at the end. A line end is none:
@@ -55,7 +91,9 @@ pub(crate) fn write_events(
     match (observer, rename) {
         (None, None) => out.extend_from_slice(events),
         (Some(observer), None) => observer.write(events, out),
-        (None, Some(rename)) => rename.write(events, out),
+        (None, Some(rename)) => {
+            rename.write(events, out);
+        }
         (Some(observer), Some(rename)) => {
             let mut shown = Vec::with_capacity(events.len());
             observer.write(events, &mut shown);

@@ -234,8 +234,7 @@ impl Scanner {
     }
 
     /// Gives the client `shown` as the model's name where the response that [`Scanner::begin`]
-    /// started has `served`: in events, and in JSON up to [`HOLD_LIMIT`] bytes. A body with a
-    /// content-encoding does not change.
+    /// started has `served`: in events and in JSON. A body with a content-encoding does not change.
     pub fn rename(&mut self, served: &str, shown: &str) {
         self.rename = Some(Box::new(Rename::new(served, shown)));
     }
@@ -737,19 +736,15 @@ impl Scanner {
         }
     }
 
-    /// Keeps payload of an answer that is no event stream. The beginning waits if the model's name
-    /// changes: until the end, at most for [`HOLD_LIMIT`] bytes.
+    /// Keeps payload of an answer that is no event stream. If the model's name changes, the
+    /// beginning waits: until the end, at most for [`HOLD_LIMIT`] bytes.
     fn keep_json(&mut self, piece: &[u8]) {
-        let begun = !self.pending.is_empty() || self.released.is_empty() && !self.committed;
-        if self.rename.is_none() || !begun {
-            self.released.extend_from_slice(piece);
-            return;
-        }
-        let room = piece.len().min(HOLD_LIMIT - self.pending.len());
-        self.pending.extend_from_slice(&piece[..room]);
-        if self.pending.len() == HOLD_LIMIT {
-            self.release_unread();
-            self.released.extend_from_slice(&piece[room..]);
+        let Some(rename) = &mut self.rename else { return self.released.extend_from_slice(piece) };
+        rename.begun |= self.pending.len() + piece.len() > HOLD_LIMIT;
+        if rename.begun {
+            self.rewritten |= rename.write_piece(&mut self.pending, piece, &mut self.released);
+        } else {
+            self.pending.extend_from_slice(piece);
         }
     }
 
