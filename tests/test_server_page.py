@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+import pytest_asyncio
 
 from browser_world import browser, large_world, load_engines, login, needs_browser, open_page, shown
 from lmetric._core import __version__
@@ -18,7 +19,7 @@ from lmetric.server.http.running import REPLACED
 from lmetric.why import number
 from server_world import FakeEngine, World, reset, world
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.asyncio(loop_scope="module")]
 UPDATED = "Number(document.documentElement.dataset.updates || 0) >= 2"
 SIZES = [(1920, 1080), (1280, 800), (768, 1024), (390, 844)]
 ALTERNATIVES = """() => [...document.querySelectorAll('#alternatives tbody tr')].map((row) => ({
@@ -45,6 +46,13 @@ SPY = """async () => {
   const { draw } = Charts.prototype;
   Charts.prototype.draw = function () { window.seenCharts = this; draw.call(this); };
 }"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Any]:
+    """A browser for all tests: `open_page` gives each a context of its own, with empty storage."""
+    async with browser() as started:
+        yield started
 
 
 @contextlib.asynccontextmanager
@@ -92,8 +100,8 @@ async def shows_alternatives(page: Any, record: dict[str, Any]) -> None:
     assert max(row["bars"][0] for row in rows) == 1
 
 
-async def test_why_a_request_went_to_its_engine() -> None:
-    async with browser() as chromium, world(4, policy="lmetric") as it, traffic(it):
+async def test_why_a_request_went_to_its_engine(chromium: Any) -> None:
+    async with world(4, policy="lmetric") as it, traffic(it):
         load_engines(it)
         async with open_page(chromium, it.url, viewport={"width": 1280, "height": 800}) as page:
             await shown(page, UPDATED)
@@ -131,8 +139,8 @@ async def test_why_a_request_went_to_its_engine() -> None:
             assert await page.evaluate("document.documentElement.dataset.updates") == before
 
 
-async def test_a_lone_point_of_a_chart_is_a_dot() -> None:
-    async with browser() as chromium, world(1) as it:
+async def test_a_lone_point_of_a_chart_is_a_dot(chromium: Any) -> None:
+    async with world(1) as it:
         assert (await it.post())[0] == 200
         async with open_page(chromium, it.url, viewport={"width": 1280, "height": 800}) as page:
             await shown(page, "document.querySelectorAll('#list tbody tr').length === 1")
@@ -141,8 +149,8 @@ async def test_a_lone_point_of_a_chart_is_a_dot() -> None:
             assert [await page.evaluate(f"({COLORED})({chart})") for chart in (0, 1)] == [0, 0]
 
 
-async def test_a_phone_in_the_dark() -> None:
-    async with browser() as chromium, world(4, policy="lmetric") as it, traffic(it):
+async def test_a_phone_in_the_dark(chromium: Any) -> None:
+    async with world(4, policy="lmetric") as it, traffic(it):
         phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}
         async with open_page(chromium, it.url, **phone) as page:
             await shown(page, UPDATED)
@@ -157,8 +165,8 @@ async def test_a_phone_in_the_dark() -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-async def test_the_page_opens_with_what_is_wrong(width: int) -> None:
-    async with browser() as chromium, world(2, policy="lmetric", health={"interval": 60}) as it:
+async def test_the_page_opens_with_what_is_wrong(chromium: Any, width: int) -> None:
+    async with world(2, policy="lmetric", health={"interval": 60}) as it:
         size = {"width": width, "height": 844}
         for engine in it.server.fleet.models[0].engines.values():
             engine.failed("refused", "no connection: Connection refused")
@@ -184,8 +192,8 @@ async def test_the_page_opens_with_what_is_wrong(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-async def test_requests_that_do_not_stream_have_their_end_to_end_time(width: int) -> None:
-    async with browser() as chromium, world(1) as it:
+async def test_requests_that_do_not_stream_have_their_end_to_end_time(chromium: Any, width: int) -> None:
+    async with world(1) as it:
         assert (await it.post())[0] == 200
         async with open_page(chromium, it.url, viewport={"width": width, "height": 844}) as page:
             await shown(page, "document.querySelectorAll('#list tbody tr').length === 1")
@@ -204,11 +212,13 @@ async def test_requests_that_do_not_stream_have_their_end_to_end_time(width: int
             await fits(page)
 
 
-async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_path: Path) -> None:
+async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(
+    chromium: Any, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("sk-alice: alice\nsk-bob: bob\n")
     closed = {"auth": {"keys_file": str(keys)}, "admin": {"token": "root-token"}}
-    async with browser() as chromium, world(2, **closed) as it:
+    async with world(2, **closed) as it:
         for key in ("sk-alice", "sk-bob", "sk-bob"):
             await it.post(headers={"authorization": f"Bearer {key}"})
         async with open_page(chromium, it.url) as page:
@@ -230,12 +240,12 @@ async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_pat
                 await page.reload()
 
 
-async def test_events_without_the_names_of_engines(tmp_path: Path) -> None:
+async def test_events_without_the_names_of_engines(chromium: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("sk-alice: alice\n")
     closed = {"auth": {"keys_file": str(keys)}, "errors": {"show_engines": False}}
     engines = [FakeEngine(behave=reset), FakeEngine()]
-    async with browser() as chromium, world(engines, **closed) as it:
+    async with world(engines, **closed) as it:
         await it.post(headers={"authorization": "Bearer sk-alice"})
         async with open_page(chromium, it.url) as page:
             await shown(page, "!document.getElementById('login').hidden")
@@ -244,12 +254,12 @@ async def test_events_without_the_names_of_engines(tmp_path: Path) -> None:
             assert "an engine failed (reset), next another engine" in await page.inner_text("#events")
 
 
-async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
+async def test_another_login_shows_nothing_of_the_first(chromium: Any, tmp_path: Path) -> None:
     """The charts had the points of both viewers, and the engines stayed in the document."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("sk-alice: alice\n")
     closed = {"auth": {"keys_file": str(keys)}, "admin": {"token": "root-token"}}
-    async with browser() as chromium, world(2, **closed) as it, open_page(chromium, it.url) as page:
+    async with world(2, **closed) as it, open_page(chromium, it.url) as page:
         await shown(page, "!document.getElementById('login').hidden")
         await login(page, "root-token")
         await shown(page, UPDATED)
@@ -291,9 +301,9 @@ async def test_another_login_shows_nothing_of_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engines", [4, 1000])
-async def test_four_sizes(engines: int, tmp_path: Path) -> None:
+async def test_four_sizes(chromium: Any, engines: int, tmp_path: Path) -> None:
     """Four sizes, light and dark. The screenshots stay in the test's folder."""
-    async with browser() as chromium, large_world(engines) as it, traffic(it):
+    async with large_world(engines) as it, traffic(it):
         load_engines(it)
         for width, height in SIZES:
             for scheme in ("light", "dark"):
@@ -311,8 +321,8 @@ async def test_four_sizes(engines: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-async def test_a_thousand_engines_update_within_a_frame_budget() -> None:
-    async with browser() as chromium, large_world(1000) as it, traffic(it):
+async def test_a_thousand_engines_update_within_a_frame_budget(chromium: Any) -> None:
+    async with large_world(1000) as it, traffic(it):
         load_engines(it)
         async with open_page(chromium, it.url, viewport={"width": 1400, "height": 1000}) as page:
             await shown(page, "Number(document.documentElement.dataset.updates || 0) >= 8", 40)
