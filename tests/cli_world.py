@@ -5,10 +5,13 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lmetric.cli import main
+from lmetric._core import LmetricError
+from lmetric.cli import describe, exit_code, main
 
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 
@@ -41,3 +44,21 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     code = ended.value.code or 0
     assert isinstance(code, int)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+async def refused(*, picks: bool = False, file: str | None = None, **values: Any) -> tuple[int, str]:
+    """Runs a server that ends before it serves, in the test's loop, beside its other servers.
+
+    ``values``: settings, with `__` for the dot. Returns the exit code and the line of the command.
+    """
+    from lmetric.config import load_config
+    from lmetric.server import serve
+    from lmetric.server.epp.settings import for_gateway
+
+    given = {name.replace("__", "."): value for name, value in values.items()}
+    config = load_config(None if file is None else Path(file), given)
+    with pytest.raises((LmetricError, OSError)) as raised:
+        await serve(for_gateway(config) if picks else config, picks=picks)
+    code = exit_code(raised.value)
+    assert code is not None, "a traceback"
+    return code, describe(raised.value)

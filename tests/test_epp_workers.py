@@ -17,6 +17,7 @@ import grpc
 import orjson
 import pytest
 
+from cli_world import refused
 from epp_world import (
     PROMPT,
     WHOLE,
@@ -116,13 +117,13 @@ async def test_workers_count_each_others_picks_until_one_is_killed_and_keep_thei
         assert await client.metric("lmetric_instance_bs") == 0
         assert await client.metric("lmetric_decisions_total") == 24
         # A second picker at the port is refused.
-        port = gateway.target.rpartition(":")[2]
-        flags = ("--engine", engines[0].url, *EACH, "--set", f"epp.port={port}")
-        for workers in ("2", "1"):
-            async with router(*flags, "--workers", workers, run=RUN_PICKER) as second:
-                assert await second.ended() == 3
-                assert f"127.0.0.1:{port}" in second.log[-1]
-                assert "epp.port" in second.log[-1]
+        port = int(gateway.target.rpartition(":")[2])
+        values = {"engines": [{"url": engines[0].url}], "port": 0, "epp__port": port}
+        for workers in (2, 1):
+            code, line = await refused(picks=True, workers=workers, **values)
+            assert code == 3
+            assert f"127.0.0.1:{port}" in line
+            assert "epp.port" in line
         # A killed worker is replaced, and leaves no count behind.
         streams, _ = await gateway.pick(20)
         assert await client.metric("lmetric_decisions_total") == 24 + 20

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from structlog.testing import capture_logs
 
+from cli_world import refused
 from lmetric.config import ConfigError
 from lmetric.server.observe import state
 from lmetric.server.observe.state import LOCK, StateFiles
@@ -31,9 +32,9 @@ def configuration(folder: Path, fake: FakeEngine, **more: Any) -> str:
 
 async def check_refused(file: str, holder: Process, folder: Path) -> None:
     """Checks that a second router does not start, and why."""
-    async with router("--config", file) as second:
-        assert await second.ended() == 2  # the code of a wrong configuration
-        (line,) = "".join(second.log).splitlines()
+    code, line = await refused(file=file, port=0)
+    assert code == 2  # of a wrong configuration
+    assert "\n" not in line
     expected = f"state_folder: another router uses {folder}/state (process {holder.process.pid}), and two"
     assert expected in line
     assert "stop that router, or set another folder" in line

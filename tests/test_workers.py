@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 
+from cli_world import refused
 from lmetric._core import LmetricError
 from lmetric.canary import Splitter
 from lmetric.config import ServerConfig
@@ -694,10 +695,10 @@ def alive(pid: int) -> bool:
 @SHARED
 async def test_a_second_server_on_the_port_is_refused(shared: Shared) -> None:
     process, _, engines = shared
-    port = process.url.rpartition(":")[2]
-    async with router("--engine", engines[0].url, *FLAGS, "--port", port) as second:
-        assert await second.ended() == 3
-        assert "Address already in use" in "".join(second.log)
+    port = int(process.url.rpartition(":")[2])
+    code, line = await refused(engines=[{"url": engines[0].url}], workers=2, port=port)
+    assert code == 3
+    assert "Address already in use" in line
 
 
 async def test_a_start_that_fails_ends_all_workers_with_the_reason(tmp_path: Path) -> None:
