@@ -16,14 +16,12 @@ pub struct Names {
     shift: u32,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Slot {
-    /// The first 32 bits of the spread hash; the first of these select the slot.
-    place: u32,
-    block: u32,
-}
+/// The first 32 bits of the spread hash, of which the first select the slot, and the block plus 1.
+type Slot = [u32; 2];
 
-const EMPTY: Slot = Slot { place: 0, block: NONE };
+/// Zeros, so that a new table takes no memory before its use: an engine has hundreds of thousands
+/// of blocks, and a short simulation uses few of them.
+const EMPTY: Slot = [0, 0];
 
 impl Names {
     /// An empty table for `capacity` blocks.
@@ -47,17 +45,17 @@ impl Names {
     /// Returns the block of the hash, for which `is` is true.
     #[inline]
     pub fn find(&self, hash: u64, is: impl Fn(u32) -> bool) -> Option<u32> {
-        self.position(hash, is).map(|at| self.slots[at].block)
+        self.position(hash, is).map(|at| self.slots[at][1] - 1)
     }
 
     /// Adds a block whose hash no other block has.
     pub fn insert(&mut self, hash: u64, block: u32) {
         let place = place(hash);
         let mut at = self.home(place);
-        while self.slots[at].block != NONE {
+        while self.slots[at] != EMPTY {
             at = self.behind(at);
         }
-        self.slots[at] = Slot { place, block };
+        self.slots[at] = [place, block + 1];
     }
 
     /// Gives the place of a block to another one with the same hash. Returns false if the block has
@@ -65,7 +63,7 @@ impl Names {
     pub fn replace(&mut self, hash: u64, block: u32, by: u32) -> bool {
         let at = self.position(hash, |other| other == block);
         if let Some(at) = at {
-            self.slots[at].block = by;
+            self.slots[at][1] = by + 1;
         }
         at.is_some()
     }
@@ -74,9 +72,9 @@ impl Names {
     pub fn remove(&mut self, hash: u64, block: u32) -> bool {
         let Some(mut gap) = self.position(hash, |other| other == block) else { return false };
         let mut at = self.behind(gap);
-        while self.slots[at].block != NONE {
+        while self.slots[at] != EMPTY {
             // An entry may fill the gap if the gap is not in front of the entry's own slot.
-            let home = self.home(self.slots[at].place);
+            let home = self.home(self.slots[at][0]);
             let mask = self.slots.len() - 1;
             if at.wrapping_sub(home) & mask >= at.wrapping_sub(gap) & mask {
                 self.slots[gap] = self.slots[at];
@@ -94,10 +92,10 @@ impl Names {
         let mut at = self.home(place);
         loop {
             let slot = self.slots[at];
-            if slot.block == NONE {
+            if slot == EMPTY {
                 return None;
             }
-            if slot.place == place && is(slot.block) {
+            if slot[0] == place && is(slot[1] - 1) {
                 return Some(at);
             }
             at = self.behind(at);
@@ -185,7 +183,7 @@ mod tests {
                     prop_assert_eq!(found, model.get(&hash).copied());
                 }
             }
-            let used = names.slots.iter().filter(|slot| slot.block != NONE).count();
+            let used = names.slots.iter().filter(|&&slot| slot != EMPTY).count();
             prop_assert_eq!(used, model.len());
         }
     }

@@ -15,9 +15,11 @@ const AHEAD: usize = 8;
 /// used first, and can be found by its hash until it is taken for something else (as in vLLM).
 #[derive(Clone, Debug)]
 pub struct BlockPool {
+    capacity: u32,
+    /// The blocks that were in use at least once.
     blocks: Vec<Block>,
     names: Names,
-    /// Free blocks without a hash: they are taken first.
+    /// Those of them that are free and without a hash: they are taken first.
     empty: Vec<u32>,
     /// Free blocks with a hash, least recently used first. An entry is stale if its block was used
     /// after it.
@@ -54,11 +56,11 @@ impl Turn {
 impl BlockPool {
     /// Makes a pool of `capacity` empty blocks.
     pub fn new(capacity: u32) -> BlockPool {
-        let block = Block { hash: 0, users: 0, turns: 0, twin: UNNAMED };
         BlockPool {
-            blocks: vec![block; capacity as usize],
+            capacity,
+            blocks: Vec::with_capacity(capacity as usize),
             names: Names::new(capacity),
-            empty: (0..capacity).rev().collect(),
+            empty: Vec::new(),
             queue: VecDeque::new(),
             free: capacity,
         }
@@ -66,7 +68,7 @@ impl BlockPool {
 
     /// Returns the number of blocks in the pool.
     pub fn capacity(&self) -> u32 {
-        self.blocks.len() as u32
+        self.capacity
     }
 
     /// Returns the number of blocks that no request uses.
@@ -120,9 +122,18 @@ impl BlockPool {
         if self.free == 0 {
             return None;
         }
-        let block = self.empty.pop().unwrap_or_else(|| self.pop_oldest(log));
+        let block = self.empty.pop().or_else(|| self.add()).unwrap_or_else(|| self.pop_oldest(log));
         self.share(block);
         Some(block)
+    }
+
+    /// Adds a block that was never in use. None: there is none.
+    fn add(&mut self) -> Option<u32> {
+        let block = self.blocks.len() as u32;
+        (block < self.capacity).then(|| {
+            self.blocks.push(Block { hash: 0, users: 0, turns: 0, twin: UNNAMED });
+            block
+        })
     }
 
     /// Takes the least recently used block off the queue, which has one, and drops its contents.
@@ -181,7 +192,7 @@ impl BlockPool {
                 self.queue.push_back(Turn { block, turns: entry.turns });
             }
         }
-        if self.queue.len() > 64 + 4 * self.blocks.len() {
+        if self.queue.len() > 64 + 4 * self.capacity as usize {
             let blocks = &self.blocks;
             self.queue.retain(|turn| turn.is_current(blocks));
         }
