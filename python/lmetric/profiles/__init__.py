@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,23 @@ def load_profile(name_or_path: str) -> Profile:
         ProfileError: no such profile, not YAML, an unknown or missing field, or a value out of
             range.
     """
-    names = shipped_profiles()
-    path = _DIRECTORY / f"{name_or_path}.yaml" if name_or_path in names else Path(name_or_path)
+    shipped = name_or_path in shipped_profiles()
+    return _shipped(name_or_path) if shipped else _read(Path(name_or_path), str(name_or_path))
+
+
+@cache  # each run of a study and each emulated engine loads one
+def _shipped(name: str) -> Profile:
+    return _read(_DIRECTORY / f"{name}.yaml", name)
+
+
+def _read(path: Path, name: str) -> Profile:
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        near = difflib.get_close_matches(str(name_or_path), names, n=1)
+        near = difflib.get_close_matches(name, shipped_profiles(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`lmetric-router profiles` lists the names"
         raise ProfileError(
-            f"profile {str(name_or_path)!r}: neither a shipped profile nor a readable file; {hint}"
+            f"profile {name!r}: neither a shipped profile nor a readable file; {hint}"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path}: not YAML: {' '.join(str(error).split())}") from error
