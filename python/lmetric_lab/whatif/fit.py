@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -143,15 +144,17 @@ def _searched(
     """
     best, found = engines.cost(logs, profile, cached), logs
     for step in steps:
-        improved, rounds = True, 0
-        while improved and rounds < MAX_ROUNDS:
-            improved, rounds = False, rounds + 1
-            for direction in DIRECTIONS:
-                for change in (step, -step):
-                    tried = found + change * direction
-                    cost = engines.cost(tried, profile, cached)
-                    if cost < best * 0.999:
-                        best, found, improved = cost, tried, True
+        failed = 0  # directions, one after the other, without a better point
+        for direction in chain.from_iterable(repeat(DIRECTIONS, MAX_ROUNDS)):
+            failed += 1
+            for change in (step, -step):
+                tried = found + change * direction
+                cost = engines.cost(tried, profile, cached)
+                if cost < best * 0.999:
+                    best, found, failed = cost, tried, 0
+                    break  # the other way leads back
+            if failed == len(DIRECTIONS):
+                break
     return best, found
 
 
