@@ -174,11 +174,14 @@ def _routing(scenario: Scenario, *, pooled: bool) -> Routing:
 
 def _unchanged(scenario: Scenario) -> dict[str, Any]:
     """Keyword arguments of `_core.simulate` for the settings that it has in the same form."""
-    return {
-        name: getattr(scenario, name)
-        for name, field in Scenario.model_fields.items()
-        if (setting := setting_of(field)) and not setting.convert and option_of(field) is None
-    }
+    return {name: getattr(scenario, name) for name in _UNCHANGED}
+
+
+_UNCHANGED = tuple(
+    name
+    for name, field in Scenario.model_fields.items()
+    if (setting := setting_of(field)) and not setting.convert and option_of(field) is None
+)
 
 
 def _continued(routing: Routing, prefill: str) -> dict[str, Any]:
