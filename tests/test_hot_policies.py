@@ -1,6 +1,8 @@
 """Policies from files, modules and entry points, replaced with requests in flight; fallbacks."""
 
 import asyncio
+import gzip
+import itertools
 import os
 import pickle
 import re
@@ -29,6 +31,7 @@ from lmetric_lab.sim.setups import PolicyChoice
 from server_world import FakeEngine, world
 from test_server_process import engine, router
 from test_server_reload import logged
+from test_study import SLICE
 
 LMETRIC = "def score(p_token, bs):\n    return p_token * (bs + 1)\n"
 
@@ -382,7 +385,11 @@ def test_simulate_bench_and_study_take_a_file(
         "--out",
         "out",
         "--no-report",
+        "--trace",
+        "short.jsonl",
     ]
+    with gzip.open(SLICE) as lines:
+        (tmp_path / "short.jsonl").write_bytes(b"".join(itertools.islice(lines, 100)))
     done = run(build([]), [*arguments, "--json"])
     assert done.exit_code == 0, done.output
     rows = [orjson.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_bytes().splitlines()]
