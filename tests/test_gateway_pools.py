@@ -175,6 +175,7 @@ async def test_an_engine_that_replaces_another_at_its_address(
 
 async def test_a_paused_engine_keeps_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "AGAIN_SECONDS", 0.02)
     monkeypatch.setattr(pools, "REPLACED_SECONDS", 0.0)
     pool = Pool(Router("lmetric"), None)
     asked = Request(**pool.fields("chat", CHAT))

@@ -24,6 +24,7 @@ import lmetric as lm
 from lmetric import plugins
 from lmetric.cli.app import build
 from lmetric.config import CanaryConfig, PoolSettings
+from lmetric.server.background import monitor
 from lmetric.server.fleet import policies, policy_files
 from lmetric.server.fleet.canary_run import Run
 from lmetric.server.fleet.policies import build as build_policy
@@ -502,7 +503,8 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
+async def test_a_watched_file_replaces_the_policy(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "FILE_WATCH_SECONDS", 0.2)
     async with world(2, policy=f"{mine}:score") as w:
         stats = w.server.fleet.models[0].router.stats
         assert stats()["policy"] == f"{mine}:score"
@@ -510,7 +512,8 @@ async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
         await w.until(lambda: stats()["policy"] == "second")
         for wrong in ("def score(:", "def score(bs):\n    return bz\n"):
             write(mine, wrong)
-            await asyncio.sleep(1.2)
+            with capture_logs() as logs:
+                await w.until(lambda logs=logs: [line for line in logs if line["log_level"] == "error"])  # type: ignore[misc]
             assert stats()["policy"] == "second"
         assert (await w.post())[0] == 200
         write(mine, "import lmetric as lm\nscore = lm.Policy('bs', name='third')\n")
@@ -624,7 +627,8 @@ async def test_the_load_of_a_policy_blocks_no_request(
 async def test_policies_that_were_replaced_during_a_load_stay(mine: Path) -> None:
     """The changed file is loaded at the next look, and commands build the policies anew."""
     other = mine.with_name("other.py")
-    write(other, SLOW)
+    slow_text = SLOW.replace("1.0", "0.4")
+    write(other, slow_text)
     settings = {"policies": {"slow": f"{other}:score"}, "admin": {"enabled": True}}
     async with world(2, policy=f"{mine}:score", **settings) as w:
         (model,) = w.server.fleet.models
@@ -633,7 +637,7 @@ async def test_policies_that_were_replaced_during_a_load_stay(mine: Path) -> Non
             async with w.client.put(w.url + "/admin/policy", json=body) as answer:
                 return answer.status
 
-        write(mine, SLOW)
+        write(mine, slow_text)
         watch = asyncio.create_task(w.server._monitor._watch_policies())
         await asyncio.sleep(0.1)
         model.install(policies.Policies(model.policies.settings.model_copy(update={"policy": "vllm"})))

@@ -24,6 +24,7 @@ from issuer_world import AUDIENCE, ISSUER, Issuer, Key, bearer, rsa_key
 from lmetric.config import Auth, ConfigError, JwtIssuer
 from lmetric.extras import install
 from lmetric.server.api import jwt as module
+from lmetric.server.api import key_source
 from lmetric.server.api.caller import UnknownKeyError
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.identity import Identity
@@ -552,7 +553,8 @@ async def test_a_broken_key_set_leaves_the_last_good_one(change: dict[str, Any],
         assert samples["lmetric_jwt_checks_total", "valid"] == 1
 
 
-async def test_a_file_is_followed(issuer: Issuer) -> None:
+async def test_a_file_is_followed(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_source, "FILE_SECONDS", 0.1)
     file = Path(issuer.url)
     async with following(issuer) as tokens:
         tokens.load_files()

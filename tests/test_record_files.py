@@ -317,7 +317,8 @@ def fleet_line(*engines: Any) -> dict[str, Any]:
     }
 
 
-def test_files_rotate_and_the_oldest_are_deleted(tmp_path: Path) -> None:
+def test_files_rotate_and_the_oldest_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_writer, "FLUSH_SECONDS", 0.01)
     writer = writer_of(tmp_path, file_bytes=4096, total_bytes=12_288)
     writer.start()
     for number in range(300):
