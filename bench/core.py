@@ -1,19 +1,24 @@
 """Writes the core's figures to raw files: stages of a decision, the index, splits, rounds of moves.
 
-    python bench/core.py latency [--out FILE] python bench/core.py plans [--out FILE] python
-    bench/core.py decode [--out FILE] python bench/core.py threads [--out FILE] python bench/core.py
-    memory [--prompts 10000000] [--out FILE]  # minutes; the same figures each time
+    python bench/core.py latency [--out FILE]
+    python bench/core.py plans [--out FILE]
+    python bench/core.py decode [--out FILE]
+    python bench/core.py threads [--out FILE]
+    python bench/core.py sizes [--out FILE]
+    python bench/core.py memory [--prompts 10000000] [--out FILE]  # minutes, no noise
 
 Runs programs of the repository. `latency` runs `lmetric-router bench --json`, the example
 `index_latency` of `lmetric-kv`, and criterion's `score` bench for LMETRIC over 1,024 instances.
 `plans` runs the examples `split_latency`, `priority_latency`, `replica_latency` and
 `rebalance_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`. `threads` calls
-`Router.route_many` from one and from two threads, in turns.
+`Router.route_many` from one and from two threads, in turns. `sizes` times `Router.route` on prompts
+of 8k tokens by number of instances, and runs the example `index_fleet`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -23,13 +28,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import lmetric as lm
-from common import ROOT, about, write_result
+from common import ROOT, about, percentile, write_result
+from fleet import BLOCK, Fleet, Prompt
+from lmetric.defaults import DEFAULT_POLICY
 
 Figures = dict[str, Any]
 LATENCY = re.compile(r"^(\S.*?)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)$")
@@ -48,6 +56,7 @@ def run(*argv: str, timeout: float = 3600) -> str:
 
 # Examples of other crates than the core.
 CRATES = {
+    "index_fleet": "lmetric-kv",
     "index_latency": "lmetric-kv",
     "split_latency": "lmetric-study",
     "decode_latency": "lmetric-study",
@@ -57,17 +66,17 @@ CRATES = {
 def example(name: str, *arguments: str) -> str:
     """Returns the output of an example."""
     what = ["-p", CRATES.get(name, "lmetric-core"), "--example", name, "--", *arguments]
-    return run("cargo", "run", "--release", "--locked", "-q", *what)
+    return run("cargo", "run", "--release", "--locked", "--offline", "-q", *what)
 
 
-def stages() -> list[dict[str, Any]]:
+def stages(policies: Iterable[str], instances: Iterable[int], tokens: Iterable[int]) -> list[Figures]:
     """Returns the rows of `lmetric-router bench`."""
     program = str(Path(sys.executable).parent / "lmetric-router")
-    flags = ["--policy", "lmetric", "--instances", "256", "--instances", "1024"]
-    for tokens in (1_000, 8_000, 32_000, 100_000):
-        flags += ["--prompt-tokens", str(tokens)]
+    flags = []
+    for flag, values in (("policy", policies), ("instances", instances), ("prompt-tokens", tokens)):
+        flags += [word for value in values for word in (f"--{flag}", str(value))]
     answer = json.loads(run(program, "bench", "--json", "--stored-pairs", "1000000", *flags))
-    rows: list[dict[str, Any]] = answer["results"]
+    rows: list[Figures] = answer["results"]
     return rows
 
 
@@ -125,7 +134,7 @@ def latency() -> Figures:
         "index_latency": {name: {"p50_us": float(p50), "p99_us": float(p99)} for name, _, p50, p99 in rows},
         "index_latency_printed": printed,
         "score_1024": score_1024(),
-        "stages": stages(),
+        "stages": stages(["lmetric"], (256, 1_024), (1_000, 8_000, 32_000, 100_000)),
     }
 
 
@@ -262,9 +271,85 @@ def threads() -> Figures:
     return figures
 
 
-PARTS = {"latency": latency, "plans": plans, "decode": decode, "threads": threads}
+# Instances of `sizes`, calls of a turn, and turns of each policy.
+SIZES, CALLS_OF_A_TURN, TURNS = (16, 64, 256, 1_024, 4_096, 16_384), 4_000, 5
+# Calls until the memory of the ring of decision records is not new to the process.
+WARM_UP_CALLS = 15_000
+# Blocks of each instance in the example `index_fleet`.
+FLEET_BLOCKS = 4_000
+FLEET_SIZE = re.compile(r": (\d+) pairs, (\d+) bytes, ([\d.]+) a pair, ([\d.]+) s to store")
+FLEET_CALL = re.compile(r"^(\w+) (\d+) blocks: ([\d.]+) µs$", re.MULTILINE)
+
+
+def decisions(router: lm.Router, prompts: list[Prompt], calls: int) -> list[float]:
+    """Returns the microseconds of each decision, from the token ids to the chosen instance."""
+    samples = []
+    for call in range(calls):
+        tokens = prompts[call * 7919 % len(prompts)].tokens
+        began = time.perf_counter_ns()
+        _, ticket = router.route(lm.Request(token_ids=tokens))
+        samples.append((time.perf_counter_ns() - began) / 1e3)
+        ticket.segment_done()
+    return samples
+
+
+def index_fleet(instances: int) -> dict[str, float]:
+    """Returns the memory and the calls of an index of this many instances."""
+    printed = example("index_fleet", str(instances), str(FLEET_BLOCKS))
+    size = FLEET_SIZE.search(printed)
+    calls = FLEET_CALL.findall(printed)
+    if size is None or not calls:
+        sys.exit(f"core.py: index_fleet printed no figures:\n{printed}")
+    pairs, total, each, seconds = map(float, size.groups())
+    figures = {"pairs": pairs, "bytes": total, "bytes_per_pair": each, "seconds_to_store": seconds}
+    return (
+        figures
+        | {f"{name}_us": float(us) for name, _, us in calls}
+        | {"blocks_of_a_call": float(calls[0][1])}
+    )
+
+
+def sizes() -> Figures:
+    """Measures decisions and the index by number of instances.
+
+    The caches hold about a million (instance, block) pairs. Both policies decide in turns.
+    """
+    rows = []
+    for instances in SIZES:
+        fleet = Fleet(instances=instances)
+        routers = {name: fleet.router(name) for name in ("lmetric", DEFAULT_POLICY)}
+        prompts = fleet.prompts[TOKENS // BLOCK]
+        gc.collect()
+        gc.freeze()  # as the server does
+        samples: dict[str, list[float]] = {name: [] for name in routers}
+        for router in routers.values():
+            decisions(router, prompts, WARM_UP_CALLS)
+        for _ in range(TURNS):
+            for name, router in routers.items():
+                samples[name] += decisions(router, prompts, CALLS_OF_A_TURN)
+        for name, found in samples.items():
+            found.sort()
+            row = {"instances": instances, "policy": name, "calls": len(found), "pairs": fleet.pairs()}
+            row |= {key: percentile(found, share) for key, share in (("p50_us", 0.5), ("p99_us", 0.99))}
+            rows.append(row)
+            print(
+                f"{instances:6} {name:12} p50 {row['p50_us']:.2f} us, p99 {row['p99_us']:.2f} us", flush=True
+            )
+    index = [{"instances": instances} | index_fleet(instances) for instances in SIZES]
+    parts = stages(["lmetric", DEFAULT_POLICY], SIZES, [8_000])
+    return {"decisions": rows, "stages": parts, "index": index, "blocks_of_each_instance": FLEET_BLOCKS}
+
+
+PARTS = {"latency": latency, "plans": plans, "decode": decode, "threads": threads, "sizes": sizes}
 # Names of the raw files.
-KINDS = {"latency": "core", "plans": "plans", "decode": "decode", "threads": "threads", "memory": "memory"}
+KINDS = {
+    "latency": "core",
+    "plans": "plans",
+    "decode": "decode",
+    "threads": "threads",
+    "sizes": "sizes",
+    "memory": "memory",
+}
 
 
 def main() -> None:

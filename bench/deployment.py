@@ -1,11 +1,15 @@
 """Costs of a router process without requests: start-up time, memory and CPU.
 
     python bench/deployment.py [--seconds 15] [--rounds 3]   measure, then write the page
+    python bench/deployment.py --blocks 10000000             only the memory of two workers
     python bench/deployment.py --report [--check]            only write the page, or compare it
 
 Engines are mock engines of one process (`bench/http/mock.py`). Their /metrics page has as many
 lines as vLLM 0.32's. The router checks their health and reads their load at the default
 intervals. CPU times include all threads and children of the router.
+
+`--blocks`: 256 engines publish KV events of this many blocks, no two alike. Resident memory of each
+of two workers before and after, with the default bounds, goes to `DATE-worker-memory.json`.
 
 The results go to `bench/results`, and from there into `bench/figures.md`.
 """
@@ -19,12 +23,18 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import msgpack
+import numpy as np
+import yaml
+import zmq
 
 from common import ROOT, about, median_range, write_result
 from report import newest, table
@@ -104,6 +114,105 @@ def measured(engines: int, seconds: float) -> dict[str, float]:
                 "rss_mib": memory,
                 "stop_seconds": time.monotonic() - ended,
             }
+
+
+BLOCKS_OF_A_BATCH, BLOCK_TOKENS = 32, 16
+INDEXED = re.compile(r"^lmetric_instance_index_blocks\{.*\} (\S+)$", re.MULTILINE)
+INDEX_SECONDS = 240.0  # until the workers have applied all events
+
+
+def index_blocks() -> float:
+    """Returns the blocks in the index of the worker that answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{ROUTER}/metrics", timeout=30) as answer:
+        return sum(map(float, INDEXED.findall(answer.read().decode())))
+
+
+def publish(folder: str, engines: int, blocks: int) -> None:
+    """Publishes the KV events of all engines after a line of the input. Runs in its own process."""
+    context = zmq.Context()
+    sockets = []
+    for engine in range(engines):
+        socket = context.socket(zmq.PUB)
+        socket.setsockopt(zmq.SNDHWM, 64)
+        socket.setsockopt(zmq.XPUB_NODROP, 1)  # A full queue blocks the publisher, so nothing is lost.
+        socket.bind(f"ipc://{folder}/{engine}")
+        sockets.append(socket)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 150_000, BLOCKS_OF_A_BATCH * BLOCK_TOKENS).tolist()
+    for batch in range(blocks // BLOCKS_OF_A_BATCH):
+        engine, number = batch % engines, batch // engines
+        tokens[0], tokens[1] = batch & 0xFFFF, batch >> 16
+        event = {
+            "type": "BlockStored",
+            "block_hashes": rng.integers(1, 2**63, BLOCKS_OF_A_BATCH).tolist(),
+            "parent_block_hash": None,
+            "token_ids": tokens,
+            "block_size": BLOCK_TOKENS,
+            "lora_id": None,
+            "medium": "GPU",
+        }
+        payload = msgpack.packb([time.time(), [event], 0])
+        sockets[engine].send_multipart((b"", number.to_bytes(8, "big"), payload))
+    print("sent", flush=True)
+    sys.stdin.readline()
+
+
+def worker_memory(engines: int, blocks: int) -> dict[str, Any]:
+    """Returns the resident memory of two workers, before and after these blocks."""
+    ports = list(range(FIRST_PORT, FIRST_PORT + engines))
+    with tempfile.TemporaryDirectory() as folder:
+        listed = [
+            {
+                "url": f"http://127.0.0.1:{port}",
+                "kv_events": {"endpoint": f"ipc://{folder}/{number}", "without_tokenizer": True},
+            }
+            for number, port in enumerate(ports)
+        ]
+        config = Path(folder) / "router.yaml"
+        config.write_text(
+            yaml.safe_dump({"port": ROUTER, "workers": 2, "block_size": BLOCK_TOKENS, "engines": listed})
+        )
+        publisher = subprocess.Popen(
+            [sys.executable, __file__, "--publish", folder, str(engines), str(blocks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert publisher.stdin is not None
+        assert publisher.stdout is not None
+        mock = [sys.executable, "-c", MOCK.replace("LINES", str(METRIC_LINES)), *map(str, ports)]
+        program = str(Path(sys.executable).parent / "lmetric-router")
+        try:
+            publisher.stdout.readline()
+            with running(mock), running([program, "serve", "--config", str(config)]) as router:
+                wait_until_ready()
+                time.sleep(10)  # until all engines' events are followed
+                workers = [pid for pid in tree(router.pid) if pid != router.pid]
+                before = [rss_mib([pid]) for pid in workers]
+                used, began = cpu_seconds(workers), time.monotonic()
+                publisher.stdin.write("\n")
+                publisher.stdin.flush()
+                publisher.stdout.readline()
+                found = 0.0
+                while time.monotonic() - began < INDEX_SECONDS:
+                    last, found = found, index_blocks()
+                    if found and found == last:
+                        break
+                    time.sleep(1.0)
+                return {
+                    "engines": engines,
+                    "blocks": blocks,
+                    "indexed_blocks": found,
+                    "seconds": time.monotonic() - began,
+                    "workers_cpu_seconds": cpu_seconds(workers) - used,
+                    "before_mib": before,
+                    "after_mib": [rss_mib([pid]) for pid in workers],
+                }
+        finally:
+            publisher.kill()
+            publisher.wait()
 
 
 def cell(figure: list[float], digits: int, factor: float = 1) -> str:
@@ -208,7 +317,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--report", action="store_true", help="only write the page")
     parser.add_argument("--check", action="store_true", help="with --report: compare the page")
+    parser.add_argument("--blocks", type=int, help="only the memory of workers with this many blocks")
+    parser.add_argument("--out", type=Path, help="file of --blocks")
+    parser.add_argument("--publish", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.publish:
+        folder, engines_, blocks_ = given.publish
+        publish(folder, int(engines_), int(blocks_))
+        return
+    if given.blocks:
+        load = [os.getloadavg()]
+        result = about(None, []) | worker_memory(ENGINES[-1], given.blocks)
+        result["load_average"] = [*load, os.getloadavg()]
+        print(json.dumps({name: result[name] for name in ("indexed_blocks", "before_mib", "after_mib")}))
+        print(write_result(result, "worker-memory", given.out))
+        return
     if not given.report:
         result = about(None, [])
         loads, runs = [], []

@@ -7,11 +7,15 @@ Another process publishes for 256 instances as vLLM does: batches of one `BlockS
 of 16 tokens and one `BlockRemoved` of 32 other blocks. Every cache is full, so each stored block
 replaces a removed block: 2,048 blocks per instance, half a million pairs in total.
 
+- `prepared`: messages in memory, without ZMQ (the example `feed_rate`), for 256 and 1,024
+  instances. Blocks stored per second of processor time; as many are removed.
 - `feed`: as fast as possible. Blocks stored per second of wall clock, and per second of the feed's
   own processor time. Its thread reads, decodes, hashes and applies.
 - `decide`: `Router.route` over prompts of 8k tokens, nine tenths cached on some instance, one after
   the other with a pause between. It runs alone, beside 100,000 blocks per second, and beside as
-  many as possible.
+  many as possible. Then 64 requests decode on each instance, and it runs alone, and beside 100,000
+  blocks per second while another thread reads all metrics each second and searches for moves
+  twice a second.
 
 Times are microseconds of wall clock around each call.
 """
@@ -22,9 +26,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -34,9 +43,10 @@ import msgpack
 import numpy as np
 import zmq
 
-from common import about, percentile, write_result
+from common import ROOT, about, percentile, write_result
 from fleet import BLOCK, INSTANCES, Fleet
-from lmetric._core import EventFeed, Request, Router
+from lmetric import Star
+from lmetric._core import EventFeed, Request, Router, Ticket
 
 BATCH_BLOCKS = 32
 CHAINS = 128  # of each instance; half of them are cached at a time
@@ -45,6 +55,10 @@ RANK = 1  # The fleet's own blocks have rank 0.
 RATE = 100_000
 PAUSE = 250e-6
 TICKS = os.sysconf("SC_CLK_TCK")
+PREPARED, ROUNDS = (256, 1_024), 6
+PREPARED_ROUND = re.compile(r"^round \d+: (\d+) blocks .* (\d+) stored a second", re.MULTILINE)
+DECODING, OUTPUT_TOKENS = 64, 500  # requests on each instance; what each has sent
+SCRAPE_SECONDS, MOVES_SECONDS = 1.0, 0.5
 
 
 def names(instance: int, chain: int) -> list[int]:
@@ -181,13 +195,68 @@ def figures(samples: list[float]) -> dict[str, float]:
     return {name: percentile(ordered, share) for name, share in shares.items()} | {"calls": len(ordered)}
 
 
+def prepared(instances: int) -> dict[str, Any]:
+    """Returns the blocks that one core stores per second, from messages in memory."""
+    argv = ["cargo", "run", "--release", "--locked", "--offline", "-q", "-p", "lmetric-feed"]
+    argv += ["--example", "feed_rate", "--", str(instances), str(ROUNDS)]
+    printed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # The first round fills the index.
+    rates = sorted(float(rate) for _, rate in PREPARED_ROUND.findall(printed)[1:])
+    if not rates:
+        sys.exit(f"feed.py: feed_rate printed no rates:\n{printed}")
+    case = f"prepared messages, {instances:,} instances"
+    return {"case": case, "stored_blocks_per_cpu_second": rates[len(rates) // 2], "rounds": rates}
+
+
+def decoding(router: Router) -> list[Ticket]:
+    """Places requests that decode on all instances. Returns their tickets."""
+    router.set_policy("round_robin")
+    tickets = []
+    for _ in range(INSTANCES * DECODING):
+        ticket = router.route(Request(prompt_tokens=2_000, max_tokens=2_000))[1]
+        ticket.first_token()
+        ticket.tokens(OUTPUT_TOKENS)
+        tickets.append(ticket)
+    router.set_policy("lmetric")
+    return tickets
+
+
+@contextmanager
+def work(router: Router, feed: EventFeed) -> Iterator[dict[str, int]]:
+    """Reads all metrics and searches for moves, in a thread. Yields how often."""
+    over, done = threading.Event(), {"scrapes": 0, "searches": 0}
+
+    def run() -> None:
+        scrape = search = time.monotonic()
+        while not over.wait(max(min(scrape, search) - time.monotonic(), 0.0)):
+            if scrape <= search:
+                router.stats()
+                router.indicators()
+                for name in feed.instances():
+                    feed.status(name)
+                scrape += SCRAPE_SECONDS
+                done["scrapes"] += 1
+            else:
+                router.rebalance()
+                search += MOVES_SECONDS
+                done["searches"] += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield done
+    finally:
+        over.set()
+        thread.join()
+
+
 def run(seconds: float, calls: int) -> list[dict[str, Any]]:
     """Runs all cases, one after the other."""
     fleet = Fleet({512: 500})
-    router = fleet.router()
+    router = fleet.router(rebalance=Star())
     spawn = multiprocessing.get_context("spawn")
     ready, over, rate = spawn.Event(), spawn.Event(), spawn.Value("d", 0.0)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [prepared(instances) for instances in PREPARED]
     with tempfile.TemporaryDirectory() as folder, EventFeed(router) as feed:
         process = spawn.Process(target=publish, args=(folder, ready, rate, over), daemon=True)
         process.start()
@@ -218,6 +287,20 @@ def run(seconds: float, calls: int) -> list[dict[str, Any]]:
                 tally = Tally(feed)
                 decided = figures(decide(router, fleet, calls))
                 rows.append({"case": case} | decided | tally.figures())
+            rate.value = 0.0
+            drain(feed)
+            running = decoding(router)
+            decide(router, fleet, calls // 10)
+            rows.append(
+                {"case": f"decide, {len(running):,} requests"} | figures(decide(router, fleet, calls))
+            )
+            rate.value = RATE
+            time.sleep(1.0)
+            with work(router, feed) as done:
+                tally = Tally(feed)
+                decided = figures(decide(router, fleet, calls))
+            case = f"decide, {len(running):,} requests, {RATE:,} blocks/s, scrapes and searches beside"
+            rows.append({"case": case} | decided | tally.figures() | done)
         finally:
             over.set()
             process.join(10)
@@ -235,25 +318,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the raw figures")
     parser.add_argument("--out", type=Path, help="where to keep them (bench/results/DATE-feed.json)")
     options = parser.parse_args()
+    load = [os.getloadavg()]
     result = about(None, ["rustc"]) | {"rows": run(options.seconds, options.calls)}
+    result["load_average"] = [*load, os.getloadavg()]
     kept = write_result(result, "feed", options.out)
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    print("| case | decide p50 / p99 / p99.9 us | blocks stored / removed a second | thread | lost |")
+    print("| case | decide p50 / p99 / p99.9 us | stored blocks/s | stored blocks per CPU second | lost |")
     print("|---|---|---|---|---|")
     for row in result["rows"]:
         decided = (
             " / ".join(f"{row[p]:.1f}" for p in ("p50_us", "p99_us", "p999_us")) if "calls" in row else "-"
         )
-        rates = f"{row['stored_blocks_per_second']:,.0f} / {row['removed_blocks_per_second']:,.0f}"
-        cores = f"{row['thread_cpu_share']:.2f}"
-        print(f"| {row['case']} | {decided} | {rates} | {cores} | {row['lost']:.0f} |")
-        if "calls" not in row:
-            print(
-                f"stored a second of the thread's time: {row['stored_blocks_per_thread_cpu_second']:,.0f}",
-                file=sys.stderr,
-            )
+        cells = [f"{row.get(key, 0):,.0f}" for key in ("stored_blocks_per_second", "lost")]
+        of_cpu = row.get("stored_blocks_per_cpu_second", row.get("stored_blocks_per_thread_cpu_second", 0))
+        print(f"| {row['case']} | {decided} | {cells[0]} | {of_cpu:,.0f} | {cells[1]} |")
     print(f"raw figures: {kept}", file=sys.stderr)
 
 

@@ -39,12 +39,14 @@ class Prompt:
 class Fleet:
     """Prompts by length in blocks, and the blocks of each instance."""
 
-    def __init__(self, prompts: Mapping[int, int] = PROMPTS, seed: int = 0) -> None:
+    def __init__(
+        self, prompts: Mapping[int, int] = PROMPTS, seed: int = 0, instances: int = INSTANCES
+    ) -> None:
         rng = np.random.default_rng(seed)
         ids = lambda count: rng.integers(0, 150_000, count, dtype=np.uint32)  # noqa: E731
         names = lambda count: rng.integers(1, 2**63, count, dtype=np.uint64)  # noqa: E731
         self.rng = rng
-        self.names = [f"engine-{i}" for i in range(INSTANCES)]
+        self.names = [f"engine-{i}" for i in range(instances)]
         self.shared = ids(SHARED_BLOCKS * BLOCK)
         self.shared_hashes = names(SHARED_BLOCKS)
         self.prompts: dict[int, list[Prompt]] = {}
@@ -53,9 +55,9 @@ class Fleet:
             for i in range(count):
                 tokens = np.concatenate([self.shared, ids((blocks - SHARED_BLOCKS) * BLOCK)])
                 hashes = np.concatenate([self.shared_hashes, names(blocks * 9 // 10 - SHARED_BLOCKS)])
-                holders = [turn % INSTANCES]
+                holders = [turn % instances]
                 if i % SECOND_COPY == 0:
-                    holders.append((turn + 101) % INSTANCES)
+                    holders.append((turn + 101) % instances)
                 turn += 1
                 self.prompts.setdefault(blocks, []).append(Prompt(tokens, hashes, holders))
 
@@ -63,7 +65,7 @@ class Fleet:
         """Returns the reports that engines would send: instance, parent block, names of the blocks,
         their tokens."""
         events: list[tuple[int, int | None, NDArray[np.uint64], NDArray[np.uint32]]] = []
-        for instance in range(INSTANCES):
+        for instance in range(len(self.names)):
             events.append((instance, None, self.shared_hashes, self.shared))
         parent = int(self.shared_hashes[-1])
         for prompts in self.prompts.values():

@@ -1,7 +1,8 @@
 """Measures the load messages between routers: bytes, and processor time to make and to receive one.
 
     python bench/replicas.py messages [--engines 256 4096 16384] [--rounds 20]
-    python bench/replicas.py fleet [--routers 64] [--engines 4096] [--rate 10] [--seconds 10]
+    python bench/replicas.py fleet [--routers 1 4 16 64] [--engines 4096] [--rate 10] [--seconds 10]
+    python bench/replicas.py clusters
 
 `messages`: two routers, and every engine has a request. Before each message, some of the engines
 get a further token, so that their load changes. Medians.
@@ -10,24 +11,39 @@ get a further token, so that their load changes. Medians.
 requests by LMETRIC and sends a message to every other one each interval. Each has used every engine
 before, as in a fleet that has run for a while. At the end, all routers must count the same load.
 
-Times are processor times of one thread.
+`clusters`: the mean end to end in the simulator with the default policy, by number of workers and
+of routers. Workers know each other's requests after 10 ms, routers after `replicas.interval` or
+never. Two workloads on 16 engines: a slice of Mooncake's conversations, in which only the router of
+a request depends on the seed, and synthetic conversations.
+
+Each part writes `bench/results/DATE-replicas-PART.json`. Times are processor times of one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 
 import lmetric as lm
+from common import about, write_result
 from lmetric.config import ReplicasConfig
+from lmetric.profiles import load_profile
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.synthetic import SessionsTrace
+from lmetric_lab.sim.traces import load_trace
+from lmetric_lab.sim.workload import Workload, prepare
 
+Rows = list[dict[str, Any]]
 MODEL = "model"
 INTERVAL: float = ReplicasConfig().interval
 # A request of `fleet`.
@@ -139,13 +155,17 @@ def measure(engines: int, percent: int, rounds: int) -> tuple[float, float, floa
     return median(sizes), median(made), median(received)
 
 
-def messages(engines: Iterable[int], rounds: int) -> None:
+def messages(engines: Iterable[int], rounds: int) -> Rows:
     """Prints the bytes and times of messages."""
+    rows = []
     print("| engines | changed | bytes | make, ms | receive, ms |\n| --- | --- | --- | --- | --- |")
     for count in engines:
         for percent in (1, 10, 100):
             size, made, received = measure(count, percent, rounds)
             print(f"| {count:,} | {percent}% | {size:,.0f} | {made:.2f} | {received:.2f} |", flush=True)
+            row = {"engines": count, "changed_percent": percent, "bytes": size}
+            rows.append(row | {"make_ms": made, "receive_ms": received})
+    return rows
 
 
 def use_all(member: Member, engines: int, now: float) -> None:
@@ -189,8 +209,13 @@ def disagreement(members: list[Member], now: float) -> float:
     return worst
 
 
-def fleet(routers: int, engines: int, rate: float, seconds: float) -> None:
+def fleet(routers: Sequence[int], engines: int, rate: float, seconds: float) -> Rows:
     """Prints what each router of a fleet sends per second, and its processor time."""
+    return [row for count in routers for row in one_fleet(count, engines, rate, seconds)]
+
+
+def one_fleet(routers: int, engines: int, rate: float, seconds: float) -> Rows:
+    """Prints and returns the rows of a number of routers."""
     now = time.monotonic()
     members = [Member.of(number, engines, "lmetric") for number in range(routers)]
     for member in members:
@@ -216,6 +241,10 @@ def fleet(routers: int, engines: int, rate: float, seconds: float) -> None:
     worst = disagreement(members, now)
     running = sum(len(member.open) for member in members)
     counted = members[0].router.indicators(now, names=["bs"])["bs"].sum()
+    print(f"{routers} routers, {engines} engines, {running} requests in flight ({counted:.0f} counted)")
+    assert counted == running
+    if routers == 1:
+        return []  # it sends nothing
     full = [member.message(now, full=True) for member in members[:SAMPLES]]
     make_full = mean(timed(lambda each=each: each.message(now, full=True)) for each in members[:SAMPLES])
     receive_full = mean(
@@ -227,32 +256,107 @@ def fleet(routers: int, engines: int, rate: float, seconds: float) -> None:
         "changes": (mean(sizes[half:]), mean(made[half:]), mean(received[half:])),
         "whole load": (mean(map(len, full)), make_full / 1e3, receive_full / 1e3 * (routers - 1)),
     }
-    print(f"{routers} routers, {engines} engines, {running} requests in flight ({counted:.0f} counted)")
     print(f"greatest difference between routers: {worst:.1e}")
     print("| messages | bytes | MB/s sent | make, % of a core | receive, % of a core |")
     print("| --- | --- | --- | --- | --- |")
+    found = []
     for name, (size, making, receiving) in rows.items():
         sent = size * (routers - 1) / INTERVAL / 1e6
         making, receiving = making / INTERVAL * 100, receiving / INTERVAL * 100
-        print(f"| {name} | {size:,.0f} | {sent:.2f} | {making:.1f} | {receiving:.1f} |")
-    assert counted == running
+        print(f"| {name} | {size:,.0f} | {sent:.2f} | {making:.1f} | {receiving:.1f} |", flush=True)
+        row = {"routers": routers, "engines": engines, "in_flight": running, "messages": name, "bytes": size}
+        costs = {"make_percent_of_a_core": making, "receive_percent_of_a_core": receiving}
+        found.append(row | {"mb_per_second": sent} | costs)
     assert worst < AGREEMENT
+    return found
+
+
+PROFILE = load_profile("independent-sim")
+ENGINES, SEEDS = 16, 4
+# Workers and routers, and the seconds until they know each other's requests.
+COUNTS = [
+    ("workers", (1, 2, 4), 0.01),
+    ("routers", (4, 16, 64), INTERVAL),
+    ("routers without messages", (4, 16, 64), None),
+]
+
+
+def workloads() -> dict[str, Callable[[int], Workload]]:
+    """Returns the workloads by name: the requests of a seed."""
+    slice_ = prepare(load_trace("slice"), PROFILE)
+
+    def conversations(seed: int) -> Workload:
+        described = {
+            "seed": seed,
+            "rate": 1.25,
+            "duration_seconds": 200,
+            "input_tokens": {"p50": 400, "mean": 600, "max": 4000},
+            "output_tokens": {"p50": 100, "mean": 150, "max": 1000},
+            "turns": {"quantiles": {0: 1, 0.5: 12, 0.9: 30, 1: 40}},
+            "think_seconds": {"p50": 3, "p90": 15, "max": 120},
+            "prefixes": {"count": 20, "zipf": 1.0, "tokens": 6000},
+            "max_prompt_tokens": 40_000,
+        }
+        return prepare(SessionsTrace.model_validate(described).make(), PROFILE)
+
+    return {"slice": lambda _: slice_, "conversations": conversations}
+
+
+def clusters() -> Rows:
+    """Prints the means of simulated clusters."""
+    rows = []
+    for name, made in workloads().items():
+        of_seed = [made(seed) for seed in range(SEEDS)]
+        alone: list[float] = []
+        for what, counts, seconds in COUNTS:
+            for count in counts:
+                runs = [
+                    simulate(
+                        workload,
+                        instances=ENGINES,
+                        profile=PROFILE,
+                        seed=seed,
+                        signals="delayed",
+                        admission="vllm",
+                        output_known=False,
+                        routers=count,
+                        sharing_seconds=None if count == 1 else seconds,
+                    ).e2e_seconds
+                    for seed, workload in enumerate(of_seed)
+                ]
+                means = [float(run.mean()) for run in runs]
+                row = {"workload": name, "engines": ENGINES, "what": what, "count": count}
+                rows.append(row | {"mean_e2e_seconds": means, "requests": [len(run) for run in runs]})
+                alone = alone or means  # one worker comes first
+                ratio = mean(means) / mean(alone)
+                print(
+                    f"{name}, {count} {what}: mean end to end {mean(means):.3f} s, x{ratio:.4f}", flush=True
+                )
+    return rows
 
 
 def main() -> None:
-    """Runs a part."""
+    """Runs a part, and writes its raw file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     part = parts.add_parser("messages")
     part.add_argument("--engines", type=int, nargs="*", default=[256, 4_096, 16_384])
     part.add_argument("--rounds", type=int, default=20, help="number of messages")
     part = parts.add_parser("fleet")
-    part.add_argument("--routers", type=int, default=64)
+    part.add_argument("--routers", type=int, nargs="+", default=[1, 4, 16, 64])
     part.add_argument("--engines", type=int, default=4_096)
     part.add_argument("--rate", type=float, default=10, help="requests per second and router")
-    part.add_argument("--seconds", type=float, default=20, help="simulated seconds")
+    part.add_argument("--seconds", type=float, default=10, help="simulated seconds")
+    parts.add_parser("clusters")
+    for part in parts.choices.values():
+        part.add_argument("--out", type=Path, help="default: bench/results/DATE-replicas-PART.json")
     given = vars(parser.parse_args())
-    {"messages": messages, "fleet": fleet}[given.pop("part")](**given)
+    name, out = given.pop("part"), given.pop("out")
+    load = [os.getloadavg()]
+    result = about(None, []) | {"setting": given}
+    result["rows"] = {"messages": messages, "fleet": fleet, "clusters": clusters}[name](**given)
+    result["load_average"] = [*load, os.getloadavg()]
+    print(write_result(result, f"replicas-{name}", out))
 
 
 if __name__ == "__main__":

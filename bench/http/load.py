@@ -1,9 +1,12 @@
 """Generates load that wrk cannot make: open-loop arrivals, and many streams at once. Prints one
 line of JSON.
 
+    python bench/http/load.py closed PORT CONNECTIONS BYTES SECONDS NONCE PIDS
     python bench/http/load.py open PORT BYTES RATE SECONDS NONCE PIDS
     python bench/http/load.py streams PORT COUNT SECONDS NONCE PIDS
     python bench/http/load.py answers PORT COUNT BYTES TOKENS NONCE PIDS
+
+`closed` is wrk's closed loop for machines without wrk; it costs more CPU time than wrk.
 
 `answers` are whole streams: COUNT at once, of TOKENS tokens each, from the requests to the ends.
 PIDS are the router's processes, comma-separated, "-" for none. Their CPU time is taken over the
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import json
 import os
 import random
@@ -30,12 +34,17 @@ FRAMING = re.compile(rb"\r\n[0-9a-fA-F]+\r\n")  # Routers that reframe chunks ma
 SENT_AT = re.compile(rb'"content":"(\d+)"')
 
 
+@functools.cache
+def shared(number: int, size: int) -> str:
+    """Returns the shared beginning of this number, cut to its size."""
+    return "".join(random.Random(number).choices(WORDS, k=size // 6 + 1))[:size]
+
+
 def request(size: int, nonce: str, ordinal: int, extra: str = "") -> bytes:
     """Returns a chat request of ``size`` bytes of body; half of it is one of 16 shared
     beginnings."""
     half = max(0, size - 160) // 2
-    shared = random.Random(ordinal % 16).choices(WORDS, k=half // 6 + 1)
-    system, user = "".join(shared)[:half], f"{nonce}-{ordinal} {TAIL[:half]}"
+    system, user = shared(ordinal % 16, half), f"{nonce}-{ordinal} {TAIL[:half]}"
     messages = f'[{{"role":"system","content":"{system}"}},{{"role":"user","content":"{user}"}}]'
     extra = extra or '"max_tokens":1,'
     body = f'{{"model":"mock",{extra}"messages":{messages}}}'.encode()
@@ -105,6 +114,43 @@ class Client(asyncio.Protocol):
         """Called by the loop."""
         if self.done is not None and not self.done.done():
             self.done.set_result(b"")
+
+
+async def closed(
+    port: int, count: int, size: int, seconds: float, nonce: str, pids: list[int]
+) -> dict[str, object]:
+    """Keeps a request open on each of ``count`` connections; latency as in `open_loop`."""
+    loop = asyncio.get_running_loop()
+    latencies: list[float] = []
+    errors, ordinal = 0, 0
+    began = time.monotonic() + WARM_SECONDS
+    end = began + seconds
+
+    async def one(client: Client) -> None:
+        nonlocal errors, ordinal
+        while (now := time.monotonic()) < end:
+            ordinal += 1
+            answer = await client.ask(request(size, nonce, ordinal))
+            errors += not answer.startswith(b"HTTP/1.1 200")
+            if now >= began:
+                latencies.append(time.monotonic() - now)
+
+    clients = [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(count)]
+    running = asyncio.gather(*map(one, clients))
+    await asyncio.sleep(WARM_SECONDS)
+    first, cpu_start, start = len(latencies), cpu_seconds(pids), time.monotonic()
+    await asyncio.sleep(seconds)
+    used, done, took = cpu_seconds(pids) - cpu_start, len(latencies) - first, time.monotonic() - start
+    await asyncio.wait_for(running, 10)
+    latencies.sort()
+    return {
+        "requests": done,
+        "requests_per_second": done / took,
+        "errors": errors,
+        "p50_us": latencies[len(latencies) // 2] * 1e6,
+        "p99_us": latencies[len(latencies) * 99 // 100] * 1e6,
+        "cpu_us": used / done * 1e6,
+    }
 
 
 async def open_loop(
@@ -276,6 +322,9 @@ def main() -> None:
     if kind == "open":
         size, rate, seconds = numbers
         run = open_loop(int(port), int(size), float(rate), float(seconds), nonce, processes)
+    elif kind == "closed":
+        count, size, seconds = numbers
+        run = closed(int(port), int(count), int(size), float(seconds), nonce, processes)
     elif kind == "answers":
         count, size, tokens = numbers
         run = answers(int(port), int(count), int(size), int(tokens), nonce, processes)

@@ -1,26 +1,27 @@
 """Mock engines that cost almost nothing: OpenAI's answers, plain and streamed, on raw connections.
 
-Plain answers come at once. A streamed token comes every 5 ms and carries the sender's monotonic
-clock as its text, so a reader on the same machine gets its travel time. Token ids are sent on
-request, as vLLM does: those of the prompt in the first event, too. One process serves all given
-ports.
+Plain answers come at once. A streamed token comes every 5 ms, or as `--token-seconds` says. It
+carries the sender's monotonic clock as its text, so a reader on the same machine gets its travel
+time. Token ids are sent on request, as vLLM does: those of the prompt in the first event, too. One
+process serves all given ports.
 
-    python bench/http/mock.py [--nixl] PORT...
+    python bench/http/mock.py [--nixl] [--token-seconds 0.005] PORT...
 
 With --nixl they transfer prompts as vLLM's NIXL connector does, as far as a router can see.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import re
-import sys
 import time
 
 import uvloop
 
 TOKEN_SECONDS = 0.005
-PHASES = 5  # Streams are spread over the 5 ms, as engines' steps are.
+# Streams are spread over the time of a token, as engines' steps are: in parts of 10 ms at most.
+PHASES, PHASE_SECONDS = 5, 0.01
 MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
 PLAIN = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"mock","choices":'
@@ -81,18 +82,20 @@ def answer(status: bytes, kind: bytes, body: bytes) -> bytes:
 
 
 class Streams:
-    """All streams of the process, each in one of five phases of the 5 ms."""
+    """All streams of the process, each in a phase of the time of a token."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, token_seconds: float) -> None:
         self.loop = loop
-        self.phases: list[dict[Engine, int]] = [{} for _ in range(PHASES)]
+        phases = max(PHASES, round(token_seconds / PHASE_SECONDS))
+        self.phases: list[dict[Engine, int]] = [{} for _ in range(phases)]
+        self.phase_seconds = token_seconds / phases
         self.step = 0
         self.due = loop.time()
         self.run()
 
     def run(self) -> None:
         """Sends a token on each stream of the due phase."""
-        phase = self.phases[self.step % PHASES]
+        phase = self.phases[self.step % len(self.phases)]
         for engine, left in list(phase.items()):
             event = engine.chunk % time.monotonic_ns()
             if left > 1:
@@ -103,7 +106,7 @@ class Streams:
                 event += LAST + b"data: [DONE]\n\n"
                 engine.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
         self.step += 1
-        self.due += TOKEN_SECONDS / PHASES
+        self.due += self.phase_seconds
         self.loop.call_at(self.due, self.run)
 
 
@@ -173,10 +176,10 @@ class Engine(asyncio.Protocol):
             self.transport.write(answer(b"200 OK", *page))
 
 
-async def main(ports: list[int]) -> None:
+async def main(ports: list[int], token_seconds: float = TOKEN_SECONDS) -> None:
     """Serves until killed."""
     loop = asyncio.get_running_loop()
-    streams = Streams(loop)
+    streams = Streams(loop, token_seconds)
     servers = [
         await loop.create_server(lambda: Engine(streams), "127.0.0.1", port, backlog=1024) for port in ports
     ]
@@ -184,9 +187,12 @@ async def main(ports: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    if words[0] == "--nixl":
-        del words[0]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nixl", action="store_true")
+    parser.add_argument("--token-seconds", type=float, default=TOKEN_SECONDS)
+    parser.add_argument("ports", type=int, nargs="+")
+    given = parser.parse_args()
+    if given.nixl:
         PLAIN = PLAIN[:-1] + b',"kv_transfer_params":%s}' % PARAMS
         PAGES[b"/metrics"] = (PAGES[b"/metrics"][0], METRICS + b"vllm:nixl_num_failed_transfers_total 0\n")
-    uvloop.run(main([int(port) for port in words]))
+    uvloop.run(main(given.ports, given.token_seconds))

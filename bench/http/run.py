@@ -45,6 +45,7 @@ class Bench:
 
     def __init__(self, rivals: Path, seconds: int) -> None:
         self.rivals, self.seconds = rivals / "bin" / "python", seconds
+        self.router_cores = "1"
         self.runs = 0
         ports = [ENGINE_PORT + i for i in range(ENGINES)]
         for port in [*ports, ROUTER_PORT]:
@@ -55,7 +56,7 @@ class Bench:
                 except OSError:
                     sys.exit(f"run.py: port {port} is in use; it is needed for the engines and the router")
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        self.mock = self._start([str(self.rivals), str(HERE / "mock.py"), *map(str, ports)], core=0)
+        self.mock = self._start([str(self.rivals), str(HERE / "mock.py"), *map(str, ports)], "0")
         self._answers(ports[0], self.mock)
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class Bench:
             log = Path(scratch) / "log"
             with log.open("wb") as out:
                 argv = command(self.rivals, ROUTER_PORT, self.urls, Path(scratch))
-                router = self._start(argv, core=1, out=out)
+                router = self._start(argv, self.router_cores, out=out)
                 try:
                     self._answers(ROUTER_PORT, router)
                     time.sleep(1.0)  # the rest of its engines
@@ -142,9 +143,9 @@ class Bench:
         self.runs += 1
         return f"{os.getpid()}.{self.runs}"
 
-    def _start(self, argv: list[str], core: int, out: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    def _start(self, argv: list[str], cores: str, out: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            ["taskset", "-c", str(core), *argv], stdout=out, stderr=out, start_new_session=True
+            ["taskset", "-c", cores, *argv], stdout=out, stderr=out, start_new_session=True
         )
 
     def _answers(self, port: int, process: subprocess.Popen[bytes]) -> None:

@@ -38,7 +38,9 @@ def _module(module: str, policy: str, *more: str) -> Command:
     return command
 
 
-def _ours(policy: str, *more: str) -> Command:
+def ours(policy: str, *more: str) -> Command:
+    """Returns the installed router with a policy and further flags."""
+
     def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
         flags = [flag for engine in engines for flag in ("--engine", engine)]
         program = Path(sys.executable).parent / "lmetric-router"
@@ -78,8 +80,5 @@ SUBJECTS: dict[str, Command | None] = {
     "sglang-ca": _module("sglang_router.launch_router", "cache_aware"),
     "smg-ca": _module("smg.cli launch", "cache_aware"),
     "vllm-ca": _module("vllm_router.launch_router", "cache_aware"),
-    "lmetric": _ours("lmetric"),
-    # Workers follow no agent programs. Their core is one, so figures are CPU time of all processes.
-    "lmetric-1-worker": _ours("lmetric", "--set", "programs=none"),
-    "lmetric-2-workers": _ours("lmetric", "--workers", "2"),
+    "lmetric": ours("lmetric"),
 }
