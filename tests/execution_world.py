@@ -33,9 +33,8 @@ from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from lmetric.server.execution import ways
 from lmetric.server.execution.attempt import EngineAttempt
-from lmetric.server.execution.exchange import ClientRequest, Rules
+from lmetric.server.execution.exchange import ClientRequest, Intent, Rules
 from lmetric.server.execution.execution import Execution
-from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
     AttemptEvent,
@@ -530,7 +529,6 @@ class Client:
     """The client's connection, with the interface for a request."""
 
     relay = None
-    body_size = 0
     writing_paused = False
     sender = "127.0.0.1"
     peer = Peer("127.0.0.1", secure=False, trusted=False)

@@ -26,9 +26,8 @@ from execution_world import (
 )
 from lmetric._core import Decision, Ticket
 from lmetric.server.execution import attempt as attempt_module
-from lmetric.server.execution.exchange import Rules
+from lmetric.server.execution.exchange import Intent, Rules
 from lmetric.server.execution.execution import Execution, run
-from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.ways.plain import plain
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill

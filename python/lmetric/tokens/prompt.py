@@ -62,6 +62,10 @@ class PromptTokenizer:
             raise TokenizerError(f"{files.folder / 'tokenizer.json'}: {error}") from None
         files.tokenizer = b""
         self.images = KnownImages()
+        # Maximum size of new text that can be tokenized in the event loop.
+        self.at_once_bytes = _AT_ONCE_BYTES_FAST if self.encoder.fast else _AT_ONCE_BYTES
+        templates = (files.template, files.tool_template)
+        self.indents = any(each is not None and each.indents for each in templates)  # JSON, perhaps
 
     @classmethod
     def load(
@@ -77,17 +81,6 @@ class PromptTokenizer:
         TokenizerError.
         """
         return cls(read_folder(folder, chat_template), cache_bytes)
-
-    @property
-    def at_once_bytes(self) -> int:
-        """Maximum size of new text that can be tokenized in the event loop."""
-        return _AT_ONCE_BYTES_FAST if self.encoder.fast else _AT_ONCE_BYTES
-
-    @property
-    def indents(self) -> bool:
-        """Whether a chat template may indent JSON."""
-        templates = (self._files.template, self._files.tool_template)
-        return any(template is not None and template.indents for template in templates)
 
     @property
     def no_chat(self) -> str | None:

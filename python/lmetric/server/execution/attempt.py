@@ -287,21 +287,18 @@ class EngineAttempt(Attempt):
         if reader.status != 200:
             self._collect(flags, data)
         elif self.committed:
-            self._emit_events(reader.events())
+            if events := reader.events():
+                self._listener.on_attempt_event("events", self, events)
         elif flags & READY:
             if not reader.event_stream:
                 raise WireError(why_no_stream(reader))
             self._listener.on_attempt_event("ready", self, flags)
 
-    def _emit_events(self, events: list[bytes]) -> None:
-        if events:
-            self._listener.on_attempt_event("events", self, events)
-
     def begin(self) -> None:
         """Commits to the answer; with reader "events", reports its first events."""
         self.committed = True
-        if self.step.reader == "events":
-            self._emit_events(self.reader.commit_events())
+        if self.step.reader == "events" and (events := self.reader.commit_events()):
+            self._listener.on_attempt_event("events", self, events)
 
     def _close(self) -> None:
         """Ends the attempt after a whole answer: updates the engine, releases the connection."""

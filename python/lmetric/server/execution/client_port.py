@@ -23,10 +23,6 @@ class ClientPort(Protocol):
     peer: Peer
 
     @property
-    def body_size(self) -> int:
-        """The counted bytes of the request's body."""
-
-    @property
     def payer(self) -> Payer | None:
         """The client whose limits the request counts against; None: it has disconnected."""
 

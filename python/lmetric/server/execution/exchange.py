@@ -1,4 +1,4 @@
-"""A request for an engine as its client sent it, and the interface of a request in flight."""
+"""A request for an engine: as its client sent it, as it was read, and its interface in flight."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lmetric._core import BudgetReservation, RequestHead, ResponseReader
+from msgspec import Struct
+
+from lmetric._core import Arrival, BudgetReservation, Request, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.caller import NOBODY, Caller, UnknownKeyError
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
+from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet.model import Model
 from lmetric.server.upstream.connection import Connection
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from lmetric.server.execution.client_port import ClientPort, Payer
     from lmetric.server.execution.draft import Draft
     from lmetric.server.execution.fallback import Fallback, FallbackStep
-    from lmetric.server.execution.plan import Step
+    from lmetric.server.execution.plan import Hedge, Step
     from lmetric.server.execution.trace import RequestTrace, TraceContext
     from lmetric.server.execution.transcript import Transcript
     from lmetric.server.fleet.canary_run import CanaryRequest
@@ -170,11 +173,6 @@ class ClientRequest:
         return self.earlier_names | ({} if credential is None else {"credential": credential})
 
     @property
-    def key_id(self) -> str:
-        """The ID of its API key, or of its token's subject; empty: it has none."""
-        return self.caller.key_id
-
-    @property
     def client_key(self) -> str:
         """Its tenant, or the address of its client."""
         return self.tenant or self.client.sender
@@ -300,6 +298,21 @@ def _with_cors(answer: bytes, lines: bytes) -> bytes:
     """Returns the start of an engine's answer, with these lines in place of its CORS fields."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     return b"%b\r\n%b\r\n%b" % (without_cors(head), lines, rest)
+
+
+class Intent(Struct, eq=False, gc=False):
+    """A request whose body was read and whose model is known. Placement adds how it may run."""
+
+    client_request: ClientRequest
+    call: ParsedRequest
+    model: Model
+    adapter: str | None = None
+    asked: Request = cast(Request, None)  # for the core router; set by placement
+    moves: bool = False  # it may be split or moved
+    fetches: bool = False  # it may get a prefix fetch
+    resumes: bool = False  # after a failure, another engine may continue its stream
+    hedge: Hedge | None = None  # another engine may get it, too, if its first token is late
+    arrival: Arrival | None = None  # its place in the core router's queue; None: there is no queue
 
 
 class InFlightRequest:

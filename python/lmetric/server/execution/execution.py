@@ -17,9 +17,8 @@ from lmetric.server.api.eligibility import PARSED
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import ways
 from lmetric.server.execution.continuing import follow_gateway, switch
-from lmetric.server.execution.exchange import FAILED, Rules, sse_comments
+from lmetric.server.execution.exchange import FAILED, Intent, Rules, sse_comments
 from lmetric.server.execution.failures import next_engine
-from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -148,7 +147,11 @@ class Execution(Progress):
         elif event == "comments":
             self._comment(attempt, detail)
         elif event == "unseen":
-            self._unseen(attempt)
+            # The request can no longer move: its tokens are lost, or the engine parses them into
+            # more than text.
+            why = f"{attempt.step.engine.name}: {attempt.reader.unseen or PARSED}"
+            self.model.not_joinable(self.client_request.path, why)
+            self.stop_moving()
         elif event == "failed":
             kind, reason, words = detail
             if kind == "cancelled":  # perhaps by no fault of the engine
@@ -174,15 +177,6 @@ class Execution(Progress):
             self.acts.append(Write(sse_comments(comments)))
         else:
             self.acts.append(Comment(comments))
-
-    def _unseen(self, attempt: Attempt) -> None:
-        """Handles a forwarded stream whose text cannot be merged: the request can no longer move.
-
-        Its tokens are lost, or the engine parses them into more than text.
-        """
-        why = f"{attempt.step.engine.name}: {attempt.reader.unseen or PARSED}"
-        self.model.not_joinable(self.client_request.path, why)
-        self.stop_moving()
 
     # -- events of the client and the server -------------------------------------------------------
 

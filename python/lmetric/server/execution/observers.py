@@ -11,8 +11,7 @@ from typing import TypeVar, TypeVarTuple
 
 import structlog
 
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Intent
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")

@@ -83,8 +83,7 @@ class Progress:
     fails_over: bool = False  # an engine failed after its first token, and no other has continued
     over_budget: bool = False  # the retry budget forbade another attempt
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
-    # Of `execution`.
-    _migration_way: Way[SwitchTo | None] | None = None  # the migration
+    _migration_way: Way[SwitchTo | None] | None = None  # of `execution`: runs the migration
 
     def __init__(self, rules: Rules, client_request: ClientRequest, model: Model) -> None:
         self.rules = rules
@@ -253,26 +252,27 @@ class Progress:
         self,
         engine: Engine,
         body: bytes,
-        target: str,
+        target: str | None = None,
         *,
         method: bytes = b"POST",
         side: bool = True,
+        counted: bool = False,
         kv: KvTransfer | None = None,
     ) -> Step:
-        """Returns a step for the router's own use, which the ticket does not count.
+        """Returns a step for the router's own use.
 
-        `target`: its path. `kv`: the transfer that it fetches.
+        `target`: its path; None: the client's. `counted`: by the ticket. `kv`: what it fetches.
         """
         return Step(
             engine,
             body,
             "whole",
             limit_seconds=self.rules.timeouts.first_byte,
-            target=target.encode(),
+            target=None if target is None else target.encode(),
             method=method,
             side=side,
             for_client=False,
-            advances_ticket=False,
+            advances_ticket=counted,
             kv=kv,
         )
 

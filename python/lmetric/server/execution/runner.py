@@ -13,9 +13,8 @@ from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
-from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
+from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Intent, Rules
 from lmetric.server.execution.execution import ENDS, Execution
-from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
     Act,
@@ -121,17 +120,14 @@ class Runner(Execution, InFlightRequest):
             attempt.begin()
             return
         attempt.committed = True
-        client, transcript = client_request.client, self.transcript
-        if client.body_size and not (transcript is not None and transcript.chat):
-            client.release_body()
+        if self.transcript is None or not self.transcript.chat:
+            client_request.client.release_body()
         engine = attempt.step.engine.name
         client_request.pass_on(attempt.reader, self.head_lines(engine), engine)
         self.model.held.poke()  # the first token: the engine has room again
 
     def _do_begin(self, act: Begin) -> None:
-        client = self.client_request.client
-        if client.body_size:
-            client.release_body()
+        self.client_request.client.release_body()
         self.client_request.begin(act.length, self.head_lines(act.engine))
         self.model.held.poke()
 

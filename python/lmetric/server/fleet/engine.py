@@ -467,10 +467,12 @@ class Engine:
             self._report(self.adapter.load_of_header(header), "header", values)
 
     def _report(self, load: Load, source: str, values: Values) -> None:
-        if self.model is None or not (load or values):
+        if self.model is None:
             return
         if load:
             self.load_reports[source] += 1
+        elif not values:
+            return
         self.model.router.report_load(
             self.name,
             waiting=load.waiting,

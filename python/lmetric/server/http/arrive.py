@@ -17,8 +17,7 @@ from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, TOKENIZED, RelayedPath
 from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.execution import request_log
-from lmetric.server.execution.exchange import FAILED, ClientRequest
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import FAILED, ClientRequest, Intent
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.model import Model
 from lmetric.server.http.admission import Admission

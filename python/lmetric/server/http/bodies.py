@@ -54,8 +54,8 @@ class Bodies:
             body = unpacked
             if len(body) > limit:
                 raise _too_long(limit)
-            client.account.keep_body(min(len(body), client.body_size))
-        if client.body_size <= SMALL_BODY:
+            client.account.keep_body(min(len(body), client.account.body_size))
+        if client.account.body_size <= SMALL_BODY:
             client.release_body()
         return body
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Container
 
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import SATURATED, ClientRequest, InFlightRequest
+from lmetric.server.execution.exchange import SATURATED, ClientRequest, InFlightRequest, Intent
 from lmetric.server.execution.fallback import CONTEXT, Fallback, FallbackStep
-from lmetric.server.execution.intent import Intent
 from lmetric.server.execution.refusal import EngineRefusal
 from lmetric.server.fleet.catalog import Catalog
 from lmetric.server.fleet.model import Model

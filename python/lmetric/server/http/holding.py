@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lmetric._core import Arrival
 from lmetric.server.api.errors import ApiError
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import Intent
 from lmetric.server.fleet.admission import Waiting
 from lmetric.server.http.running import RunningRequests
 from lmetric.server.http.waiting import WaitingRequest

@@ -35,14 +35,10 @@ class PacedHandler(RequestHandler):
         """The client that pays for the request in flight; None: it has disconnected."""
         return self.account.payer
 
-    @property
-    def body_size(self) -> int:
-        """The counted bytes of the request's body."""
-        return self.account.body_size
-
     def release_body(self) -> None:
         """Releases the counted bytes of the request's body."""
-        self.account.keep_body(0)
+        if self.account.body_size:
+            self.account.keep_body(0)
 
     def _received(self, data: bytes) -> None:
         """Processes a read."""

@@ -12,8 +12,7 @@ from lmetric.config import PoolSettings, ServerConfig, SloClass
 from lmetric.server.api.caller import NOBODY
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import ClientRequest
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import ClientRequest, Intent
 from lmetric.server.execution.observers import failed
 from lmetric.server.execution.plan import Hedge, Way
 from lmetric.server.execution.runner import RequestRunner

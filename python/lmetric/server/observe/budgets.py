@@ -55,7 +55,7 @@ class TenantBudgets(Observer):
         ``now``: seconds on the monotonic clock.
         """
         asked = (request.prompt_tokens, output_tokens)
-        scope = (model, request.key_id, request.slo_class)
+        scope = (model, request.caller.key_id, request.slo_class)
         made = self.core.reserve(request.tenant, scope, asked, (now, time.time()))
         if made is None:
             return

@@ -21,8 +21,7 @@ from lmetric._core import UnknownNameError, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_schema import SCHEMA_VERSION
 from lmetric.server.execution.draft import Draft
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.execution.intent import Intent
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Intent
 from lmetric.server.execution.observers import Observer
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet

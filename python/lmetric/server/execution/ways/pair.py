@@ -101,15 +101,7 @@ def _both(p: Progress, first: Engine, second: Engine, *, body: bytes, opens: boo
 
     `opens`: the first one is the open segment.
     """
-    prefill = Step(
-        first,
-        body,
-        "whole",
-        limit_seconds=p.rules.timeouts.first_byte,
-        side=True,
-        for_client=False,
-        advances_ticket=opens,
-    )
+    prefill = p.own_step(first, body, counted=opens)
     decode = Step(second, body, "pass", limit_seconds=p.limit_seconds, stream=p.stream)
     p.send(prefill)
     attempt, flags = yield decode
@@ -138,15 +130,10 @@ def _prefill_step(p: Progress, engine: Engine) -> Step:
         fields, checks = fetching_fields(p, engine, kv)
         if kv.used:
             body = dumps(orjson.loads(body) | fields)
-    return Step(
-        engine,
-        body,
-        "whole",
-        limit_seconds=p.rules.timeouts.first_byte,
-        for_client=False,
-        kv=kv if kv is not None and kv.used else None,
-        checks_prompt=checks,
-    )
+    used = kv if kv is not None and kv.used else None
+    step = p.own_step(engine, body, side=False, counted=True, kv=used)
+    step.checks_prompt = checks
+    return step
 
 
 def fetching_fields(

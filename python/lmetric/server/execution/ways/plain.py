@@ -127,12 +127,11 @@ def _end_early_abort(p: Progress, attempt: Attempt) -> Way[None]:
     """
     if (event := _abort_event(p, attempt)) is None:
         return
-    begun, engine = attempt.reader.payload(), attempt.step.engine
-    if not (yield from aborts_by_order(p, engine)):
-        raise attempt.step.lost("reset", _ABORTED)
+    begun, step = attempt.reader.payload(), attempt.step
+    yield from _check_order(p, step)
     p.accept(attempt)
     p.answered = attempt
-    p.begin_stream(engine.name)
+    p.begin_stream(step.engine.name)
     p.acts.append(Write(begun))
     _end_aborted(p, attempt, event)
     raise ended_by_order()
@@ -178,26 +177,23 @@ def _end_whole_abort(p: Progress, attempt: Attempt) -> Way[NoReturn]:
     Raises EngineLost if the engine aborted it for another reason.
     """
     body, step = attempt.reader.payload(), attempt.step
-    if p.client_request.path == MESSAGES:  # vLLM answers a failure with the status 500
-        yield from _check_order(p, step)
-    else:
-        yield from _check_abort(p, step, _choices_of(step, body)[1])
+    # On /v1/messages, vLLM answers a failure with the status 500.
+    choices = None if p.client_request.path == MESSAGES else _choices_of(step, body)[1]
+    yield from _check_order(p, step, choices)
     p.accept(attempt)
     p.answered = attempt  # it was canceled, so its reader still has the usage
     p.write_whole(body, step.engine.name)
     raise ended_by_order()
 
 
-def _check_abort(p: Progress, step: Step, choices: list[Any]) -> Way[None]:
-    """Raises EngineLost unless an engine aborted its whole answer by order."""
-    if all(choice.get("finish_reason") != "abort" for choice in choices):
-        raise step.lost("reset", _ABORTED)
-    yield from _check_order(p, step)
+def _check_order(p: Progress, step: Step, choices: list[Any] | None = None) -> Way[None]:
+    """Raises EngineLost unless an engine aborted an answer by order.
 
-
-def _check_order(p: Progress, step: Step) -> Way[None]:
-    """Raises EngineLost unless an engine aborted an answer by order."""
-    if not (yield from aborts_by_order(p, step.engine)):
+    `choices`: of a whole answer, which shows an abort by itself; None: it is not whole, or a
+    message.
+    """
+    aborted = choices is None or any(choice.get("finish_reason") == "abort" for choice in choices)
+    if not (aborted and (yield from aborts_by_order(p, step.engine))):
         raise step.lost("reset", _ABORTED)
 
 
@@ -258,7 +254,7 @@ def _rewritten(p: Progress, step: Step) -> Way[None]:
         answer, choices = _choices_of(step, body)
         if aborted:
             # Meanwhile, its connection may serve another request: its reader is not read again.
-            yield from _check_abort(p, step, choices)
+            yield from _check_order(p, step, choices)
         elif step.checks_prompt and (why := other_tokens(p.prompt, answer.get("prompt_token_ids"))):
             discard_transfer(p, step.engine, why)
         body = _stripped(answer, choices, step.hides_ids)

@@ -86,16 +86,9 @@ def _part_step(p: Progress, engine: Engine, to_token: int, *, keeps_last: bool) 
         target, request = transcript.segment(to_token)
     kv = transfer(p)
     fields, checks = fetching_fields(p, engine, kv, own_prompt=to_token >= count)
-    step = Step(
-        engine,
-        dumps(request | fields),
-        "whole",
-        limit_seconds=p.rules.timeouts.answer,
-        target=target.encode(),
-        for_client=False,
-        kv=kv if kv.used else None,
-        checks_prompt=checks,
-    )
+    body, used = dumps(request | fields), kv if kv.used else None
+    step = p.own_step(engine, body, target, side=False, counted=True, kv=used)
+    step.limit_seconds, step.checks_prompt = p.rules.timeouts.answer, checks
     return step, request["max_tokens"]
 
 
