@@ -98,6 +98,19 @@ async def test_a_trainer_adds_and_removes_workers_by_url() -> None:
     await added.stop()
 
 
+async def test_a_repeated_registration_with_another_field_is_refused() -> None:
+    """It once got a 200, and the router kept the old API key."""
+    async with world(1, admin=True) as it:
+        first = {"url": "http://127.0.0.1:9", "api_key": "one", "model_id": "tiny", "worker_type": "prefill"}
+        for _ in range(2):
+            assert (await call(it, "POST", "/workers", first))[0] == 200
+        for name, value in (("api_key", "two"), ("model_id", "large"), ("worker_type", "decode")):
+            status, got = await call(it, "POST", "/workers", {**first, name: value})
+            assert (status, got["code"], got["error"]["param"]) == (400, "ADD_WORKER_FAILED", name)
+            assert f"already exists with another {name}; remove it first" in got["error"]["message"]
+        assert (await call(it, "POST", "/workers", {"url": first["url"]}))[0] == 200
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_each_kind_of_worker_has_its_role(kind: str) -> None:
     added = FakeEngine()

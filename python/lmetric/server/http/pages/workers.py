@@ -179,9 +179,22 @@ async def _added(call: Call, fields: dict[str, Any], model: str | None) -> tuple
     except ValidationError as error:
         raise _failed("ADD", not_valid(error).message, "url") from None
     known = _found(call.front.fleet, config.url)
-    if known and model in (None, known[0].configured_model) and config.role in (None, known[0].config.role):
-        known[0].ask_anew()
-        return known[0], True
+    if known:
+        first = known[0]
+        differ = [
+            name
+            for name, given, has in (
+                ("model_id", model, first.configured_model),
+                ("worker_type", config.role, first.config.role),
+                ("api_key", config.api_key, first.config.api_key),
+            )
+            if given not in (None, has)
+        ]
+        if differ:
+            text = f"Worker {first.config.url} already exists with another {differ[0]}; remove it first"
+            raise _failed("ADD", text, differ[0])
+        first.ask_anew()
+        return first, True
     try:
         return await members.add(call, config, model), False
     except ApiError as error:
