@@ -15,7 +15,7 @@ use crate::head::{self, Head};
 use crate::json::{Finish, Found, Probe, Usage};
 use crate::observe::{OBSERVED_LIMIT, Observer};
 use crate::rename::{Rename, write_events};
-use crate::sse::{Event, Events};
+use crate::sse::{Event, Events, MARK};
 use std::ops::Range;
 
 /// Longest response head, bytes.
@@ -333,7 +333,8 @@ impl Scanner {
         let mut texts = Vec::new();
         if !self.events.inside_filler() {
             let dropped = std::mem::take(&mut self.comments);
-            for line in dropped.split(|byte| matches!(byte, b'\n' | b'\r')) {
+            let comments = dropped.strip_prefix(MARK).unwrap_or(&dropped);
+            for line in comments.split(|byte| matches!(byte, b'\n' | b'\r')) {
                 if !line.is_empty() {
                     let text = line.strip_prefix(b":").unwrap_or(line); // its start may be lost
                     texts.extend_from_slice(text.strip_prefix(b" ").unwrap_or(text));
@@ -648,7 +649,7 @@ impl Scanner {
     fn read_events(&mut self, piece: &[u8], step: &mut Step) -> Ends {
         let (said, require_finish, committed) = (&mut self.said, self.require_finish, self.committed);
         let fillers = &mut self.fillers;
-        let withholds = !matches!(self.out, Out::Length(_));
+        let (withholds, alone) = (!matches!(self.out, Out::Length(_)), self.alone);
         let (observed, withholds_abort) = (self.observer.is_some(), self.withholds_abort);
         let (mut halt, mut failed) = (None, false);
         let last = self.events.feed(piece, |event, start| match event {
@@ -666,7 +667,9 @@ impl Scanner {
             }
             Event::Data(found) => said.event(&found, step),
             Event::Filler { .. } if said.ready || committed => {}
-            Event::Filler { end } => match fillers.last_mut() {
+            // A stream with a client of its own is not the rest of another one.
+            Event::Mark { .. } if committed && !alone => {}
+            Event::Filler { end } | Event::Mark { end } => match fillers.last_mut() {
                 Some(before) if before.end == start => before.end = end,
                 _ => fillers.push(start..end),
             },

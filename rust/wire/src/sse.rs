@@ -9,6 +9,8 @@ pub(crate) enum Event {
     /// Bytes without content, up to `end` in the input: a piece of a comment line, or of the blank
     /// line after comments alone. Engines send comments to keep the connection alive.
     Filler { end: usize },
+    /// Bytes of the stream's byte order mark, up to `end` in the input.
+    Mark { end: usize },
     /// An event with data, and the values found in its JSON.
     Data(Found),
     /// The event `[DONE]`.
@@ -30,7 +32,7 @@ enum Line {
 const LONG_DATA: usize = 64 * 1024;
 
 /// Some servers write a byte order mark before the first event.
-const MARK: &[u8; 3] = b"\xef\xbb\xbf";
+pub(crate) const MARK: &[u8; 3] = b"\xef\xbb\xbf";
 const DATA: &[u8; 5] = b"data:";
 const DONE: &[u8; 6] = b"[DONE]";
 
@@ -92,6 +94,9 @@ impl Events {
                 let marked = byte == MARK[MARK.len() - self.mark];
                 self.mark = if marked { self.mark - 1 } else { 0 };
                 at += usize::from(marked);
+                if marked {
+                    on(Event::Mark { end: at }, at - 1);
+                }
                 continue;
             }
             if self.after_cr {
@@ -264,7 +269,7 @@ mod tests {
         for piece in pieces {
             events.feed(piece, |event, _| {
                 seen.push(match event {
-                    Event::Filler { .. } => return,
+                    Event::Filler { .. } | Event::Mark { .. } => return,
                     Event::Done => "done".into(),
                     Event::Data(found) => format!("{}", found.tokens()),
                 });

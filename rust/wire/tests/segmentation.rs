@@ -513,6 +513,36 @@ fn whole_chunks_pass_untouched_and_cut_ones_are_framed_anew() {
 }
 
 #[test]
+fn a_byte_order_mark_does_not_pass_in_the_middle_of_the_clients_stream() {
+    let head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let event = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
+    for (comment, alone) in [("", false), (": a\n\n", false), ("", true), (": a\n\n", true)] {
+        let payload = format!("\u{feff}{comment}{event}");
+        for cut in 0..payload.len() {
+            let mut scanner = Scanner::default();
+            scanner.feed(head).unwrap();
+            if alone {
+                scanner.commit_alone();
+            }
+            for piece in [&payload.as_bytes()[..cut], &payload.as_bytes()[cut..]] {
+                if !piece.is_empty() {
+                    let framed = [format!("{:x}\r\n", piece.len()).as_bytes(), piece, b"\r\n"].concat();
+                    scanner.feed(&framed).unwrap();
+                }
+            }
+            if alone {
+                let expected = format!("{comment}{event}");
+                assert_eq!(scanner.take_payload(), expected.as_bytes(), "cut at {cut}");
+            } else {
+                let expected = format!("{:x}\r\n{event}\r\n", event.len());
+                assert_eq!(scanner.continue_stream(), expected.as_bytes(), "cut at {cut}");
+                assert_eq!(scanner.take_comments(), comment.replace(": a\n\n", "a\n").as_bytes());
+            }
+        }
+    }
+}
+
+#[test]
 fn an_early_done_is_withheld_and_a_cut_is_told() {
     let head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n".to_vec();
     let run = play(
