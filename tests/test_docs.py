@@ -176,7 +176,7 @@ def settings() -> Iterator[Any]:
                 yield pytest.param(block, id=f"{path.relative_to(SITE)}-{number}")
 
 
-@pytest.mark.parametrize("block", settings())
+@pytest.mark.parametrize("block", list(settings()))
 def test_shown_settings_load(block: str, tmp_path: Path) -> None:
     (tmp_path / "router.yaml").write_text(block)
     environ = dict.fromkeys(re.findall(r"\$\{(\w+)\}", block), "a-secret-of-the-environment")
