@@ -6,17 +6,14 @@ import asyncio
 import time
 from pathlib import Path
 
-import orjson
 import pytest
 
 from lmetric.server.api.replica_pages import STORED_PATH
 from lmetric.server.background import stored_search
 from lmetric.server.observe.problems import FIXES
-from lmetric_lab.ports import free_ports
 from server_world import World
 from test_server_passthrough import RESPONSES, Responses, ask, created
 from test_server_replicas import two
-from test_workers_replicas import Fleet, met
 
 ALICE, BOB = ({"x-tenant": name} for name in ("alice", "bob"))
 TENANTS = {"tenants": {"alice": {}, "bob": {}}}
@@ -194,25 +191,3 @@ def test_the_documents_have_the_limits_of_searches() -> None:
     assert f"If no answer names the response and {silence}, the client gets a 503" in page
     assert f"It also gets a 503 if {limits}" in page
     assert f"gone after {stored_search.GONE_SECONDS:g} s" in page
-
-
-async def test_any_worker_of_any_router_finds_a_response(tmp_path: Path) -> None:
-    ports = free_ports(2)
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    fake = Responses()
-    await fake.start()
-    try:
-        async with Fleet(tmp_path, fake, {"urls": urls}, tenants={"a": {}}) as fleet:
-            a, b = [await fleet.add(port) for port in ports]
-            await met(a, b)
-            previous = None
-            for turn in range(12):
-                client = (a, b)[turn % 2].client
-                body = {"model": "tiny", "input": "a", "previous_response_id": previous}
-                headers = {"x-tenant": "a"}
-                async with client.session.post(client.url + RESPONSES, json=body, headers=headers) as got:
-                    answer = orjson.loads(await got.read())
-                    assert got.status == 200, answer
-                previous = answer["id"]
-    finally:
-        await fake.stop()

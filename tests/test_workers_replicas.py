@@ -19,6 +19,7 @@ from server_world import FakeEngine, answer, hang
 from test_server_budgets import budget, tenants
 from test_server_keys import settings
 from test_server_keys_shared import Client
+from test_server_passthrough import RESPONSES, Responses
 from test_server_process import Process, engine, router
 from test_workers import workers_of
 from waiting import PATIENCE_SECONDS, until
@@ -105,15 +106,26 @@ async def met(*routers: Router) -> None:
     await eventually(all_receive)
 
 
-async def test_each_worker_counts_the_requests_of_all_other_routers(tmp_path: Path) -> None:
+async def test_workers_of_all_routers_count_each_others_requests_and_find_each_others_responses(
+    tmp_path: Path,
+) -> None:
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    async with engine(behave=hang) as fake, Fleet(tmp_path, fake, {"urls": urls}) as fleet:
+    fake = Responses()
+    fake.behave = hang
+    await fake.start()
+    async with Fleet(tmp_path, fake, {"urls": urls}) as fleet:
         a, b = [await fleet.add(port) for port in ports]
         await met(a, b)
         async with a.client.session.get(a.client.url + "/metrics") as page:
             assert "\nlmetric_replicas 1.0\n" in await page.text()
         key = await a.client.issue()
+        previous = None
+        for turn in range(12):
+            body = {"model": "tiny", "input": "a", "previous_response_id": previous}
+            status, answered = await (a, b)[turn % 2].client.call("POST", RESPONSES, body, key["key"])
+            assert status == 200, answered
+            previous = answered["id"]
         asking = [asyncio.create_task(each.client.use(key)) for each in (a, b) for _ in range(5)]
 
         async def count(number: float) -> bool:
@@ -131,6 +143,7 @@ async def test_each_worker_counts_the_requests_of_all_other_routers(tmp_path: Pa
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         await eventually(lambda: count(0))
+    await fake.stop()
 
 
 @pytest.mark.nightly
