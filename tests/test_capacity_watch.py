@@ -201,14 +201,14 @@ async def get_json(client: aiohttp.ClientSession, url: str) -> Any:
         return await answer.json()
 
 
-async def test_a_port_in_use_ends_the_process(tmp_path: Path) -> None:
+def test_a_port_in_use_ends_the_command(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        words = ["advise", str(tmp_path), "--watch", "--slo", SLO]
-        async with command(*words, "--port", str(port)) as w:
-            assert await w.ended() == 3
-            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in w.log[-1]
-            assert "set another --port" in w.log[-1]
+        done = call("advise", str(tmp_path), "--watch", "--slo", SLO, "--port", str(port))
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in last
+    assert "set another --port" in last
 
 
 def test_missing_records_end_the_command(tmp_path: Path) -> None:

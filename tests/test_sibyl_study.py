@@ -20,8 +20,8 @@ def study() -> Iterator[None]:
     yield from STUDY.importable()
 
 
-def test_a_quick_figure(tmp_path: Path) -> None:
-    made = STUDY.made(tmp_path, "--quick", "--figure", "8,light")
+def test_quick_figures(tmp_path: Path) -> None:
+    made = STUDY.made(tmp_path, "--quick", "--figure", "8,light,curve")
     told = made["8"]
     assert (told["quick"], told["seeds"]) == (True, 1)
     by_label = {(row["stage"], row["policy"]): row for row in told["rows"]}
@@ -34,11 +34,8 @@ def test_a_quick_figure(tmp_path: Path) -> None:
     light = made["light"]["rows"]
     assert min(row["least_loaded"][0] for row in light) > 0.4  # most are idle, and ties count
     assert max(row["batch"][0] for row in light) < 1
-
-
-def test_the_settings_of_the_length_curve_are_swept(tmp_path: Path) -> None:
-    """Fidelity gap 13: each alpha with each width of the buckets, beside least requests."""
-    rows = STUDY.made(tmp_path, "--quick", "--figure", "curve")["curve"]["rows"]
+    # Fidelity gap 13: each alpha with each width of the buckets, beside least requests.
+    rows = made["curve"]["rows"]
     (stage,) = {row["stage"] for row in rows if "step time" in row["stage"]}
     p99 = {row["policy"]: row["p99"][0] for row in rows if row["stage"] == stage}
     assert len(p99) == 10
