@@ -71,8 +71,8 @@ def test_the_command_and_the_function_say_the_same() -> None:
 
 def test_the_same_seed_gives_the_same_figures_whatever_runs_beside_it() -> None:
     first, second = (
-        told("--policy", "random,lmetric", "--seeds", "3", "--jobs", jobs, run=process)["runs"]
-        for jobs in ("1", "3")
+        told("--policy", "random,lmetric", "--seeds", "3", "--jobs", jobs, run=run)["runs"]
+        for jobs, run in (("1", call), ("3", process))
     )
     for run in [*first, *second]:
         del run["wall_seconds"]
@@ -179,7 +179,7 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
     page, figures, out = tmp_path / "r.html", tmp_path / "figures", tmp_path / "o.json"
     done = simulate(
         *BASE, "--policy", "vllm,p_token * where(bs > 4, bs + 1, 1)", "--seeds", "2", "--slo-tpot", "0.05",
-        "--report", page, "--figures", figures, "--json", out, run=process,
+        "--report", page, "--figures", figures, "--json", out,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for head in (
