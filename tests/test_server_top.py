@@ -8,6 +8,7 @@ import io
 import os
 import pty
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from cli_world import call, process
 from lmetric import top as top_module
 from lmetric._core import LmetricError
 from lmetric.canary.client import send
@@ -26,18 +28,24 @@ from server_world import world
 from tls_world import Authority, needs_openssl
 from waiting import PATIENCE_SECONDS
 
+TURN = threading.Lock()  # a command in this process has the standard streams for itself
+
 
 async def top(*arguments: str, **environment: str) -> tuple[int, str, str]:
-    """Runs the command. Returns its exit code, stdout and stderr."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "lmetric.cli", "top", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "110", **environment},
-    )
-    out, said = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode is not None
-    return process.returncode, out.decode(), said.decode()
+    """Runs the command on a thread, beside the router. Returns its exit code, stdout and stderr."""
+
+    def run() -> tuple[int, str, str]:
+        with TURN:
+            done = call("top", *arguments, COLUMNS="110", **environment)
+        return done.returncode, done.stdout, done.stderr
+
+    return await asyncio.to_thread(run)
+
+
+async def trusting(authority: Authority, url: str) -> tuple[int, str]:
+    """Prints a router once in a process, which trusts an authority. Returns its code and stderr."""
+    done = await asyncio.to_thread(process, "top", url, "--once", SSL_CERT_FILE=str(authority.file))
+    return done.returncode, done.stderr
 
 
 async def test_once_prints_engines_and_rates() -> None:
@@ -217,7 +225,7 @@ async def test_the_status_comes_first_and_fits_a_narrow_terminal() -> None:
 async def test_the_key_q_ends_it() -> None:
     own, terminal = pty.openpty()
     async with world(1) as it:
-        process = await asyncio.create_subprocess_exec(
+        running = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lmetric.cli", "top", it.url),
             stdin=terminal,
             stdout=terminal,
@@ -231,7 +239,7 @@ async def test_the_key_q_ends_it() -> None:
                 seen += await loop.run_in_executor(None, os.read, own, 4096)
             os.write(own, b"q")
             draining = loop.run_in_executor(None, drain, own)
-            assert await process.wait() == 0
+            assert await running.wait() == 0
             await draining
     os.close(own)
 
@@ -347,8 +355,7 @@ async def test_a_router_with_tls_says_what_the_client_lacks(tmp_path: Path) -> N
             for asks in (read_once(url), send(url, None, "status")):
                 with pytest.raises(LmetricError, match=rf"^{url}: no answer .*; {hint}$"):
                     await asks
-        code, _, said = await top(https, "--once", SSL_CERT_FILE=str(authority.file))
-        assert (code, said) == (0, "")
+        assert await trusting(authority, https) == (0, "")
 
 
 @needs_openssl
@@ -356,7 +363,7 @@ async def test_a_router_with_an_expired_certificate_names_the_fix(tmp_path: Path
     authority = Authority(tmp_path)
     async with world(1, tls=authority.issue("old", days=-1).files) as it:
         url = f"https://127.0.0.1:{it.server.port}"
-        code, _, said = await top(url, "--once", SSL_CERT_FILE=str(authority.file))
+        code, said = await trusting(authority, url)
     assert code == 1, said
     assert "certificate has expired" in said
     assert f"renew the files of its `tls`, which it reads again; until then: curl -k {url}/debug/live" in said
