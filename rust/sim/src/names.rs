@@ -16,7 +16,7 @@ pub struct Names {
     shift: u32,
 }
 
-/// The first 32 bits of the spread hash, of which the first select the slot, and the block plus 1.
+/// The first 32 bits of the spread hash, and the block plus 1. The first bits select the slot.
 type Slot = [u32; 2];
 
 /// Zeros, so that a new table takes no memory before its use: an engine has hundreds of thousands
