@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+import growth_tables as growth
 from common import ROOT
 from shown import select
 
@@ -31,6 +32,27 @@ def newest(what: str) -> tuple[str, Figures]:
     if not found:
         sys.exit(f"report.py: no bench/results/*-{what}.json: run bench/run_all.sh")
     return found[-1].name, json.loads(found[-1].read_text())
+
+
+GROWTH = ("sizes", "feed", "workers", "worker-memory", "lost-engines", "replicas-fleet", "replicas-clusters")
+NOT_MEASURED = "Not measured yet."
+
+
+def measured() -> dict[str, tuple[str, Figures]]:
+    """The newest raw files of the section "Growth" that there are."""
+    return {what: newest(what) for what in GROWTH if [*(ROOT / "bench" / "results").glob(f"*-{what}.json")]}
+
+
+def growing(files: dict[str, tuple[str, Figures]]) -> dict[str, str]:
+    """The tables of the section "Growth"."""
+    found = {what: result for what, (_, result) in files.items()}
+    parts = {what: table(*getattr(growth, what)(found[what])) for what in ("sizes", "feed") if what in found}
+    if {"replicas-fleet", "replicas-clusters"} <= found.keys():
+        parts["routers"] = table(*growth.routers(found["replicas-fleet"], found["replicas-clusters"]))
+    goals = [row for what, rows in growth.GOALS.items() if what in found for row in rows(found[what])]
+    if goals:
+        parts["goals"] = table(["what", "goal", "measured"], goals)
+    return {name: parts.get(name, NOT_MEASURED) for name in ("sizes", "feed", "goals", "routers")}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -279,8 +301,10 @@ def main() -> None:
     """Renders the page, or checks it."""
     kinds = ("core", "plans", "memory", "decision", "http", "simulator", "tokens", "tokens-fast")
     results = {what: newest(what) for what in kinds}
+    grown = measured()
     parts = {
-        "machine": machine(results),
+        **growing(grown),
+        "machine": machine(results | grown),
         "budgets": missed(results),
         "plans": plans(results["plans"][1]),
         "decision": decision(results["decision"][1]),

@@ -7,9 +7,9 @@ of all its processes. It also runs on both cores; then its speed by the clock is
 cores that engines and load took. Cells: `request`, a closed loop of 32 connections with bodies of
 1 KB; `chunk`, 200 streams with a token each 5 ms.
 
-A lock wait is time in which the thread of an event loop is in a call of the kernel that waits for
-a lock (`futex`) or gives up its core (`sched_yield`), from 500 looks a second. It contains
-hand-overs to the process's own other threads.
+A lock wait is time in which the thread of an event loop waits for a lock in the kernel (`futex`),
+or gives up its core (`sched_yield`). It is counted by 500 looks a second. Waits for the process's
+own other threads count, too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,164 @@
+"""Tables of the section "Growth" of docs/research/performance.md, which `report.py` renders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from lmetric.defaults import DEFAULT_POLICY
+
+Figures = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+# Instances: microseconds of a decision with a prompt of 8k tokens, p50.
+DECISION_GOALS = {256: 4.0, 1_024: 6.0, 4_096: 10.0, 16_384: 25.0}
+
+
+def judged(figure: float, goal: float, digits: int, *, at_least: bool = False) -> list[str]:
+    """Returns the cells of a goal and of what was measured; a missed goal is bold."""
+    met = figure >= goal if at_least else figure <= goal
+    shown = f"{figure:,.{digits}f}"
+    return [f"{'at least' if at_least else 'at most'} {goal:,g}", shown if met else f"**{shown}**"]
+
+
+def sizes(result: Figures) -> Table:
+    """Decisions and the index, by number of instances."""
+    of = {(row["instances"], row["policy"]): row for row in result["decisions"]}
+    stages = {(row["instances"], row["policy"], row["stage"]): row for row in result["stages"]}
+    rows = []
+    for index in result["index"]:
+        instances = index["instances"]
+        own, default = (of[instances, policy] for policy in ("lmetric", DEFAULT_POLICY))
+        goal = DECISION_GOALS.get(instances)
+        warm = stages[instances, "lmetric", "total"]
+        p50 = f"{warm['p50_us']:.1f}"
+        rows.append(
+            [
+                f"{instances:,}",
+                f"{goal:g}" if goal else "-",
+                p50 if goal is None or warm["p50_us"] <= goal else f"**{p50}**",
+                *(f"{row['p50_us']:.1f} / {row['p99_us']:.1f}" for row in (own, default)),
+                f"{index['match_us']:.1f}",
+                f"{index['bytes_per_pair']:.1f}",
+            ]
+        )
+    head = ["instances", "goal, us", "one prompt", "lmetric", DEFAULT_POLICY, "match", "bytes a block"]
+    return head, rows
+
+
+def feed(result: Figures) -> Table:
+    """The feed of events, and decisions beside it."""
+    rows = []
+    for row in result["rows"]:
+        rate = row.get("stored_blocks_per_cpu_second", row.get("stored_blocks_per_thread_cpu_second"))
+        if "calls" in row:
+            rows.append([row["case"], "-", f"{row['p50_us']:.1f} / {row['p99_us']:.1f}"])
+        else:
+            rows.append([row["case"], f"{rate / 1e6:.2f}", "-"])
+    return ["case", "million blocks/s of a core", "decision, us"], rows
+
+
+def beside(result: Figures) -> list[list[str]]:
+    """The goal of decisions beside all other work."""
+    quiet, busy = (row["p99_us"] for row in result["rows"][-2:])
+    what = "p99 of a decision beside events, scrapes and searches, times the quiet p99"
+    return [[what, *judged(busy / quiet, 1.5, 2)]]
+
+
+def workers(result: Figures) -> list[list[str]]:
+    """The goals of two workers."""
+    rows = []
+    for row in result["summary"]:
+        if row["workers"] == "one worker":
+            continue
+        where = f"two workers, {row['place']}, {row['cell']}s"
+        rows.append(
+            [f"{where} per CPU-second, times one worker's", *judged(row["ratio"][0], 0.92, 2, at_least=True)]
+        )
+        rows.append([f"{where}, lock waits, % of CPU time", *judged(row["lock_wait_share"][0] * 100, 2, 2)])
+        if row["place"] != "core 1":
+            others = (
+                f"{where} by the clock, times one worker's (others took {row['other_cores'][0]:.1f} cores)"
+            )
+            rows.append([others, "-", f"{row['speed'][0]:.2f}"])
+    return rows
+
+
+def memory(result: Figures) -> list[list[str]]:
+    """The memory of a worker."""
+    before, after = max(result["before_mib"]), max(result["after_mib"])
+    millions = result["indexed_blocks"] / 1e6
+    each = (after - before) * 2**20 / result["indexed_blocks"]
+    what = f"RSS of a worker, {result['engines']} engines, {millions:.1f} million blocks, MiB"
+    return [[f"{what} ({before:.0f} before; {each:.0f} bytes a block)", "-", f"{after:,.0f}"]]
+
+
+def lost(result: Figures) -> list[list[str]]:
+    """The goals of streams while engines are lost."""
+    setting, turn, delays = result["setting"], result["turn"], result["delays"]
+    missing = result["lost"] + result["of_another_text"]
+    run = f"{setting['streams']:,} streams, {result['engines_lost']} engines lost"
+    rows = [
+        [f"{run}: lost of {result['streams']:,} answers", *judged(missing, 0, 0)],
+        [
+            f"{run}: CPU time of a turn of the loop, p99, ms (greatest {turn['most_ms']:.1f})",
+            *judged(turn["p99_ms"], 10, 1),
+        ],
+    ]
+    for name in ("relay", "router"):
+        added = (delays[name][key] - delays["direct"][key] for key in ("p50_us", "p99_us"))
+        p50, p99 = (f"{each / 1e3:.2f}" for each in added)
+        what = {"relay": "a bare relay", "router": "the router"}[name]
+        rows.append([f"{run}: latency added by {what}, p50 / p99, ms", "-", f"{p50} / {p99}"])
+    return rows
+
+
+def exact(result: Figures) -> list[list[str]]:
+    """The goal of simulated workers."""
+    return [
+        [
+            f"mean end to end, simulated, {row['workload']}: two workers, times one's",
+            *judged(row["of_one"], 1.01, 3),
+        ]
+        for row in result["rows"]
+        if (row["what"], row["count"]) == ("workers", 2)
+    ]
+
+
+GOALS: dict[str, Callable[[Figures], list[list[str]]]] = {
+    "feed": beside,
+    "workers": workers,
+    "worker-memory": memory,
+    "lost-engines": lost,
+    "replicas-clusters": exact,
+}
+
+
+def routers(fleet: Figures, clusters: Figures) -> Table:
+    """Costs of routers and workers, and the mean end to end, by their number."""
+    costs = {(row["routers"], row["messages"]): row for row in fleet["rows"]}
+
+    def cost(count: int, messages: str) -> list[str]:
+        row = costs.get((count, messages))
+        if row is None:
+            return ["-", "-"]
+        share = row["make_percent_of_a_core"] + row["receive_percent_of_a_core"]
+        return [f"{row['mb_per_second']:.2f}", f"{share:.1f}"]
+
+    of_one: dict[tuple[str, int], list[str]] = {}
+    for row in clusters["rows"]:
+        seconds = f"{mean(row['mean_e2e_seconds']):.3f} ({row['of_one']:.3f})"
+        of_one.setdefault((row["what"], row["count"]), []).append(seconds)
+    rows = [
+        [f"{count} {what}"]
+        + (cost(count, "changes") + cost(count, "whole load") if what == "routers" else ["-"] * 4)
+        + found
+        for (what, count), found in of_one.items()
+    ]
+    head = ["", "changes, MB/s", "% of a core", "whole loads, MB/s", "% of a core", *workload_names(clusters)]
+    return head, rows
+
+
+def workload_names(clusters: Figures) -> list[str]:
+    """Returns the heads of the simulated workloads."""
+    return [f"{name}, s" for name in dict.fromkeys(row["workload"] for row in clusters["rows"])]
