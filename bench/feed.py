@@ -13,9 +13,9 @@ replaces a removed block: 2,048 blocks per instance, half a million pairs in tot
   own processor time. Its thread reads, decodes, hashes and applies.
 - `decide`: `Router.route` over prompts of 8k tokens, nine tenths cached on some instance, one after
   the other with a pause between. It runs alone, beside 100,000 blocks per second, and beside as
-  many as possible. Then 64 requests decode on each instance. It runs alone again, and beside 100,000
-  blocks per second and another thread. That thread reads all metrics each second, and searches for
-  moves twice a second.
+  many as possible. Then 64 requests decode on each instance. It runs alone again, and beside
+  100,000 blocks per second and another thread. That thread reads all metrics each second, and
+  searches for moves twice a second.
 
 Times are microseconds of wall clock around each call.
 """
