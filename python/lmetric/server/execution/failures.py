@@ -253,7 +253,7 @@ def blame_status(p: Progress, attempt: Attempt) -> None:
 
 def prove(p: Progress) -> None:
     """Blames engines that failed before a token: another engine has produced one."""
-    if p.verdicts is not None and p.verdicts.only_before_tokens:
+    if p.verdicts is not None and not any(each.tokens for each in p.verdicts.failures):
         p.verdicts.succeeded()
 
 

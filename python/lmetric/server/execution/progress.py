@@ -13,7 +13,7 @@ import numpy as np
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import ClientRequest, Rules
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lmetric.tokens.prompt import Tokens
 
 
-class Progress:
+class Progress(InFlightRequest):
     """One request: the client's request, its ticket, and the answers of its engines so far.
 
     Values that are equal for most requests are class attributes. Up to 30 others, with those of
@@ -70,9 +70,6 @@ class Progress:
     encoding: Collection[Step] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
     answered: Attempt | None = None  # the attempt that gives the client's whole answer
-    status: int = 0
-    reason: str = ""  # the reason of an end with an error
-    close_client: bool = False
     stalled_at: float = 0.0  # when the client became too slow; 0: it keeps up
     # Failures (`failures`).
     verdicts: Verdicts | None = None

@@ -38,7 +38,7 @@ log = structlog.get_logger("lmetric.relay")
 OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
 
 
-class Runner(Execution, InFlightRequest):
+class Runner(Execution):
     """A request that carries out its actions. After `start()`, callbacks advance it.
 
     At its end, it calls ``on_end`` once, with the client's request, itself, and an ApiError if the

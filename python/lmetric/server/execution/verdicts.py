@@ -60,11 +60,6 @@ class Verdicts:
         """
         return len(self.failures) > 1 and not self.failures[0].tokens
 
-    @property
-    def only_before_tokens(self) -> bool:
-        """Whether all failures came before a token, so that a first token proves them."""
-        return all(not each.tokens for each in self.failures)
-
     def succeeded(self) -> None:
         """Blames the engines: another one answered the request."""
         self._blame(proven=True)

@@ -95,26 +95,22 @@ def choices_of(p: Progress, step: Step, events: list[bytes]) -> Iterator[dict[st
         if data.startswith(b":"):
             p.begin_stream()
             p.acts.append(Write(data + b"\n\n"))
-        else:
-            yield from _choices(step, data)
-
-
-def _choices(step: Step, data: bytes) -> list[dict[str, Any]]:
-    try:
-        event: dict[str, Any] = orjson.loads(data)
-        if "error" in event:
-            words = f": {step.engine.adapter.error(data)}"
-            raise step.lost("engine_error", REPORTED_ERROR, words)
-        choices: list[dict[str, Any]] = event["choices"]
-        ends = [choice.get("finish_reason") for choice in choices]
-    except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise MergeError(f"an event of the stream is not a completion's: {error}") from None
-    for choice, end in zip(choices, ends, strict=True):
-        if end == "abort":
-            raise Aborted(step, choice)
-        if end == "error":
-            raise step.lost("engine_error", "it ended with finish_reason error")
-    return choices
+            continue
+        try:
+            event: dict[str, Any] = orjson.loads(data)
+            if "error" in event:
+                words = f": {step.engine.adapter.error(data)}"
+                raise step.lost("engine_error", REPORTED_ERROR, words)
+            choices: list[dict[str, Any]] = event["choices"]
+            ends = [choice.get("finish_reason") for choice in choices]
+        except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise MergeError(f"an event of the stream is not a completion's: {error}") from None
+        for choice, end in zip(choices, ends, strict=True):
+            if end == "abort":
+                raise Aborted(step, choice)
+            if end == "error":
+                raise step.lost("engine_error", "it ended with finish_reason error")
+        yield from choices
 
 
 def _rest_step(p: Progress, engine: Engine) -> Step:

@@ -169,6 +169,7 @@ class SampledRequest:
         for attempt, trace in self._attempts:
             trace.answered(attempt)
         self._attempts.clear()
+        self._execution = None  # it refers to this trace: no garbage collection is needed
         self._spans.leave_segment(time.monotonic())
         return self._spans
 
