@@ -20,7 +20,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.budgets import TenantBudgets
 from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel
-from lmetric.server.worker.worker import Results, Start, Worker
+from lmetric.server.worker.worker import MOST_SENDERS, Results, Start, Worker
 
 BUDGET = {"counts": "requests", "limit": 5, "per": "second", "per_key": True}
 CONFIG = {"engines": ["http://127.0.0.1:1"], "tenants": {"a": {"budgets": [BUDGET]}}}
@@ -73,6 +73,18 @@ async def test_results_of_a_new_worker_count_also_if_its_process_has_an_earlier_
         for number, worker in ((7, old), (1, new)):
             other.receive_results(Results(worker._process, number, {}))
         assert sorted(other._received.values()) == [1, 7]
+
+
+async def test_the_messages_of_ended_workers_are_forgotten() -> None:
+    async with workers(1) as [(worker, _)]:
+        worker._early = None
+        for process in range(1, 2 * MOST_SENDERS):
+            for sender in (0, process):
+                worker.receive_results(Results(sender, process, {}))
+        assert len(worker._received) == MOST_SENDERS
+        assert worker._received[0] == 2 * MOST_SENDERS - 1
+        worker.receive_results(Results(0, 1, {}))  # an old one comes again
+        assert worker._received[0] == 2 * MOST_SENDERS - 1
 
 
 async def test_a_model_without_engines_stays_while_requests_wait_for_it() -> None:

@@ -27,6 +27,7 @@ from lmetric.server.worker import memory
 from lmetric.server.worker.channel import Channel, ChannelClosedError
 from lmetric.server.worker.repeats import AdminChange
 
+MOST_SENDERS = 4 * Board.WRITERS  # workers whose messages are remembered, also ended ones
 MOST_NAMES = 4096  # models that the shared memory numbers
 # Time between two writes of the load that changes without a request, with and without running
 # requests. An idle process pays 0.2 ms of CPU time each time it wakes.
@@ -112,7 +113,8 @@ class Worker:
         self._sending_results = asyncio.Lock()
         self._sent = 0  # messages with results of this worker's canaries
         self._process = secrets.randbits(64)  # the IDs of processes come back
-        self._received: dict[int, int] = {}  # by worker: the number of its last message
+        # By worker: the number of its last message. The latest message is last.
+        self._received: dict[int, int] = {}
         self._early: list[Results] | None = []  # messages before the copies of the canaries
         self._tasks: list[asyncio.Task[None]] = []
         self._own: asyncio.Server | None = None
@@ -241,8 +243,12 @@ class Worker:
         """Adds the results of another worker's canaries, once."""
         if self._early is not None:
             self._early.append(results)
-        elif results.number > self._received.get(results.worker, 0):
-            self._received[results.worker] = results.number
+            return
+        last = self._received.pop(results.worker, 0)
+        self._received[results.worker] = max(last, results.number)
+        if len(self._received) > MOST_SENDERS:
+            del self._received[next(iter(self._received))]
+        if results.number > last:
             for canary, update in self._canaries(results.updates):
                 canary.receive_results(update)
 
