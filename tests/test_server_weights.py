@@ -8,7 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric import Request
+from lmetric.config import ServerConfig
 from lmetric.server.fleet.engine import blocks_differ
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.http.pages import admin
 from pd_world import PROMPT as PD_PROMPT
 from pd_world import nixl, pd
 from server_world import (
@@ -285,6 +289,32 @@ async def test_a_new_process_has_no_announced_version() -> None:
         engine.restarted()
         await it.until(lambda: engine.identified)
         assert "x-lmetric-weights" not in (await ask(it))[0]
+
+
+async def test_other_tasks_run_while_the_caches_of_many_engines_leave_the_index() -> None:
+    """Those of 4,096 engines take 0.3 s."""
+    config = ServerConfig(model="tiny", engines=[f"http://10.0.0.1:{8000 + each}" for each in range(100)])
+    fleet = Fleet(config)
+    fleet.build()
+    router = fleet.models[0].router
+    key = list(range(64))
+    for each in fleet.engines():
+        router.update_instance(each.name, kv_source="exact")
+        router.blocks_stored(each.name, [1, 2, 3, 4], key)
+    known: set[int] = set()
+
+    async def watch() -> None:
+        while True:
+            known.add(int((router.cached_tokens(Request(key)) > 0).sum()))
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    await admin._begin(list(fleet.engines()), "2", cache_kept=False)
+    task.cancel()
+    assert known >= {100, 92, 84, 12}
+    assert max(router.cached_tokens(Request(key))) == 0
+    assert {each.weights for each in fleet.engines()} == {"2"}
 
 
 async def test_an_engine_that_slept_comes_back_with_an_empty_index() -> None:
