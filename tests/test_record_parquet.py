@@ -53,7 +53,9 @@ def test_both_formats_have_the_same_records(tmp_path: Path) -> None:
     (folder := tmp_path / "records").mkdir()
     path = some_records(folder)
     second = folder / "records-z.jsonl.gz"
-    second.write_bytes(gzip.compress(path.read_bytes()))
+    later = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    later = [line | {"at": line["at"] + 3_600} for line in later]
+    second.write_bytes(gzip.compress(b"\n".join(map(orjson.dumps, later)) + b"\n"))
     out = tmp_path / "requests.parquet"
     assert convert(folder, out).exit_code == 0
     lines, rows = read_records(folder), read_records(out)
@@ -67,11 +69,35 @@ def test_both_formats_have_the_same_records(tmp_path: Path) -> None:
     with_hashes = hashes_of(lines.requests[0]).tolist()
     assert with_hashes in table.column("hashes").to_pylist()
     assert sum(table.column("ttft_seconds").to_pylist()) > 0
-    # A folder may have both suffixes.
+    # A folder may have both suffixes. A request in both counts once.
     (both := tmp_path / "both").mkdir()
     out.rename(both / "a.parquet")
     path.rename(both / "b.jsonl")
-    assert len(read_records(both).requests) == 3 * len(TRACE)
+    found = read_records(both)
+    assert found.requests == lines.requests
+    assert found.notes == [
+        f"{both / 'b.jsonl'}: {len(TRACE)} requests are in another file, too; each counts once"
+    ]
+
+
+def test_a_request_in_several_files_counts_once(tmp_path: Path) -> None:
+    (folder := tmp_path / "records").mkdir()
+    path = some_records(folder)
+    once = read_records(path)
+    assert once.notes == []
+    # The router wrote one more request after the file was compressed.
+    lines = path.read_bytes().splitlines()
+    archive = folder / "records-z.jsonl.gz"
+    archive.write_bytes(gzip.compress(b"\n".join(lines[:-1]) + b"\n"))
+    note = f"{archive}: {len(TRACE) - 1} requests are in another file, too; each counts once"
+    out = tmp_path / "requests.parquet"
+    for found in (read_records(folder), read_records([path, archive])):
+        assert (found.requests, found.notes) == (once.requests, [note])
+        assert found.newest[1] < found.newest[0], "the copy keeps its last arrival"
+    assert len(read_records([folder, path]).requests) == len(TRACE)
+    converted = convert(folder, out)
+    assert note in converted.stderr.replace("\n", " ")
+    assert read_records(out).requests == once.requests
 
 
 def test_a_truncated_line_is_reported_and_the_rest_converted(tmp_path: Path) -> None:

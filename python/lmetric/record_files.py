@@ -19,32 +19,22 @@ from lmetric.record_schema import RecordError, Records, newest_of, parse_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 MAX_LINE_BYTES = 16 << 20  # longer than any request: its prompt has 16 bytes of hash per block
+# Keys that together differ between any two requests, since times have microseconds.
+_IDENTITY = ("at", "decision", "instance", "status", "prompt_tokens", "e2e_seconds")
 
 
 def read_records(paths: str | Path | Iterable[str | Path]) -> Records:
     """Reads files of records, or all such files of folders.
 
     A truncated last line of a file is skipped: the router that wrote it ended, or its disk was
-    full. `Records.notes` names it.
+    full. A request that several files have counts once: a compressed copy may lie beside its
+    original. `Records.notes` names both.
 
     Raises:
         RecordError: no file, another schema version, or an invalid line.
         OSError: a file cannot be read.
     """
-    read = Records([], [], [])
-    for path in record_paths([paths] if isinstance(paths, str | Path) else list(paths)):
-        before = len(read.requests)
-        if path.suffix == ".parquet":
-            read_parquet(path, read)
-        else:
-            _read_file(path, read)
-        newest = newest_of(read.requests[before:])
-        read.newest.extend(newest for _ in range(len(read.headers) - len(read.newest)))
-    files = sorted(zip(read.headers, read.newest, strict=True), key=lambda file: float(file[0]["at"]))
-    read.headers[:], read.newest[:] = [header for header, _ in files], [newest for _, newest in files]
-    for lines in (read.fleets, read.requests):
-        lines.sort(key=lambda line: float(line["at"]))
-    return read
+    return _read([paths] if isinstance(paths, str | Path) else list(paths), set())
 
 
 def record_paths(paths: Sequence[str | Path]) -> list[Path]:
@@ -75,11 +65,44 @@ def not_found(path: Path) -> FileNotFoundError:
 def convert_records(paths: Iterable[Path], out: Path) -> tuple[Records, int]:
     """Writes all requests of some record files to one Parquet file, as `write_parquet` does.
 
+    A request that several files have is written once.
+
     Raises:
         RecordError: an invalid input, or pyarrow is not installed.
         OSError: a file cannot be read or written.
     """
-    return write_parquet(((path, read_records(path)) for path in paths), out)
+    seen: set[int] = set()
+    return write_parquet(((path, _read([path], seen)) for path in paths), out)
+
+
+def _read(paths: Sequence[str | Path], seen: set[int]) -> Records:
+    """Reads files of records without the requests in `seen`, and adds the others to it."""
+    read = Records([], [], [])
+    for path in record_paths(paths):
+        before = len(read.requests)
+        if path.suffix == ".parquet":
+            read_parquet(path, read)
+        else:
+            _read_file(path, read)
+        newest = newest_of(read.requests[before:])
+        _keep_new(path, read, before, seen)
+        read.newest.extend(newest for _ in range(len(read.headers) - len(read.newest)))
+    files = sorted(zip(read.headers, read.newest, strict=True), key=lambda file: float(file[0]["at"]))
+    read.headers[:], read.newest[:] = [header for header, _ in files], [newest for _, newest in files]
+    for lines in (read.fleets, read.requests):
+        lines.sort(key=lambda line: float(line["at"]))
+    return read
+
+
+def _keep_new(path: Path, read: Records, before: int, seen: set[int]) -> None:
+    """Removes the requests of a file, from the index `before` on, that an earlier file had, too."""
+    requests = read.requests[before:]
+    # Hashes have 64 bits: they need a fourth of the memory of the values.
+    keys = [hash(tuple(map(request.get, _IDENTITY))) for request in requests]
+    read.requests[before:] = [request for key, request in zip(keys, requests, strict=True) if key not in seen]
+    seen.update(keys)
+    if again := before + len(requests) - len(read.requests):
+        read.notes.append(f"{path}: {again} requests are in another file, too; each counts once")
 
 
 def _read_file(path: Path, read: Records) -> None:

@@ -14,7 +14,7 @@ generates this page. [Configuration](configuration.md#records) lists the setting
 - A new file begins when one is full. The oldest files are deleted so that all files together stay below `total_bytes`, also those that
   workers still write.
 - Each file is complete in itself: a header, the state of the fleet, then one line of JSON per request, in the order of their ends.
-- Commands take files and folders, also files that you have compressed (`.jsonl.gz`). In Python, `lmetric.record_files.read_records` reads them.
+- Commands take files and folders, also files that you have compressed (`.jsonl.gz`). A request in several files counts once. In Python, `lmetric.record_files.read_records` reads them.
 - If the queue of the writer is full, or the disk refuses a write, the router loses records, never requests. `lmetric_records_total`
   counts the records by outcome. After a failed write, the router waits 5 s and begins a new file.
 - The last line of a file is truncated if the router was killed or the disk was full. Readers skip it and report it. An invalid line
