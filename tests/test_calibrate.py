@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from cli_world import call
 from lmetric.profiles import Profile, load_profile, shipped_profiles
 from lmetric.profiles.budget import CONTEXT_TOKENS, budgets
 from lmetric_lab.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
@@ -411,10 +412,10 @@ async def start(*words: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
-async def command(*words: str) -> tuple[int | None, str, str]:
-    process = await start(*words)
-    stdout, stderr = await asyncio.wait_for(process.communicate(), 90)
-    return process.returncode, stdout.decode(), stderr.decode()
+async def command(*words: str) -> tuple[int, str, str]:
+    """Runs the command on a thread, beside the engines of this process."""
+    done = await asyncio.to_thread(call, "calibrate", *words)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def running(http: aiohttp.ClientSession, url: str) -> float:

@@ -12,8 +12,35 @@ from lmetric_lab.defaults import DEFAULT_PROFILE
 from test_server_process import RUN, RUN_FORCED, RUN_TUNED, router
 
 
-async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
-    async with router("--embedded", "2") as r:
+async def check_hits(client: openai.AsyncOpenAI, url: str) -> None:
+    """Checks that both engines are exact, and every hit of a conversation is as predicted."""
+    engines = orjson.loads(await client.get(f"{url}/debug/engines", cast_to=str))
+    assert [(e["mode"], e["mode_reason"]) for e in engines] == [("exact", "KV events")] * 2
+    assert all(e["tokenizer"]["folder"] for e in engines)
+    model = (await client.models.list()).data[0].id
+    messages: Any = [{"role": "system", "content": "You tell of routers at length. " * 20}]
+    for turn in range(6):
+        messages.append({"role": "user", "content": f"Turn {turn}: go on, please. " * 8})
+        answer = await client.chat.completions.with_raw_response.create(
+            model=model, messages=messages, max_tokens=40
+        )
+        chat = answer.parse()
+        messages.append({"role": "assistant", "content": chat.choices[0].message.content})
+        decision = answer.headers["x-lmetric-decision"]
+        record = orjson.loads(await client.get(f"{url}/debug/decisions/{decision}", cast_to=str))
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens_details is not None
+        cached = chat.usage.prompt_tokens_details.cached_tokens
+        # Known to the block, with the answer's own tokens, which no estimate from sent
+        # requests has.
+        assert record["prompt_tokens"] == chat.usage.prompt_tokens
+        assert record["predicted_cached_tokens"] == record["cached_tokens"] == cached
+        assert (cached or 0) >= 16 * ((chat.usage.prompt_tokens - 200) // 16) or turn == 0
+        await asyncio.sleep(0.1)  # events come a few milliseconds after the answer
+
+
+async def test_the_official_client_gets_answers_of_exact_engines() -> None:
+    async with router("--embedded", "2", "--policy", "lmetric") as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
             model = (await client.models.list()).data[0].id
@@ -47,37 +74,7 @@ async def test_the_official_client_gets_plain_and_streamed_answers() -> None:
             )
             with pytest.raises(openai.NotFoundError, match=model):
                 await client.chat.completions.create(model="nope", messages=messages)
-        r.process.terminate()
-        assert await r.ended() == 0
-
-
-async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> None:
-    async with router("--embedded", "2", "--policy", "lmetric") as r:
-        await r.listening()
-        async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
-            engines = orjson.loads(await client.get(f"{r.url}/debug/engines", cast_to=str))
-            assert [(e["mode"], e["mode_reason"]) for e in engines] == [("exact", "KV events")] * 2
-            assert all(e["tokenizer"]["folder"] for e in engines)
-            model = (await client.models.list()).data[0].id
-            messages: Any = [{"role": "system", "content": "You tell of routers at length. " * 20}]
-            for turn in range(6):
-                messages.append({"role": "user", "content": f"Turn {turn}: go on, please. " * 8})
-                answer = await client.chat.completions.with_raw_response.create(
-                    model=model, messages=messages, max_tokens=40
-                )
-                chat = answer.parse()
-                messages.append({"role": "assistant", "content": chat.choices[0].message.content})
-                decision = answer.headers["x-lmetric-decision"]
-                record = orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
-                assert chat.usage is not None
-                assert chat.usage.prompt_tokens_details is not None
-                cached = chat.usage.prompt_tokens_details.cached_tokens
-                # Known to the block, with the answer's own tokens, which no estimate from sent
-                # requests has.
-                assert record["prompt_tokens"] == chat.usage.prompt_tokens
-                assert record["predicted_cached_tokens"] == record["cached_tokens"] == cached
-                assert (cached or 0) >= 16 * ((chat.usage.prompt_tokens - 200) // 16) or turn == 0
-                await asyncio.sleep(0.1)  # events come a few milliseconds after the answer
+            await check_hits(client, r.url)
         r.process.terminate()
         assert await r.ended() == 0
 
