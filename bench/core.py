@@ -28,7 +28,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +68,14 @@ def example(name: str, *arguments: str) -> str:
     return run("cargo", "run", "--release", "--locked", "--offline", "-q", *what)
 
 
-def stages(policies: Iterable[str], instances: Iterable[int], tokens: Iterable[int]) -> list[Figures]:
+def stages() -> list[dict[str, Any]]:
     """Returns the rows of `lmetric-router bench`."""
     program = str(Path(sys.executable).parent / "lmetric-router")
-    flags = []
-    for flag, values in (("policy", policies), ("instances", instances), ("prompt-tokens", tokens)):
-        flags += [word for value in values for word in (f"--{flag}", str(value))]
+    flags = ["--policy", "lmetric", "--instances", "256", "--instances", "1024"]
+    for tokens in (1_000, 8_000, 32_000, 100_000):
+        flags += ["--prompt-tokens", str(tokens)]
     answer = json.loads(run(program, "bench", "--json", "--stored-pairs", "1000000", *flags))
-    rows: list[Figures] = answer["results"]
+    rows: list[dict[str, Any]] = answer["results"]
     return rows
 
 
@@ -134,7 +133,7 @@ def latency() -> Figures:
         "index_latency": {name: {"p50_us": float(p50), "p99_us": float(p99)} for name, _, p50, p99 in rows},
         "index_latency_printed": printed,
         "score_1024": score_1024(),
-        "stages": stages(["lmetric"], (256, 1_024), (1_000, 8_000, 32_000, 100_000)),
+        "stages": stages(),
     }
 
 
@@ -275,6 +274,7 @@ def threads() -> Figures:
 SIZES, CALLS_OF_A_TURN, TURNS = (16, 64, 256, 1_024, 4_096, 16_384), 4_000, 5
 # Calls until the memory of the ring of decision records is not new to the process.
 WARM_UP_CALLS = 15_000
+WARM_PROMPTS = 16  # so few that caches of the processor hold what a decision needs
 # Blocks of each instance in the example `index_fleet`.
 FLEET_BLOCKS = 4_000
 FLEET_SIZE = re.compile(r": (\d+) pairs, (\d+) bytes, ([\d.]+) a pair, ([\d.]+) s to store")
@@ -312,7 +312,7 @@ def index_fleet(instances: int) -> dict[str, float]:
 def sizes() -> Figures:
     """Measures decisions and the index by number of instances.
 
-    The caches hold about a million (instance, block) pairs. Both policies decide in turns.
+    The engines' caches hold about a million (instance, block) pairs. Both policies decide in turns.
     """
     rows = []
     for instances in SIZES:
@@ -321,23 +321,26 @@ def sizes() -> Figures:
         prompts = fleet.prompts[TOKENS // BLOCK]
         gc.collect()
         gc.freeze()  # as the server does
-        samples: dict[str, list[float]] = {name: [] for name in routers}
+        samples: dict[tuple[str, int], list[float]] = {}
         for router in routers.values():
             decisions(router, prompts, WARM_UP_CALLS)
         for _ in range(TURNS):
             for name, router in routers.items():
-                samples[name] += decisions(router, prompts, CALLS_OF_A_TURN)
-        for name, found in samples.items():
+                for some in (prompts[:WARM_PROMPTS], prompts):
+                    found = samples.setdefault((name, len(some)), [])
+                    found += decisions(router, some, CALLS_OF_A_TURN)
+        for (name, count), found in samples.items():
             found.sort()
-            row = {"instances": instances, "policy": name, "calls": len(found), "pairs": fleet.pairs()}
+            row = {"instances": instances, "policy": name, "prompts": count, "pairs": fleet.pairs()}
             row |= {key: percentile(found, share) for key, share in (("p50_us", 0.5), ("p99_us", 0.99))}
-            rows.append(row)
+            rows.append(row | {"calls": len(found)})
             print(
-                f"{instances:6} {name:12} p50 {row['p50_us']:.2f} us, p99 {row['p99_us']:.2f} us", flush=True
+                f"{instances:6} {name:12} {count:4} prompts: p50 {row['p50_us']:.2f} us, "
+                f"p99 {row['p99_us']:.2f} us",
+                flush=True,
             )
     index = [{"instances": instances} | index_fleet(instances) for instances in SIZES]
-    parts = stages(["lmetric", DEFAULT_POLICY], SIZES, [8_000])
-    return {"decisions": rows, "stages": parts, "index": index, "blocks_of_each_instance": FLEET_BLOCKS}
+    return {"decisions": rows, "index": index, "blocks_of_each_instance": FLEET_BLOCKS}
 
 
 PARTS = {"latency": latency, "plans": plans, "decode": decode, "threads": threads, "sizes": sizes}

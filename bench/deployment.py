@@ -9,7 +9,7 @@ lines as vLLM 0.32's. The router checks their health and reads their load at the
 intervals. CPU times include all threads and children of the router.
 
 `--blocks`: 256 engines publish KV events of this many blocks, no two alike. Resident memory of each
-of two workers before and after, with the default bounds, goes to `DATE-worker-memory.json`.
+of two workers before and after, with the default bounds, goes to `DATE-worker-rss.json`.
 
 The results go to `bench/results`, and from there into `bench/figures.md`.
 """
@@ -330,7 +330,7 @@ def main() -> None:
         result = about(None, []) | worker_memory(ENGINES[-1], given.blocks)
         result["load_average"] = [*load, os.getloadavg()]
         print(json.dumps({name: result[name] for name in ("indexed_blocks", "before_mib", "after_mib")}))
-        print(write_result(result, "worker-memory", given.out))
+        print(write_result(result, "worker-rss", given.out))
         return
     if not given.report:
         result = about(None, [])

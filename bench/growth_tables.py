@@ -23,27 +23,23 @@ def judged(figure: float, goal: float, digits: int, *, at_least: bool = False) -
 
 def sizes(result: Figures) -> Table:
     """Decisions and the index, by number of instances."""
-    of = {(row["instances"], row["policy"]): row for row in result["decisions"]}
-    stages = {(row["instances"], row["policy"], row["stage"]): row for row in result["stages"]}
+    of = {(row["instances"], row["policy"], row["prompts"]): row for row in result["decisions"]}
+    few, many = sorted({row["prompts"] for row in result["decisions"]})
     rows = []
     for index in result["index"]:
         instances = index["instances"]
-        own, default = (of[instances, policy] for policy in ("lmetric", DEFAULT_POLICY))
         goal = DECISION_GOALS.get(instances)
-        warm = stages[instances, "lmetric", "total"]
-        p50 = f"{warm['p50_us']:.1f}"
-        rows.append(
-            [
-                f"{instances:,}",
-                f"{goal:g}" if goal else "-",
-                p50 if goal is None or warm["p50_us"] <= goal else f"**{p50}**",
-                *(f"{row['p50_us']:.1f} / {row['p99_us']:.1f}" for row in (own, default)),
-                f"{index['match_us']:.1f}",
-                f"{index['bytes_per_pair']:.1f}",
-            ]
-        )
-    head = ["instances", "goal, us", "one prompt", "lmetric", DEFAULT_POLICY, "match", "bytes a block"]
-    return head, rows
+        cells = []
+        for policy in ("lmetric", DEFAULT_POLICY):
+            for prompts in (few, many):
+                row = of[instances, policy, prompts]
+                p50 = f"{row['p50_us']:.1f}"
+                bold = goal is not None and prompts == few and row["p50_us"] > goal
+                cells.append(f"{f'**{p50}**' if bold else p50} / {row['p99_us']:.1f}")
+        tail = [f"{index['match_us']:.1f}", f"{index['bytes_per_pair']:.1f}"]
+        rows.append([f"{instances:,}", f"{goal:g}" if goal else "-", *cells, *tail])
+    heads = [f"{policy}, {prompts}" for policy in ("lmetric", DEFAULT_POLICY) for prompts in (few, many)]
+    return ["instances", "goal", *heads, "match", "bytes a block"], rows
 
 
 def feed(result: Figures) -> Table:
@@ -128,7 +124,7 @@ def exact(result: Figures) -> list[list[str]]:
 GOALS: dict[str, Callable[[Figures], list[list[str]]]] = {
     "feed": beside,
     "workers": workers,
-    "worker-memory": memory,
+    "worker-rss": memory,
     "lost-engines": lost,
     "replicas-clusters": exact,
 }

@@ -34,7 +34,7 @@ def newest(what: str) -> tuple[str, Figures]:
     return found[-1].name, json.loads(found[-1].read_text())
 
 
-GROWTH = ("sizes", "feed", "workers", "worker-memory", "lost-engines", "replicas-fleet", "replicas-clusters")
+GROWTH = ("sizes", "feed", "workers", "worker-rss", "lost-engines", "replicas-fleet", "replicas-clusters")
 NOT_MEASURED = "Not measured yet."
 
 
