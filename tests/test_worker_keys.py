@@ -14,7 +14,7 @@ import pytest
 from server_world import answer
 from test_server_keys_shared import BODY, configuration, process
 from test_server_process import engine
-from test_workers import workers_of
+from test_workers import check_reads, workers_of
 from waiting import until
 
 
@@ -23,7 +23,16 @@ async def test_all_workers_know_a_key_before_its_answer_also_a_worker_that_start
 ) -> None:
     async with engine(behave=answer) as fake:
         file = configuration(tmp_path, fake, workers=2)
+        (tmp_path / "keys.yaml").write_text("{sk-1: acme, sk-2: other}")
         async with process(file) as (running, client):
+            # A tenant reads its decisions from every worker.
+            own, others = {"api-key": "sk-1"}, {"api-key": "sk-2"}
+            url = f"{client.url}/v1/completions"
+            async with client.session.post(url, json=BODY, headers=own) as made_by:
+                assert made_by.status == 200
+                page = f"{client.url}/debug/decisions/{made_by.headers['x-lmetric-decision']}"
+            await check_reads(client.session, page, own, 200)
+            await check_reads(client.session, page, others, 404)
             for _ in range(5):
                 made = await client.issue()
                 # Each request is a new connection, which any worker accepts.
@@ -46,7 +55,7 @@ async def test_all_workers_know_a_key_before_its_answer_also_a_worker_that_start
             assert [await client.use(each) for each in (kept, ended, late)] == [200, 401, 200]
             _, listed = await client.call("GET", "/admin/keys")
             states = Counter(row["state"] for row in listed)
-            assert states == {"active": 2, "revoked": 6}
+            assert states == {"active": 2 + 2, "revoked": 6}  # two of the keys file
             async with client.session.get(f"{client.url}/metrics") as page:
                 assert 'lmetric_api_keys{source="admin"} 2.0' in await page.text()
 
