@@ -219,6 +219,15 @@ def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lm.Router("ends")
 
 
+def test_an_interrupt_of_a_file_in_another_thread_is_an_error(mine: Path) -> None:
+    """Ctrl-C is raised in the main thread only; this one would stop the server."""
+    mine.write_text("raise KeyboardInterrupt")
+    with ThreadPoolExecutor(1) as pool, pytest.raises(lm.LmetricError, match="KeyboardInterrupt"):
+        pool.submit(lm.Router, f"{mine}:score").result()
+    with pytest.raises(KeyboardInterrupt):
+        lm.Router(f"{mine}:score")
+
+
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
@@ -226,6 +235,7 @@ def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("1 / 0", "score", r"cannot be loaded: ZeroDivisionError.*mine\.py:1"),
         ("def score(:", "score", "cannot be loaded: SyntaxError"),
         ("raise SystemExit(3)", "score", r"cannot be loaded: SystemExit: 3.*mine\.py:1"),
+        ("raise GeneratorExit(3)", "score", r"cannot be loaded: GeneratorExit: 3.*mine\.py:1"),
         ("def score(p_tokens): return 1", "score", "'p_tokens' is not an indicator; did you mean 'p_token'"),
         ("def score(): return 1", "score", "expected one parameter per indicator"),
         (None, "score", "cannot be loaded: FileNotFoundError"),

@@ -8,6 +8,7 @@ import itertools
 import re
 import reprlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -22,9 +23,6 @@ from lmetric import _core
 
 ENTRY_POINTS = "lmetric.policies"
 """Entry point group in which packages register policies."""
-
-# Errors of a policy's code. A script of the command line may end by `sys.exit` when imported.
-_ERRORS = (Exception, SystemExit)
 
 _FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _MODULE = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.ASCII)
@@ -76,7 +74,9 @@ def file_of(text: str) -> Path | None:
         found = _MODULE.fullmatch(points[0].value) if points else None
     try:
         spec = importlib.util.find_spec(found["place"]) if found else None
-    except _ERRORS:  # of a parent package, whose code this runs; `load_object` reports it
+    except BaseException as error:  # of a parent package, whose code this runs; `load_object` reports it
+        if _is_ctrl_c(error):
+            raise
         return None
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
@@ -98,7 +98,9 @@ def load_object(text: str) -> object:
             raise _core.BadValueError(f"{text!r} is not valid; expected file.py:name or package.module:name")
     except _core.LmetricError:
         raise
-    except _ERRORS as error:
+    except BaseException as error:
+        if _is_ctrl_c(error):
+            raise
         raise _core.BadValueError(f"{text}: it cannot be loaded: {described(error)}") from error
     try:
         return getattr(module, found["name"])
@@ -124,7 +126,9 @@ def entry_point(name: str) -> object | None:
         raise _core.BadValueError(f"policy {name!r}: several packages register this name: {packages}")
     try:
         loaded: object = found[0].load()
-    except _ERRORS as error:
+    except BaseException as error:
+        if _is_ctrl_c(error):
+            raise
         raise _core.BadValueError(
             f"policy {name!r}: {found[0].value} cannot be loaded: {described(error)}"
         ) from error
@@ -186,6 +190,14 @@ def _import(name: str) -> ModuleType:
     if (parent := sys.modules.get(package)) is not None:
         setattr(parent, last, module)
     return module
+
+
+def _is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error of imported code is Ctrl-C, which Python raises in the main thread only.
+
+    All others are errors of the code: `sys.exit` of a script, or the panic of an extension.
+    """
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def described(error: BaseException) -> str:
