@@ -37,6 +37,16 @@ def test_a_prompt_has_its_length_in_tokens(tmp_path: Path, tokenizer: Tokenizer,
     assert len(tokenizer.encode(writer.prompt(trace, 1)).ids) == tokens  # no ids: text of its own
 
 
+def test_only_shared_text_is_kept(tmp_path: Path) -> None:
+    """Private text is as long as the prompt if a trace has no block IDs: thousands were kept."""
+    trace = trace_of(tmp_path, (600, [7]), (60_000, []))
+    writer = PromptWriter([" a", " b"])
+    first = writer.prompt(trace, 0)
+    writer.prompt(trace, 1)
+    assert [len(text) for text in writer._cache.values()] == [2 * 512]
+    assert writer.prompt(trace, 0) == first
+
+
 def test_equal_ids_are_equal_tokens_up_to_there_and_no_further(tmp_path: Path, tokenizer: Tokenizer) -> None:
     trace = trace_of(
         tmp_path, (1300, [0, 1, 2]), (1536, [0, 1, 3]), (1300, [0, 1, 2]), (600, [0]), (600, [0])

@@ -28,7 +28,7 @@ class PromptWriter:
     def __init__(self, words: Sequence[str] | None = None, *, seed: int = 0) -> None:
         self._words = shipped_words() if words is None else list(words)
         self._seed = np.uint64(seed)
-        self._cache: OrderedDict[tuple[int, int, bool], str] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], str] = OrderedDict()
 
     def prompt(self, trace: Trace, index: int) -> str:
         """The prompt of the trace's request `index`."""
@@ -43,13 +43,16 @@ class PromptWriter:
         """The first `tokens` tokens of each block. Draws all blocks outside the cache together."""
         texts: dict[int, str] = {}
         for block in blocks:
-            if (text := self._cache.get((block, tokens, private))) is not None:
-                self._cache.move_to_end((block, tokens, private))
+            if not private and (text := self._cache.get((block, tokens))) is not None:
+                self._cache.move_to_end((block, tokens))
                 texts[block] = text
         missing = [block for block in dict.fromkeys(blocks) if block not in texts]
         drawn = _draw(np.array(missing, dtype=np.uint64), tokens, self._seed, private)
         for block, words in zip(missing, (drawn % np.uint64(len(self._words))).tolist(), strict=True):
-            texts[block] = self._cache[block, tokens, private] = "".join(map(self._words.__getitem__, words))
+            texts[block] = "".join(map(self._words.__getitem__, words))
+            if private:
+                continue  # no other request has it, and it may be as long as the prompt
+            self._cache[block, tokens] = texts[block]
             if len(self._cache) > _CACHED_BLOCKS:
                 self._cache.popitem(last=False)
         return [texts[block] for block in blocks]
