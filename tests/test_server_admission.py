@@ -424,10 +424,11 @@ async def test_a_class_has_its_own_deadline() -> None:
         status, _, got = await post(w, "a", slo="fast")
         assert (status, got["error"]["code"]) == (400, "unknown_slo_class")
         assert got["error"]["message"].endswith("has no class 'fast'; known: interactive, batch")
+        third = post(w, "a", slo="")  # as if absent: a gateway may always send the header
         await asyncio.sleep(1.2)
-        assert waiting(w) == 1
+        assert waiting(w) == 2
         gate.open.set()
-        assert [(await task)[0] for task in (first, second)] == [200, 200]
+        assert [(await task)[0] for task in (first, second, third)] == [200, 200, 200]
 
 
 async def test_a_class_has_its_own_time_to_a_hedge() -> None:

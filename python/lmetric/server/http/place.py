@@ -174,8 +174,8 @@ class Placement:
     def _slo_class(self, client_request: ClientRequest, model: Model) -> SloClass | None:
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
         classes, claimed = model.held.classes, client_request.caller.slo_class
-        # If a token names the class, the header has no effect.
-        named = client_request.head.field(b"x-slo-class") if claimed is None else None
+        # If a token names the class, the header has no effect. An empty header names none.
+        named = (client_request.head.field(b"x-slo-class") or None) if claimed is None else None
         name = claimed or self._classes.get(client_request.tenant, "")
         if named is not None:
             name = named.decode("latin-1")
