@@ -14,6 +14,7 @@ MOST_TURN_MS = 10.0  # of CPU time, p99
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_ten_minutes_of_lost_engines_lose_no_stream(tmp_path: Path) -> None:
     """The script fails if a stream of 2,000 at once is lost, or if a request is left."""
     file = tmp_path / "lost.json"
