@@ -207,6 +207,16 @@ async def test_a_count_that_is_null_is_not_reported() -> None:
     assert summarize([record], 1.0, slo=Slo()).output_tokens == 2
 
 
+async def test_a_host_name_that_cannot_be_encoded_is_an_error() -> None:
+    """It counted as interrupted, with a traceback for each request."""
+    record = await one("http://a..b")
+    assert (record.error, record.completed) == ("connect", False)
+    assert "label" in record.detail
+    with pytest.raises(ReplayError, match=r"cannot reach http://a\.\.b: cannot look up the host"):
+        async with Client("http://a..b"):
+            pass
+
+
 async def test_refusals_and_broken_connections() -> None:
     async def refuse(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "try later", "type": "overloaded"}}, status=503)

@@ -134,6 +134,8 @@ class EngineClient:
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
             raise (NoConnection if refused else Unanswered)(f"no connection: {reason_of(error)}") from None
+        except UnicodeError as error:  # a label of the host name is empty or too long
+            raise Unanswered(f"cannot look up the host of {self.url}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unanswered(f"{method} {path}: {error or type(error).__name__}") from None
 

@@ -167,6 +167,8 @@ class Client:
             record.fail("truncated", error)
         except (aiohttp.ClientError, OSError) as error:
             record.fail("reset", error or type(error).__name__)
+        except UnicodeError as error:  # of a host name with an empty or too long label
+            record.fail("connect", error)
 
     async def _read_stream(self, content: aiohttp.StreamReader, record: Record, start: float) -> None:
         rest = b""
