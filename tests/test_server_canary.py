@@ -467,6 +467,10 @@ async def test_running_requests_finish_in_their_arm(mine: dict[str, Any]) -> Non
             engines = await asyncio.gather(*running)
             assert {"e0", "e1"} == set(engines)
             assert {await send(w, f"s{i}") for i in range(10)} == {after}
+            # A reload brings the configured policy back, and says so.
+            reported = await w.server.apply(w.server.prepare(w.server.config))
+            assert reported["changed"] == (["policy"] if verb == "promote" else [])
+            assert (await w.server.apply(w.server.prepare(w.server.config)))["changed"] == []
             await w.settled()
             assert (await state(w))["canary"]["requests"] == {"stable": 20, "canary": 20}, "no further one"
 

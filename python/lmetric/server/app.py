@@ -374,6 +374,12 @@ class Server:
         tenants = sorted(
             name for name in old.keys() | new.tenants.keys() if old.get(name) != new.tenants.get(name)
         )
+        changed = set(change.changed)
+        for model in self.fleet.models:
+            # A promoted canary, or a command for one model, has changed no configuration.
+            policies = change.policies.get(model.name, change.policies[None])
+            names = policies.changed_since(model.policies)
+            changed |= {"models"} if names and model.name in change.policies else names
         engine_steps = self.fleet.reload(new, change.policies)
         change.apply()
         change.identity.start()
@@ -387,7 +393,7 @@ class Server:
             configure_logging(new.log)
         restart = needs_restart(self._started_with, config)
         report = {
-            "changed": change.changed,
+            "changed": sorted(changed),
             "keys_added": added,
             "keys_removed": removed,
             "keys_needed": change.identity.on,

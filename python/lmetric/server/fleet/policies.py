@@ -129,10 +129,12 @@ class Policies:
 
     def equals(self, other: Policies) -> bool:
         """Returns whether both policies, their files and all that they read are equal."""
+        return self.files == other.files and not self.changed_since(other)
+
+    def changed_since(self, other: Policies) -> set[str]:
+        """Returns the names of the settings (`POLICIES`) with other values than in ``other``."""
         own, theirs = self.settings, other.settings
-        return self.files == other.files and all(
-            getattr(own, name) == getattr(theirs, name) for name in POLICIES
-        )
+        return {name for name in POLICIES if getattr(own, name) != getattr(theirs, name)}
 
     def differs(self, other: Policies) -> bool:
         """Returns whether first segments have another policy than in other settings."""
