@@ -1,9 +1,11 @@
 """The embedded router: ``lmetric.Router`` without a server."""
 
 import array
+import contextlib
 import gc
 import inspect
 import random
+import signal
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -438,6 +440,23 @@ def test_a_policy_function_may_not_call_its_router() -> None:
     with pytest.raises(lm.PolicyError, match="its own router"):
         routers[0].route(lm.Request(token_ids=TOKENS))
     assert routers[0].in_flight() == 0
+
+
+def test_ctrl_c_in_a_policy_function_reaches_the_caller() -> None:
+    """Its error of the policy may be caught: a loop over policies could not be stopped."""
+
+    def interrupted(bs: np.ndarray) -> np.ndarray:
+        signal.raise_signal(signal.SIGINT)
+        return bs
+
+    router = fleet(interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), contextlib.suppress(lm.PolicyError):
+            router.route(lm.Request(token_ids=TOKENS))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert router.in_flight() == 0
 
 
 def test_a_profile_predicts_the_first_token() -> None:

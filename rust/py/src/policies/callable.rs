@@ -5,6 +5,8 @@ use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Named, Scope
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
 use lmetric_core::{CoreError, Maturity};
 use numpy::{PyArray1, PyArrayMethods};
+use pyo3::exceptions::PyKeyboardInterrupt;
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::borrow::Cow;
@@ -116,8 +118,16 @@ fn plugins(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 }
 
 /// An exception of the function with its file and line.
+///
+/// Ctrl-C is raised again in the caller's code, which could catch the error of the policy.
 fn described(py: Python<'_>, error: PyErr) -> String {
+    let interrupted = error.is_instance_of::<PyKeyboardInterrupt>(py);
     let text = error.to_string();
     let error = error.into_value(py); // with its traceback
-    plugins(py).and_then(|module| module.call_method1("described", (error,))?.extract()).unwrap_or(text)
+    let described = plugins(py).and_then(|module| module.call_method1("described", (error,))?.extract());
+    if interrupted {
+        // SAFETY: it only marks a signal, which Python handles when its main thread runs again.
+        unsafe { ffi::PyErr_SetInterrupt() };
+    }
+    described.unwrap_or(text)
 }
