@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from lmetric.cli import FAILED, describe, exit_code
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
 from lmetric_lab.sim.result import Run
@@ -49,6 +50,17 @@ def change(index: int, line: dict[str, Any]) -> None:
 
 def call(*words: str) -> Any:
     return CliRunner().invoke(build(["report"]), ["report", *words])
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html"])
+def test_a_full_disk_does_not_cost_the_results(tmp_path: Path, trace: Trace, run: Run, flag: str) -> None:
+    """The tables are printed before the files are written, and the error names the file."""
+    path = write_records(tmp_path, trace, run)
+    ended = call(str(path), "--slo", "ttft=99s", flag, "/dev/full")
+    assert "within SLO" in ended.stdout
+    assert isinstance(ended.exception, OSError)
+    assert describe(ended.exception) == "/dev/full: No space left on device"
+    assert exit_code(ended.exception) == FAILED
 
 
 def test_rows_and_causes(tmp_path: Path, trace: Trace, run: Run) -> None:

@@ -59,6 +59,8 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, LmetricError | EngineStartError):
         return FAILED
     if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a full disk is no wrong usage
+            return FAILED
         if error.filename is not None:
             return USAGE
         unavailable = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)

@@ -198,10 +198,10 @@ def command(
     if to_stdout:
         print_json(advice)
         return
-    if json_ is not None:
+    _print(advice)
+    if json_ is not None:  # last: a full disk then costs only the file
         write_json(json_, advice)
         note(f"wrote {json_}")
-    _print(advice)
 
 
 def _check_watch(

@@ -80,7 +80,7 @@ def command(
     from dataclasses import replace
 
     from lmetric._core import BadValueError
-    from lmetric.cli.show import note, print_json, print_text, write_json
+    from lmetric.cli.show import note, print_json, print_text, write_file, write_json
     from lmetric.record_files import read_records
     from lmetric_lab.slo import Goal
     from lmetric_lab.whatif import WhatIfError, recording_of
@@ -118,17 +118,18 @@ def command(
             )
         except WhatIfError as error:
             report = replace(report, why_none=str(error))
-    if html is not None:
-        html.write_text(page(report, check, f"SLO report: {one.models[0]}"), encoding="utf-8")
-        note(f"wrote {html}")
     if to_stdout:
         print_json(report)
     else:
-        if json_ is not None:
-            write_json(json_, report)
-            note(f"wrote {json_}")
         _print(report)
         print_text(report.advice())
+    # Last: a full disk then costs only the files.
+    if json_ is not None and not to_stdout:
+        write_json(json_, report)
+        note(f"wrote {json_}")
+    if html is not None:
+        write_file(html, page(report, check, f"SLO report: {one.models[0]}").encode())
+        note(f"wrote {html}")
 
 
 def _print(report: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmetric.cli.show import note
+from lmetric.cli.show import note, write_file
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.max_load import MaxLoad
@@ -31,7 +31,7 @@ def write_report(
     command = shlex.join(["lmetric-router", *sys.argv[1:]])
     made = build(results, title=title, command=command, max_loads=max_loads)
     if page is not None:
-        page.write_text(made.html, encoding="utf-8")
+        write_file(page, made.html.encode())
     if figures is not None:
         save_pngs(made.drawings, figures)
 

@@ -223,13 +223,14 @@ def _command(
     ]  # fmt: skip
     results = _run(setups, jobs)
     warn_unscored(results)
-    if to_stdout or json_ is not None:
-        write_results(results, None if to_stdout else json_)
     if to_stdout:
+        write_results(results, None)
         note(verdict(results))
     else:
         print_results(results)
         print_text(verdict(results))
+        if json_ is not None:  # last: a full disk then costs only the file
+            write_results(results, json_)
     if report is not None or figures is not None:
         from lmetric_lab.cli.results import write_report
 
