@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 import lmetric as lm
+from lmetric import relay
 from lmetric.relay import COMPLETION_PATHS
 from lmetric.server.api.paths import GENERATING, RELAYED
 from lmetric_lab.emulated.options import EngineOptions
@@ -55,6 +56,48 @@ def a_router(urls: dict[str, str], policy: str = "round_robin") -> lm.Router:
     for name in urls:
         router.add_instance(name)
     return router
+
+
+async def test_a_redirect_is_the_answer_and_is_not_followed() -> None:
+    """Prompt and headers of the engine went to the other server."""
+    followed: list[str] = []
+
+    async def other(request: web.Request) -> web.StreamResponse:
+        followed.append(await request.text())
+        return web.json_response({})
+
+    async with fake(other) as elsewhere:
+
+        async def redirect(request: web.Request) -> web.StreamResponse:
+            return web.Response(status=307, headers={"location": f"{elsewhere}{PATH}"})
+
+        async with fake(redirect) as url, aiohttp.ClientSession() as http:
+            router = a_router({"gpu-0": url})
+            engine = {"gpu-0": lm.EngineTarget(url, headers={"x-api-key": "secret"})}
+            async with lm.Relay(router, lm.Request(PROMPT), http, engine, body(), path=PATH) as answer:
+                await answer.read()
+            assert answer.status == 307
+    assert followed == []
+    assert router.in_flight() == 0
+
+
+async def test_an_answer_that_is_held_whole_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_ANSWER_BYTES", 1 << 20)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                await response.write(b" " * (1 << 16))
+        return response
+
+    async with fake(endless) as url, aiohttp.ClientSession() as http:
+        router = a_router({"gpu-0": url})
+        async with lm.Relay(router, lm.Request(PROMPT), http, {"gpu-0": url}, body(), path=PATH) as answer:
+            with pytest.raises(lm.RelayError, match="more than 1 MiB"):
+                await answer.read()
+    assert router.in_flight() == 0
 
 
 def body(**more: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from lmetric._core import (
 from lmetric.options import Failure
 
 _UNFINISHED = "the answer holds an error or ends without a finish_reason"
+# Limit of an answer that `Relay.read` holds whole: that of the server for such answers.
+MAX_ANSWER_BYTES = 64 << 20
 RETRY_STATUSES = frozenset({500, 502, 503, 504})
 # Ends of paths whose streams are incomplete without a finish_reason, under any prefix.
 COMPLETION_PATHS = ("/completions", "/completions/batch", "/inference/v1/generate")
@@ -82,8 +84,9 @@ class Relay:
 
     Entering the block routes the request. It waits for the complete answer, or for the first token
     or error of an event stream. After a failure before that, the next instance of the ranking gets
-    the request. Leaving the block early, by an exception or a canceled task, closes the connection.
-    The engine then stops, and the request counts as ``cancelled``.
+    the request. Redirects are answers; they are not followed. Leaving the block early, by an
+    exception or a canceled task, closes the connection. The engine then stops, and the request
+    counts as ``cancelled``.
 
     Args:
         router: the router; its requests must run whole (no roles, or ``allow_split=False``).
@@ -153,8 +156,16 @@ class Relay:
         return self._pieces()
 
     async def read(self) -> bytes:
-        """The whole answer."""
-        return b"".join([piece async for piece in self])
+        """The whole answer, at most 64 MiB. Iterate over larger answers."""
+        pieces, size = [], 0
+        async for piece in self:
+            pieces.append(piece)
+            if (size := size + len(piece)) > MAX_ANSWER_BYTES:
+                if self._ticket is not None and self._ticket.open:
+                    self._ticket.failed("engine_error", retry=False)
+                reason = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
+                raise RelayError("engine_error", self.instance, reason, begun=True)
+        return b"".join(pieces)
 
     async def _begin(self, ticket: Ticket) -> None:
         instance: str | None = self.decision.instance
@@ -188,7 +199,10 @@ class Relay:
         if target.data_parallel_rank is not None:
             headers["x-data-parallel-rank"] = str(target.data_parallel_rank)
         url = target.url.rstrip("/") + self._path
-        response = self._response = await self._http.post(url, data=self._body, headers=headers)
+        # Redirects reach the caller as statuses: prompt and headers are for this engine alone.
+        response = self._response = await self._http.post(
+            url, data=self._body, headers=headers, allow_redirects=False
+        )
         self.status, self.content_type = response.status, response.content_type
         if response.status in self._retry_statuses:
             raise _EngineFailedError("status", f"status {response.status}")
@@ -228,7 +242,7 @@ class Relay:
             raise RelayError(failure, self.instance, reason, begun=True) from error
         if not ticket.open:
             return
-        if self.status >= 400:
+        if self.status >= 300:
             ticket.failed("engine_error", retry=False)
         else:
             self._reader.finish_ticket()
