@@ -4,10 +4,10 @@
 //! A prompt's blocks are always touched together, the first as the most recently used. So a block
 //! is never older than the blocks behind it, and the cache always holds the front of a prompt.
 //! Blocks touched by the same prompts leave from the last to the first; the cache keeps them as one
-//! *run*. An operation costs runs, not blocks, and a prompt has only a few runs. (In a pool of
-//! single blocks, as in vLLM, every block has users and an age of its own: see `pool`.)
+//! *run*. An operation costs runs, not blocks, and a prompt has only a few runs. (If blocks
+//! have users, as in vLLM, runs have users and copies: see `pool`.)
 use crate::events::KvLog;
-use crate::names::ChainHasher;
+use crate::hash::ChainHasher;
 use hashbrown::HashMap;
 use lmetric_core::kv::tier::Tier;
 use std::hash::BuildHasherDefault;

@@ -8,7 +8,7 @@ use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
 use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps, TokenSlo};
 use crate::hash;
-use crate::pool::BlockPool;
+use crate::pool::{BlockPool, Held, Piece};
 use crate::profile::Profile;
 use crate::sequence::{Sequence, Sequences, State};
 use crate::text::Generator;
@@ -230,7 +230,8 @@ pub struct Engine {
     chunks: Vec<Chunk>,
     step: Option<Step>,
     bytes: Vec<u8>,
-    found: Vec<u32>,
+    /// The blocks found for the waiting request that was looked up last.
+    found: Vec<Piece>,
 }
 
 impl Engine {
@@ -543,24 +544,24 @@ impl Engine {
     /// Marks the first `tokens` of a prompt, which the cache holds, as the most recently used.
     /// Returns the blocks that are pinned until [`Engine::release_prefix`]; none under
     /// [`Admission::Reserve`], whose cache has no users.
-    pub fn use_prefix(&mut self, chain: &[u64], tokens: u32) -> Vec<u32> {
+    pub fn use_prefix(&mut self, chain: &[u64], tokens: u32) -> Held {
         let blocks = tokens.div_ceil(self.profile.block_tokens) as usize;
         let front = &chain[..chain.len().min(blocks)];
+        let mut held = Held::default();
         match self.settings.admission {
             Admission::Reserve => {
                 self.cache.touch(front);
-                Vec::new()
             }
             Admission::Vllm => {
-                let found: Vec<u32> = self.pool.find(front).collect();
-                found.iter().for_each(|&block| self.pool.share(block));
-                found
+                let found: Vec<Piece> = self.pool.find(front).collect();
+                self.pool.share(&found, &mut held);
             }
         }
+        held
     }
 
     /// Releases pinned blocks, the last first.
-    pub fn release_prefix(&mut self, blocks: &mut Vec<u32>) {
+    pub fn release_prefix(&mut self, blocks: &mut Held) {
         self.pool.release(blocks);
     }
 
@@ -699,7 +700,8 @@ impl Engine {
         let found = match self.settings.admission {
             Admission::Vllm => {
                 let full = (prompt_tokens.saturating_sub(1) / block) as usize;
-                self.pool.find(&chain[..chain.len().min(full)]).count()
+                let found = self.pool.find(&chain[..chain.len().min(full)]);
+                found.map(|piece| piece.blocks as usize).sum()
             }
             Admission::Reserve => self.cache.find(prompt_blocks(chain, prompt_tokens, block)),
         };

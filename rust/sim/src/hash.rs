@@ -1,4 +1,5 @@
 //! The chained hashes that name KV blocks: a block's hash covers everything before it.
+use std::hash::Hasher;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// Start of every chain without a salt. Equal in every engine, so that equal prompts have equal
@@ -37,6 +38,32 @@ pub fn extend(root: u64, block_tokens: usize, tokens: &[u32], bytes: &mut Vec<u8
         let previous = chain.last().copied().unwrap_or(root);
         chain.push(block(previous, full, bytes));
     }
+}
+
+/// Hasher of maps by the hashes of blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ChainHasher(u64);
+
+impl Hasher for ChainHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(self.0 ^ u64::from(byte)));
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = spread(hash);
+    }
+}
+
+/// Spreads a block's hash over all bits. It is a hash already, so one multiplication is enough,
+/// whatever its source.
+#[inline]
+fn spread(hash: u64) -> u64 {
+    let wide = u128::from(hash) * 0x9e37_79b9_7f4a_7c15_u128;
+    wide as u64 ^ (wide >> 64) as u64
 }
 
 #[cfg(test)]

@@ -12,7 +12,6 @@ pub mod engine;
 pub mod events;
 pub mod gaps;
 pub mod hash;
-mod names;
 pub mod pool;
 pub mod profile;
 pub mod record;

@@ -1,5 +1,6 @@
 //! A request inside the engine, and the store of these requests.
 use crate::gaps::{Gaps, Makes};
+use crate::pool::Held;
 use crate::text::Rolling;
 use lmetric_core::ids::Seconds;
 use std::sync::Arc;
@@ -82,9 +83,8 @@ pub struct Sequence {
     pub root: u64,
     pub salt: Option<Arc<str>>,
     pub report_cached: bool,
-    /// Its blocks, and the number of leading blocks that carry their hash.
-    pub blocks: Vec<u32>,
-    pub named: usize,
+    /// Its blocks.
+    pub blocks: Held,
     /// Token IDs, if the request came with them, and the generator's state after them.
     pub tokens: Vec<u32>,
     pub read: Rolling,
@@ -126,15 +126,11 @@ impl Sequences {
 
     pub fn remove(&mut self, slot: u32) {
         let sequence = &mut self[slot];
-        let (mut chain, mut blocks, mut tokens) = (
-            std::mem::take(&mut sequence.chain),
-            std::mem::take(&mut sequence.blocks),
-            std::mem::take(&mut sequence.tokens),
-        );
+        let (mut chain, mut tokens) =
+            (std::mem::take(&mut sequence.chain), std::mem::take(&mut sequence.tokens));
         chain.clear();
-        blocks.clear();
         tokens.clear();
-        *sequence = Sequence { chain, blocks, tokens, ..Default::default() };
+        *sequence = Sequence { chain, tokens, ..Default::default() };
         self.vacant.push(slot);
     }
 }

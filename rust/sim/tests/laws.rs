@@ -195,11 +195,9 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
     prop_assert_eq!(load.host_tokens, 0);
     // A follower of the log knows exactly which blocks can be found.
     for (&hash, &copies) in &follower.0 {
-        // A pool of blocks finds each block by itself, a reserving engine the whole front of a
-        // prompt.
+        // A block is there only behind all blocks before it.
         let mut chain = vec![hash];
-        while let (Admission::Reserve, Some(&Some(before))) = (settings.admission, follower.1.get(&chain[0]))
-        {
+        while let Some(&Some(before)) = follower.1.get(&chain[0]) {
             chain.insert(0, before);
         }
         let tokens = chain.len() as u32 * profile.block_tokens;

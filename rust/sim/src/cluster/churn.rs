@@ -17,6 +17,7 @@
 use super::instances::{add_instance, new_engine};
 use super::{Cluster, Event, State, bad};
 use crate::engine::{Engine, Prompt, Request};
+use crate::pool::Held;
 use crate::transfer::Load;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
@@ -75,7 +76,7 @@ struct Fetching {
     fetch: Fetch,
     /// Tokens that are on their way, with the tokens that the target holds before them.
     reach: u32,
-    pinned: Vec<u32>,
+    pinned: Held,
     /// Whether the source has sent it.
     sent: bool,
 }
@@ -310,7 +311,7 @@ impl Cluster<'_> {
         let begins = if waits { self.present_step_ends(source) } else { self.now };
         self.hold_for_fetch(source);
         let index = self.churn.fetches.len() as u32;
-        let fetching = Fetching { change, number, fetch, reach: 0, pinned: Vec::new(), sent: false };
+        let fetching = Fetching { change, number, fetch, reach: 0, pinned: Held::default(), sent: false };
         self.churn.fetches.push(Some(fetching));
         self.at(begins, Event::PrefixBegins { fetch: index });
     }

@@ -8,6 +8,7 @@
 //! that it holds itself stay there while the request waits. Blocks for fetched tokens are allocated
 //! at admission, as for KV transfers.
 use super::{Cluster, Event, State, bad};
+use crate::pool::Held;
 use crate::transfer::Load;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
@@ -52,7 +53,7 @@ pub(super) struct UnderWay {
     tokens: u32,
     reach: u32,
     /// Blocks that the holder keeps until then.
-    pinned: Vec<u32>,
+    pinned: Held,
 }
 
 impl Cluster<'_> {
@@ -63,7 +64,7 @@ impl Cluster<'_> {
         let asked = self.now;
         let waits = self.config.fetching.waits;
         let begins = if waits { self.present_step_ends(holder) } else { self.now };
-        let under_way = UnderWay { fetch, asked, tokens: 0, reach: 0, pinned: Vec::new() };
+        let under_way = UnderWay { fetch, asked, tokens: 0, reach: 0, pinned: Held::default() };
         self.fetches.insert(request as u32, under_way);
         self.hold_for_fetch(holder);
         self.at(begins, Event::FetchBegins { request: request as u32 });

@@ -67,7 +67,10 @@ impl Engine {
         };
         // Preempted requests may be next now.
         self.waiting.pop();
-        victims.into_iter().for_each(|victim| self.preempt(victim));
+        if !victims.is_empty() {
+            victims.into_iter().for_each(|victim| self.preempt(victim));
+            self.look_up(slot); // the same blocks, in other runs
+        }
         self.admit(slot);
         true
     }
@@ -120,11 +123,8 @@ impl Engine {
         let has_token = sequence.state == State::Decode && !self.settings.order.rules().ranks_decodes();
         freed.decodes += u32::from(has_token);
         freed.tokens += u64::from(sequence.total_at(self.tick));
-        // Blocks that both hold free no memory. Equal blocks have equal positions, because a
-        // block's hash covers all earlier blocks.
-        let own =
-            |&(i, &block): &(usize, &u32)| !self.pool.is_shared(block) && self.found.get(i) != Some(&block);
-        freed.blocks += sequence.blocks.iter().enumerate().filter(own).count() as u32;
+        // Blocks that both hold free no memory.
+        freed.blocks += self.pool.own_blocks(&sequence.blocks, &self.found);
     }
 
     /// Returns (rank, order) for preemption, the greatest first: less the lost seconds, if the

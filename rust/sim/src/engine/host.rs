@@ -131,11 +131,12 @@ impl Engine {
         }
         let most = ((sequence.total - 1) / block) as usize;
         let chain = &sequence.chain[..sequence.chain.len().min(most)];
-        let (in_host, on_gpu) = (host.cache.find(chain), self.found.len());
+        let on_gpu = self.found.iter().map(|piece| piece.blocks as usize).sum::<usize>();
+        let in_host = host.cache.find(chain);
         if in_host as u32 * block <= sequence.fetched.max(on_gpu as u32 * block) {
             return Loading::Nothing;
         }
-        let pinned = self.found.iter().filter(|&&block| !self.pool.in_use(block)).count();
+        let pinned = self.pool.free_among(&self.found) as usize;
         let new = in_host - on_gpu;
         let running = (self.prefilling.len() + self.decoding.len() + self.paused.len()) as u32;
         if running == self.profile.max_sequences || (self.pool.free() as usize) < pinned + new {
@@ -149,10 +150,8 @@ impl Engine {
         self.waiting.pop();
         let sequence = &mut self.sequences[slot];
         sequence.state = State::Loading;
-        self.found.iter().for_each(|&block| self.pool.share(block));
-        sequence.blocks.extend_from_slice(&self.found);
-        sequence.named = on_gpu;
-        sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
+        self.pool.share(&self.found, &mut sequence.blocks);
+        self.pool.take(new as u32, &mut sequence.blocks, &mut self.kv);
         Loading::Begun
     }
 
@@ -167,14 +166,14 @@ impl Engine {
                 continue; // aborted while it was loaded
             }
             host.loaded.push((slot, order));
-            let (from, to) = (sequence.named, sequence.blocks.len());
-            self.pool.name(&sequence.blocks[from..to], &sequence.chain[from..to]);
+            let (from, to) = (sequence.blocks.named(), sequence.blocks.len());
+            self.pool.name(&mut sequence.blocks, &sequence.chain[from..to]);
             let block = self.profile.block_tokens;
             let range = from * block as usize..to * block as usize;
             let tokens = sequence.tokens.get(range).unwrap_or_default();
             let parent = from.checked_sub(1).map(|i| sequence.chain[i]);
             self.kv.stored(Tier::Gpu, parent, &sequence.chain[from..to], tokens, sequence.salt.as_ref());
-            (sequence.state, sequence.named) = (State::Waiting, to);
+            sequence.state = State::Waiting;
             sequence.loaded = (to - from) as u32 * block;
             self.counters.loaded_tokens += u64::from(sequence.loaded);
             self.enqueue_by_rank(slot);
@@ -197,7 +196,7 @@ impl Engine {
     pub(super) fn release_loaded(&mut self, slot: u32) {
         self.forget_loaded(slot);
         let sequence = &mut self.sequences[slot];
-        (sequence.named, sequence.loaded) = (0, 0);
+        sequence.loaded = 0;
         self.pool.release(&mut sequence.blocks);
     }
 

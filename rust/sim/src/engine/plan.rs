@@ -353,7 +353,7 @@ impl Engine {
         match self.settings.admission {
             Admission::Vllm => {
                 let (tokens, new) = self.first_blocks(slot, self.budget() + freed.decodes);
-                let pinned = self.found.iter().filter(|&&block| !self.pool.in_use(block)).count() as u32;
+                let pinned = self.pool.free_among(&self.found);
                 tokens > 0 && self.pool.free() + freed.blocks >= pinned + new
             }
             Admission::Reserve => {
@@ -366,8 +366,9 @@ impl Engine {
     /// Returns, for a waiting request that was looked up, the tokens of its first chunk, and the
     /// blocks it needs beside those found.
     fn first_blocks(&self, slot: u32, budget: u32) -> (u32, u32) {
-        let held = self.sequences[slot].blocks.len() + self.found.len();
-        let (block, found) = (self.profile.block_tokens, held as u32);
+        let found: u32 = self.found.iter().map(|piece| piece.blocks).sum();
+        let found = found + self.sequences[slot].blocks.len() as u32;
+        let block = self.profile.block_tokens;
         let before = self.before(slot, found * block);
         let tokens = self.share(before, (self.sequences[slot].total - before).min(budget));
         (tokens, (before + tokens).div_ceil(block) - found)
@@ -378,11 +379,9 @@ impl Engine {
     fn take_blocks(&mut self, slot: u32) -> u32 {
         let (_, new) = self.first_blocks(slot, self.budget());
         let sequence = &mut self.sequences[slot];
-        sequence.blocks.extend_from_slice(&self.found);
-        sequence.named = sequence.blocks.len();
-        self.found.iter().for_each(|&block| self.pool.share(block));
-        let held = sequence.named as u32;
-        sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
+        self.pool.share(&self.found, &mut sequence.blocks);
+        let held = sequence.blocks.len() as u32;
+        self.pool.take(new, &mut sequence.blocks, &mut self.kv);
         self.forget_loaded(slot);
         held * self.profile.block_tokens
     }
@@ -423,10 +422,12 @@ impl Engine {
     pub(super) fn grow(&mut self, slot: u32, tokens: u32) {
         let needed = tokens.div_ceil(self.profile.block_tokens) as usize;
         while self.sequences[slot].blocks.len() < needed {
-            match self.pool.take(&mut self.kv) {
-                Some(block) => self.sequences[slot].blocks.push(block),
-                None if self.take_loaded_back(slot) => {}
-                None => {
+            let held = &mut self.sequences[slot].blocks;
+            let more = (needed - held.len()) as u32;
+            match self.pool.take(more, held, &mut self.kv) {
+                1.. => {}
+                0 if self.take_loaded_back(slot) => {}
+                0 => {
                     let running = self.prefilling.iter().chain(&self.decoding).chain(&self.paused);
                     let ranked = self.settings.order.rules().ranks_decodes();
                     let picked = |slot| ranked && self.sequences[slot].plan == self.plan;

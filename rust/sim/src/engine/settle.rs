@@ -230,15 +230,14 @@ impl Engine {
             let previous = sequence.chain.last().copied().unwrap_or(sequence.root);
             sequence.chain.push(hash::own(previous, sequence.id));
         }
-        let named = sequence.named;
+        let named = sequence.blocks.named();
         if full <= named {
             return;
         }
-        self.pool.name(&sequence.blocks[named..full], &sequence.chain[named..full]);
+        self.pool.name(&mut sequence.blocks, &sequence.chain[named..full]);
         let parent = named.checked_sub(1).map(|i| sequence.chain[i]);
         let tokens = sequence.tokens.get(named * block..full * block).unwrap_or_default();
         self.kv.stored(Tier::Gpu, parent, &sequence.chain[named..full], tokens, sequence.salt.as_ref());
-        sequence.named = full;
         self.write_through(slot, full);
     }
 
@@ -254,7 +253,7 @@ impl Engine {
             }
         }
         let sequence = &mut self.sequences[slot];
-        (sequence.total, sequence.named) = (total, 0);
+        sequence.total = total;
         self.pool.release(&mut sequence.blocks);
     }
 
