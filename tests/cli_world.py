@@ -1,10 +1,13 @@
 """The command line in tests: in a process of its own, or faster, in the tests' process."""
 
+import asyncio
 import contextlib
 import io
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from lmetric._core import LmetricError
 from lmetric.cli import describe, exit_code, main
 
+TURN = threading.Lock()  # a command on a thread of this process has the standard streams for itself
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 
 
@@ -44,6 +48,21 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     code = ended.value.code or 0
     assert isinstance(code, int)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+async def beside(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`call` on a thread, beside the test's loop. A command that never ends fails only its test."""
+    done: Future[subprocess.CompletedProcess[str]] = Future()
+
+    def run() -> None:
+        with TURN:
+            try:
+                done.set_result(call(*words, **environment))
+            except BaseException as error:
+                done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wait_for(asyncio.wrap_future(done), 90)
 
 
 async def refused(*, picks: bool = False, file: str | None = None, **values: Any) -> tuple[int, str]:

@@ -20,10 +20,6 @@ from log_watch import watched_log
 # Hundreds of tests start processes: without bytecode files, each would compile all modules again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# aiohttp reads the system's authorities twice when it is imported: 60 ms of CPU time in each
-# process. Tests reach no public address, and name the authorities of their own certificates. The
-# file has one certificate, whose key nobody has: httpx refuses an empty file.
-os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "data" / "authority.pem")
 IN_ROUTER = Path(__file__).parent / "in_router"
 NIGHTLY = Path(__file__).parent / "real"
 sys.path.append(str(IN_ROUTER))
@@ -40,9 +36,15 @@ settings.load_profile("same")
 DEFAULT_PORTS = (8000, 8080)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Enables Ctrl-C for tests and their processes, even if a background shell ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # aiohttp reads the system's authorities twice when it is imported: 60 ms of CPU time in each
+    # process. Tests reach no public address, and name the authorities of their own certificates.
+    # The file has one certificate, whose key nobody has: httpx refuses an empty file. Nightly tests
+    # install packages.
+    if config.option.markexpr == "not nightly":
+        os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "data" / "authority.pem")
 
 
 def pytest_sessionstart() -> None:

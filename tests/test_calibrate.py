@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from cli_world import call
+from cli_world import beside
 from lmetric.profiles import Profile, load_profile, shipped_profiles
 from lmetric.profiles.budget import CONTEXT_TOKENS, budgets
 from lmetric_lab.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
@@ -414,7 +414,7 @@ async def start(*words: str) -> asyncio.subprocess.Process:
 
 async def command(*words: str) -> tuple[int, str, str]:
     """Runs the command on a thread, beside the engines of this process."""
-    done = await asyncio.to_thread(call, "calibrate", *words)
+    done = await beside("calibrate", *words)
     return done.returncode, done.stdout, done.stderr
 
 

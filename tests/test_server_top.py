@@ -8,7 +8,6 @@ import io
 import os
 import pty
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from cli_world import call, process
+from cli_world import beside, process
 from lmetric import top as top_module
 from lmetric._core import LmetricError
 from lmetric.canary.client import send
@@ -28,18 +27,11 @@ from server_world import world
 from tls_world import Authority, needs_openssl
 from waiting import PATIENCE_SECONDS
 
-TURN = threading.Lock()  # a command in this process has the standard streams for itself
-
 
 async def top(*arguments: str, **environment: str) -> tuple[int, str, str]:
-    """Runs the command on a thread, beside the router. Returns its exit code, stdout and stderr."""
-
-    def run() -> tuple[int, str, str]:
-        with TURN:
-            done = call("top", *arguments, COLUMNS="110", **environment)
-        return done.returncode, done.stdout, done.stderr
-
-    return await asyncio.to_thread(run)
+    """Runs the command beside the router. Returns its exit code, stdout and stderr."""
+    done = await beside("top", *arguments, COLUMNS="110", **environment)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def trusting(authority: Authority, url: str) -> tuple[int, str]:

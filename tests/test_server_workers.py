@@ -104,11 +104,23 @@ async def test_a_repeated_registration_with_another_field_is_refused() -> None:
         first = {"url": "http://127.0.0.1:9", "api_key": "one", "model_id": "tiny", "worker_type": "prefill"}
         for _ in range(2):
             assert (await call(it, "POST", "/workers", first))[0] == 200
-        for name, value in (("api_key", "two"), ("model_id", "large"), ("worker_type", "decode")):
+        for name, value in (("api_key", "two"), ("worker_type", "decode"), ("worker_type", "regular")):
             status, got = await call(it, "POST", "/workers", {**first, name: value})
             assert (status, got["code"], got["error"]["param"]) == (400, "ADD_WORKER_FAILED", name)
             assert f"already exists with another {name}; remove it first" in got["error"]["message"]
         assert (await call(it, "POST", "/workers", {"url": first["url"]}))[0] == 200
+        # A server of two models is two engines.
+        both = [
+            (await call(it, "POST", "/workers", {**first, "model_id": model}))[1]["worker_id"]
+            for model in ("large", "tiny", "large", "tiny")
+        ]
+        assert both[:2] == both[2:]
+        assert both[0] != both[1]
+        # Which model an engine without a name of one serves is not known yet.
+        unnamed = {"url": "http://127.0.0.1:7"}
+        assert (await call(it, "POST", "/workers", unnamed))[0] == 200
+        status, got = await call(it, "POST", "/workers", {**unnamed, "model_id": "tiny"})
+        assert (status, got["error"]["param"]) == (400, "model_id")
 
 
 @pytest.mark.parametrize("kind", KINDS)

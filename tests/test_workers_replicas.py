@@ -113,8 +113,10 @@ async def test_workers_of_all_routers_count_each_others_requests_and_find_each_o
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     fake = Responses()
     fake.behave = hang
-    await fake.start()
-    async with Fleet(tmp_path, fake, {"urls": urls}) as fleet:
+    async with contextlib.AsyncExitStack() as stack:
+        await fake.start()
+        stack.push_async_callback(fake.stop)
+        fleet = await stack.enter_async_context(Fleet(tmp_path, fake, {"urls": urls}))
         a, b = [await fleet.add(port) for port in ports]
         await met(a, b)
         async with a.client.session.get(a.client.url + "/metrics") as page:
@@ -143,7 +145,6 @@ async def test_workers_of_all_routers_count_each_others_requests_and_find_each_o
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         await eventually(lambda: count(0))
-    await fake.stop()
 
 
 @pytest.mark.nightly

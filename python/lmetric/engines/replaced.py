@@ -17,7 +17,8 @@ class Starts:
     """The start times of the processes at one address.
 
     A new time tells that the cache of the process before is gone. If a known time comes back, a
-    load balancer has the address: then times tell nothing until a connection is refused.
+    load balancer has the address: then times tell nothing until a connection is refused. Before
+    that, each of its other processes counts once as a new one.
     """
 
     __slots__ = ("_balanced", "_known", "_latest")

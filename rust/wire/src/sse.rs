@@ -184,7 +184,8 @@ impl Events {
 
     /// Whether the next byte may belong to a comment that has begun.
     pub(crate) fn inside_filler(&self) -> bool {
-        self.line == Line::Comment || (self.after_cr && self.after_filler)
+        let inside_mark = self.mark > 0 && self.mark < MARK.len();
+        inside_mark || self.line == Line::Comment || (self.after_cr && self.after_filler)
     }
 
     /// The length of the longest event's data so far, in bytes. The event may be incomplete.

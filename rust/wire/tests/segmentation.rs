@@ -524,10 +524,14 @@ fn a_byte_order_mark_does_not_pass_in_the_middle_of_the_clients_stream() {
             if alone {
                 scanner.commit_alone();
             }
+            let mut comments = Vec::new();
             for piece in [&payload.as_bytes()[..cut], &payload.as_bytes()[cut..]] {
                 if !piece.is_empty() {
                     let framed = [format!("{:x}\r\n", piece.len()).as_bytes(), piece, b"\r\n"].concat();
                     scanner.feed(&framed).unwrap();
+                    if !alone {
+                        comments.extend(scanner.take_comments());
+                    }
                 }
             }
             if alone {
@@ -536,7 +540,7 @@ fn a_byte_order_mark_does_not_pass_in_the_middle_of_the_clients_stream() {
             } else {
                 let expected = format!("{:x}\r\n{event}\r\n", event.len());
                 assert_eq!(scanner.continue_stream(), expected.as_bytes(), "cut at {cut}");
-                assert_eq!(scanner.take_comments(), comment.replace(": a\n\n", "a\n").as_bytes());
+                assert_eq!(comments, comment.replace(": a\n\n", "a\n").as_bytes(), "cut at {cut}");
             }
         }
     }

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Progress(InFlightRequest):
     """One request: the client's request, its ticket, and the answers of its engines so far.
 
-    Values that are equal for most requests are class attributes. Up to 30 others, with those of
-    its runner, CPython keeps without a dictionary for each request.
+    Values that are equal for most requests are class attributes. Up to 30 names, with those of its
+    runner, CPython keeps without a dictionary for each request.
     """
 
     decision: Decision
@@ -100,6 +100,11 @@ class Progress(InFlightRequest):
         self.has_tokens = False  # the answer of the open segment has begun to reach the client
         self.committed = False  # the client has a part of an answer
         self.done = False
+        # Each request sets these at its end. CPython shares the first 30 names that any request sets:
+        # without these lines, a failed request could take the places of these three.
+        self.answered = None
+        self.status = 0
+        self.usage = None
         self._run: Way[None] | None = None  # of `execution`: runs the request
 
     # -- what it is --------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ async def _list(call: Call) -> web.Response:
 async def _create(call: Call) -> web.Response:
     """Adds an engine. Fields that mean nothing to the router are in the answer's ``ignored``."""
     given = read_object(await call.body())
+    has_role = "worker_type" in given
     kind = given.pop("worker_type", "regular")
     if not isinstance(kind, str) or kind not in _ROLES:
         raise _failed("ADD", f"worker_type must be one of {', '.join(_ROLES)}", "worker_type")
@@ -67,7 +68,7 @@ async def _create(call: Call) -> web.Response:
     model = given.pop("model_id", None)
     if model is not None and not isinstance(model, str):
         raise _failed("ADD", "model_id must be a name, a string", "model_id")
-    engine, known = await _added(call, {**fields, "role": _ROLES[kind]}, model)
+    engine, known = await _added(call, {**fields, "role": _ROLES[kind]}, model, has_role=has_role)
     location = f"/workers/{quote(engine.name, safe='')}"
     text = f"Worker {engine.config.url} already exists" if known else _ADDED.format(engine.config.url)
     done = {"success": True, "status": "accepted", "worker_id": engine.name, "url": engine.config.url}
@@ -169,26 +170,30 @@ def _known(fleet: Fleet, key: str) -> list[Engine]:
     raise ApiError(404, f"Worker {key} not found", more={"code": "WORKER_NOT_FOUND"})
 
 
-async def _added(call: Call, fields: dict[str, Any], model: str | None) -> tuple[Engine, bool]:
+async def _added(
+    call: Call, fields: dict[str, Any], model: str | None, *, has_role: bool
+) -> tuple[Engine, bool]:
     """Adds an engine. Returns it, and whether the router knew it before. Raises ApiError.
 
-    A known engine is asked for its features again: a process that registers may be a new one.
+    A known engine is asked for its features again: a process that registers may be a new one. A
+    server of two models is two engines.
     """
     try:
         config = EngineConfig.model_validate(fields)
     except ValidationError as error:
         raise _failed("ADD", not_valid(error).message, "url") from None
     known = _found(call.front.fleet, config.url)
-    if known:
-        first = known[0]
+    same = [each for each in known if model is None or _serves(each, model)]
+    if same or any(each.configured_model is None for each in known):
+        first = (same or known)[0]
         differ = [
             name
-            for name, given, has in (
-                ("model_id", model, first.configured_model),
-                ("worker_type", config.role, first.config.role),
-                ("api_key", config.api_key, first.config.api_key),
+            for name, differs in (
+                ("model_id", not same),
+                ("worker_type", has_role and config.role != first.config.role),
+                ("api_key", config.api_key not in (None, first.config.api_key)),
             )
-            if given not in (None, has)
+            if differs
         ]
         if differ:
             text = f"Worker {first.config.url} already exists with another {differ[0]}; remove it first"
@@ -200,6 +205,10 @@ async def _added(call: Call, fields: dict[str, Any], model: str | None) -> tuple
     except ApiError as error:
         status = 400 if error.status == 409 else error.status
         raise _failed("ADD", error.message, error.param, status=status) from None
+
+
+def _serves(engine: Engine, model: str) -> bool:
+    return model in (engine.configured_model, None if engine.model is None else engine.model.name)
 
 
 def _failed(what: str, message: str, param: str | None, status: int = 400) -> ApiError:
