@@ -202,6 +202,8 @@ def worker_memory(engines: int, blocks: int) -> dict[str, Any]:
                     if found and found == last:
                         break
                     time.sleep(1.0)
+                if found < blocks // BLOCKS_OF_A_BATCH * BLOCKS_OF_A_BATCH:
+                    sys.exit(f"deployment.py: the index has {found:,.0f} of {blocks:,} blocks")
                 return {
                     "engines": engines,
                     "blocks": blocks,

@@ -248,6 +248,8 @@ def work(router: Router, feed: EventFeed) -> Iterator[dict[str, int]]:
     finally:
         over.set()
         thread.join()
+    if not (done["scrapes"] and done["searches"]):
+        sys.exit("feed.py: nothing ran beside the decisions")
 
 
 def run(seconds: float, calls: int) -> list[dict[str, Any]]:

@@ -236,7 +236,9 @@ async def probe(port: int, count: int, seconds: float, delays: list[float]) -> i
         )
         running.append(connected[1])
         await asyncio.sleep(TOKEN_SECONDS / count)  # so that their tokens do not come at once
-    whole = await asyncio.gather(*(stream.done for stream in running))
+    whole = await asyncio.wait_for(
+        asyncio.gather(*(stream.done for stream in running)), seconds + LIMIT_SECONDS
+    )
     delays += sorted(delay / 1e3 for delay in found)
     return whole.count(False)
 
@@ -361,7 +363,8 @@ def main() -> None:
     }
     print(json.dumps(found, indent=1))
     print(write_result(result, "lost-engines", given.out))
-    if found["lost"] or found["of_another_text"] or found["in_flight_at_end"] != "0":
+    broken = found["lost"] or found["of_another_text"] or any(found["broken_probes"].values())
+    if broken or found["in_flight_at_end"] != "0":
         sys.exit("lost_engines.py: streams were lost, or requests are left")
 
 
