@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -454,6 +455,25 @@ def test_ctrl_c_in_a_policy_function_reaches_the_caller() -> None:
     try:
         with pytest.raises(KeyboardInterrupt), contextlib.suppress(lm.PolicyError):
             router.route(lm.Request(token_ids=TOKENS))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert router.in_flight() == 0
+
+
+def test_an_interrupt_that_a_policy_function_raises_itself_is_an_error() -> None:
+    """Python raises Ctrl-C in the main thread only; an interrupt would stop a server."""
+
+    def interrupted(bs: np.ndarray) -> np.ndarray:
+        raise KeyboardInterrupt
+
+    router = fleet(interrupted)
+    before = signal.signal(signal.SIGINT, lambda *_: pytest.fail("interrupted"))
+    try:
+        with pytest.raises(lm.PolicyError, match="KeyboardInterrupt"):
+            router.route(lm.Request(token_ids=TOKENS))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(lm.PolicyError, match="KeyboardInterrupt"):
+            pool.submit(router.route, lm.Request(token_ids=TOKENS)).result()
     finally:
         signal.signal(signal.SIGINT, before)
     assert router.in_flight() == 0

@@ -237,6 +237,14 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
         assert [model.policies.settings.policy for model in (first, second)] == ["lmetric", "round_robin"]
 
 
+async def test_the_policy_of_all_models_is_named_as_such(tmp_path: Path) -> None:
+    """Models with a section that sets no policy have it."""
+    async with world(0, **TWO, timeouts=TIMEOUTS) as w:
+        r = Reloaded(w, {**TWO, "port": 0, "load": {"interval": None}}, tmp_path / "c.yaml")
+        assert (await r.change(policy="least_requests"))["changed"] == ["policy"]
+        assert [each.policies.settings.policy for each in w.server.fleet.models] == ["least_requests"] * 2
+
+
 async def test_a_model_whose_section_is_gone_stays_as_it_is(tmp_path: Path) -> None:
     async with world(0, **TWO, timeouts=TIMEOUTS) as w:
         r = Reloaded(w, {**TWO, "port": 0, "load": {"interval": None}}, tmp_path / "c.yaml")

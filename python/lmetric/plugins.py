@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 import reprlib
+import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -75,7 +76,7 @@ def file_of(text: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(found["place"]) if found else None
     except BaseException as error:  # of a parent package, whose code this runs; `load_object` reports it
-        if _is_ctrl_c(error):
+        if is_ctrl_c(error):
             raise
         return None
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
@@ -99,7 +100,7 @@ def load_object(text: str) -> object:
     except _core.LmetricError:
         raise
     except BaseException as error:
-        if _is_ctrl_c(error):
+        if is_ctrl_c(error):
             raise
         raise _core.BadValueError(f"{text}: it cannot be loaded: {described(error)}") from error
     try:
@@ -127,7 +128,7 @@ def entry_point(name: str) -> object | None:
     try:
         loaded: object = found[0].load()
     except BaseException as error:
-        if _is_ctrl_c(error):
+        if is_ctrl_c(error):
             raise
         raise _core.BadValueError(
             f"policy {name!r}: {found[0].value} cannot be loaded: {described(error)}"
@@ -192,12 +193,15 @@ def _import(name: str) -> ModuleType:
     return module
 
 
-def _is_ctrl_c(error: BaseException) -> bool:
-    """Whether an error of imported code is Ctrl-C, which Python raises in the main thread only.
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error of a user's code is Ctrl-C, which Python raises in the main thread only.
 
     All others are errors of the code: `sys.exit` of a script, or the panic of an extension.
     """
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    # A server handles the signal itself: there, only the code can raise this error.
+    handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and in_main and not handled
 
 
 def described(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import structlog
 
 from lmetric._core import LmetricError
 from lmetric.config import (
+    POLICY_KNOBS,
     ConfigError,
     EngineConfig,
     EngineTls,
@@ -375,11 +376,13 @@ class Server:
             name for name in old.keys() | new.tenants.keys() if old.get(name) != new.tenants.get(name)
         )
         changed = set(change.changed)
+        sections = {each.name: each.model_fields_set for each in new.models}
         for model in self.fleet.models:
             # A promoted canary, or a command for one model, has changed no configuration.
             policies = change.policies.get(model.name, change.policies[None])
-            names = policies.changed_since(model.policies)
-            changed |= {"models"} if names and model.name in change.policies else names
+            own = sections.get(model.name, set())
+            own = own | {knobs for policy, knobs in POLICY_KNOBS.items() if policy in own}
+            changed |= {"models" if name in own else name for name in policies.changed_since(model.policies)}
         engine_steps = self.fleet.reload(new, change.policies)
         change.apply()
         change.identity.start()

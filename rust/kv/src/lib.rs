@@ -17,4 +17,3 @@ pub mod tier;
 pub mod tiers;
 
 pub use instance::{InstanceId, MAX_INSTANCES};
-pub use table::prefetch;

@@ -347,7 +347,7 @@ impl<S: Slot> Segment<S> {
 
 /// Prefetches the cache line at `address`. It is a hint, without effect on targets that have none.
 #[inline(always)]
-pub fn prefetch<T>(address: *const T) {
+pub(crate) fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch never faults, at any address; SSE is part of x86-64.
     unsafe {

@@ -71,8 +71,8 @@ REQUEST_HEADERS: Mapping[str, str] = {
     "x-tenant": "Tenant of the request, if the router runs without API keys and issuers of tokens, and the "
     "configuration names the tenant. Engines do not receive it.",
     "x-slo-class": "Class of the request, with its own deadline of the first token, if the model has "
-    "classes (docs/how-to/overload.md). Default: the class of the tenant. Without effect if a token's claim "
-    "names the class. The engine receives it unchanged.",
+    "classes (docs/how-to/overload.md). Default: the class of the tenant. An empty value counts as absent. "
+    "Without effect if a token's claim names the class. The engine receives it unchanged.",
     "x-vllm-priority": "Priority of the request in the engine's queue, as the field `priority`: lower first. "
     "Dropped with API keys, and with `priority: uniboost` or `vtc`.",
 }

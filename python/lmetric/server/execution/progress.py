@@ -100,8 +100,8 @@ class Progress(InFlightRequest):
         self.has_tokens = False  # the answer of the open segment has begun to reach the client
         self.committed = False  # the client has a part of an answer
         self.done = False
-        # Each request sets these at its end. CPython shares the first 30 names that any request sets:
-        # without these lines, a failed request could take the places of these three.
+        # Each request sets these at its end. CPython shares the first 30 names that any request
+        # sets: without these lines, a failed request could take the places of these three.
         self.answered = None
         self.status = 0
         self.usage = None

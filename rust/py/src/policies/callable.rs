@@ -5,7 +5,6 @@ use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Named, Scope
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
 use lmetric_core::{CoreError, Maturity};
 use numpy::{PyArray1, PyArrayMethods};
-use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -121,9 +120,10 @@ fn plugins(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 ///
 /// Ctrl-C is raised again in the caller's code, which could catch the error of the policy.
 fn described(py: Python<'_>, error: PyErr) -> String {
-    let interrupted = error.is_instance_of::<PyKeyboardInterrupt>(py);
     let text = error.to_string();
     let error = error.into_value(py); // with its traceback
+    let is_ctrl_c = plugins(py).and_then(|module| module.call_method1("is_ctrl_c", (&error,))?.extract());
+    let interrupted = is_ctrl_c.unwrap_or(false);
     let described = plugins(py).and_then(|module| module.call_method1("described", (error,))?.extract());
     if interrupted {
         // SAFETY: it only marks a signal, which Python handles when its main thread runs again.
