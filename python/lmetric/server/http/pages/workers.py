@@ -171,7 +171,7 @@ def _known(fleet: Fleet, key: str) -> list[Engine]:
 
 
 async def _added(
-    call: Call, fields: dict[str, Any], model: str | None, *, has_role: bool
+    call: Call, fields: dict[str, Any], model: str | None, *, has_role: bool = False
 ) -> tuple[Engine, bool]:
     """Adds an engine. Returns it, and whether the router knew it before. Raises ApiError.
 
