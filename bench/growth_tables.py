@@ -126,35 +126,18 @@ GOALS: dict[str, Callable[[Figures], list[list[str]]]] = {
     "workers": workers,
     "worker-rss": memory,
     "lost-engines": lost,
-    "replicas-clusters": exact,
 }
 
 
-def routers(fleet: Figures, clusters: Figures) -> Table:
-    """Costs of routers and workers, and the mean end to end, by their number."""
+def routers(fleet: Figures) -> Table:
+    """Costs of routers, by their number."""
+    head = ["", "changes, MB/s", "% of a core", "whole loads, MB/s", "% of a core"]
+    counts = dict.fromkeys(row["routers"] for row in fleet["rows"])
     costs = {(row["routers"], row["messages"]): row for row in fleet["rows"]}
 
     def cost(count: int, messages: str) -> list[str]:
-        row = costs.get((count, messages))
-        if row is None:
-            return ["-", "-"]
+        row = costs[count, messages]
         share = row["make_percent_of_a_core"] + row["receive_percent_of_a_core"]
         return [f"{row['mb_per_second']:.2f}", f"{share:.1f}"]
 
-    of_one: dict[tuple[str, int], list[str]] = {}
-    for row in clusters["rows"]:
-        seconds = f"{mean(row['mean_e2e_seconds']):.3f} ({row['of_one']:.3f})"
-        of_one.setdefault((row["what"], row["count"]), []).append(seconds)
-    rows = [
-        [f"{count} {what}"]
-        + (cost(count, "changes") + cost(count, "whole load") if what == "routers" else ["-"] * 4)
-        + found
-        for (what, count), found in of_one.items()
-    ]
-    head = ["", "changes, MB/s", "% of a core", "whole loads, MB/s", "% of a core", *workload_names(clusters)]
-    return head, rows
-
-
-def workload_names(clusters: Figures) -> list[str]:
-    """Returns the heads of the simulated workloads."""
-    return [f"{name}, s" for name in dict.fromkeys(row["workload"] for row in clusters["rows"])]
+    return head, [[f"{each} routers", *cost(each, "changes"), *cost(each, "whole load")] for each in counts]

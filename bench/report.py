@@ -34,7 +34,7 @@ def newest(what: str) -> tuple[str, Figures]:
     return found[-1].name, json.loads(found[-1].read_text())
 
 
-GROWTH = ("sizes", "feed", "workers", "worker-rss", "lost-engines", "replicas-fleet", "replicas-clusters")
+GROWTH = ("sizes", "feed", "workers", "worker-rss", "lost-engines", "replicas-fleet")
 NOT_MEASURED = "Not measured yet."
 
 
@@ -47,8 +47,8 @@ def growing(files: dict[str, tuple[str, Figures]]) -> dict[str, str]:
     """The tables of the section "Growth"."""
     found = {what: result for what, (_, result) in files.items()}
     parts = {what: table(*getattr(growth, what)(found[what])) for what in ("sizes", "feed") if what in found}
-    if {"replicas-fleet", "replicas-clusters"} <= found.keys():
-        parts["routers"] = table(*growth.routers(found["replicas-fleet"], found["replicas-clusters"]))
+    if "replicas-fleet" in found:
+        parts["routers"] = table(*growth.routers(found["replicas-fleet"]))
     goals = [row for what, rows in growth.GOALS.items() if what in found for row in rows(found[what])]
     if goals:
         parts["goals"] = table(["what", "goal", "measured"], goals)
