@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import mean
 from typing import Any
 
 from lmetric.defaults import DEFAULT_POLICY

@@ -111,7 +111,7 @@ async def test_a_repeated_registration_with_another_field_is_refused() -> None:
         assert (await call(it, "POST", "/workers", {"url": first["url"]}))[0] == 200
         status, got = await call(it, "POST", "/workers", {**first, "model_id": "large"})
         assert (status, "already exists" in got["error"]["message"]) == (400, True)
-        # Which model an engine without a name of one serves is not known yet.
+        # The model of an engine that was added without one is not known yet.
         unnamed = {"url": "http://127.0.0.1:7"}
         assert (await call(it, "POST", "/workers", unnamed))[0] == 200
         status, got = await call(it, "POST", "/workers", {**unnamed, "model_id": "tiny"})

@@ -40,7 +40,7 @@ struct Run {
     users: u32,
     /// The next older copy of the same blocks, or none.
     twin: u32,
-    /// Where it was cut, the run with the blocks behind it. Only users that had the whole run
+    /// If it was cut, the run with the blocks behind the cut. Only users that had the whole run
     /// follow it: without them, that run may be gone.
     rest: u32,
     older: u32,
@@ -218,7 +218,7 @@ impl BlockPool {
         }
     }
 
-    /// Names blocks of which the pool has no copy.
+    /// Names blocks without a copy in the pool.
     fn name_new(&mut self, held: &mut Held, hashes: &[u64]) {
         let blocks = hashes.len() as u32;
         if let Some(last) = held.pieces.last_mut().filter(|_| held.own) {
