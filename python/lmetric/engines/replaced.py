@@ -27,7 +27,7 @@ class Starts:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all times: a refused connection told that the process had ended."""
+        """Forgets all times: a refused connection shows that the process has ended."""
         self._latest: bytes | None = None
         self._known: dict[bytes, None] = {}
         self._balanced = False
