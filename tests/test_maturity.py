@@ -114,9 +114,9 @@ def test_models_inherit_the_flag(tmp_path: Path) -> None:
 def test_help_and_schema_name_no_part_for_studies() -> None:
     shown = CliRunner().invoke(build(["serve"]), ["serve", "--help-all"], env={"COLUMNS": "200"}).stdout
     schema = json.dumps(ServerConfig.model_json_schema())
-    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    pages = [(ROOT / "docs" / "reference" / page).read_text() for page in ("configuration.md", "settings.md")]
     names = [*STUDY_POLICIES, *STUDY_PLANNERS]
-    for text in (shown, schema, page):
+    for text in (shown, schema, *pages):
         assert [name for name in names if re.search(rf"\b{name}\b", text)] == []
     assert "--experimental" in shown
     assert "experimental" in ServerConfig.model_fields

@@ -147,7 +147,7 @@ def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
         ("ProgramAuto", "gap_error"), ("ProgramAuto", "free"),
     }  # fmt: skip
     schema = json.dumps(PoolSettings.model_json_schema())
-    page = (Path(__file__).parent.parent / "docs" / "reference" / "configuration.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "settings.md").read_text()
     printed = render(
         ServerConfig.model_validate({"split": "libra", "rebalance": "star", "prefix_fetch": "on"})
     )

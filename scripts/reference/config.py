@@ -1,8 +1,9 @@
-"""docs/reference/configuration.md, from `lmetric.config` and `lmetric.options`."""
+"""docs/reference/configuration.md and settings.md, from `lmetric.config` and `lmetric.options`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, get_args, get_origin
 
@@ -166,6 +167,20 @@ TAIL = """
 <!-- scripts/make_reference config makes this page of python/lmetric/config/schema.py and python/lmetric/options.py. -->
 """
 
+SECTIONS_HEAD = """
+## Sections
+
+The page [Settings of sections](settings.md) has the keys of two parts and more. At its end are
+[routing options](settings.md#routing-options) and settings for [tuning](settings.md#tuning).
+
+"""
+
+SECTIONS_PAGE = """\
+# Settings of sections
+
+Settings whose keys have two parts or more. [Configuration](configuration.md) describes how to set them, and has the keys of one part.
+"""
+
 
 def about(path: tuple[str, ...]) -> str:
     """Returns the description of a tuning setting."""
@@ -175,13 +190,30 @@ def about(path: tuple[str, ...]) -> str:
     return descriptions(section)[path[-1]]
 
 
+def links(page: str) -> str:
+    """Returns a table of the sections of `page` whose keys have one part."""
+    lines = ["| section | |\n| --- | --- |\n"]
+    for title, about in re.findall(r"^## (.+)\n\n([^|#].*)", page, re.MULTILINE):
+        name = title.removesuffix("[]").removesuffix(".NAME")
+        if "." not in name:
+            # As the site makes anchors of headings.
+            anchor = re.sub("[^a-z_ -]", "", title.lower()).replace(" ", "-")
+            lines.append(f"| [{name}](settings.md#{anchor}) | {re.split('[.;:(]', about)[0].strip()} |\n")
+    return "".join(lines)
+
+
 def files() -> dict[str, str]:
-    """Returns the page."""
+    """Returns the page of the first section, and the page of the other sections."""
     pool = [f"`{name}`" for name, field in PoolSettings.model_fields.items() if not is_tuning(field)]
     made = "".join(sections(ServerConfig, "", {ServerConfig: ""}))
     made = made.replace("{names}", f"{', '.join(pool[:-1])} and {pool[-1]}")
     tuning = rows(
         (".".join((TUNING, *path)), field, about(path)) for path, field in tuning_fields(ServerConfig).items()
     )
-    page = HEAD + "\n" + made + OPTIONS + "".join(option_tables()) + TUNING_HEAD + tuning + TAIL
-    return {"docs/reference/configuration.md": page}
+    first, mark, below = made.partition("\n\n## ")
+    sections_below = mark + below
+    page = sections_below + OPTIONS + "".join(option_tables()) + TUNING_HEAD + tuning
+    return {
+        "docs/reference/configuration.md": f"{HEAD}\n{first}\n{SECTIONS_HEAD}{links(sections_below)}{TAIL}",
+        "docs/reference/settings.md": f"{SECTIONS_PAGE}{page[1:]}{TAIL}",
+    }

@@ -80,7 +80,7 @@ def schema(body: dict[str, Any]) -> str:
     if "$ref" in body:
         name = body["$ref"].rpartition("/")[2]
         if name == "EngineConfig":
-            return "keys of [`engines[]`](configuration.md#engines)"
+            return "keys of [`engines[]`](settings.md#engines)"
         properties = document(PAGES.values())["components"]["schemas"][name]["properties"]
         return ", ".join(f"`{each}`" for each in properties)
     return ", ".join(f"`{each}`" for each in body.get("properties", ()))

@@ -8,7 +8,7 @@ HEAD = f"""\
 # Records
 
 The router can write a record of each request to disk: the decision, its reasons, and the outcome. `scripts/make_reference records`
-generates this page. [Configuration](configuration.md#records) lists the settings; `serve --records DIR` sets the folder alone.
+generates this page. [Its section](settings.md#records) lists the settings; `serve --records DIR` sets the folder alone.
 
 - A folder belongs to one router. Its files have the names `records-TIME-PROCESS-NUMBER.jsonl`, and only the router's user can read them.
 - A new file begins when one is full. The oldest files are deleted so that all files together stay below `total_bytes`, also those that
