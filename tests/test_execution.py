@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import execution_world
 from execution_world import (
     REQUEST_SECONDS,
     ROUNDS,
@@ -665,7 +666,7 @@ def test_a_gateways_request_has_no_hedge(clock: Clock, monkeypatch: pytest.Monke
     """Defect 3 of the server review: the gateway sends one copy."""
     setup, ask = Setup(hedges=True), Ask()
     assert driver(clock, setup, ask).execution.hedge is not None
-    monkeypatch.setattr(ClientRequest, "gateway", object())
+    monkeypatch.setattr(execution_world, "ClientRequest", functools.partial(ClientRequest, gateway=object()))
     monkeypatch.setattr(Driver, "on", lambda *_: None)  # it sends nothing
     assert driver(clock, setup, ask).execution.hedge is None
 

@@ -22,7 +22,7 @@ from lmetric.config import ConfigError
 from lmetric.server.api import openapi
 from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.http.pages.table import PAGES
-from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, UsageTable
+from lmetric.server.observe.usage import DAY_ROWS, DAYS, OTHER_MODELS, Row, UsageTable
 from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, plain, token, world
 from test_server_budgets import ask, budget, left, tenants
 from test_workers import serving, workers_of
@@ -145,12 +145,12 @@ def test_old_days_are_dropped_and_bad_files_refused() -> None:
         (datetime(2026, 1, 1) + timedelta(days=number)).strftime("%Y-%m-%d") for number in range(DAYS + 1)
     ]
     for day in days[:-1]:
-        table.add((day, "a", "", "m"), (1, 2, 3, 4))
+        table.add_rows([Row(day, "a", "", "m", (1, 2, 3, 4))])
     assert [row.day for row in table.rows()] == days[:-1]
     saved = table.save()
     assert set(saved) == {f"usage-{day}.json" for day in days[:-1]}
     assert table.save() == {}, "nothing has changed"
-    table.add((days[-1], "a", "", "m"), (1, 2, 3, 4))
+    table.add_rows([Row(days[-1], "a", "", "m", (1, 2, 3, 4))])
     assert [row.day for row in table.rows()] == days[1:]
     later = table.save()
     assert later.pop(f"usage-{days[0]}.json") is None
@@ -172,7 +172,7 @@ def test_a_clock_that_was_wrong_for_a_while_loses_no_usage() -> None:
     table = UsageTable()
     days = [*(f"20{year}-11-29" for year in (26, 30, 26)), "1970-01-01", "2026-11-29", "2026-11-30"]
     for day in days:
-        table.add((day, "a", "", "m"), (1, 2, 3, 4))
+        table.add_rows([Row(day, "a", "", "m", (1, 2, 3, 4))])
     counts = {row.day: row.counts[0] for row in table.rows()}
     assert counts == {"2026-11-29": 3, "2030-11-29": 1, "1970-01-01": 1, "2026-11-30": 1}
     assert None not in table.save().values(), "no file is removed"
@@ -184,7 +184,7 @@ def test_a_wrong_day_takes_the_place_of_one_day_alone(wrong: str) -> None:
     table = UsageTable()
     days = [(datetime(2026, 1, 1) + timedelta(days=number)).strftime("%Y-%m-%d") for number in range(DAYS)]
     for day in (*days, wrong, wrong, days[-1]):
-        table.add((day, "a", "", "m"), (1, 2, 3, 4))
+        table.add_rows([Row(day, "a", "", "m", (1, 2, 3, 4))])
     counts = {row.day: row.counts[0] for row in table.rows()}
     assert counts == dict.fromkeys(days[1:], 1) | {wrong: 2, days[-1]: 2}
     assert table._size == DAYS
@@ -193,7 +193,7 @@ def test_a_wrong_day_takes_the_place_of_one_day_alone(wrong: str) -> None:
 def test_ever_new_models_fill_no_table() -> None:
     table = UsageTable()
     for number in range(DAY_ROWS + 5):
-        table.add(("2027-02-04", "a", "", f"m{number}"), (1, 2, 3, 4))
+        table.add_rows([Row("2027-02-04", "a", "", f"m{number}", (1, 2, 3, 4))])
     rows = table.rows()
     assert len(rows) == DAY_ROWS + 1
     assert {row.model: row.counts for row in rows}[OTHER_MODELS] == (5, 10, 15, 20)
@@ -202,7 +202,7 @@ def test_ever_new_models_fill_no_table() -> None:
 def test_ever_new_subjects_and_tenants_of_tokens_fill_no_table() -> None:
     table = UsageTable()
     for number in range(4 * DAY_ROWS):
-        table.add(("2027-02-04", f"t{number // 2}", f"{number:012x}", "m"), (1, 2, 3, 4))
+        table.add_rows([Row("2027-02-04", f"t{number // 2}", f"{number:012x}", "m", (1, 2, 3, 4))])
     rows = table.rows()
     assert len(rows) == 2 * DAY_ROWS + 1
     further = {row.tenant: row.counts[0] for row in rows if row.model == OTHER_MODELS}

@@ -1065,7 +1065,9 @@ class ResponseReader:
     @property
     def output_tokens(self) -> int: ...  # from the usage in the answer, else counted from events
     @property
-    def implausible_usage(self) -> bool: ...  # some count is impossible and was dropped
+    def usage(self) -> tuple[int | None, int | None, int, float | None, bool]: ...
+    # The tokens of the prompt, of its cached part and of the output, the time of the first one, and
+    # whether a count was impossible and was dropped.
 
 # -- engine model (rust/py/src/engine.rs) ----------------------------------------------------------
 

@@ -410,13 +410,14 @@ class Adapter(ABC):
 
     def load_of_header(self, header: str) -> Load:
         """The load in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form."""
-        values = header_values(header)
         found: dict[str, float] = {}
-        for name, value in values.items():
-            meaning, number = self.gauges.get(name), load_of(value)
-            if meaning is not None and number is not None:
-                found[meaning] = number
-        return Load(**found, names=tuple(name for name in values if name in self.gauges))
+        names = []
+        for name, value in header_values(header).items():
+            if (meaning := self.gauges.get(name)) is not None:
+                names.append(name)
+                if (number := load_of(value)) is not None:
+                    found[meaning] = number
+        return Load(**found, names=tuple(names))
 
     def paused(self, body: bytes) -> bool:
         """Whether the content of one of `Capabilities.pause_pages` reports a pause."""
@@ -543,8 +544,13 @@ def number_of(value: Any) -> float | None:
 
 def load_of(value: Any) -> float | None:
     """A number from 0 to `MOST_LOAD`, else None."""
-    number = finite(value)
-    return number if number is not None and 0 <= number <= MOST_LOAD else None
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 <= number <= MOST_LOAD else None
 
 
 def count_of(values: Mapping[str, Any], name: str, most: int | None = MOST_COUNT) -> int | None:

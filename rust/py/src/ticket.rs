@@ -17,7 +17,7 @@ use lmetric_core::{CoreError, InstanceId};
 use numpy::PyArray1;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyString};
 use std::sync::Arc;
 
 /// The instance chosen for a request, and the reasons. The record stays in Rust until it is read.
@@ -225,8 +225,8 @@ impl Ticket {
     /// Name of the instance that the request is on. It changes when the request moves or fails
     /// over.
     #[getter]
-    fn instance(&self) -> String {
-        self.place.lock().1.to_string()
+    fn instance<'py>(&self, py: Python<'py>) -> Bound<'py, PyString> {
+        PyString::new(py, &self.place.lock().1)
     }
 
     /// First token of the open segment, counted over prompt and output: 0, or the segment boundary.

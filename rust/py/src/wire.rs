@@ -452,9 +452,13 @@ impl ResponseReader {
         self.scanner.tokens()
     }
 
+    /// Tokens of the prompt, of its cached part, and of the output. Then the time of the first one,
+    /// in seconds on the monotonic clock, and whether a count was impossible and was dropped.
     #[getter]
-    fn implausible_usage(&self) -> bool {
-        self.scanner.implausible_usage()
+    fn usage(&self) -> (Option<u64>, Option<u64>, u64, Option<f64>, bool) {
+        let usage = self.scanner.usage();
+        let implausible = self.scanner.implausible_usage();
+        (usage.prompt, usage.cached, self.output_tokens(), self.first_token_at, implausible)
     }
 
     #[getter]

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from msgspec import Struct
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lmetric.server.execution.fallback import Fallback, FallbackStep
     from lmetric.server.execution.plan import Hedge, Step
     from lmetric.server.execution.trace import RequestTrace, TraceContext
-    from lmetric.server.execution.transcript import Transcript
     from lmetric.server.fleet.canary_run import CanaryRequest
     from lmetric.server.fleet.subset import Subset
 
@@ -65,34 +64,53 @@ class Rules:
         )
 
 
+class TokenUsage(Struct, frozen=True, eq=False, gc=False):
+    """The tokens of an engine's answer or of a merged one, read once at its end."""
+
+    prompt_tokens: int | None  # None: not reported
+    cached_tokens: int | None  # those of the prompt that were cached; None: not reported
+    output_tokens: int
+    first_token_at: float | None  # of a stream, seconds on the monotonic clock
+    implausible: bool = False  # a reported count was impossible, and was dropped
+
+
 # The writer of the answer: none yet, an engine (its bytes pass), the router, or the answer has
 # ended.
 AnswerState = Literal["nothing", "passed", "written", "ended"]
 
 
+@dataclass(slots=True, eq=False, repr=False)  # reading a default of a class costs as much as ten slots
 class ClientRequest:
     """A request for an engine as its client sent it, and the answer that the client gets.
 
     The answer is forwarded from an engine or written by the router, and ends once. ``done`` is
-    called at the end; its argument: whether the connection stays open. Values that are equal for
-    most requests are class attributes, which saves setting them for each request.
+    called at the end; its argument: whether the connection stays open.
     """
 
-    method = "POST"
-    http11 = True
-    keep_alive = False  # the connection stays open after the answer
+    client: ClientPort
+    transport: asyncio.Transport
+    head: RequestHead
+    path: str = field(init=False)
+    done: Callable[[bool], None] = field(init=False)
+    started: float = field(init=False)  # seconds on the monotonic clock
+    trace: TraceContext | None = None  # None: the router records no traces
+    tenant: str = ""
+    cors: bytes = b""  # lines of the answer's head; empty: CORS is off
+    method: str = "POST"
+    http11: bool = True
+    keep_alive: bool = False  # the connection stays open after the answer
     address: str | None = None  # of the client, for the access log
     model: Model | None = None
     model_name: str | None = None  # the name in the request, or what its alias stands for
     alias: str | None = None  # the name in the request, if it is an alias
     fallback: Fallback | None = None  # None: no other model may serve it
-    slo_class = ""  # name of its class; empty: none
+    slo_class: str = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
-    drops_priority = False  # the client's own priority is removed
-    handicap_seconds = 0.0  # of its tenant, in the order of `uniboost`
-    session_line = b""  # head line for engines: the session that only the body names
-    prompt_bytes = 0  # 0 if the prompt was given as tokens
-    prompt_tokens = 0  # of all its prompts, estimated for text
+    drops_priority: bool = False  # the client's own priority is removed
+    handicap_seconds: float = 0.0  # of its tenant, in the order of `uniboost`
+    session_line: bytes = b""  # head line for engines: the session that only the body names
+    prompt_bytes: int = 0  # 0 if the prompt was given as tokens
+    prompt_tokens: int = 0  # of all its prompts, estimated for text
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
     draft: Draft | None = None  # of its record on disk; None: it gets none
@@ -103,46 +121,36 @@ class ClientRequest:
     gateway: Callable[[Step], Connection] | None = None
     gateway_model: str | None = None  # its gateway sets it in place of the body's; None: it sets none
     subset: Subset | None = None  # the only engines that its gateway allows; None: all
-    sheddable = False  # it is refused if it would have to wait
+    sheddable: bool = False  # it is refused if it would have to wait
     refused_because: str | None = None  # the reason why its model refused it with 429
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
-    was_held = False  # it waited on purpose
+    was_held: bool = False  # it waited on purpose
     caller: Caller = NOBODY  # by its credential
     unknown_key: UnknownKeyError | None = None  # of its token, until the issuer's keys are read
     reservation: BudgetReservation | None = None  # of its tenant's budgets; None: it has none
-    limit_lines = b""  # lines of the answer's head: what is left of the budgets
+    limit_lines: bytes = b""  # lines of the answer's head: what is left of the budgets
     # The times of its decision: seconds on the monotonic clock.
-    decision_began = decision_ended = 0.0
+    decision_began: float = 0.0
+    decision_ended: float = 0.0
     # Called with the name of the engine whose answer (status 200) the client is about to get, and
     # with the beginning of the answer's body.
     on_answer: Callable[[str, bytes], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
-    opened = False  # the router sent the head of a stream before any engine's answer (`comment`)
-    only_closing_ends_it = False  # it has neither a length nor chunks
+    opened: bool = False  # the router sent the head of a stream before any engine's answer (`comment`)
+    only_closing_ends_it: bool = False  # it has neither a length nor chunks
     _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
-    _chunked = False  # the router writes chunks
+    _chunked: bool = False  # the router writes chunks
     # Its end, for observers.
-    status = 499  # of the answer; 499: the client has left
+    status: int = 499  # of the answer; 499: the client has left
     error: ApiError | None = None  # the router's answer; None: an engine's, or the client left
-    ended_at = 0.0  # seconds on the monotonic clock
+    ended_at: float = 0.0  # seconds on the monotonic clock
 
-    def __init__(
-        self,
-        client: ClientPort,
-        transport: asyncio.Transport,
-        head: RequestHead,
-    ) -> None:
-        self.client = client
-        self.transport = transport
-        self.head = head
-        self.path = head.path
-        self.done: Callable[[bool], None] = client.answered
-        self.trace: TraceContext | None = None  # None: the router records no traces
-        self.tenant = ""
-        self.cors = b""  # lines of the answer's head; empty: CORS is off
-        self.started = time.monotonic()  # seconds
+    def __post_init__(self) -> None:
+        self.path = self.head.path
+        self.done = self.client.answered
+        self.started = time.monotonic()
 
     @property
     def fell_back(self) -> FallbackStep | None:
@@ -322,9 +330,7 @@ class InFlightRequest:
     close_client = False
     reason = ""  # the reason of an end with an error
     status = 0
-    # Usage of an engine's answer or of a merged one. None before the end, or without such an
-    # answer.
-    usage: ResponseReader | Transcript | None = None
+    usage: TokenUsage | None = None  # None before the end, or without an engine's answer
     trace: RequestTrace | None = None  # None: its engines get no trace context of the router
 
     @property

@@ -13,7 +13,14 @@ from lmetric._core import Decision, Ticket
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution import request_log
 from lmetric.server.execution.attempt import EngineAttempt
-from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Intent, Rules
+from lmetric.server.execution.exchange import (
+    FAILED,
+    ClientRequest,
+    InFlightRequest,
+    Intent,
+    Rules,
+    TokenUsage,
+)
 from lmetric.server.execution.execution import ENDS, Execution
 from lmetric.server.execution.observers import guarded
 from lmetric.server.execution.plan import (
@@ -156,11 +163,11 @@ class Runner(Execution):
         answered, self.answered = self.answered, None
         self._attempts.clear()
         if answered is not None:
-            self.usage = answered.reader
-            if answered.reader.implausible_usage:
+            self.usage = usage = TokenUsage(*answered.reader.usage)
+            if usage.implausible:
                 self.model.ratio.implausible += 1
-        elif self.committed:
-            self.usage = self.transcript
+        elif self.committed and self.transcript is not None:
+            self.usage = self.transcript.usage
         self.model.held.poke()
         on_end(self.client_request, self, act.error)
 

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS, dumps, for_token_ids
 from lmetric.server.api.eligibility import PARSED, max_tokens
+from lmetric.server.execution.exchange import TokenUsage
 from lmetric.server.execution.parts import Parts, PartsDiffer
 from lmetric.server.execution.plan import MergeError
 from lmetric.server.execution.stop_strings import StopStrings
@@ -95,23 +96,15 @@ class Transcript:
         """Whether a part of the answer is known."""
         return bool(self._frame)
 
-    # Usage, with the names that `ResponseReader` has for one engine's answer.
-
     @property
-    def output_tokens(self) -> int:
-        """The output tokens of all engines."""
-        return len(self.output_ids)
+    def usage(self) -> TokenUsage:
+        """The client's prompt and the output of all engines.
 
-    @property
-    def prompt_tokens(self) -> int:
-        """The tokens of the client's prompt."""
-        return len(self.prompt)
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """The cached prompt tokens, counted by the engine that computed the prompt's end."""
+        The engine that computed the prompt's end counts the cached tokens.
+        """
         found = self.cached.get("cached_tokens") if isinstance(self.cached, dict) else None
-        return found if isinstance(found, int) else None
+        cached_tokens = found if isinstance(found, int) else None
+        return TokenUsage(len(self.prompt), cached_tokens, len(self.output_ids), self.first_token_at)
 
     def limit(self, context_tokens: int | None) -> bool:
         """Limits an answer without a length limit to the engine's context.

@@ -18,7 +18,6 @@ from lmetric.config import BudgetConfig, TenantConfig
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
-from lmetric.server.observe.usage import used_tokens
 
 # By tenant: the windows of its budgets, as the core reads them.
 Windows = dict[str, list[dict[str, Any]]]
@@ -78,7 +77,9 @@ class TenantBudgets(Observer):
         if usage is None:
             made.keep()
             return
-        made.settle(used_tokens(request, usage), (request.ended_at, time.time()))
+        input_tokens = request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        tokens = input_tokens, usage.cached_tokens or 0, usage.output_tokens
+        made.settle(tokens, (request.ended_at, time.time()))
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics, with their present values."""

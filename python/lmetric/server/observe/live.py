@@ -123,7 +123,6 @@ class Second(NamedTuple):
 
 
 # `EndedRequest` without the call of its own `__new__`: requests run this.
-_KEPT = (None, None)  # of a request that kept its model
 _make = tuple.__new__
 
 
@@ -263,12 +262,11 @@ class Live(Observer):
         if len(self._new) >= NEW_KEPT:
             self._more += 1
             return
-        usage, model = (relay.usage if relay is not None else None), request.model
-        number, first, prompt, cached, output = 0, None, None, None, 0
-        predicted = False
-        if usage is not None:
-            first, output = usage.first_token_at, usage.output_tokens or 0
-            prompt, cached = usage.prompt_tokens, usage.cached_tokens
+        model, error, number, output, predicted = request.model, request.error, 0, 0, False
+        usage = prompt = cached = first = None
+        if relay is not None and (usage := relay.usage) is not None:
+            prompt, cached, first = usage.prompt_tokens, usage.cached_tokens, usage.first_token_at
+            output = usage.output_tokens
         if isinstance(relay, RequestRunner):
             decision = relay.decision
             number = decision.id
@@ -277,12 +275,24 @@ class Live(Observer):
                 prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
         fell_back = None if request.fallback is None else request.fell_back
         values = (
-            *(request.ended_at, request.started, request.tenant),
-            *(("", -1) if model is None else (model.name, model.index)),
-            *(number, None if relay is None else relay.instance, request.status),
-            *(first, prompt, cached, predicted, output, request.head.request_id, request.alias),
-            *(_KEPT if fell_back is None else (fell_back.model, fell_back.reason)),
-            None if request.error is None else request.error.code,
+            request.ended_at,
+            request.started,
+            request.tenant,
+            "" if model is None else model.name,
+            -1 if model is None else model.index,
+            number,
+            None if relay is None else relay.instance,
+            request.status,
+            first,
+            prompt,
+            cached,
+            predicted,
+            output,
+            request.head.request_id,
+            request.alias,
+            None if fell_back is None else fell_back.model,
+            None if fell_back is None else fell_back.reason,
+            None if error is None else error.code,
         )
         self._new.append(_make(EndedRequest, values))
 

@@ -7,6 +7,7 @@ instances that have left the fleet are dropped.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.histograms import (
+    SECONDS,
     SHORT_SECONDS,
     Histogram,
     Latencies,
@@ -74,17 +76,22 @@ class RequestMetrics(Observer):
         if decisions is None:
             decisions = self.decisions[model] = Histogram(SHORT_SECONDS)
             self.overhead[model] = Histogram(SHORT_SECONDS)
-        decisions.observe(request.decision_ended - request.decision_began)
+        # `Histogram.observe`, inline because each request runs it.
+        seconds = request.decision_ended - request.decision_began
+        decisions.counts[bisect_left(SHORT_SECONDS, seconds)] += 1
+        decisions.sum += seconds
         if not request.was_held and (request.fallback is None or request.fell_back is None):
-            self.overhead[model].observe(time.monotonic() - request.started)
+            overhead, seconds = self.overhead[model], time.monotonic() - request.started
+            overhead.counts[bisect_left(SHORT_SECONDS, seconds)] += 1
+            overhead.sum += seconds
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended."""
-        model, now = request.model.name if request.model is not None else "", request.ended_at
-        key = model, request.tenant, request.status
-        if len(self.requests) >= MOST_SERIES and request.caller.any_tenant and key not in self.requests:
+        model = "" if request.model is None else request.model.name
+        requests, key = self.requests, (model, request.tenant, request.status)
+        if len(requests) >= MOST_SERIES and request.caller.any_tenant and key not in requests:
             key = model, OTHER_TENANTS, request.status
-        self.requests[key] += 1
+        requests[key] += 1
         if request.priority is not None:
             self.prioritized[model] += 1
         if request.alias is not None:
@@ -93,22 +100,28 @@ class RequestMetrics(Observer):
             self.aliased[request.alias, name or ""] += 1
         if request.fallback is not None:
             self.fallbacks.update(request.fallback.steps)
-        usage = relay.usage if relay is not None else None
-        if usage is None or relay is None:
+        if relay is None or (usage := relay.usage) is None:
             return
         times = self.classes.get((model, request.slo_class))
         if times is None:
             times = self.classes[model, request.slo_class] = Latencies()
-        instances, name = self.instances.setdefault(model, {}), relay.instance or ""
+        instances, name = self.instances.get(model), relay.instance or ""
+        if instances is None:
+            instances = self.instances[model] = {}
         instance = instances.get(name)
         if instance is None:
             if request.model is not None and len(instances) > 2 * len(request.model.engines):
                 drop_gone(instances, request.model)  # also if nobody scrapes
             instance = instances[name] = InstanceRequests()
-        own = instance.latencies
-        observe_both(times.seconds, own.seconds, now - request.started)
-        first = usage.first_token_at
-        if first:
+        own, now = instance.latencies, request.ended_at
+        # `observe_both`, inline because each request runs it.
+        seconds, whole, own_whole = now - request.started, times.seconds, own.seconds
+        bucket = bisect_left(SECONDS, seconds)
+        whole.counts[bucket] += 1
+        whole.sum += seconds
+        own_whole.counts[bucket] += 1
+        own_whole.sum += seconds
+        if first := usage.first_token_at:
             ttft = first - request.started
             observe_both(times.ttft, own.ttft, ttft)
             if request.trace is not None and request.trace.sampled:

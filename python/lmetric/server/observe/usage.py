@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import orjson
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from lmetric._core import BadValueError, ResponseReader
+from lmetric._core import BadValueError
 from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
-
-if TYPE_CHECKING:
-    from lmetric.server.execution.transcript import Transcript
 
 DAYS = 400  # with usage; a further day takes the place of the oldest one
 # Rows of a day and of a table: an engine with ever new models must not fill memory or disk.
@@ -49,29 +46,31 @@ class UsageTable:
         self._size = 0  # rows
         self._changed: set[str] = set()  # days that differ from those of the last `save`
 
-    def add(self, key: tuple[str, str, str, str], counts: Iterable[int]) -> None:
-        """Adds counts. ``key``: day, tenant, API key and model."""
-        day, *rest = key
+    def row(self, day: str, key: tuple[str, str, str]) -> list[int]:
+        """Returns the counts of a row, for adding. ``key``: tenant, API key and model."""
+        self._changed.add(day)
+        rows = self._days.get(day)
+        if rows is not None and (known := rows.get(key)) is not None:
+            return known
+        return self._new_row(day, key)
+
+    def _new_row(self, day: str, key: tuple[str, str, str]) -> list[int]:
         rows = self._days.get(day)
         if rows is None:
             # By number, not by date: a clock that was wrong for a while costs few days.
             while len(self._days) >= DAYS:
                 self._drop(min(self._days))
             rows = self._days[day] = {}
-        tenant, api_key, model = rest
+        tenant, api_key, model = key
+        if len(rows) >= DAY_ROWS or self._size >= MOST_ROWS:
+            api_key, model = "", OTHER_MODELS
+            if (tenant, api_key, model) not in rows and len(rows) >= 2 * DAY_ROWS:
+                tenant = OTHER_TENANTS
         known = rows.get((tenant, api_key, model))
         if known is None:
-            if len(rows) >= DAY_ROWS or self._size >= MOST_ROWS:
-                api_key, model = "", OTHER_MODELS
-                if (tenant, api_key, model) not in rows and len(rows) >= 2 * DAY_ROWS:
-                    tenant = OTHER_TENANTS
-            known = rows.setdefault((tenant, api_key, model), [])
-            if not known:
-                known.extend([0] * len(COUNTS))
-                self._size += 1
-        self._changed.add(day)
-        for place, count in enumerate(counts):
-            known[place] += count
+            known = rows[tenant, api_key, model] = [0] * len(COUNTS)
+            self._size += 1
+        return known
 
     def _drop(self, day: str) -> None:
         self._size -= len(self._days.pop(day))
@@ -99,7 +98,9 @@ class UsageTable:
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Adds rows of another table."""
         for row in rows:
-            self.add(row[:4], row.counts)
+            known = self.row(row.day, row[1:4])
+            for place, count in enumerate(row.counts):
+                known[place] += count
 
     def save(self) -> dict[str, bytes | None]:
         """Returns a file for each day that has changed since the last call, by name, for `restore`.
@@ -145,16 +146,6 @@ def _count(number: object) -> int:
     return number
 
 
-def used_tokens(request: ClientRequest, usage: ResponseReader | Transcript) -> tuple[int, int, int]:
-    """Returns the input tokens of an answered request, the cached part of them, and the output.
-
-    An engine may report no prompt tokens; then the router's own number counts.
-    """
-    reported = usage.prompt_tokens
-    input_tokens = request.prompt_tokens if reported is None else reported
-    return input_tokens, usage.cached_tokens or 0, usage.output_tokens
-
-
 class Usage(Observer):
     """Counts the usage of requests at their ends."""
 
@@ -170,24 +161,32 @@ class Usage(Observer):
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Counts a request with an engine's answer."""
-        usage = None if relay is None else relay.usage
-        if usage is None or request.status != 200 or request.model is None:
+        if relay is None or (usage := relay.usage) is None or request.status != 200 or request.model is None:
             return
-        counts = (1, *used_tokens(request, usage))
-        tenant, model = request.tenant, request.model.name
-        self.table.add((self._today(), tenant, request.caller.key_id, model), counts)
-        if len(self._since_start) >= DAY_ROWS and (tenant, model) not in self._since_start:
-            tenant = OTHER_TENANTS
-        total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
-        for place, count in enumerate(counts):
-            total[place] += count
-
-    def _today(self) -> str:
         now = time.time()
         if not self._day_ends - 86_400 <= now < self._day_ends:
             self._day = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d")
             self._day_ends = (now // 86_400 + 1) * 86_400
-        return self._day
+        tenant, model = request.tenant, request.model.name
+        total = self._since_start.get((tenant, model))
+        if total is None:
+            if len(self._since_start) >= DAY_ROWS:
+                tenant = OTHER_TENANTS
+            total = self._since_start.setdefault((tenant, model), [0] * len(COUNTS))
+        row = self.table.row(self._day, (request.tenant, request.caller.key_id, model))
+        input_tokens, cached_tokens, output_tokens = (
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+        )
+        if input_tokens is None:  # the engine reported none
+            input_tokens = request.prompt_tokens
+        for counts in (row, total):
+            counts[0] += 1
+            counts[1] += input_tokens
+            if cached_tokens:
+                counts[2] += cached_tokens
+            counts[3] += output_tokens
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics, with their present values."""
