@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
 from cli_world import call
 from lmetric_lab.ports import free_ports
@@ -119,6 +118,8 @@ def test_the_readmes_curl_lines_get_answers(router: str) -> None:
 
 
 def test_an_openai_client_gets_an_answer(router: str) -> None:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"{router}/v1", api_key="none") as client:
         answer = client.chat.completions.create(
             model="emulated", messages=[{"role": "user", "content": "Hello"}], max_tokens=16

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from lmetric_lab.emulated import EngineOptions, EngineServer
@@ -85,6 +84,8 @@ async def shown(
 
 
 async def test_openai_client_gets_plain_and_streamed_answers(engine: EngineServer) -> None:
+    import openai
+
     async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none") as client:
         assert [model.id async for model in client.models.list()] == ["emulated"]
         messages: Any = [{"role": "user", "content": "Tell me of the river."}]

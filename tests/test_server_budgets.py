@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
-import openai
 import orjson
 import pytest
 
@@ -304,6 +303,8 @@ def test_the_changes_of_a_time_zone_are_found_in_few_steps(
 
 
 async def test_the_openai_client_understands_a_refusal() -> None:
+    import openai
+
     async with world(1, tenants=tenants(budget("requests", 1, "day", time_zone="Europe/Berlin"))) as w:
         client = openai.AsyncOpenAI(
             base_url=f"{w.url}/v1", api_key="any", max_retries=0, default_headers={"x-tenant": "a"}
@@ -321,6 +322,8 @@ async def test_the_openai_client_understands_a_refusal() -> None:
 
 
 async def test_the_openai_client_waits_as_the_refusal_says_and_repeats_no_request_that_never_fits() -> None:
+    import openai
+
     windows = budget("requests", 1, "second"), budget("total_tokens", 50)
     async with world(1, tenants=tenants(*windows)) as w:
         client = openai.AsyncOpenAI(

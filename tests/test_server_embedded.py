@@ -1,15 +1,19 @@
 """`serve --embedded`: the official client against emulated engines, through the router."""
 
-import asyncio
-from typing import Any
+from __future__ import annotations
 
-import openai
+import asyncio
+from typing import TYPE_CHECKING, Any
+
 import orjson
 import pytest
 
 from cli_world import call
 from lmetric_lab.defaults import DEFAULT_PROFILE
 from test_server_process import RUN, RUN_FORCED, RUN_TUNED, router
+
+if TYPE_CHECKING:
+    import openai
 
 
 async def check_hits(client: openai.AsyncOpenAI, url: str) -> None:
@@ -40,6 +44,8 @@ async def check_hits(client: openai.AsyncOpenAI, url: str) -> None:
 
 
 async def test_the_official_client_gets_answers_of_exact_engines() -> None:
+    import openai
+
     async with router("--embedded", "2", "--policy", "lmetric") as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
@@ -80,6 +86,8 @@ async def test_the_official_client_gets_answers_of_exact_engines() -> None:
 
 
 async def test_embedded_engines_that_prefill_and_decode() -> None:
+    import openai
+
     async with router("--embedded", "1P2D", "--experimental", "--decode-policy", "sibyl") as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
@@ -128,6 +136,8 @@ async def streamed(
 
     Returns ends, decision records, and a counter of /metrics.
     """
+    import openai
+
     async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags, run=run) as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:

@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 import pytest
-from redis.asyncio import Redis
 
 from lmetric._core import Budgets
 from lmetric.config import ConfigError, load_config
@@ -57,6 +56,8 @@ class Store:
 
     async def start(self) -> None:
         self.begin()
+        from redis.asyncio import Redis
+
         async with asyncio.timeout(20), Redis.from_url(self.url) as client:
             while True:
                 with contextlib.suppress(Exception):
@@ -160,6 +161,8 @@ async def test_values_that_no_router_wrote_are_named_and_harm_nothing(
 ) -> None:
     minutes = redis_budgets.ENDED_MINUTES
     monkeypatch.setattr(redis_budgets, "ENDED_MINUTES", 10**10)  # until the problems have been seen
+    from redis.asyncio import Redis
+
     async with Redis.from_url(store.url) as client, routers(store, 2) as (a, b):
         assert (await ask(a))[0] == 200
         await until(lambda: used(b) == 1)
