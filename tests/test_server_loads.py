@@ -212,6 +212,7 @@ async def test_a_plain_server_loads_no_optional_feature() -> None:
     lines, loaded = await _run("/health")
     assert {f"{WAYS}.{way}" for way in ALWAYS} <= loaded
     assert loaded & OPTIONAL - OF_FLAGS == set()
+    assert "rich" not in loaded  # structlog loads it if it can
     assert lines <= MOST_LINES
 
 

@@ -104,6 +104,9 @@ def _run(
     config: ServerConfig, _: Callable[[], ServerConfig], *, changed: bool, schema: bool, action: str | None
 ) -> None:
     from lmetric.config.written import render, render_changed
+    from lmetric.lean_imports import import_structlog
+
+    import_structlog()
     from lmetric.server import check_config
 
     check_config(config)

@@ -31,6 +31,9 @@ def build() -> Callable[..., None]:
 
 
 def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
+    from lmetric.lean_imports import import_structlog
+
+    import_structlog()
     from lmetric.server import run_server
     from lmetric.server.epp.settings import for_gateway
 

@@ -32,6 +32,9 @@ def build() -> Callable[..., None]:
 
 
 def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
+    from lmetric.lean_imports import import_structlog
+
+    import_structlog()
     from lmetric.server import run_server
 
     if code := run_server(config, reread):

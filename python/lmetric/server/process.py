@@ -144,7 +144,3 @@ def main() -> None:
     gc.collect()  # as in `run_server`
     with runner() as loop:
         loop.run(WorkerProcess(end).run())
-
-
-if __name__ == "__main__":
-    main()

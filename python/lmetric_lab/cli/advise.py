@@ -178,6 +178,9 @@ def command(
         code=None if allow_code else (),
     )  # fmt: skip
     if watch:
+        from lmetric.lean_imports import import_structlog
+
+        import_structlog()
         from lmetric_lab.capacity.watch import Watch, run_watch
 
         code = run_watch(

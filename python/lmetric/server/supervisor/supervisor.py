@@ -237,7 +237,7 @@ class Supervisor:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
-                    "lmetric.server.process",
+                    "lmetric.worker_process",
                     str(theirs.fileno()),
                     pass_fds=(theirs.fileno(), *passed),
                     start_new_session=True,  # Ctrl-C reaches only the supervisor

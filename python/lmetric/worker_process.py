@@ -1,0 +1,9 @@
+"""``python -m lmetric.worker_process DESCRIPTOR``: a worker process of ``serve``."""
+
+from lmetric.lean_imports import import_structlog
+
+if __name__ == "__main__":
+    import_structlog()
+    from lmetric.server.process import main
+
+    main()
