@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
 
 from lmetric.engines.adapter import samples
 from lmetric.engines.identify import identify
 from lmetric_lab.emulated import EngineOptions, EngineServer
-from lmetric_lab.emulated.ranks import consecutive_ports
+from lmetric_lab.emulated.metrics import EngineMetrics
+from lmetric_lab.emulated.ranks import MetricsPage, consecutive_ports
+from lmetric_lab.emulated.sglang import SglangMetrics
 
 PROMPT = [7] * 40
 
@@ -53,6 +58,27 @@ async def test_each_rank_has_a_cache_events_and_figures_of_its_own() -> None:
         async with http.post(f"{engine.url}/reset_prefix_cache") as reset:
             assert reset.status == 200
         assert [await cached(rank) for rank in ("0", "1")] == [0, 0]
+
+
+class AsCollector(Collector):
+    """A page for the registry of `prometheus_client`."""
+
+    def __init__(self, page: MetricsPage) -> None:
+        self.collect = page.collect  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [EngineMetrics, SglangMetrics])
+def test_the_page_is_the_text_of_the_prometheus_client(kind: type[EngineMetrics]) -> None:
+    config = {"block_size": "16", "num_gpu_blocks": "9"}
+    ranks = [kind('a "b"\\\n', config, lambda: Counter(running=10**7), n) for n in (0, 1)]
+    page = MetricsPage(ranks)
+    registry = CollectorRegistry()
+    registry.register(AsCollector(page))
+    for rank in ranks:
+        for _ in range(2):
+            assert page.render() == generate_latest(registry)
+            rank.step(0.0123, 3, 400)
+            rank.transferred(1e-7, 5)
 
 
 async def test_a_request_goes_to_the_least_loaded_rank() -> None:
