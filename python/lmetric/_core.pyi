@@ -571,7 +571,8 @@ class Router:
 class EventFeed:
     """Subscribes to engines' KV cache events over ZMQ and applies them to a router's index.
 
-    Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn.
+    Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn. In a
+    forked process, calls fail: start a feed after the fork.
     """
 
     MAX_SOURCE_BYTES: ClassVar[int]  # most bytes of received events that wait for one subscription

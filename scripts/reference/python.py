@@ -49,7 +49,7 @@ The router counts the request as soon as `route` returns. Report each event with
 after an exception. Call `router.tick()` about once a second. `examples/gateway.py` is a complete gateway.
 
 Threads may share a router. `route_many` routes a batch in one call and decides without the interpreter lock. Its list has the decision and
-the ticket of each request, or the error that `route` would raise.
+the ticket of each request, or the error that `route` would raise. A forked process has a copy of the router, and starts its own `EventFeed`.
 
 A policy is a registered name, an expression, a `Policy`, or a function whose parameters name [indicators](policies.md#indicators). A function
 gets arrays with one entry per eligible instance. It returns one score per instance, and the lowest wins:

@@ -12,6 +12,7 @@ pub mod decode;
 mod early;
 pub mod event;
 mod extra;
+pub mod fork;
 mod groups;
 mod heartbeat;
 pub mod load;

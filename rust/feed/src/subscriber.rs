@@ -9,6 +9,7 @@
 //! turn. A source that exceeds a limit is ignored for a while, and its connection is closed.
 use crate::apply::Applier;
 use crate::connection::{Connection, Dial, End, Endpoint, Event, Listener, Net, unix_address};
+use crate::fork;
 use crate::heartbeat::Heartbeat;
 use crate::source::{Blocks, Kind, Line, RUN, Source};
 use crate::status::Status;
@@ -17,7 +18,7 @@ use crate::zmtp::Talk;
 use lmetric_core::CoreError;
 use lmetric_core::feed::KvFeed;
 use mio::{Events, Poll, Token, Waker};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::io::{self, ErrorKind};
@@ -70,7 +71,10 @@ enum Command {
 }
 
 /// Subscriptions to engines' events, and the thread that applies them. Dropping the feed closes it.
+/// In a child process, where the thread does not exist, calls fail.
 pub struct EventFeed {
+    /// ID of the process that has the thread.
+    process: u32,
     entrance: Mutex<Option<Entrance>>,
     shown: Shown,
     heartbeat: Heartbeat,
@@ -131,14 +135,15 @@ impl EventFeed {
         let work = move || watched.watch(|| worker.run());
         let thread = std::thread::Builder::new().name("lmetric-feed".into()).spawn(work);
         let thread = thread.map_err(|error| refused(&error))?;
-        Ok(EventFeed { entrance: Mutex::new(Some(Entrance { commands, waker, thread })), shown, heartbeat })
+        let entrance = Mutex::new(Some(Entrance { commands, waker, thread }));
+        Ok(EventFeed { process: std::process::id(), entrance, shown, heartbeat })
     }
 
     /// Subscribes to a rank of an instance.
     ///
     /// # Errors
     /// `UnknownName` for the instance. `BadValue` for an invalid address or topic, an existing
-    /// subscription, a closed feed, or a stopped thread.
+    /// subscription, a closed feed, a stopped thread, or a feed of another process.
     pub fn subscribe(&self, instance: &str, subscription: Subscription) -> Result<(), CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Subscribe(instance.to_string(), subscription, reply))?;
@@ -149,7 +154,7 @@ impl EventFeed {
     /// whether there was a subscription.
     ///
     /// # Errors
-    /// `BadValue` if the feed is closed or its thread has stopped.
+    /// `BadValue` if the feed is closed, its thread has stopped, or another process has it.
     pub fn unsubscribe(&self, instance: &str) -> Result<bool, CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Unsubscribe(instance.to_string(), reply))?;
@@ -160,7 +165,7 @@ impl EventFeed {
     /// that were made before now ([`crate::weights`]).
     ///
     /// # Errors
-    /// `BadValue` if the feed is closed or its thread has stopped.
+    /// `BadValue` if the feed is closed, its thread has stopped, or another process has it.
     pub fn begin_new_weights(&self, instances: Vec<String>) -> Result<(), CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::NewWeights(instances, reply))?;
@@ -168,10 +173,12 @@ impl EventFeed {
     }
 
     /// Returns the status of an instance's sources, by rank, load reports last. If the thread
-    /// stopped or hangs, each source is incomplete and disconnected.
+    /// stopped or hangs, or another process has it, each source is incomplete and disconnected.
     pub fn status(&self, instance: &str) -> Vec<Status> {
-        let sources = self.shown.lock().get(instance).cloned().unwrap_or_default();
-        let mut all: Vec<Status> = sources.iter().map(|status| status.lock().clone()).collect();
+        let shown = self.lock(&self.shown);
+        let sources = shown.and_then(|shown| shown.get(instance).cloned()).unwrap_or_default();
+        let locked = sources.iter().filter_map(|status| self.lock(status));
+        let mut all: Vec<Status> = locked.map(|status| status.clone()).collect();
         all.sort_by_key(|status| (status.load, status.rank));
         if let Some(problem) = self.problem() {
             for status in &mut all {
@@ -184,17 +191,30 @@ impl EventFeed {
 
     /// Returns the thread's problem; `None` if it works.
     pub fn problem(&self) -> Option<String> {
+        if self.is_forked() {
+            return Some(format!(
+                "the feed's thread is in process {}, which has forked this one: start a feed after the fork",
+                self.process
+            ));
+        }
         self.heartbeat.problem()
     }
 
     /// Returns the names of the instances with a subscription.
     pub fn instances(&self) -> Vec<String> {
-        self.shown.lock().keys().cloned().collect()
+        self.lock(&self.shown).map_or_else(Vec::new, |shown| shown.keys().cloned().collect())
     }
 
-    /// Ends the thread and closes all sockets. The index keeps its blocks.
+    /// Ends the thread and closes all sockets. The index keeps its blocks. The feed of another
+    /// process goes on there.
     pub fn close(&self) {
-        let Some(entrance) = self.entrance.lock().take() else { return };
+        let Some(entrance) = self.lock(&self.entrance).and_then(|mut entrance| entrance.take()) else {
+            return;
+        };
+        if self.is_forked() {
+            std::mem::forget(entrance); // there is no thread to join, or to read commands
+            return;
+        }
         // If the thread has already ended, the sends fail, which is fine.
         let _ = entrance.commands.send(Command::Close);
         let _ = entrance.waker.wake();
@@ -203,6 +223,9 @@ impl EventFeed {
     }
 
     fn send(&self, command: Command) -> Result<(), CoreError> {
+        if self.is_forked() {
+            return Err(self.gone());
+        }
         let entrance = self.entrance.lock();
         let entrance = entrance.as_ref().ok_or_else(closed)?;
         entrance.commands.send(command).map_err(|_| self.gone())?;
@@ -211,9 +234,20 @@ impl EventFeed {
 }
 
 impl EventFeed {
+    /// Returns whether a fork has made this process after the feed's start.
+    fn is_forked(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// Locks a part of the feed. `None`: this process is a child, and at the fork another thread of
+    /// the parent had the lock, which nobody frees here.
+    fn lock<'a, T>(&self, part: &'a Mutex<T>) -> Option<MutexGuard<'a, T>> {
+        if self.is_forked() { part.try_lock() } else { Some(part.lock()) }
+    }
+
     /// Returns the error for a thread that does not answer.
     fn gone(&self) -> CoreError {
-        match self.heartbeat.problem() {
+        match self.problem() {
             Some(problem) => bad("event feed", problem, "one whose thread runs"),
             None => closed(),
         }
@@ -360,12 +394,16 @@ impl Worker {
             self.heartbeat.beat();
             self.turn += 1;
             ready.extend(events.iter().map(|event| event.token().0));
-            self.keep_house();
+            {
+                let _work = fork::work();
+                self.keep_house();
+            }
             let now = (self.clock)();
             ready.extend(&self.pending);
             ready.extend(self.due.take(now));
-            // Callers wait for the end of a visit, not of the whole turn.
+            // Callers and forks wait for the end of a visit, not of the whole turn.
             loop {
+                let _work = fork::work();
                 if self.obey(&mut ready) {
                     return;
                 }

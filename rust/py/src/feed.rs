@@ -2,13 +2,36 @@
 use crate::errors::Result;
 use crate::router::Router;
 use lmetric_feed::status::Status;
-use lmetric_feed::{EventFeed as CoreFeed, Subscription};
+use lmetric_feed::{EventFeed as CoreFeed, Subscription, fork};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCFunction, PyDict, PyTuple};
 
 /// Adds the class to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<EventFeed>()
+}
+
+/// Makes forks of this process wait while feeds work, from the first feed on.
+fn follow_forks(py: Python<'_>) -> PyResult<()> {
+    static FOLLOWED: PyOnceLock<()> = PyOnceLock::new();
+    FOLLOWED
+        .get_or_try_init(py, || {
+            let steps = PyDict::new(py);
+            let function = |work: fn()| {
+                PyCFunction::new_closure(
+                    py,
+                    None,
+                    None,
+                    move |_: &Bound<'_, PyTuple>, _: Option<&Bound<'_, PyDict>>| work(),
+                )
+            };
+            steps.set_item("before", function(fork::begin)?)?;
+            steps.set_item("after_in_parent", function(fork::end)?)?;
+            steps.set_item("after_in_child", function(fork::end)?)?;
+            py.import("os")?.call_method("register_at_fork", (), Some(&steps)).map(drop)
+        })
+        .map(drop)
 }
 
 /// Subscribes to engines' KV cache events over ZMQ (vLLM, SGLang and compatible publishers) and
@@ -19,7 +42,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// batches. If the engine cannot replay them, the feed drops its blocks of that engine and its
 /// state becomes `"incomplete"`. Silence has no meaning: engines publish only when they run a step.
 /// Only instances with `kv_source="exact"` learn (`Router.update_instance`). Threads may share a
-/// feed.
+/// feed. A child process has no thread of its parent: there, a feed from before the fork refuses
+/// calls, and `problem` says so. Start a feed after the fork.
 #[pyclass(frozen, module = "lmetric")]
 pub struct EventFeed {
     feed: CoreFeed,
@@ -38,6 +62,7 @@ impl EventFeed {
 
     #[new]
     fn new(router: Bound<'_, Router>) -> Result<EventFeed> {
+        follow_forks(router.py())?;
         let clock = router.get().clock();
         let feed = CoreFeed::start(router.get().feed().clone(), move || clock.read())?;
         Ok(EventFeed { feed, router: router.unbind() })
@@ -110,7 +135,8 @@ impl EventFeed {
         Ok(py.detach(|| self.feed.begin_new_weights(instances))?)
     }
 
-    /// The problem of the feed's thread, if it has failed or hangs: then no events are applied.
+    /// The problem of the feed's thread, if it has failed, hangs, or is in the process that has
+    /// forked this one: then no events are applied.
     #[getter]
     fn problem(&self) -> Option<String> {
         self.feed.problem()

@@ -7,7 +7,6 @@ use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
 use pyo3::{create_exception, ffi};
 use std::ffi::c_long;
-use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 create_exception!(
@@ -34,12 +33,34 @@ struct Runs {
     last: u64,
 }
 
-static RUNS: Mutex<Runs> = Mutex::new(Runs { running: Vec::new(), last: 0 });
-static CHANGED: Condvar = Condvar::new();
-static THREAD: LazyLock<()> = LazyLock::new(|| {
-    let thread = std::thread::Builder::new().name("policy-watchdog".into()).spawn(wait);
-    thread.expect("a thread can be started");
-});
+/// The thread's part of a process, and what it shares with policies.
+#[derive(Default)]
+struct Watchdog {
+    runs: Mutex<Runs>,
+    changed: Condvar,
+}
+
+impl Watchdog {
+    /// Returns the watchdog of this process. A child process has no thread of its parent, so it
+    /// gets another one.
+    fn of_process() -> &'static Watchdog {
+        static CURRENT: Mutex<Option<(u32, &Watchdog)>> = Mutex::new(None);
+        // Attached, since a fork needs the interpreter, too: so none leaves this locked in a child.
+        Python::attach(|_| {
+            let (mut current, process) = (CURRENT.lock(), std::process::id());
+            if let Some((of, watchdog)) = *current
+                && of == process
+            {
+                return watchdog;
+            }
+            let watchdog: &'static Watchdog = Box::leak(Box::default());
+            let thread = std::thread::Builder::new().name("policy-watchdog".into());
+            thread.spawn(|| wait(watchdog)).expect("a thread can be started");
+            *current = Some((process, watchdog));
+            watchdog
+        })
+    }
+}
 
 thread_local! {
     /// Python's identifier of this thread.
@@ -51,23 +72,24 @@ thread_local! {
 
 /// A policy that runs on this thread until this value is dropped.
 pub struct Watched {
+    watchdog: &'static Watchdog,
     id: u64,
     thread: c_long,
 }
 
 /// Watches the policy that this thread runs next.
 pub fn watch(due: Instant) -> Watched {
-    LazyLock::force(&THREAD);
+    let watchdog = Watchdog::of_process();
     let thread = IDENT.with(|ident| *ident);
-    let mut runs = RUNS.lock();
+    let mut runs = watchdog.runs.lock();
     runs.last += 1;
     let id = runs.last;
     let earliest = runs.running.iter().all(|run| due < run.due);
     runs.running.push(Run { id, thread, due, raised: false });
     if earliest {
-        CHANGED.notify_one();
+        watchdog.changed.notify_one();
     }
-    Watched { id, thread }
+    Watched { watchdog, id, thread }
 }
 
 impl Drop for Watched {
@@ -75,7 +97,7 @@ impl Drop for Watched {
         // Attached: only an attached thread raises the exception, and only while this run is
         // listed. So no exception is raised for it from here on.
         Python::attach(|_| {
-            let mut runs = RUNS.lock();
+            let mut runs = self.watchdog.runs.lock();
             let place = runs.running.iter().position(|run| run.id == self.id);
             if place.is_some_and(|place| runs.running.swap_remove(place).raised) {
                 // SAFETY: this thread is attached to the interpreter. NULL cancels an exception
@@ -87,28 +109,28 @@ impl Drop for Watched {
 }
 
 /// The watchdog's thread.
-fn wait() {
-    let mut runs = RUNS.lock();
+fn wait(watchdog: &Watchdog) {
+    let mut runs = watchdog.runs.lock();
     loop {
         match runs.running.iter().map(|run| run.due).min() {
-            None => CHANGED.wait(&mut runs),
-            Some(due) if Instant::now() < due => drop(CHANGED.wait_until(&mut runs, due)),
+            None => watchdog.changed.wait(&mut runs),
+            Some(due) if Instant::now() < due => drop(watchdog.changed.wait_until(&mut runs, due)),
             Some(_) => {
                 drop(runs);
                 // None: the interpreter is about to end.
-                if Python::try_attach(interrupt).is_none() {
+                if Python::try_attach(|py| interrupt(py, watchdog)).is_none() {
                     return;
                 }
-                runs = RUNS.lock();
+                runs = watchdog.runs.lock();
             }
         }
     }
 }
 
 /// Raises the exception in all runs that are due.
-fn interrupt(py: Python<'_>) {
+fn interrupt(py: Python<'_>, watchdog: &Watchdog) {
     let exception = py.get_type::<PolicyTimeout>();
-    let mut runs = RUNS.lock();
+    let mut runs = watchdog.runs.lock();
     let now = Instant::now();
     for run in runs.running.iter_mut().filter(|run| run.due <= now) {
         (run.raised, run.due) = (true, now + AGAIN);
