@@ -564,7 +564,7 @@ class Driver:
         model, ask, setup = self.model, self.ask, self.setup
         body = ask.body()
         line = f"POST {ask.path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        head = RequestReader(False, "x", 1 << 16).read(line.encode())
+        head = RequestReader(False, "x", 1 << 16, RELAYED).read(line.encode())
         assert head is not None
         asked = ClientRequest(cast(Any, Client()), cast(Any, self.client), head)
         asked.keep_alive = True

@@ -75,7 +75,7 @@ class Parsers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._protocol = BaseProtocol(loop)
         self._loop = loop
-        self._requests = RequestReader(False, "x", LIMIT)
+        self._requests = RequestReader(False, "x", LIMIT, {})
         self.both = 0
 
     def by_aiohttp(self, head: bytes) -> RawRequestMessage | None:

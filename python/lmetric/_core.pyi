@@ -794,6 +794,8 @@ class RequestHead:
     @property
     def path(self) -> str: ...  # the target without its query
     @property
+    def relayed(self) -> Any: ...  # the value of `path` in the reader's `paths`; None: it has none
+    @property
     def request_id(self) -> str: ...  # at most 256 bytes, latin-1; a new id if the client sent none
     @property
     def session(self) -> str | None: ...  # x-session-id, as latin-1
@@ -930,10 +932,13 @@ class RequestReader:
     """Reads heads of requests (see `rust/wire`).
 
     ``own_keys``: credentials are for the router and do not go to engines. ``id_prefix``: prefix of
-    the ids of requests that have no id. ``limit``: most bytes of a head.
+    the ids of requests that have no id. ``limit``: most bytes of a head. ``paths``: values by
+    path, for `RequestHead.relayed`.
     """
 
-    def __new__(cls, own_keys: bool, id_prefix: str, limit: int) -> RequestReader: ...
+    def __new__(
+        cls, own_keys: bool, id_prefix: str, limit: int, paths: Mapping[str, Any]
+    ) -> RequestReader: ...
     @property
     def limit(self) -> int: ...
     def read(self, data: bytes) -> RequestHead | None: ...  # None: incomplete; raises WireError

@@ -12,9 +12,10 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
 use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fmt::Write;
 use std::hash::Hasher;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -485,46 +486,54 @@ impl ResponseReader {
 #[pyclass(frozen, module = "lmetric._core")]
 struct Peer {
     inner: CorePeer,
+    #[pyo3(get)]
+    address: Py<PyString>,
+    #[pyo3(get)]
+    trusted: Py<PyBool>,
 }
 
 #[pymethods]
 impl Peer {
     #[new]
-    fn new(address: &str, secure: bool, trusted: bool) -> Self {
-        Self { inner: CorePeer { address: address.as_bytes().to_vec(), secure, trusted } }
-    }
-
-    #[getter]
-    fn address(&self) -> String {
-        latin1(&self.inner.address)
-    }
-
-    #[getter]
-    fn trusted(&self) -> bool {
-        self.inner.trusted
+    fn new(address: &Bound<'_, PyString>, secure: bool, trusted: &Bound<'_, PyBool>) -> PyResult<Self> {
+        let inner =
+            CorePeer { address: address.to_str()?.as_bytes().to_vec(), secure, trusted: trusted.is_true() };
+        Ok(Self { inner, address: address.clone().unbind(), trusted: trusted.clone().unbind() })
     }
 }
 
-/// The head of a client's request.
+/// The head of a client's request. Fields that are Python objects cost as little to read as slots.
 #[pyclass(frozen, module = "lmetric._core")]
 struct RequestHead {
     #[pyo3(get)]
-    plain: bool,
+    plain: Py<PyBool>,
     #[pyo3(get)]
     framed: bool,
     #[pyo3(get)]
     chunked: bool,
     #[pyo3(get)]
-    start: usize,
+    start: Py<PyInt>,
     #[pyo3(get)]
-    length: u64,
+    length: Py<PyInt>,
     #[pyo3(get)]
-    keep_alive: bool,
+    keep_alive: Py<PyBool>,
     #[pyo3(get)]
-    request_id: String,
-    target: Vec<u8>,
-    /// The target without its query, made on first use.
-    path: PyOnceLock<Py<PyString>>,
+    request_id: Py<PyString>,
+    #[pyo3(get)]
+    target: Py<PyBytes>,
+    /// The target without its query.
+    #[pyo3(get)]
+    path: Py<PyString>,
+    /// The value of the path in the reader's table; `None`: the table lacks the path.
+    #[pyo3(get)]
+    relayed: Py<PyAny>,
+    #[pyo3(get)]
+    session: Py<PyAny>,
+    /// Whether `x-session-final` is `true` or `1`.
+    #[pyo3(get)]
+    session_final: Py<PyBool>,
+    /// `request_id`: visible ASCII.
+    id: String,
     fields: Fields,
 }
 
@@ -532,39 +541,8 @@ fn latin1(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
 
-impl RequestHead {
-    /// The request id as the client sent it: the string is latin-1.
-    fn request_id_bytes(&self) -> Vec<u8> {
-        self.request_id.chars().map(|c| c as u8).collect()
-    }
-}
-
 #[pymethods]
 impl RequestHead {
-    /// The target without its query.
-    #[getter]
-    fn path(&self, py: Python<'_>) -> Py<PyString> {
-        let path = || PyString::new(py, &String::from_utf8_lossy(lmetric_wire::path(&self.target))).unbind();
-        self.path.get_or_init(py, path).clone_ref(py)
-    }
-
-    #[getter]
-    fn target(&self) -> &[u8] {
-        &self.target
-    }
-
-    #[getter]
-    fn session(&self) -> Option<String> {
-        self.fields.session.as_deref().map(latin1)
-    }
-
-    /// Whether `x-session-final` is `true` or `1`.
-    #[getter]
-    fn session_final(&self) -> bool {
-        let said = self.fields.session_final.as_deref().unwrap_or_default().trim_ascii();
-        said == b"1" || said.eq_ignore_ascii_case(b"true")
-    }
-
     #[getter]
     fn authorization(&self) -> Option<&[u8]> {
         self.fields.authorization.as_deref()
@@ -637,7 +615,6 @@ impl RequestHead {
         if let Some(peer) = peer {
             self.fields.write_forwarded(&peer.inner, &mut forwarded);
         }
-        let id = self.request_id_bytes();
         let length = length.to_string();
         let parts: [&[u8]; 11] = [
             first,
@@ -647,7 +624,7 @@ impl RequestHead {
             priority[1],
             priority[2],
             b"x-request-id: ",
-            &id,
+            self.id.as_bytes(),
             b"\r\ncontent-length: ",
             length.as_bytes(),
             b"\r\n\r\n",
@@ -691,57 +668,96 @@ impl ChunkedBody {
     }
 }
 
+/// A path of the table of a [`RequestReader`]: its objects, which the heads of its requests share.
+struct KnownPath {
+    path: Py<PyString>,
+    /// The target of a request without a query.
+    target: Py<PyBytes>,
+    relayed: Py<PyAny>,
+}
+
 /// Reads heads of requests. `own_keys`: credentials are for the router. `id_prefix`: prefix of the
-/// ids of requests that have no id. `limit`: most bytes of a head.
+/// ids of requests that have no id. `limit`: most bytes of a head. `paths`: values by path.
 #[pyclass(frozen, module = "lmetric._core")]
 struct RequestReader {
     own_keys: bool,
     id_prefix: String,
     #[pyo3(get)]
     limit: usize,
+    paths: HashMap<Vec<u8>, KnownPath>,
     count: AtomicU64,
 }
 
 impl RequestReader {
-    fn head(&self, request: Request) -> RequestHead {
-        let request_id = request.fields.request_id.as_deref().map_or_else(
+    fn head(&self, py: Python<'_>, request: Request) -> PyResult<RequestHead> {
+        let Request { kind, start, length, target, keep_alive, fields } = request;
+        let id = fields.request_id.as_deref().map_or_else(
             || format!("{}-{:x}", self.id_prefix, self.count.fetch_add(1, Ordering::Relaxed)),
             latin1,
         );
-        RequestHead {
-            plain: request.kind == Kind::Plain,
-            framed: matches!(request.kind, Kind::Plain | Kind::Framed),
-            chunked: request.kind == Kind::Chunked,
-            start: request.start,
-            length: request.length,
-            keep_alive: request.keep_alive,
-            request_id,
-            target: request.target,
-            path: PyOnceLock::new(),
-            fields: request.fields,
-        }
+        let path = lmetric_wire::path(&target);
+        let known = self.paths.get(path);
+        let flag = |yes: bool| PyBool::new(py, yes).to_owned().unbind();
+        let said = fields.session_final.as_deref().unwrap_or_default().trim_ascii();
+        let session = fields.session.as_deref().map(latin1);
+        Ok(RequestHead {
+            plain: flag(kind == Kind::Plain),
+            framed: matches!(kind, Kind::Plain | Kind::Framed),
+            chunked: kind == Kind::Chunked,
+            start: start.into_pyobject(py)?.unbind(),
+            length: length.into_pyobject(py)?.unbind(),
+            keep_alive: flag(keep_alive),
+            request_id: PyString::new(py, &id).unbind(),
+            target: match known {
+                Some(known) if path.len() == target.len() => known.target.clone_ref(py),
+                _ => PyBytes::new(py, &target).unbind(),
+            },
+            path: match known {
+                Some(known) => known.path.clone_ref(py),
+                None => PyString::new(py, &String::from_utf8_lossy(path)).unbind(),
+            },
+            relayed: known.map_or_else(|| py.None(), |known| known.relayed.clone_ref(py)),
+            session: session.map_or_else(|| py.None(), |session| PyString::new(py, &session).into()),
+            session_final: flag(said == b"1" || said.eq_ignore_ascii_case(b"true")),
+            id,
+            fields,
+        })
     }
 }
 
 #[pymethods]
 impl RequestReader {
     #[new]
-    fn new(own_keys: bool, id_prefix: String, limit: usize) -> Self {
-        Self { own_keys, id_prefix, limit, count: AtomicU64::new(1) }
+    fn new(
+        own_keys: bool,
+        id_prefix: String,
+        limit: usize,
+        paths: HashMap<String, Bound<'_, PyAny>>,
+    ) -> Self {
+        let known = |(path, relayed): (String, Bound<'_, PyAny>)| {
+            let py = relayed.py();
+            let target = PyBytes::new(py, path.as_bytes()).unbind();
+            let known =
+                KnownPath { path: PyString::new(py, &path).unbind(), target, relayed: relayed.unbind() };
+            (path.into_bytes(), known)
+        };
+        let paths = paths.into_iter().map(known).collect();
+        Self { own_keys, id_prefix, limit, paths, count: AtomicU64::new(1) }
     }
 
     /// Reads the head at the start of `data`; None if it is incomplete.
-    fn read(&self, data: &[u8]) -> PyResult<Option<RequestHead>> {
+    fn read(&self, py: Python<'_>, data: &[u8]) -> PyResult<Option<RequestHead>> {
         let request = Request::read(data, self.own_keys, self.limit).map_err(error)?;
-        Ok(request.map(|request| self.head(request)))
+        request.map(|request| self.head(py, request)).transpose()
     }
 
     /// Makes a head of the fields that another parser read.
-    fn sort(&self, target: &[u8], fields: Vec<(Vec<u8>, Vec<u8>)>) -> RequestHead {
+    fn sort(&self, py: Python<'_>, target: &[u8], fields: Vec<(Vec<u8>, Vec<u8>)>) -> PyResult<RequestHead> {
         let pairs = fields.iter().map(|(name, value)| (name.as_slice(), value.as_slice()));
         let fields = Fields::sort(pairs, self.own_keys);
         let target = target.to_vec();
-        self.head(Request { kind: Kind::Other, start: 0, length: 0, target, keep_alive: false, fields })
+        let request = Request { kind: Kind::Other, start: 0, length: 0, target, keep_alive: false, fields };
+        self.head(py, request)
     }
 }
 
@@ -751,6 +767,19 @@ impl RequestReader {
 struct DecisionLabels {
     prefix: String,
     key: (u64, u64),
+}
+
+impl DecisionLabels {
+    fn write_label(&self, id: u64, tenant: &str, to: &mut String) {
+        // Deprecated in favor of `DefaultHasher`, which takes no key.
+        #[allow(deprecated)]
+        let mut hasher = std::hash::SipHasher::new_with_keys(self.key.0, self.key.1);
+        hasher.write_u64(id);
+        hasher.write(tenant.as_bytes());
+        to.push_str(&self.prefix);
+        // Writing into a string never fails.
+        let _ = write!(to, "{id}-{:016x}", hasher.finish());
+    }
 }
 
 #[pymethods]
@@ -767,12 +796,9 @@ impl DecisionLabels {
 
     /// Returns the label of a decision.
     fn label(&self, id: u64, tenant: &str) -> String {
-        // Deprecated in favor of `DefaultHasher`, which takes no key.
-        #[allow(deprecated)]
-        let mut hasher = std::hash::SipHasher::new_with_keys(self.key.0, self.key.1);
-        hasher.write_u64(id);
-        hasher.write(tenant.as_bytes());
-        format!("{}{id}-{:016x}", self.prefix, hasher.finish())
+        let mut label = String::with_capacity(self.prefix.len() + 40);
+        self.write_label(id, tenant, &mut label);
+        label
     }
 
     /// Returns the router's lines in the head of an answer. `engine`: the engine that answers.
@@ -787,21 +813,19 @@ impl DecisionLabels {
         engine: Option<&str>,
         prefill: Option<&str>,
     ) -> Bound<'py, PyBytes> {
-        let mut lines = Vec::with_capacity(192);
-        let mut line = |name: &str, value: &[u8]| {
-            lines.extend_from_slice(name.as_bytes());
-            lines.extend_from_slice(value);
-            lines.extend_from_slice(b"\r\n");
-        };
-        if let Some(engine) = engine {
-            line("x-lmetric-instance: ", engine.as_bytes());
+        let mut lines = String::with_capacity(192);
+        for part in engine.map_or([""; 3], |engine| ["x-lmetric-instance: ", engine, "\r\n"]) {
+            lines.push_str(part);
         }
-        line("x-lmetric-decision: ", self.label(id, tenant).as_bytes());
-        line("x-request-id: ", &head.request_id_bytes());
-        if let Some(prefill) = prefill {
-            line("x-lmetric-prefill: ", prefill.as_bytes());
+        lines.push_str("x-lmetric-decision: ");
+        self.write_label(id, tenant, &mut lines);
+        for part in ["\r\nx-request-id: ", &head.id, "\r\n"] {
+            lines.push_str(part);
         }
-        PyBytes::new(py, &lines)
+        for part in prefill.map_or([""; 3], |prefill| ["x-lmetric-prefill: ", prefill, "\r\n"]) {
+            lines.push_str(part);
+        }
+        PyBytes::new(py, lines.as_bytes())
     }
 }
 

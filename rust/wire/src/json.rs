@@ -382,6 +382,16 @@ impl Probe {
     }
 
     fn between(&mut self, rest: &[u8]) -> usize {
+        if self.other > 0 {
+            // Numbers and names of an unknown place. Its end resets `want_key`.
+            let mut n = 0;
+            while n < rest.len() && !matches!(rest[n], b'"' | b'{' | b'[' | b'}' | b']') {
+                n += 1;
+            }
+            if n > 0 {
+                return n;
+            }
+        }
         let byte = rest[0];
         match byte {
             b'"' => {
@@ -400,7 +410,7 @@ impl Probe {
                 self.want_key = false;
             }
             b',' => self.want_key = true,
-            b'0'..=b'9' | b'-' | b'a'..=b'z' if self.other == 0 => {
+            b'0'..=b'9' | b'-' | b'a'..=b'z' => {
                 self.lex = Lex::Word;
                 self.length = 0;
                 return self.letters(rest);

@@ -71,6 +71,10 @@ class Admission:
         except ApiError as error:
             self.running.ended(client_request, None, error)
             return False
+        running = self.running
+        # As `has_room`, inline because each request runs it.
+        if len(running.relays) < self._share_limit and running.phase is not REFUSING:
+            return True
         return self.has_room(client_request)
 
     def admits_late(self, client_request: ClientRequest) -> bool:

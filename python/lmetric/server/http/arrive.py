@@ -77,7 +77,7 @@ class Arrivals:
             return
         self._running.count(client_request)
         try:
-            path = self.paths[client_request.path]
+            path: RelayedPath = client_request.head.relayed
             if len(body) > LARGE_BODY or isinstance(body, BodyParts):
                 self._read_in_thread(client_request, path, body)
                 return

@@ -115,10 +115,11 @@ class ClientConnection(PacedHandler):
 
         aiohttp calls it without data to resume its parser, which stops while its reader is full.
         """
-        if not data:
+        if self._state == FREE and not self._late and 0 < len(data) < COUNTED_READ:
+            self._begin(data)  # as most reads
+        elif not data:
             super().data_received(data)
-            return
-        if len(data) >= COUNTED_READ:
+        elif len(data) >= COUNTED_READ:
             # After a full read, uvloop would read up to 32 times before the next connection.
             if len(data) >= FULL_READ:
                 self._rest_reading()
@@ -129,8 +130,6 @@ class ClientConnection(PacedHandler):
                 self._received(data)
         elif self._late:
             self._keep_late(data)
-        elif self._state == FREE:
-            self._begin(data)
         else:
             self._received(data)
 
@@ -164,26 +163,27 @@ class ClientConnection(PacedHandler):
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
         client_request, self._client_request = self._client_request, None
+        entrance = self._entrance
         try:
-            head = self._entrance.requests.read(data) if client_request is None else client_request.head
+            head = entrance.requests.read(data) if client_request is None else client_request.head
         except WireError as error:
             self._discard(ENDLESS)
-            self._entrance.unreadable(self, data, error)
+            entrance.unreadable(self, data, error)
             return
         if head is None:
-            self._collect(data, None, self._entrance.requests.limit)
+            self._collect(data, None, entrance.requests.limit)
             return
         self._since = 0.0
         start, length = head.start, head.length
         end = start + length
         if self.peer.trusted and client_request is None:
-            sender = self._entrance.forwarding.client(self.peer.address, head.forwarded_for)
+            sender = entrance.forwarding.client(self.peer.address, head.forwarded_for)
             self.account.name_sender(sender)
-        if head.plain and self._entrance.takes(head):
+        if head.plain and head.relayed is not None and length <= entrance.body_limit:
             if len(data) < end:
                 if client_request is None:
                     self._discard(end - len(data))
-                    client_request = self._entrance.admit(self, head)
+                    client_request = entrance.admit(self, head)
                 if client_request is not None:
                     self._collect(data, client_request, end)
                 return
@@ -192,11 +192,11 @@ class ClientConnection(PacedHandler):
             if len(data) > end:
                 self._hold_back(data[end:])
             if end > SMALL_BODY and not self.account.hold_body(end):
-                self._entrance.no_room(self, client_request)
+                entrance.no_room(self, client_request)
             elif client_request is None:
-                self._entrance.ask(self, head, data[start:end])
+                entrance.ask(self, head, data[start:end])
             else:
-                self._entrance.serve(client_request, data[start:end])
+                entrance.serve(client_request, data[start:end])
         else:
             self._give(data, head)
 
@@ -362,23 +362,20 @@ class ClientConnection(PacedHandler):
             self._client_request = None
             self._discard(self._need - self._held.size)
             self._held.take_parts()
-        self._rest()
-        if goes_on:
-            self._go_on()
-        elif self._state != DISCARDING or self._left <= 0:
+        self._rest(goes_on)
+        if not goes_on and (self._state != DISCARDING or self._left <= 0):
             self.force_close()
 
     def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
         """Called by aiohttp at the end of each request."""
-        self._rest()
         if self._state == DISCARDING:
             # aiohttp waits LINGER_SECONDS for the rest of a body, but not for a broken one.
             request.content.set_exception(None)  # type: ignore[arg-type]
         # Otherwise aiohttp closes the connection, and held requests get no answer.
-        if self._state == ASKED and response.keep_alive:
-            self._go_on()
+        self._rest(self._state == ASKED and bool(response.keep_alive))
 
-    def _rest(self) -> None:
+    def _rest(self, goes_on: bool) -> None:
+        """Waits for the next request. ``goes_on``: it may come."""
         self.answering = False
         self.idle_since = clock.monotonic()
         account = self.account
@@ -386,8 +383,8 @@ class ClientConnection(PacedHandler):
             account.keep_body(0)
         if account.sender is not None:
             account.end_sender()
-
-    def _go_on(self) -> None:
+        if not goes_on:
+            return
         if self._feed is not None:
             self._state = SKIPPING
         elif self._held.parts:

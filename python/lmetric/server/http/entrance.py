@@ -72,21 +72,15 @@ class Entrance:
         self._running: RunningRequests = arrivals.admission.running
         self._is_open = is_open
         self._ends = AlreadySentResponse(False)
-        self._read_keys: bool | None = None  # whether `requests` reads API keys; None: it is not set
         self.configure(config, self._admission.identity)
 
     def configure(self, config: ServerConfig, identity: Identity) -> None:
         """Applies settings to new requests."""
         limit = config.limits.max_head_bytes
-        if identity.on != self._read_keys or limit != self.requests.limit:
-            self._read_keys = identity.on
-            self.requests = RequestReader(identity.on, token_hex(6), limit)
+        self.requests = RequestReader(identity.on, token_hex(6), limit, self._arrivals.paths)
         self.forwarding = Forwarding(config.forwarded.trusted_proxies)
-        self._body_limit = config.limits.max_body_bytes if self._is_open else -1
-
-    def takes(self, head: RequestHead) -> bool:
-        """Returns whether a plain request is for an engine and its body within the limit."""
-        return head.path in self._arrivals.paths and head.length <= self._body_limit
+        # Longest body of a plain request for an engine on the fast path, in bytes.
+        self.body_limit = config.limits.max_body_bytes if self._is_open else -1
 
     def ask(self, client: ClientPort, head: RequestHead, body: bytes) -> None:
         """Answers a plain request, then calls ``client.answered``."""
