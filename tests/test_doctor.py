@@ -204,10 +204,8 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
         },
         "not offered its queue ignores priorities": {"api": "sglang"},
     }
-    async with EmbeddedEngines(
-        options=[EngineOptions(**options) for options in expected.values()]
-    ) as engines:
-        targets = [Target(EngineConfig(url=url)) for url in engines.urls]
+    async with served(EngineOptions(**options) for options in expected.values()) as urls:
+        targets = [Target(EngineConfig(url=url)) for url in urls]
         tried = await examine(targets, thorough=True)
     for said, one in zip(expected, tried, strict=True):
         verdict = one.verdicts["priority"]
