@@ -18,7 +18,7 @@ import orjson
 import pytest
 import yaml
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import lmetric as lm
 from lmetric import plugins
@@ -381,11 +381,11 @@ def test_simulate_bench_and_study_take_a_file(
     mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke
-    done = run(
-        build([]),
-        ["bench", "--policy", "mine.py:score", "--instances", "4", "--prompt-tokens", "100", "--json"],
-    )
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(build(words[:1]), words)
+
+    done = run("bench", "--policy", "mine.py:score", "--instances", "4", "--prompt-tokens", "100", "--json")
     assert done.exit_code == 0, done.output
     arguments = [
         "study",
@@ -401,21 +401,21 @@ def test_simulate_bench_and_study_take_a_file(
     ]
     with gzip.open(SLICE) as lines:
         (tmp_path / "short.jsonl").write_bytes(b"".join(itertools.islice(lines, 100)))
-    done = run(build([]), [*arguments, "--json"])
+    done = run(*arguments, "--json")
     assert done.exit_code == 0, done.output
     rows = [orjson.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_bytes().splitlines()]
     assert len(rows) == 1 + 27  # the maximum load, and the runs
-    again = run(build([]), arguments)
+    again = run(*arguments)
     assert "(27 reused)" in again.output
     # Another text is another policy.
     mine.write_text(LMETRIC.replace("+ 1", "+ 2"))
-    again = run(build([]), arguments)
+    again = run(*arguments)
     assert "(18 reused)" in again.output
     for wrong, message in (
         (["study"], "missing study file; pass FILE or --policy"),
         (["study", "--against", "all"], "--policy"),
     ):
-        done = run(build([]), wrong)
+        done = run(*wrong)
         assert done.exit_code == 2
         assert message in done.output
 

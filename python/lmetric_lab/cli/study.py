@@ -115,16 +115,16 @@ def command(
     from lmetric_lab.sim.study import summary
     from lmetric_lab.sim.study_file import load_study
 
+    if file is None and not policy:
+        raise typer.BadParameter("missing study file; pass FILE or --policy", param_hint="FILE")
+    if against and not policy:
+        raise typer.BadParameter("needs --policy", param_hint="--against")
     if report or figures:
         from lmetric_lab.sim.plots import require_matplotlib
 
         require_matplotlib()
     if parquet:
         require_pyarrow()
-    if file is None and not policy:
-        raise typer.BadParameter("missing study file; pass FILE or --policy", param_hint="FILE")
-    if against and not policy:
-        raise typer.BadParameter("needs --policy", param_hint="--against")
     policies = list(dict.fromkeys(split_policies([*(policy or []), *(against or [])])))
     study = load_study(file, trace, policies, allow_code=allow_code)
     directory = out if out is not None else Path(f"{file.stem if file else 'comparison'}-results")

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,7 +284,7 @@ class Setup:
         told |= {
             "digest": digest,
             "profile": self.engine.constants(),
-            "version": version("lmetric-router"),
+            "version": _version(),
         }
         if len(self.engines) > 1:
             told["profiles"] = [(instances, profile.constants()) for instances, profile in self.engines]
@@ -292,6 +293,11 @@ class Setup:
         if (decodes := self.decode_engine) is not None:
             told["decode_profile"] = decodes.constants()
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
+
+
+@cache  # reading it takes 5 ms, and each run of a study has it in its key
+def _version() -> str:
+    return version("lmetric-router")
 
 
 @dataclass(frozen=True, slots=True)
