@@ -31,6 +31,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cli_world import call
 from lmetric_lab.ports import free_ports
 from test_docs import DOCUMENTS, NAMES, ROOT, blocks, commands, steps
 
@@ -344,14 +345,18 @@ def figures(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["docs/how-to/deploying.md", "docs/tutorials/your_own_policy.md"])
-def test_shown_simulations_have_the_present_figures(name: str, tmp_path: Path) -> None:
+def test_shown_simulations_have_the_present_figures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simulations are deterministic, so each shown line has exactly the figures of the output."""
     page, checked = Page(name, tmp_path), 0
-    page.env["COLUMNS"] = "200"
+    monkeypatch.chdir(page.work)
     for line, shown in STEPS[name]:
         rows = [each for each in map(figures, shown) if each]
         if line.startswith("lmetric-router simulate") and rows:
-            output = [figures(each) for each in page.shell(line, 0).splitlines()]
+            done = call(*shlex.split(line)[1:], COLUMNS="200")
+            assert done.returncode == 0, f"{line}: {done.stderr}"
+            output = [figures(each) for each in f"{done.stdout}\n{done.stderr}".splitlines()]
             for row in rows:
                 assert row in output, f"{line}: {row}"
             checked += len(rows)
