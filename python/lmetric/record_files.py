@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 
+from lmetric.file_errors import naming
 from lmetric.record_parquet import read_parquet, write_parquet
 from lmetric.record_schema import RecordError, Records, newest_of, parse_line
 
@@ -124,7 +125,7 @@ def _truncated(text: bytes) -> bool:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
     """Yields the lines of a file, and whether each has its end."""
-    with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+    with naming(path), gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
         try:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:

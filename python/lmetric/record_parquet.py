@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from lmetric.extras import install
+from lmetric.file_errors import naming
 from lmetric.record_schema import REQUEST, RecordError, Records, check_header, check_line, hashes_of
 
 SUFFIX = ".parquet"
@@ -44,7 +45,7 @@ def write_parquet(files: Iterable[tuple[Path, Records]], out: Path) -> tuple[Rec
     schema = _schema()
     partial = out.with_name(f".{out.name}.partial")
     try:
-        with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+        with naming(out), parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
             for path, records in files:
                 writer.write_table(_table(records.requests, schema, path))
                 requests += len(records.requests)

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
+from lmetric.file_errors import write_file
 from lmetric.printable import printable
 
 if TYPE_CHECKING:
@@ -161,14 +162,6 @@ def print_json(value: Any) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` (dataclasses and numpy included) as indented JSON into a file."""
     write_file(path, orjson.dumps(value, option=_JSON) + b"\n")
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file. An OSError names it, also if the disk is full."""
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
 def progress(what: str) -> Progress:

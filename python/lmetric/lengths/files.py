@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmetric.file_errors import naming
 from lmetric.lengths.network import ErrorTable, MlpPredictor
 from lmetric.lengths.predictor import LengthPredictor, LengthsError, check_names
 
@@ -139,7 +140,7 @@ def write_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     """`arrays` as an ``.npz``, by way of a file beside it: a reader never sees half of one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with naming(path), beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         beside.replace(path)
     finally:

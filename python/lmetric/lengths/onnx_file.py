@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric.extras import install
+from lmetric.file_errors import naming
 from lmetric.lengths.network import ErrorTable, MlpPredictor
 from lmetric.lengths.predictor import LengthsError, check_names, checked_features
 
@@ -176,7 +177,8 @@ def write_onnx(predictor: MlpPredictor, path: str | Path) -> None:
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_bytes(model.SerializeToString())
+        with naming(path):
+            beside.write_bytes(model.SerializeToString())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lmetric._core import LmetricError
 from lmetric.extras import install
+from lmetric.file_errors import write_file
 from lmetric.tokens.download import download
 from lmetric.tokens.files import EXPORT_FILE, EXPORT_FORMAT, digest, own_chat
 from lmetric.tokens.hub import is_hub_id
@@ -69,10 +70,10 @@ def export(model: str, out: Path, revision: str | None = None) -> Export:
     backend.no_padding()
     content = backend.to_str().encode()
     _clear(out)
-    (out / "tokenizer.json").write_bytes(content)
+    write_file(out / "tokenizer.json", content)
     for path, template in _templates(tokenizer, folder):
         (out / path).parent.mkdir(exist_ok=True)
-        (out / path).write_text(template, encoding="utf-8")
+        write_file(out / path, template.encode())
     about = {
         "format": EXPORT_FORMAT,
         "model": model,
@@ -84,7 +85,7 @@ def export(model: str, out: Path, revision: str | None = None) -> Export:
         "no_chat": own_chat(folder),
     }
     marker = out / EXPORT_FILE
-    marker.write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(marker, (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
     if difference := _difference(out, tokenizer):
         marker.unlink()
         raise ExportError(f"{model}: the export tokenizes differently from transformers: {difference}")

@@ -131,6 +131,7 @@ def command(
     pass --force. Ctrl-C stops the probes; nothing is written.
     """
     from lmetric.cli.show import note, print_json
+    from lmetric.file_errors import write_file
     from lmetric.profiles.roofline import as_yaml
     from lmetric_lab.calibrate import Calibrator
 
@@ -165,7 +166,7 @@ def command(
         if out is None:
             print(text, end="")
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        write_file(out, text.encode())
         note(f"wrote {out}; use it with simulate --profile {out} or serve --profile {out}")
 
 

@@ -80,7 +80,8 @@ def command(
     from dataclasses import replace
 
     from lmetric._core import BadValueError
-    from lmetric.cli.show import note, print_json, print_text, write_file, write_json
+    from lmetric.cli.show import note, print_json, print_text, write_json
+    from lmetric.file_errors import write_file
     from lmetric.record_files import read_records
     from lmetric_lab.slo import Goal
     from lmetric_lab.whatif import WhatIfError, recording_of

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmetric.cli.show import note, write_file
+from lmetric.cli.show import note
+from lmetric.file_errors import write_file
 
 if TYPE_CHECKING:
     from lmetric_lab.sim.max_load import MaxLoad

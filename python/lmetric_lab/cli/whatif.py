@@ -157,6 +157,7 @@ def command(
     If the error is too large, it compares no policies and exits with 1.
     """
     from lmetric.cli.show import note, print_json, print_text, progress, write_json
+    from lmetric.file_errors import write_file
     from lmetric_lab.sim.study import cells
     from lmetric_lab.sim.summary import Slo
     from lmetric_lab.whatif import WhatIfError, compare, places
@@ -177,7 +178,7 @@ def command(
         kv_bytes=kv_bytes_per_token,
     )  # fmt: skip
     if profile_out is not None:
-        profile_out.write_text(as_yaml(fit))
+        write_file(profile_out, as_yaml(fit).encode())
     told = _told(recording, fit, check)
     if not to_stdout:
         _print_fit(recording, fit, check)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmetric.defaults import DEFAULT_POLICY
+from lmetric.file_errors import write_file
 from lmetric_lab.sim.max_load import MaxLoad
 from lmetric_lab.sim.plots import COLOURS, DASHES, INK, RC, legend
 from lmetric_lab.sim.setups import QUANTILES, Result
@@ -318,7 +319,7 @@ def save_pngs(drawings: Sequence[tuple[str, Drawing]], directory: Path) -> None:
     """Each drawing as ``PREFIX-NAME.png`` (no prefix: ``NAME.png``)."""
     directory.mkdir(parents=True, exist_ok=True)
     for prefix, drawing in drawings:
-        (directory / f"{prefix}-{drawing.name}.png".removeprefix("-")).write_bytes(drawing.png())
+        write_file(directory / f"{prefix}-{drawing.name}.png".removeprefix("-"), drawing.png())
 
 
 def _plain_log(axis: Any) -> None:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lmetric._core import LmetricError
 from lmetric.extras import install
+from lmetric.file_errors import naming
 from lmetric.option_values import shown
 from lmetric_lab.sim.max_load import MaxLoad
 from lmetric_lab.sim.setups import Result
@@ -51,14 +52,16 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
 
     def add(self, result: Result | MaxLoad) -> None:
         """Store a result. It is flushed to the file on return."""
         kind = "run" if isinstance(result, Result) else "max_load"
         line = orjson.dumps({"kind": kind, **asdict(result)})
-        self._file.write(line + b"\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(line + b"\n")
+            self._file.flush()
         self._keep(result)
 
     def _keep(self, result: Result | MaxLoad) -> None:
@@ -89,7 +92,7 @@ class Store:
 def write_csv(path: Path, results: Iterable[Result]) -> None:
     """Writes one row per run, with settings and flat figures (``ttft_seconds_p99``) as columns."""
     columns = _columns(results)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with naming(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(zip(*columns.values(), strict=True))
@@ -121,7 +124,8 @@ def write_parquet(path: Path, results: Iterable[Result]) -> None:
         kinds = {float if type(cell) is int else type(cell) for cell in known if cell is not None}
         plain = len(kinds) == 1 and kinds <= {float, bool, str}
         table[name] = known if plain else [None if cell is None else str(cell) for cell in known]
-    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    with naming(path):
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
 
 
 def _columns(results: Iterable[Result]) -> dict[str, list[Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from lmetric.file_errors import write_file
 from lmetric_lab.packed import packed
 from lmetric_lab.sim.traces.formats import FORMATS
 from lmetric_lab.sim.traces.load import looks_coarse
@@ -25,7 +26,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     """
     path = Path(path)
     text = b"".join(_lines(trace))
-    path.write_bytes(packed(text, path))
+    write_file(path, packed(text, path))
 
 
 def _lines(trace: Trace) -> list[bytes]:
