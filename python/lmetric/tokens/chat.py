@@ -60,8 +60,6 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     It becomes `system`, and later messages of this role are merged into the first message.
     """
-    if not any(message["role"] == "developer" for message in messages):
-        return messages
     system, others, merge = [], [], False
     for index, message in enumerate(messages):
         if message["role"] not in ("developer", "system"):
@@ -204,11 +202,11 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def tools_of(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools for the template: fields in the engine's order, absent ones as null."""
-    tools = request.get("tools")
-    if tools is None:
-        return None
+def tools_of(tools: Any) -> list[dict[str, Any]]:
+    """The tools of a request for the template: fields in the engine's order, absent ones as null.
+
+    Raises NotPredictable.
+    """
     try:
         return [_tool(tool) for tool in tools]
     except (TypeError, KeyError, AttributeError):
@@ -228,6 +226,17 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if deferred is not None:
         shaped["defer_loading"] = deferred
     return shaped
+
+
+def flags_of(request: Mapping[str, Any], defaults: Mapping[str, bool]) -> list[bool]:
+    """Fields that are true or false. Raises NotPredictable: engines take some texts as false."""
+    flags = []
+    for name, default in defaults.items():
+        flag = request.get(name, default)
+        if not isinstance(flag, bool):
+            raise NotPredictable("shape", f"{name} is neither true nor false")
+        flags.append(flag)
+    return flags
 
 
 def variables_of(request: Mapping[str, Any]) -> dict[str, Any]:

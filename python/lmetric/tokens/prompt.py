@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lmetric._core import BadValueError, TokenEncoder, TokenizeError
 from lmetric.tokens.agents import chat_of_messages, chat_of_responses
-from lmetric.tokens.chat import messages_of, tools_of, variables_of, without_developer
+from lmetric.tokens.chat import flags_of, messages_of, tools_of, variables_of, without_developer
 from lmetric.tokens.errors import NotPredictable, TokenizerError
 from lmetric.tokens.files import ModelFiles, read_folder
 from lmetric.tokens.images import Image, ImagePrompt, KnownImages
@@ -23,14 +23,15 @@ Tokens = NDArray[np.uint32]
 CACHE_BYTES = 256 << 20
 # Text size that the library tokenizes in about half a millisecond.
 _AT_ONCE_BYTES, _AT_ONCE_BYTES_FAST = 2 << 10, 64 << 10
-
-
-def _flag(request: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A field that is true or false. Raises NotPredictable: engines take some texts as false."""
-    value = request.get(name, default)
-    if not isinstance(value, bool):
-        raise NotPredictable("shape", f"{name} is neither true nor false")
-    return value
+# Larger bodies are rendered in a thread: a template may take microseconds for each message.
+RENDERED_BYTES = 64 << 10
+# With templates that indent JSON: 1 us per byte.
+_INDENTED_BYTES = 32 << 10
+_CHAT_FLAGS = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+}
 
 
 class Text(NamedTuple):
@@ -65,7 +66,9 @@ class PromptTokenizer:
         # Maximum size of new text that can be tokenized in the event loop.
         self.at_once_bytes = _AT_ONCE_BYTES_FAST if self.encoder.fast else _AT_ONCE_BYTES
         templates = (files.template, files.tool_template)
-        self.indents = any(each is not None and each.indents for each in templates)  # JSON, perhaps
+        indents = any(each is not None and each.indents for each in templates)  # JSON, perhaps
+        # Maximum size of a body that the event loop may render.
+        self.rendered_bytes = _INDENTED_BYTES if indents else RENDERED_BYTES
 
     @classmethod
     def load(
@@ -149,33 +152,34 @@ class PromptTokenizer:
             raise NotPredictable("no_template", files.no_chat)
         variables = {**files.special, **variables_of(request)}
         tools = variables.pop("tools", None)
-        if tools is None:
-            tools = tools_of(request)
+        if tools is None and request.get("tools") is not None:
+            tools = tools_of(request["tools"])
         template = files.template if tools is None else files.tool_template
         if template is None:
             raise NotPredictable("no_template", f"{files.folder}: no chat template for this kind of request")
         documents = request.get("documents")
         messages, images = messages_of(request, template.content_format, name_first=name_first)
-        if not template.knows_developer:
+        if not template.knows_developer and any(message["role"] == "developer" for message in messages):
             messages = without_developer(messages)
+        generates, continues, special = flags_of(request, _CHAT_FLAGS)
         try:
             text = template.render(
                 messages,
                 tools=tools,
                 documents=variables.pop("documents", None) if documents is None else documents,
-                add_generation_prompt=_flag(request, "add_generation_prompt", True),
-                continue_final_message=_flag(request, "continue_final_message", False),
+                add_generation_prompt=generates,
+                continue_final_message=continues,
                 variables=variables,
             )
         except TemplateError as error:
             raise NotPredictable("template", str(error)) from None
-        return Text(text, _flag(request, "add_special_tokens", False), images=tuple(images))
+        return Text(text, special, images=tuple(images))
 
     def completion_text(self, request: Mapping[str, Any], prompt: str) -> Text:
         """The text of a body of /v1/completions with this prompt. Raises NotPredictable."""
         if request.get("truncate_prompt_tokens") is not None:
             raise NotPredictable("truncation", "truncate_prompt_tokens")
-        return Text(prompt, _flag(request, "add_special_tokens", True))
+        return Text(prompt, *flags_of(request, {"add_special_tokens": True}))
 
     def encode(self, text: Text, at_most: int | None = None) -> Tokens | None:
         """Token IDs; None if more than ``at_most`` bytes of the text are new.

@@ -55,7 +55,7 @@ class Arrivals:
         self.admission = admission
         self._running = admission.running
         self._stored = stored
-        self._placement = placement
+        self._place = placement.place  # of a request whose prompt was read; raises ApiError
         self._threads = threads
         self._falling_back: FallingBack | None = None
         self.configure(config, isolation)
@@ -67,8 +67,11 @@ class Arrivals:
         if config.fallbacks and self._falling_back is None:
             from lmetric.server.http.falling_back import FallingBack
 
-            names, running = self._fleet.names, self._running
-            self._falling_back = FallingBack(names, running, self._threads, serve=self._serve_model)
+            names, running, threads = self._fleet.names, self._running, self._threads
+            self._falling_back = FallingBack(
+                names, running, threads, serve=self._serve_model, place=self._place
+            )
+            self._place = self._falling_back.place
 
     def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Starts the request. `RunningRequests.ended` is called at its end."""
@@ -195,7 +198,8 @@ class Arrivals:
         if tokenizer is not None and call.text is not None and call.path.prompt in TOKENIZED:
             in_thread = self._tokenize(model, tokenizer, call)  # long work, for a thread
         if model.encoders:
-            from lmetric.server.http.tokenizing import RENDERED_BYTES, may_have_media, read_media
+            from lmetric.server.http.tokenizing import may_have_media, read_media
+            from lmetric.tokens.prompt import RENDERED_BYTES
 
             if may_have_media(call):
                 if in_thread is None and len(call.body) <= RENDERED_BYTES:
@@ -245,12 +249,6 @@ class Arrivals:
         from lmetric.server.http.tokenizing import begin
 
         return begin
-
-    def _place(self, intent: Intent, now: float) -> None:
-        """Places a request whose prompt was read. Raises ApiError."""
-        if self._falling_back is not None:
-            self._falling_back.check_length(intent)
-        self._placement.place(intent, now)
 
     def _prepare_in_thread(self, intent: Intent, read: Read | None) -> None:
         """Changes the body in a thread, and renders or tokenizes its prompt; then places it.

@@ -115,9 +115,7 @@ class ClientConnection(PacedHandler):
 
         aiohttp calls it without data to resume its parser, which stops while its reader is full.
         """
-        if self._state == FREE and not self._late and 0 < len(data) < COUNTED_READ:
-            self._begin(data)  # as most reads
-        elif not data:
+        if not data:
             super().data_received(data)
         elif len(data) >= COUNTED_READ:
             # After a full read, uvloop would read up to 32 times before the next connection.
@@ -130,6 +128,8 @@ class ClientConnection(PacedHandler):
                 self._received(data)
         elif self._late:
             self._keep_late(data)
+        elif self._state == FREE:
+            self._begin(data)
         else:
             self._received(data)
 
@@ -162,10 +162,9 @@ class ClientConnection(PacedHandler):
 
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
-        client_request, self._client_request = self._client_request, None
         entrance = self._entrance
         try:
-            head = entrance.requests.read(data) if client_request is None else client_request.head
+            head = entrance.requests.read(data)
         except WireError as error:
             self._discard(ENDLESS)
             entrance.unreadable(self, data, error)
@@ -175,15 +174,14 @@ class ClientConnection(PacedHandler):
             return
         self._since = 0.0
         start, length = head.start, head.length
-        end = start + length
-        if self.peer.trusted and client_request is None:
+        if self.peer.trusted:
             sender = entrance.forwarding.client(self.peer.address, head.forwarded_for)
             self.account.name_sender(sender)
         if head.plain and head.relayed is not None and length <= entrance.body_limit:
+            end = start + length
             if len(data) < end:
-                if client_request is None:
-                    self._discard(end - len(data))
-                    client_request = entrance.admit(self, head)
+                self._discard(end - len(data))
+                client_request = entrance.admit(self, head)
                 if client_request is not None:
                     self._collect(data, client_request, end)
                 return
@@ -192,29 +190,36 @@ class ClientConnection(PacedHandler):
             if len(data) > end:
                 self._hold_back(data[end:])
             if end > SMALL_BODY and not self.account.hold_body(end):
-                entrance.no_room(self, client_request)
-            elif client_request is None:
-                entrance.ask(self, head, data[start:end])
+                entrance.no_room(self, None)
             else:
-                entrance.serve(client_request, data[start:end])
+                entrance.ask(self, head, data[start:end])
         else:
             self._give(data, head)
 
     def _collected(self) -> None:
         """Reads the request whose bytes were collected."""
-        if self._client_request is not None and self._need > LARGE_BODY:
-            self._serve_large(self._client_request)
-        else:
+        client_request, self._client_request = self._client_request, None
+        if client_request is None:
             self._begin(self._held.take())
-
-    def _serve_large(self, client_request: ClientRequest) -> None:
-        """Serves the request whose pieces are held. A thread joins them."""
-        self._client_request = None
-        head = client_request.head
-        after, parts = self._held.size - self._need, self._held.take_parts()
+            return
         self._since = 0.0
         self._state = ASKED
         self.answering = True
+        if self._need > LARGE_BODY:
+            self._serve_large(client_request)
+            return
+        data, end = self._held.take(), self._need
+        if len(data) > end:
+            self._hold_back(data[end:])
+        if end > SMALL_BODY and not self.account.hold_body(end):
+            self._entrance.no_room(self, client_request)
+        else:
+            self._entrance.serve(client_request, data[client_request.head.start : end])
+
+    def _serve_large(self, client_request: ClientRequest) -> None:
+        """Serves the request whose pieces are held. A thread joins them."""
+        head = client_request.head
+        after, parts = self._held.size - self._need, self._held.take_parts()
         if after:
             last = parts[-1]
             parts[-1] = last[:-after]

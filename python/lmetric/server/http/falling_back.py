@@ -34,6 +34,7 @@ class FallingBack:
     """Serves requests again with their next model.
 
     ``names``: the names that engines serve. ``serve``: serves a request whose body was read.
+    ``place``: places a request whose prompt was read.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class FallingBack:
         running: RunningRequests,
         threads: WorkThreads,
         serve: Callable[[ClientRequest, ParsedRequest, float], None],
+        place: Callable[[Intent, float], None],
     ) -> None:
         self._names = names
         self._running = running
         self._threads = threads
         self._serve = serve
+        self._place = place
         running.fall_back = self.begin
 
     def add(self, client_request: ClientRequest, call: ParsedRequest, catalog: Catalog) -> None:
@@ -83,11 +86,16 @@ class FallingBack:
         PendingWork(client_request, self._running, work, then=then)
         return True
 
-    def check_length(self, intent: Intent) -> None:
-        """Raises ApiError (400) if a prompt is too long for the model, and there is another one.
+    def place(self, intent: Intent, now: float) -> None:
+        """Places a request whose prompt was read.
 
+        Raises ApiError (400) if the prompt is too long for the model, and there is another one.
         Without another model, the engine answers. Only a known number of tokens counts.
         """
+        self._check_length(intent)
+        self._place(intent, now)
+
+    def _check_length(self, intent: Intent) -> None:
         client_request, tokens = intent.client_request, intent.call.tokens
         fallback = client_request.fallback
         if fallback is None or tokens is None or client_request.pinned_to is not None:

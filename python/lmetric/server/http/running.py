@@ -129,10 +129,11 @@ class RunningRequests:
                 guarded(self.tracing.context, client_request)
             request_log.in_request(client_request, self.ended, client_request, relay, error)
             return
-        refused_because, client_request.refused_because = client_request.refused_because, None
-        has_fallback = client_request.fallback is not None
-        if has_fallback and error is not None and self.fall_back(client_request, relay, error):
-            return
+        refused_because: str | None = None
+        if error is not None:
+            refused_because, client_request.refused_because = client_request.refused_because, None
+            if client_request.fallback is not None and self.fall_back(client_request, relay, error):
+                return
         # The head of the answer may have kept the connection open. Closing it would then lose the
         # client's next request.
         goes_on = client_request.keep_alive
@@ -157,6 +158,7 @@ class RunningRequests:
                 prompt_tokens = usage.prompt_tokens
                 if prompt_tokens:
                     client_request.model.ratio.learn(client_request.prompt_bytes, prompt_tokens)
+        client_request.ended_at = time.monotonic()
         if error is not None:
             client_request.error, client_request.status = error, error.status
             if refused_because is not None and client_request.model is not None:
@@ -176,8 +178,6 @@ class RunningRequests:
                         more_fields=client_request.cors,
                     )
                 )
-        client_request.ended_at = time.monotonic()
-        if error is not None:
             self.refusals.add(client_request, error)
         for hook in self.observers.ended:
             try:  # `guarded`, inline because each request runs it

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from lmetric.tokens.images import ImagePrompt
     from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 
-# Larger bodies are rendered in a thread: a template may take microseconds for each message.
-RENDERED_BYTES = 64 << 10
-# With templates that indent JSON: 1 us per byte.
-INDENTED_BYTES = 32 << 10
 # Readers of prompts whose media an engine may encode in advance.
 ENCODED_APIS = ("chat", "messages", "responses")
 
@@ -34,18 +30,21 @@ def begin(
     model: Model, tokenizer: PromptTokenizer, call: ParsedRequest
 ) -> Callable[[], Tokens | ImagePrompt] | None:
     """Tokenizes the prompt of a request. Returns long work as a function, for a thread."""
-    if not renders_at_once(tokenizer, call):
+    if len(call.body) > tokenizer.rendered_bytes:
         return partial(read_prompt, tokenizer, call)
     try:
         text = prompt_text(tokenizer, call)
         tokens = tokenizer.encode(text, tokenizer.at_once_bytes)
-        prompt = None if tokens is None else tokenizer.expand(text, tokens)
+        prompt = tokenizer.expand(text, tokens) if text.images and tokens is not None else None
     except Exception as error:
         model.tokenizers.count_text(unpredictable(error))
         return None
-    if prompt is None:
+    if tokens is None:
         return partial(encode_all, tokenizer, text)
-    take_prompt(model, call, prompt)
+    if prompt is None:
+        call.tokens = tokens
+    else:
+        take_prompt(model, call, prompt)
     return None
 
 
@@ -103,11 +102,6 @@ def take_prompt(model: Model, call: ParsedRequest, prompt: Tokens | ImagePrompt)
         model.tokenizers.count_text(NotPredictable("media", "no engine has rendered an image yet"))
     elif len(prompt.images) < prompt.image_count:
         model.tokenizers.text_prompts["image"] += 1
-
-
-def renders_at_once(tokenizer: PromptTokenizer, call: ParsedRequest) -> bool:
-    """Whether the event loop may render a request's prompt."""
-    return len(call.body) <= (INDENTED_BYTES if tokenizer.indents else RENDERED_BYTES)
 
 
 def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | ImagePrompt:
