@@ -179,7 +179,7 @@ class PromptTokenizer:
         """The text of a body of /v1/completions with this prompt. Raises NotPredictable."""
         if request.get("truncate_prompt_tokens") is not None:
             raise NotPredictable("truncation", "truncate_prompt_tokens")
-        return Text(prompt, *flags_of(request, {"add_special_tokens": True}))
+        return Text(prompt, flags_of(request, {"add_special_tokens": True})[0])
 
     def encode(self, text: Text, at_most: int | None = None) -> Tokens | None:
         """Token IDs; None if more than ``at_most`` bytes of the text are new.

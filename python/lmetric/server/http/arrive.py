@@ -104,9 +104,8 @@ class Arrivals:
             if path.prompt == "form" and call.model is None:
                 raise bad("the gateway replaces the field model, and the form has none; add it", "model")
             call.rename(model)
-        isolation = self.isolation
-        if client_request.tenant and client_request.tenant in isolation.tenants:
-            isolation.apply(client_request.tenant, client_request.path, call)
+        if (tenant := client_request.tenant) and tenant in self.isolation.tenants:
+            self.isolation.apply(tenant, client_request.path, call)
         if (name := call.model) is not None:
             catalog = self._fleet.catalog
             if not catalog.allows(client_request.caller, name):
@@ -169,13 +168,17 @@ class Arrivals:
         ``sought``: the engines were asked for the model. ``searched``: other routers were asked for
         the response that it continues. Raises ApiError.
         """
-        if call.model not in self._fleet.names:
+        catalog, caller = self._fleet.catalog, client_request.caller
+        served = self._fleet.names.get(call.model or "")
+        if served is None:
             if not sought and client_request.fallback is None and self._search(client_request, call):
                 return
             if client_request.alias is not None:
-                aliases = self._fleet.catalog.aliases
-                raise unserved_alias(client_request.alias, aliases.targets(client_request.alias))
-        model, adapter = self._fleet.catalog.find(call.model, client_request.caller)
+                targets = catalog.aliases.targets(client_request.alias)
+                raise unserved_alias(client_request.alias, targets)
+        if served is None or not catalog.allows(caller, call.model or ""):
+            served = catalog.find(call.model, caller)
+        model, adapter = served
         client_request.model, client_request.model_name = model, call.model
         if call.scope and call.path.isolated_by == "salt_by_kind" and not model.salts_messages:
             raise not_isolated(client_request.tenant, client_request.path)
