@@ -57,7 +57,7 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return make_trace(requests=200)
+    return make_trace(requests=100)
 
 
 def run(*words: str) -> Any:
