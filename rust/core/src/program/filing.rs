@@ -49,13 +49,18 @@ impl Programs {
         }
     }
 
-    /// Counts a program for its tenant.
+    /// Counts a program for its tenant, or counts it again.
     pub(super) fn count_share(&mut self, id: ProgramId) {
-        self.uncount_share(id);
         let program = &mut self.programs[id];
         let tokens = program.own_tokens();
-        program.share = Some(tokens);
         let share = self.sets.shares.entry(program.tenant).or_default();
+        if let Some(before) = program.share.replace(tokens) {
+            share.tokens -= before;
+            share.programs -= 1;
+            if share.programs == 0 {
+                share.tokens = 0.0; // rounding errors do not add up
+            }
+        }
         *share =
             Share { tokens: share.tokens + tokens, weight: program.weight, programs: share.programs + 1 };
     }

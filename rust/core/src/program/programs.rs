@@ -562,20 +562,25 @@ impl Programs {
 
     /// Removes what counts for a program.
     pub(super) fn uncharge(&mut self, id: ProgramId) {
+        self.uncharge_home(id);
+        self.uncount_share(id);
+    }
+
+    /// Removes what counts for a program on its home.
+    fn uncharge_home(&mut self, id: ProgramId) {
         let Some(program) = self.programs.get_mut(id) else { return };
         if let (Some(charge), Some(home)) = (program.charge.take(), program.home)
             && let Some(home) = self.instance_of(home)
         {
             self.instances[home.index()].remove(charge);
         }
-        self.uncount_share(id);
     }
 
     /// Counts a program on its home by its state.
     pub(super) fn charge(&mut self, id: ProgramId, now: Seconds) {
-        self.uncharge(id);
+        self.uncharge_home(id);
         let program = &self.programs[id];
-        let Some(home) = self.home_of(program) else { return };
+        let Some(home) = self.home_of(program) else { return self.uncount_share(id) };
         let (own, probability) = match program.state {
             State::Running => (self.counted_tokens(program), 1.0),
             State::Gap => {
@@ -592,7 +597,7 @@ impl Programs {
                 let probability = if is_parent { returns.max(PARENT_RETURNS) } else { returns };
                 (returns * self.counted_tokens(program) + waits, probability)
             }
-            State::Paused | State::Held => return,
+            State::Paused | State::Held => return self.uncount_share(id),
         };
         let charge = Charge { own, root: self.root_to_count(program, home), probability };
         self.instances[home.index()].add(charge);
