@@ -281,7 +281,8 @@ impl Shape {
         let (per_block, per_id) = ((block / trace_block).max(1) as usize, (trace_block / block).max(1));
         self.offsets.push(0);
         let mut bytes = Vec::new();
-        for (i, &tokens) in self.input_tokens.iter().enumerate() {
+        for i in 0..self.input_tokens.len() {
+            let tokens = self.input_tokens[i];
             let range = usize::try_from(trace.hash_offsets[i])
                 .ok()
                 .zip(usize::try_from(trace.hash_offsets[i + 1]).ok());
@@ -304,7 +305,11 @@ impl Shape {
             let named = if covered < tokens { covered / block } else { tokens.div_ceil(block) } as usize;
             let end = self.chain.len() + named;
             let mut previous = hash::root(None);
-            'ids: for group in ids.chunks(per_block) {
+            let known = self.begin_chain(i, trace, ids, (per_block, per_id as usize), named);
+            if known > 0 {
+                previous = self.chain[self.chain.len() - 1];
+            }
+            'ids: for group in ids.chunks(per_block).skip(known) {
                 for part in 0..per_id {
                     if self.chain.len() == end {
                         break 'ids;
@@ -322,13 +327,43 @@ impl Shape {
         self.chain.shrink_to_fit();
         Ok(())
     }
+
+    /// Begins the chain of a request, of up to `most` blocks, with the blocks that it shares with
+    /// the prompt before it: most of an agent's prompt. `ids`: of the request; `(per_block, per_id)`:
+    /// ids per block and blocks per id. Returns the groups of `per_block` ids that are done.
+    fn begin_chain(
+        &mut self,
+        request: usize,
+        trace: &Trace<'_>,
+        ids: &[u64],
+        (per_block, per_id): (usize, usize),
+        most: usize,
+    ) -> usize {
+        let before = trace.previous.get(request).and_then(|&before| usize::try_from(before).ok());
+        let Some(before) = before.filter(|&before| before < request) else { return 0 };
+        let range = trace.hash_offsets[before] as usize..trace.hash_offsets[before + 1] as usize;
+        let equal = trace.hash_ids[range].iter().zip(ids).take_while(|(a, b)| a == b).count();
+        let (from, to) = (self.offsets[before], self.offsets[before + 1]);
+        let groups = (equal / per_block).min((to - from).min(most) / per_id);
+        self.chain.extend_from_within(from..from + groups * per_id);
+        groups
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn workload(block_tokens: u32, prompts: &[(i64, &[u64])]) -> Result<Workload, CoreError> {
+        workload_behind(block_tokens, prompts, &[])
+    }
+
+    fn workload_behind(
+        block_tokens: u32,
+        prompts: &[(i64, &[u64])],
+        previous: &[i64],
+    ) -> Result<Workload, CoreError> {
         let input: Vec<i64> = prompts.iter().map(|p| p.0).collect();
         let ids: Vec<u64> = prompts.iter().flat_map(|p| p.1.iter().copied()).collect();
         let mut offsets = vec![0];
@@ -341,9 +376,36 @@ mod tests {
             hash_offsets: &offsets,
             hash_ids: &ids,
             block_tokens: 8,
+            previous,
             ..Trace::default()
         };
         Workload::new(&trace, block_tokens)
+    }
+
+    proptest! {
+        #[test]
+        fn a_chain_that_begins_with_another_is_equal_to_a_chain_of_its_own(
+            prompts in prop::collection::vec((0i64..70, 0usize..8, 0usize..8, 0u64..2), 1..8),
+        ) {
+            // Prompts with a few ids of a family, then ids of their own.
+            let ids: Vec<Vec<u64>> = prompts
+                .iter()
+                .enumerate()
+                .map(|(i, &(_, common, own, family))| {
+                    let common = (0..common as u64).map(|id| 10 * family + id);
+                    common.chain((0..own as u64).map(|id| 1000 + 10 * i as u64 + id)).collect()
+                })
+                .collect();
+            let prompts: Vec<(i64, &[u64])> =
+                prompts.iter().zip(&ids).map(|(p, ids)| (p.0.max(8 * ids.len() as i64 - 7).max(1), &ids[..])).collect();
+            let previous: Vec<i64> = (0..prompts.len() as i64).map(|i| i - 1).collect();
+            for block in [2, 8, 24] {
+                let alone = workload(block, &prompts).unwrap();
+                let behind = workload_behind(block, &prompts, &previous).unwrap();
+                prop_assert_eq!(&alone.shape.chain, &behind.shape.chain);
+                prop_assert_eq!(&alone.shape.offsets, &behind.shape.offsets);
+            }
+        }
     }
 
     fn shared(w: &Workload, a: usize, b: usize) -> usize {
