@@ -164,6 +164,19 @@ def test_global_ids_are_shared(tmp_path: Path) -> None:
     assert load_trace(path).blocks(1).tolist() == [1, 2]
 
 
+def test_hash_ids_are_equal_if_a_json_parser_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    conversations = [json.loads(line) for line in (DATA / "weka.jsonl").read_text().splitlines()]
+    # A backslash anywhere in a line leaves its hash IDs to the parser: a key may be escaped.
+    for marks in (("", ""), ("\n", ""), ("", "\n"), ("\n", "\n")):
+        marked = zip(conversations, marks, strict=True)
+        path.write_text("".join(json.dumps(each | {"id": mark}) + "\n" for each, mark in marked))
+        assert lists(load_trace(path)) == lists(load_trace(DATA / "weka.jsonl"))
+    escaped = path.read_text().replace("hash_ids", "hash\\u005fids")
+    path.write_text(escaped)
+    assert lists(load_trace(path)) == lists(load_trace(DATA / "weka.jsonl"))
+
+
 def test_a_turn_after_an_unknown_end_keeps_its_recorded_arrival(tmp_path: Path) -> None:
     conversation = json.loads((DATA / "weka_document.json").read_text())
     del conversation["requests"][0]["api_time"]
@@ -298,6 +311,26 @@ BAD = [
         "weka.jsonl",
         put("requests", 0, "hash_ids", value=[-1]),
         r"requests\[0\].hash_ids must be a list of whole",
+    ),
+    (
+        "weka.jsonl",
+        put("requests", 0, "hash_ids", value=0),
+        r"requests\[0\].hash_ids must be a list of whole .* got 0",
+    ),
+    (
+        "weka.jsonl",
+        put("requests", 0, "hash_ids", value=[1] * 9),
+        r"requests\[0\].9 hash_ids for 300 tokens: at most 5 of 64 fit",
+    ),
+    (
+        "weka.jsonl",
+        put("requests", 0, "hash_ids", value=[1 << 40]),
+        r"requests\[0\].hash_ids must be below 1099511627776, got 1099511627776",
+    ),
+    (
+        "weka.jsonl",
+        put("requests", value={"hash_ids": [7, 8]}),
+        r"requests must be a list, got \{'hash_ids': \[7, 8\]\}",
     ),
     (
         "weka.jsonl",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 BOM = b"\xef\xbb\xbf"
 
@@ -19,7 +20,7 @@ class Row(NamedTuple):
     arrival_seconds: float
     input_tokens: int
     output_tokens: int
-    blocks: array[int] | None  # None: the line has no hash_ids
+    blocks: array[int] | NDArray[np.uint64] | None  # None: the line has no hash_ids
     key: Hashable = None  # what a later line's parent names; None: its number among the requests
     parent: Hashable = None  # None: the first of its conversation
     session: int | None = None  # None: from the chain of parents, if any
@@ -95,16 +96,21 @@ def blocks(ids: Any, input_tokens: int, block_tokens: int, at: str = "", below: 
         raise ValueError(
             f"{at}hash_ids must be a list of whole numbers of at least 0, got {str(ids)[:60]}"
         ) from None
-    most = -(-input_tokens // block_tokens)
-    if len(found) > most:
-        raise ValueError(
-            f"{at}{len(found)} hash_ids for {input_tokens} tokens: at most {most} of {block_tokens} fit"
-        )
+    check_number(len(found), input_tokens, block_tokens, at)
     if (greatest := greatest_id(found)) >= below:
         raise ValueError(f"{at}hash_ids must be below {below}, got {greatest}")
     return found
 
 
-def greatest_id(ids: array[int]) -> int:
+def check_number(ids: int, input_tokens: int, block_tokens: int, at: str = "") -> None:
+    """Raises `ValueError` if a prompt cannot have this number of hash IDs."""
+    most = -(-input_tokens // block_tokens)
+    if ids > most:
+        raise ValueError(
+            f"{at}{ids} hash_ids for {input_tokens} tokens: at most {most} of {block_tokens} fit"
+        )
+
+
+def greatest_id(ids: array[int] | NDArray[np.uint64]) -> int:
     """The greatest of the hash IDs; -1: none."""
-    return int(np.frombuffer(ids, np.uint64).max()) if ids else -1
+    return int(np.frombuffer(ids, np.uint64).max()) if len(ids) else -1

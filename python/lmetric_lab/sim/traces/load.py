@@ -232,7 +232,8 @@ class _Rows:
         self.arrivals.append(row.arrival_seconds)
         self.inputs.append(row.input_tokens)
         self.outputs.append(row.output_tokens)
-        self.ids.extend(row.blocks or ())
+        if row.blocks is not None and len(row.blocks):
+            self.ids.frombytes(memoryview(row.blocks).cast("B"))
         self.offsets.append(len(self.ids))
         self.thinks.append(row.think_seconds)
         self.thoughts.append(row.think_tokens)

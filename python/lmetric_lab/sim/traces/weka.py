@@ -16,12 +16,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lmetric import _core
 from lmetric_lab.sim.traces.calls import MOST_NESTED, Agent, Call, program_rows
-from lmetric_lab.sim.traces.fields import Parser, Row, blocks, greatest_id, json_object, number, whole
+from lmetric_lab.sim.traces.fields import (
+    Parser,
+    Row,
+    blocks,
+    check_number,
+    greatest_id,
+    json_object,
+    number,
+    whole,
+)
 from lmetric_lab.sim.traces.trace import FINISH
 
 _SCOPES = ("local", "global")
@@ -42,9 +54,19 @@ class Weka(Parser):
         self._scope: str | None = None
         self._base = 0  # added to the IDs of this conversation
         self._above = 0  # above all IDs so far
+        self._lists: _Lists | None = None  # of this line, if they were read apart
 
     def read(self, line_number: int, line: bytes) -> Iterable[Row]:
-        conversation = json_object(line)
+        if (found := _core.read_hash_ids(line)) is not None:
+            rest, ids, ends = found
+            self._lists = _Lists(ids, ends)
+            # The parser without lists raises errors, too: they show the line's own values.
+            with suppress(ValueError):
+                return self._rows(json_object(rest))
+        self._lists = None
+        return self._rows(json_object(line))
+
+    def _rows(self, conversation: dict[str, Any]) -> Iterable[Row]:
         if (size := whole(conversation, "block_size", 1)) != self.block_tokens:
             raise ValueError(f"block_size is {size}, read with blocks of {self.block_tokens} tokens")
         scope = conversation.get("hash_id_scope", "local")
@@ -52,6 +74,8 @@ class Weka(Parser):
             wanted = self._scope or " or ".join(_SCOPES)
             raise ValueError(f"hash_id_scope must be {wanted}, got {scope!r}")
         self._base = self._above if scope == "local" else 0
+        if self._lists is not None:
+            self._lists.move(self._base)
         agent = self._agent(conversation, 0.0, "")
         rows = list(program_rows(agent, self._session))
         if not rows:
@@ -87,9 +111,7 @@ class Weka(Parser):
 
     def _call(self, request: dict[str, Any], start: float, at: str) -> Call:
         tokens = whole(request, "in", 1, at)
-        ids = blocks(request.get("hash_ids", []), tokens, self.block_tokens, at, _ID_LIMIT)
-        if self._base:
-            ids = array("Q", (np.frombuffer(ids, np.uint64) + np.uint64(self._base)).tobytes())
+        ids = self._ids(request.get("hash_ids", []), tokens, at)
         self._above = max(self._above, greatest_id(ids) + 1)
         row = Row(
             start,
@@ -101,3 +123,31 @@ class Weka(Parser):
         )
         seconds = number(request, "api_time", at) if request.get("api_time") is not None else None
         return Call(row, None if seconds is None else start + seconds)
+
+    def _ids(self, given: Any, tokens: int, at: str) -> array[int] | NDArray[np.uint64]:
+        """The hash IDs of a prompt, moved. `given`: a list, or the number of a list."""
+        if self._lists is not None and type(given) is int:
+            ids = self._lists[given]
+            check_number(len(ids), tokens, self.block_tokens, at)
+            return ids
+        found = blocks(given, tokens, self.block_tokens, at, _ID_LIMIT)
+        if self._base:
+            return array("Q", (np.frombuffer(found, np.uint64) + np.uint64(self._base)).tobytes())
+        return found
+
+
+class _Lists:
+    """The lists of hash IDs of a line."""
+
+    def __init__(self, ids: NDArray[np.uint64], ends: list[int]) -> None:
+        self._ids = ids
+        self._ends = ends
+
+    def move(self, base: int) -> None:
+        """Adds `base` to all IDs. Raises `ValueError` for an ID that is out of range."""
+        if greatest_id(self._ids) >= _ID_LIMIT:
+            raise ValueError
+        self._ids += np.uint64(base)
+
+    def __getitem__(self, number: int) -> NDArray[np.uint64]:
+        return self._ids[self._ends[number - 1] if number else 0 : self._ends[number]]

@@ -10,13 +10,13 @@ use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::router::{IndexFeed, RouterConfig, TierConfig};
 use lmetric_core::{CoreError, Maturity};
 use lmetric_sim::{
-    Admission, ClusterConfig, FleetChange, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile,
-    Quantity, Recompute, Signals, SimulatedFetch, TokenSlo, Trace, Transfer,
+    Admission, ClusterConfig, FleetChange, GapHistogram, HashIds, MoveBy, Order, Outcome, Overlap, Policies,
+    Profile, Quantity, Recompute, Signals, SimulatedFetch, TokenSlo, Trace, Transfer,
 };
 use lmetric_study::REGISTRY;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 /// Larger than any realistic number of routers side by side.
 const MAX_ROUTERS: u32 = 1024;
@@ -106,6 +106,18 @@ impl Workload {
     fn __len__(&self) -> usize {
         self.inner.len()
     }
+}
+
+/// Reads the lists of hash IDs of a JSON value. Returns the value with the number of the list (from
+/// 0) in place of each list, all IDs, and the end of each list in them. Returns None if the value
+/// needs a JSON parser: some `hash_ids` are no list of whole numbers, or it has a backslash.
+#[pyfunction]
+fn read_hash_ids<'py>(
+    py: Python<'py>,
+    json: &[u8],
+) -> Option<(Bound<'py, PyBytes>, Column<'py, u64>, Vec<usize>)> {
+    let HashIds { rest, ids, ends } = py.detach(|| HashIds::read(json))?;
+    Some((PyBytes::new(py, &rest), ids.into_pyarray(py), ends))
 }
 
 fn column<'a, T: numpy::Element>(array: &'a PyReadonlyArray1<'_, T>) -> Result<&'a [T]> {
@@ -397,5 +409,6 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
 /// Adds its class and function to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Workload>()?;
+    module.add_function(wrap_pyfunction!(read_hash_ids, module)?)?;
     module.add_function(wrap_pyfunction!(simulate, module)?)
 }
