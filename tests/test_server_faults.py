@@ -4,8 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import lmetric as lm
+from lmetric.engines.replaced import BALANCED
 from server_world import FakeEngine, Request, decision_id, plain, reset, says, usage, world
 
 GOOD: dict[str, Any] = {
@@ -115,26 +117,28 @@ async def test_another_start_time_ends_what_is_believed_of_the_cache() -> None:
         )
 
     fake = FakeEngine(metrics=page("1.7e9", 0))
-    async with world([fake], policy="lmetric", load={"interval": 0.02}) as it:
-        [model] = it.server.fleet.models
-        asked = lm.Request(text=body["prompt"])
+    with capture_logs() as logs:
+        async with world([fake], policy="lmetric", load={"interval": 0.02}) as it:
+            [model] = it.server.fleet.models
+            asked = lm.Request(text=body["prompt"])
 
-        async def reported(start: str, running: int) -> None:
-            fake.metrics = page(start, running)
-            await it.until(lambda: model.router.indicators()["reported_running"][0] == running)
+            async def reported(start: str, running: int) -> None:
+                fake.metrics = page(start, running)
+                await it.until(lambda: model.router.indicators()["reported_running"][0] == running)
 
-        await reported("1.7e9", 1)
-        await it.post(body)
-        assert model.router.cached_tokens(asked)[0] > 500
-        await reported("1.8e9", 2)
-        assert model.router.cached_tokens(asked)[0] == 0
-        await it.until(lambda: model.engines["e0"].identified)
-        await reported("1.7e9", 3)
-        await it.post(body)
-        for running in range(4, 8):
-            await reported("1.8e9" if running % 2 else "1.7e9", running)
-            assert model.engines["e0"].identified
+            await reported("1.7e9", 1)
+            await it.post(body)
             assert model.router.cached_tokens(asked)[0] > 500
+            await reported("1.8e9", 2)
+            assert model.router.cached_tokens(asked)[0] == 0
+            await it.until(lambda: model.engines["e0"].identified)
+            await it.post(body)
+            # The first time is earlier, and most processes were not seen before.
+            for running, start in enumerate(("1.71e9", "1.8e9", "1.9e9", "1.72e9", "1.9e9"), start=3):
+                await reported(start, running)
+                assert model.engines["e0"].identified
+                assert model.router.cached_tokens(asked)[0] > 500
+    assert [each["engine"] for each in logs if each["event"] == BALANCED] == ["e0"]
 
 
 async def test_several_prompts_teach_no_ratio_and_count_as_load() -> None:

@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
+import math
+
 _METRIC = b"\nprocess_start_time_seconds "
 _LONGEST = 32  # bytes of a time
-_MOST = 1024  # remembered times: more processes than one load balancer has
+BALANCED = (
+    "several processes answer at one address, so the router cannot follow their prefix caches; "
+    "list each process as an engine, without a load balancer between them"
+)
 
 
-def start_of(metrics: bytes) -> bytes | None:
+def start_of(metrics: bytes) -> float | None:
     """Returns the start time of an engine's process as on its page; None: the page has none."""
     at = metrics.find(_METRIC) + len(_METRIC)
-    return metrics[at : at + _LONGEST].partition(b"\n")[0] if at >= len(_METRIC) else None
+    if at < len(_METRIC):
+        return None
+    try:
+        start = float(metrics[at : at + _LONGEST].partition(b"\n")[0])
+    except ValueError:
+        return None
+    return start if math.isfinite(start) else None
 
 
 class Starts:
     """The start times of the processes at one address.
 
-    A new time tells that the cache of the process before is gone. If a known time comes back, a
-    load balancer has the address: then times tell nothing until a connection is refused. Before
-    that, each of its other processes counts once as a new one.
+    A later time tells that the cache of the process before is gone. After an earlier time, a load
+    balancer has the address: then times tell nothing until a connection is refused.
     """
 
-    __slots__ = ("_balanced", "_known", "_latest")
+    __slots__ = ("_balanced", "_latest", "_named")
 
     def __init__(self) -> None:
+        self._named = False
         self.forget()
 
     def forget(self) -> None:
         """Forgets all times: a refused connection shows that the process has ended."""
-        self._latest: bytes | None = None
-        self._known: dict[bytes, None] = {}
+        self._latest: float | None = None
         self._balanced = False
 
-    def replaced(self, start: bytes | None) -> bool:
+    def replaced(self, start: float | None) -> bool:
         """Adds the time of a page. Returns whether another process has replaced the last one."""
         if start is None or start == self._latest:
             return False
-        is_first, self._latest = self._latest is None, start
-        self._balanced |= start in self._known
-        if len(self._known) < _MOST:
-            self._known[start] = None
-        return not (is_first or self._balanced)
+        latest, self._latest = self._latest, start
+        self._balanced |= latest is not None and start < latest
+        return not (latest is None or self._balanced)
+
+    def show_balanced(self) -> bool:
+        """Returns once whether a load balancer has the address."""
+        shown, self._named = self._named, self._named or self._balanced
+        return self._named and not shown

@@ -18,7 +18,7 @@ from lmetric._core import EventFeed, LmetricError, Router, read_request
 from lmetric.engines.adapter import Adapter
 from lmetric.engines.http import EngineClient, NoConnection, Unanswered
 from lmetric.engines.identify import identify
-from lmetric.engines.replaced import Starts, start_of
+from lmetric.engines.replaced import BALANCED, Starts, start_of
 from lmetric.server.fleet.kv_choice import Subscription, choose
 from lmetric.server.fleet.kv_mode import ModelFacts
 from lmetric.tokens.prompt import PromptTokenizer
@@ -261,7 +261,11 @@ class Pool:
     async def _read_load(self, name: str, client: EngineClient) -> None:
         adapter = self._adapters[name]
         answer = await client.get("/metrics", 2.0)
-        if self._starts.setdefault(name, Starts()).replaced(start_of(answer.body)):
+        starts = self._starts.setdefault(name, Starts())
+        is_replaced = starts.replaced(start_of(answer.body))
+        if starts.show_balanced():
+            _log.warning("%s: %s", name, BALANCED)
+        if is_replaced:
             self._forget_cache(name)
             self._adapters.pop(name, None)
             return

@@ -28,7 +28,7 @@ from lmetric.config import (
 )
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load, read_page
 from lmetric.engines.identify import UNKNOWN
-from lmetric.engines.replaced import Starts, start_of
+from lmetric.engines.replaced import BALANCED, Starts, start_of
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_mode import UNASKED
@@ -428,7 +428,7 @@ class Engine:
         indicators, has_load = model.indicators, path == self.capabilities.load_path
         adapter = self.adapter
 
-        def read(page: bytes) -> tuple[Load, Values | None, bytes | None]:
+        def read(page: bytes) -> tuple[Load, Values | None, float | None]:
             load = adapter.load(page) if has_load else Load()
             values = indicators.of_page(adapter.own(page)) if path == METRICS_PAGE else None
             return load, values, start_of(page)
@@ -438,6 +438,8 @@ class Engine:
             return  # removed, or changed, while a thread read the page
         if self._starts.replaced(start):
             self.restarted()
+        if self._starts.show_balanced():
+            log.warning(BALANCED, model=model.name, engine=self.name)
         if has_load:
             self.load_error = None if load else f"GET {path}: no load metric with a known name"
         elif self.capabilities.load_path is None:
