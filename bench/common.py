@@ -53,6 +53,28 @@ def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
     }
 
 
+def conversations(seed: int, rate: float, seconds: float, profile: Any) -> Any:
+    """Returns a workload of synthetic conversations with shared system prompts.
+
+    ``rate``: conversations per second. ``profile``: of the engines, as `load_profile` returns it.
+    """
+    from lmetric_lab.sim.synthetic import SessionsTrace
+    from lmetric_lab.sim.workload import prepare
+
+    described = {
+        "seed": seed,
+        "rate": rate,
+        "duration_seconds": seconds,
+        "input_tokens": {"p50": 400, "mean": 600, "max": 4000},
+        "output_tokens": {"p50": 100, "mean": 150, "max": 1000},
+        "turns": {"quantiles": {0: 1, 0.5: 12, 0.9: 30, 1: 40}},
+        "think_seconds": {"p50": 3, "p90": 15, "max": 120},
+        "prefixes": {"count": 20, "zipf": 1.0, "tokens": 6000},
+        "max_prompt_tokens": 40_000,
+    }
+    return prepare(SessionsTrace.model_validate(described).make(), profile)
+
+
 def median_range(values: list[float]) -> list[float]:
     """[median, least, greatest, how many]."""
     return [median(values), min(values), max(values), len(values)]

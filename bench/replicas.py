@@ -37,11 +37,10 @@ from typing import Any
 import numpy as np
 
 import lmetric as lm
-from common import about, write_result
+from common import about, conversations, write_result
 from lmetric.config import ReplicasConfig
 from lmetric.profiles import load_profile
 from lmetric_lab.sim.run import simulate
-from lmetric_lab.sim.synthetic import SessionsTrace
 from lmetric_lab.sim.traces import load_trace
 from lmetric_lab.sim.workload import Workload, prepare
 
@@ -287,21 +286,10 @@ def workloads() -> dict[str, Callable[[int], Workload]]:
     """Returns the workloads by name: the requests of a seed."""
     slice_ = prepare(load_trace("slice"), PROFILE)
 
-    def conversations(seed: int) -> Workload:
-        described = {
-            "seed": seed,
-            "rate": 1.25,
-            "duration_seconds": 200,
-            "input_tokens": {"p50": 400, "mean": 600, "max": 4000},
-            "output_tokens": {"p50": 100, "mean": 150, "max": 1000},
-            "turns": {"quantiles": {0: 1, 0.5: 12, 0.9: 30, 1: 40}},
-            "think_seconds": {"p50": 3, "p90": 15, "max": 120},
-            "prefixes": {"count": 20, "zipf": 1.0, "tokens": 6000},
-            "max_prompt_tokens": 40_000,
-        }
-        return prepare(SessionsTrace.model_validate(described).make(), PROFILE)
+    def made(seed: int) -> Workload:
+        return conversations(seed, 1.25, 200, PROFILE)
 
-    return {"slice": lambda _: slice_, "conversations": conversations}
+    return {"slice": lambda _: slice_, "conversations": made}
 
 
 def cluster(name: str, routers: int, seconds: float | None, seed: int) -> tuple[float, int]:

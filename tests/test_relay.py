@@ -82,7 +82,7 @@ async def test_a_redirect_is_the_answer_and_is_not_followed() -> None:
 
 
 async def test_an_answer_that_is_held_whole_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(relay, "CLIENT_ANSWER_BYTES", 1 << 20)
 
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "application/json"})

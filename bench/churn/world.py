@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from common import conversations
 from lmetric.profiles import load_profile
 from lmetric_lab.sim.run import simulate
-from lmetric_lab.sim.synthetic import SessionsTrace
-from lmetric_lab.sim.workload import Workload, prepare
+from lmetric_lab.sim.workload import Workload
 
 CHANGE_SECONDS = 900.0  # the first change
 AFTER_SECONDS = 600.0  # measured from each change on
@@ -100,20 +100,7 @@ class Outcome:
 @lru_cache(maxsize=2)
 def made(stage: Stage, seed: int) -> Workload:
     """The conversations of a seed."""
-    trace = SessionsTrace.model_validate(
-        {
-            "seed": seed,
-            "rate": stage.rate,
-            "duration_seconds": stage.ends,
-            "input_tokens": {"p50": 400, "mean": 600, "max": 4000},
-            "output_tokens": {"p50": 100, "mean": 150, "max": 1000},
-            "turns": {"quantiles": {0: 1, 0.5: 12, 0.9: 30, 1: 40}},
-            "think_seconds": {"p50": 3, "p90": 15, "max": 120},
-            "prefixes": {"count": 20, "zipf": 1.0, "tokens": 6000},
-            "max_prompt_tokens": 40_000,
-        }
-    ).make()
-    return prepare(trace, load_profile(stage.engine))
+    return conversations(seed, stage.rate, stage.ends, load_profile(stage.engine))
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:

@@ -31,11 +31,10 @@ from lmetric._core import (
     Ticket,
     WireError,
 )
+from lmetric.defaults import CLIENT_ANSWER_BYTES
 from lmetric.options import Failure
 
 _UNFINISHED = "the answer holds an error or ends without a finish_reason"
-# Limit of an answer that `Relay.read` holds whole: that of the server for such answers.
-MAX_ANSWER_BYTES = 64 << 20
 RETRY_STATUSES = frozenset({500, 502, 503, 504})
 # Ends of paths whose streams are incomplete without a finish_reason, under any prefix.
 COMPLETION_PATHS = ("/completions", "/completions/batch", "/inference/v1/generate")
@@ -160,10 +159,10 @@ class Relay:
         pieces, size = [], 0
         async for piece in self:
             pieces.append(piece)
-            if (size := size + len(piece)) > MAX_ANSWER_BYTES:
+            if (size := size + len(piece)) > CLIENT_ANSWER_BYTES:
                 if self._ticket is not None and self._ticket.open:
                     self._ticket.failed("engine_error", retry=False)
-                reason = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
+                reason = f"the answer has more than {CLIENT_ANSWER_BYTES >> 20} MiB"
                 raise RelayError("engine_error", self.instance, reason, begun=True)
         return b"".join(pieces)
 

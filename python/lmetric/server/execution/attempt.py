@@ -18,6 +18,7 @@ from lmetric._core import (
     Ticket,
     WireError,
 )
+from lmetric.defaults import CLIENT_ANSWER_BYTES
 from lmetric.server.api.paths import GENERATING, MESSAGES
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules, why_no_stream
 from lmetric.server.execution.observers import guarded
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
 JOIN_BYTES = 64 * 1024
 # Engines read shorter bodies together with the head, before they answer.
 UNREAD_BYTES = 16 * 1024
-# Size limits of a collected answer: if the router parses it, and if it is for the client.
+# Limit of a collected answer that the router parses; `CLIENT_ANSWER_BYTES` if it is for the client.
 ANSWER_BYTES = 16 << 20
-CLIENT_ANSWER_BYTES = 64 << 20
 # Time from a stream's first comment until its client gets it, if no token has come. Most streams
 # with comments have a token by then, and keep the engine's own head.
 COMMENT_SECONDS = 0.5

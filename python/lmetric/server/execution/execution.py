@@ -200,8 +200,7 @@ class Execution(Progress):
         try:
             step = resume(heard)
         except StopIteration:
-            if self.reason:
-                self.reason = ""  # another engine has answered
+            self.reason = ""  # another engine has answered
             self._finish(None, None)
         except Ended as end:
             self._finish(end.failure, end.error)
@@ -238,8 +237,7 @@ class Execution(Progress):
         """
         self.done = True
         self._run = None
-        if self._migration_way is not None:
-            self._migration_way = None
+        self._migration_way = None
         if error is not None and self.committed:
             self.acts.append(BreakOff(error))
             error = None

@@ -376,8 +376,7 @@ class Progress(InFlightRequest):
         self.committed = self.has_tokens = True
         self.status = attempt.reader.status
         body, self.body = self.body, b""
-        if self.first is not None:
-            self.first = None
+        self.first = None
         self.answered = attempt
         if self.resumes:
             if self.observing is not None:

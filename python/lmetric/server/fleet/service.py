@@ -97,8 +97,7 @@ class ServiceRecord:
     def served(self) -> None:
         """Records a whole answer. Called for each answer of the engine."""
         self.successes += 1
-        if self.streak:
-            self.streak = 0
+        self.streak = 0
 
     def count(self, client: str, proven: bool, now: float) -> bool:
         """Counts a failure; returns False if it does not count.
