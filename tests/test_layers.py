@@ -162,9 +162,9 @@ def test_the_positional_arguments_of_a_request_have_its_order() -> None:
 # other. The laboratory imports the router, never the reverse, but for three doors.
 PYTHON = ROOT.parents[1]
 ROUTER_ROOMS = [
-    {"_core", "connection_errors", "defaults", "descriptions", "extras", "file_errors", "lean_imports"}
-    | {"printable", "reasons", "roles", "timeline", "validation", "why"},
-    {"no_router"},
+    {"_core", "connection_errors", "defaults", "descriptions", "extras", "file_errors", "host_names"}
+    | {"lean_imports", "printable", "reasons", "roles", "timeline", "validation", "why"},
+    {"host_resolver", "no_router"},
     {"canary", "engines", "expr", "option_errors", "plugins", "profiles", "record_schema", "tokens", "top"},
     {"lengths", "policies", "record_parquet", "top_screen"},
     {"options", "record_files"},

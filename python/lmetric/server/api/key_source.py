@@ -20,6 +20,7 @@ import aiohttp
 import structlog
 
 from lmetric.connection_errors import reason_of
+from lmetric.host_resolver import Resolver
 from lmetric.server.api.jwks import MAX_BYTES, KeyName, KeySet, KeySetError, parse
 
 ADDRESS_SECONDS = 300.0  # between two reads of an address
@@ -204,7 +205,9 @@ async def _fetch(address: str) -> bytes:
     headers = {"accept": "application/json", "accept-encoding": "identity"}
     try:
         async with (
-            aiohttp.ClientSession(timeout=limit, headers=headers) as session,
+            aiohttp.ClientSession(
+                timeout=limit, headers=headers, connector=aiohttp.TCPConnector(resolver=Resolver())
+            ) as session,
             session.get(address, allow_redirects=False) as answer,
         ):
             if answer.status != 200:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
 import structlog
 
+from lmetric import host_names
 from lmetric.server.api.replica_pages import PATH
 from lmetric.server.upstream.connection import connect_error
 
@@ -49,26 +49,26 @@ async def look_up(
 
     ``not_found``: by URL, why its last look-up failed; it is updated.
     """
-    loop = asyncio.get_running_loop()
     found: dict[tuple[str, str], Address] = {}
     for gone in not_found.keys() - set(urls):
         del not_found[gone]
-    for url in urls:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            infos = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            reason = str(connect_error(error))
+    names = [host_names.look_up(urlsplit(url).hostname or "") for url in urls]
+    for url, answer in zip(urls, await asyncio.gather(*names, return_exceptions=True), strict=True):
+        if isinstance(answer, OSError):
+            reason = str(connect_error(answer))
             if not_found.get(url) != reason:
                 not_found[url] = reason
                 log.warning("cannot look up the address of replicas", url=url, reason=reason)
             found |= {key: address for key, address in known.items() if key[0] == url}
             continue
+        if isinstance(answer, BaseException):
+            raise answer
         not_found.pop(url, None)
-        for *_, sockaddr in infos:
-            key = (url, str(sockaddr[0]))
-            found[key] = known.get(key) or Address(url, key[1], port)
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        for _, ip in answer:
+            key = (url, ip)
+            found[key] = known.get(key) or Address(url, ip, port)
     if len(found) > MOST_ADDRESSES:
         log.warning("too many replicas; the rest is ignored", found=len(found), most=MOST_ADDRESSES)
         found = dict(sorted(found.items())[:MOST_ADDRESSES])

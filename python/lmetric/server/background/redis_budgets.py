@@ -20,6 +20,7 @@ import structlog
 from lmetric._core import Budgets, LmetricError
 from lmetric.config import ConfigError
 from lmetric.extras import install
+from lmetric.host_names import look_up
 from lmetric.server.fleet.problem import Problem
 
 log = structlog.get_logger("lmetric.replicas")
@@ -100,6 +101,7 @@ class RedisBudgets:
             raise ConfigError(f"replicas.redis_url is not valid: {error}") from None
         self._redis: Any = Redis(connection_pool=pool)
         given = pool.connection_kwargs
+        self._host = None if "path" in given else given.get("host", "localhost")
         where = given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
         self.state = RedisState(f"{where}, database {given.get('db', 0)}")
         self._tell = tell
@@ -146,6 +148,9 @@ class RedisBudgets:
     async def _round(self) -> None:
         try:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
+                if self._host is not None and self.state.reached is not True:
+                    # The client's own look-up takes one of the event loop's few threads.
+                    await look_up(self._host)
                 await self._exchange()
         except self._failures as error:
             self._failed(_reason(error))

@@ -52,7 +52,7 @@ _FIX_NOT_READY = "mend what its source reports; in Kubernetes, kubectl describe 
 # By kind of failure: the cause, for any client, and the fix.
 _CAUSES = {
     "refused": ("connection refused", "start the engine, or correct its URL"),
-    "dns": ("host name not found", "correct the host name in its URL"),
+    "dns": ("host name not found", "correct the host name in its URL, or repair the name server"),
     "tls": ("no secure connection", "correct the scheme of its URL, or its certificate"),
     "unreachable": ("no connection", "allow the router's connections to it in the network"),
     "timeout": (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from lmetric.connection_errors import reason_of
+from lmetric.host_names import look_up
 from lmetric.server.api.errors import ApiError, bad
 
 RESOLVE_SECONDS = 5.0
@@ -57,22 +57,21 @@ class AllowedEngines:
 
         Raises ApiError: 403 if one of them is not allowed, 400 if the look-up fails.
         """
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
-                found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+                found = await look_up(host)
         except (OSError, UnicodeError, TimeoutError) as error:
             reason = reason_of(error) or f"no answer within {RESOLVE_SECONDS:g} s"
             raise bad(f"cannot look up the address of {host!r}: {reason}", "url") from None
-        for *_, place in found:
-            if not self.permits(host, str(place[0])):
+        for _, address in found:
+            if not self.permits(host, address):
                 raise ApiError(
                     403,
-                    f"admin.allowed_engines does not allow engines at {host!r} ({place[0]})",
+                    f"admin.allowed_engines does not allow engines at {host!r} ({address})",
                     param="url",
                     code="engine_not_allowed",
                 )
-        return str(found[0][4][0])
+        return found[0][1]
 
 
 def _plain(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:

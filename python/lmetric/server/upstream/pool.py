@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from lmetric.config import EngineConfig, EngineTls, ServerConfig, unix_path
+from lmetric.host_names import is_ip_address, look_up
 from lmetric.server.tls.used import EngineContexts
 from lmetric.server.upstream.connection import Connection, Kept, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
@@ -52,6 +53,7 @@ class Upstream(Kept):
         self.tls: TlsContext | None = None
         self._server_name: str | None = None
         self._address = (parts.hostname or "", parts.port or (443 if self._secure else 80))
+        self._has_name = not is_ip_address(self._address[0])
         self._path = "" if self._socket is not None else parts.path.rstrip("/")
         self._host = parts.netloc or "localhost"
         rank = config.data_parallel_rank
@@ -152,20 +154,23 @@ class Upstream(Kept):
         return connection
 
     async def _make(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
+        is_found = False
         try:
             async with asyncio.timeout(self._connect_seconds):
                 if self._socket is not None:
+                    loop = asyncio.get_running_loop()
                     await loop.create_unix_connection(lambda: connection, self._socket)
-                elif self.tls is None:
-                    await loop.create_connection(lambda: connection, *self._address)
+                elif not self._has_name:
+                    await self._open_tcp(connection, self._address[0])
                 else:
-                    tls, name = self.tls.context, self._server_name
-                    await loop.create_connection(
-                        lambda: connection, *self._address, ssl=tls, server_hostname=name
-                    )
+                    found = await look_up(self._address[0])
+                    is_found = True
+                    await self._open_first(connection, [ip for _, ip in found])
         except TimeoutError:
-            raise UpstreamError("unreachable", f"no connection within {self._connect_seconds:g} s") from None
+            seconds = f"{self._connect_seconds:g} s"
+            if self._has_name and not is_found:
+                raise UpstreamError("dns", f"DNS: no answer within {seconds}") from None
+            raise UpstreamError("unreachable", f"no connection within {seconds}") from None
         except OSError as error:
             raise connect_error(error) from None
         if self._allowed is not None and self._socket is None:
@@ -174,6 +179,25 @@ class Upstream(Kept):
             if not self._allowed.permits(self._address[0], address):
                 connection.transport.abort()
                 raise UpstreamError("refused", f"admin.allowed_engines does not allow {address}")
+
+    async def _open_first(self, connection: Connection, ips: list[str]) -> None:
+        """Connects to the first address that accepts. Raises OSError with all reasons."""
+        failed = []
+        for ip in ips:
+            try:
+                return await self._open_tcp(connection, ip)
+            except ssl.SSLError:
+                raise  # the next address would hide the reason
+            except OSError as error:
+                failed.append(error)
+        raise failed[0] if len(failed) == 1 else OSError(", ".join(map(str, failed)))
+
+    async def _open_tcp(self, connection: Connection, ip: str) -> None:
+        tls, name = None, None
+        if self.tls is not None:
+            tls, name = self.tls.context, self._server_name or self._address[0]
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: connection, ip, self._address[1], ssl=tls, server_hostname=name)
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
         """Sends a GET on a page connection. Returns status and body. Raises UpstreamError."""
