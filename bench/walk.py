@@ -285,7 +285,7 @@ class Scene:
         mover, now = self.model.mover, time.monotonic()
         assert mover is not None
         ((ticket, request),) = list(mover.running.items())
-        target = next(name for name in self.model.engines if name != request.instance)
+        target = next(name for name in self.model.engines if name != request.ticket.instance)
         self.router.call(mover.begin, ticket, target, now)
         if not mover.moves:
             raise RuntimeError(f"the request did not begin to move: {dict(mover.outcomes)}")

@@ -525,6 +525,10 @@ class QuietAttempt(EngineAttempt):
 # -------------------------------------------------------------------------------------
 
 
+class DrivenExecution(Execution):
+    """An execution without slots, so that its driver can replace `move_to`."""
+
+
 class Client:
     """The client's connection, with the interface for a request."""
 
@@ -594,7 +598,7 @@ class Driver:
         intent = Intent(
             *(asked, call, model), moves=moves, fetches=fetches, resumes=resumes, hedge=hedge, asked=request
         )
-        self.execution = Execution(self.rules, intent, (decision, ticket))
+        self.execution = DrivenExecution(self.rules, intent, (decision, ticket))
         if self.execution.mover is not None:
             self.execution.move_to = self.move_to  # type: ignore[method-assign]
         self.asked = asked

@@ -62,7 +62,7 @@ def only(w: Pd) -> RequestRunner | None:
 
 def place(request: Movable) -> str:
     """The engine that runs it."""
-    return request.instance
+    return request.ticket.instance
 
 
 async def at_token(w: Pd, count: int) -> RequestRunner:

@@ -387,7 +387,8 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
         assert (transcript.prompt.nbytes, transcript.prompt.tolist()) == (4 * len(START), START)
         assert "prompt" not in transcript.request
         assert (request.body, request.call) == (b"", None)
-        held = [*vars(request).values(), *vars(transcript).values()]
+        slots = [name for kind in type(request).__mro__ for name in getattr(kind, "__slots__", ())]
+        held = [*(getattr(request, name, None) for name in slots), *vars(transcript).values()]
         assert not [value for value in held if isinstance(value, bytes) and b"prompt" in value]
         await task
 

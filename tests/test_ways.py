@@ -14,6 +14,7 @@ import execution_world
 from execution_world import (
     Ask,
     Clock,
+    DrivenExecution,
     Driver,
     Engines,
     Setup,
@@ -140,9 +141,9 @@ def test_a_request_that_outlives_its_tokenizer_runs_on_one_engine(clock: Clock, 
 
     def late(rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> Execution:
         intent.model.tokenizers.current = None
-        return Execution(rules, intent, routed)
+        return DrivenExecution(rules, intent, routed)
 
-    with mock.patch.object(execution_world, "Execution", late):
+    with mock.patch.object(execution_world, "DrivenExecution", late):
         it = driver(clock, setup, Ask())
     assert it.execution.mover is None
     finish(it)

@@ -48,6 +48,7 @@ __all__ = [
     "BadRequestError",
     "BadValueError",
     "Board",
+    "Buckets",
     "BudgetRefusal",
     "BudgetReservation",
     "Budgets",
@@ -828,6 +829,20 @@ class RequestHead:
     # `first` has an authorization, so the client's is left out. `own_priority`: the client's
     # x-vllm-priority is left out, with or without a `priority`. `peer`: the request's sender, which
     # forwarding fields describe; None: the head has no such fields.
+
+class Buckets:
+    """Counts of values in buckets, and the sum of all values.
+
+    ``bounds``: the upper bounds of the buckets, inclusive and ascending. A further bucket has the
+    values above the last bound.
+    """
+
+    def __new__(cls, bounds: Sequence[float]) -> Self: ...
+    def observe(self, value: float) -> None: ...  # adds a value
+    @property
+    def counts(self) -> list[int]: ...  # the number of values in each bucket
+    @property
+    def sum(self) -> float: ...
 
 @final
 class DecisionLabels:

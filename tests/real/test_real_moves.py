@@ -83,7 +83,7 @@ class Here:
         def begun(ticket: int, request: Movable) -> bool:
             if request.known_tokens < count or request.move is not None:
                 return False
-            (target,) = (engine.name for engine in self.engines if engine.name != request.instance)
+            (target,) = (engine.name for engine in self.engines if engine.name != request.ticket.instance)
             # After an earlier move, the stream must have a token on its new engine first.
             self.mover.begin(ticket, target, time.monotonic())
             return request.move is not None

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 mod admission;
 mod api;
 mod board;
+mod buckets;
 mod budget;
 mod buffers;
 mod encode_load;
@@ -42,6 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     encode_load::register(module)?;
     admission::register(module)?;
     board::register(module)?;
+    buckets::register(module)?;
     budget::register(module)?;
     feed::register(module)?;
     expr::register(module)?;

@@ -63,13 +63,9 @@ class DirectRunner(Runner):
         Progress.__init__(self, rules, client_request, model=model)
         self._on_end = on_end
         self._attempts = {}
-        self._engine = engine
+        self._timer = None
+        self.instance = engine.name
         self._run = direct(self, engine, method)
-
-    @property
-    def instance(self) -> str:
-        """The engine that answers."""
-        return self._engine.name
 
     def placed(self, now: float) -> list[Act]:
         """Sends the request."""

@@ -326,26 +326,22 @@ class Intent(Struct, eq=False, gc=False):
 class InFlightRequest:
     """A request in flight. Its connection and the server call its methods until it ends."""
 
+    __slots__ = ()
     committed = False  # the client has a part of an engine's answer
     close_client = False
     reason = ""  # the reason of an end with an error
     status = 0
     usage: TokenUsage | None = None  # None before the end, or without an engine's answer
     trace: RequestTrace | None = None  # None: its engines get no trace context of the router
+    # The engine that answered, or was tried last. None before the end, or if it was not routed.
+    instance: str | None = None
+    # Predicted by its decision, and set with `usage`. None: after a retry, with a prefix fetch, or
+    # without a decision.
+    predicted_cached_tokens: int | None = None
 
     @property
     def label(self) -> str | None:
         """The label of its routing decision; None: it was not routed."""
-        return None
-
-    @property
-    def instance(self) -> str | None:
-        """The engine that answered, or was tried last; None: it was not routed."""
-        return None
-
-    @property
-    def predicted_cached_tokens(self) -> int | None:
-        """Its predicted cached tokens; None: the engine's report is about something else."""
         return None
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:

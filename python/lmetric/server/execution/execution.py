@@ -52,6 +52,8 @@ class Execution(Progress):
     Each event returns the resulting actions, in order. Only "abort_client" may follow `Finish`.
     """
 
+    __slots__ = ()
+
     def __init__(self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket]) -> None:
         call, model = intent.call, intent.model
         Progress.__init__(self, rules, intent.client_request, model=model)

@@ -7,11 +7,14 @@ exceptions are logged and reach no client.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import structlog
 
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Intent
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.progress import Progress
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
@@ -27,7 +30,7 @@ class Observer:
     def arrived(self, intent: Intent) -> None:
         """Receives a request whose prompt is known, before its decision."""
 
-    def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
+    def placed(self, request: ClientRequest, relay: Progress) -> None:
         """Receives a request before it is sent to its first engine."""
 
     def sent(self, request: ClientRequest, relay: InFlightRequest) -> None:

@@ -6,6 +6,7 @@ A way (`ways`) reads the state, and appends actions to `acts`. `execution` owns 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from lmetric._core import Decision, NoInstanceError, Ticket, TokenEncoder
 from lmetric.engines.handover import CHAT, FirstSegment
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Rules
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest, Rules, TokenUsage
 from lmetric.server.execution.plan import (
     Act,
     Attempt,
@@ -40,27 +41,37 @@ from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.model import Model
 
 if TYPE_CHECKING:
+    from lmetric.server.execution.trace import RequestTrace
     from lmetric.server.fleet.rebalancer import Rebalancer
     from lmetric.server.fleet.transfer import KvTransfer
     from lmetric.tokens.media import Media
     from lmetric.tokens.prompt import Tokens
 
 
+@dataclass(slots=True, eq=False, repr=False)  # reading a default of a class costs as much as ten slots
 class Progress(InFlightRequest):
-    """One request: the client's request, its ticket, and the answers of its engines so far.
+    """One request: the client's request, its ticket, and the answers of its engines so far."""
 
-    Values that are equal for most requests are class attributes. Up to 30 names, with those of its
-    runner, CPython keeps without a dictionary for each request.
-    """
-
-    decision: Decision
-    ticket: Ticket
+    rules: Rules
+    client_request: ClientRequest
+    model: Model
+    decision: Decision = field(init=False)
+    ticket: Ticket = field(init=False)
+    # The time limit of its client's answer: of a stream to its first byte, else to its end.
+    limit_seconds: float = field(init=False)
+    acts: list[Act] = field(default_factory=list)  # not carried out yet
+    now: float = 0.0  # time of the present event, seconds on the monotonic clock
+    main: Step | None = None  # runs the open segment
+    side: Step | None = None  # beside it: a prefix fetch, a migration, or a prefill
+    hedge: Hedge | None = None  # until a token came, or it has failed
+    # Set if it may be split, move, continue after a failure, or get a prefix fetch; until a
+    # transcript has its tokens.
+    call: ParsedRequest | None = None
     first: FirstSegment | None = None  # the body for a prefill, once it is known
     body: bytes = b""  # as the client sent it, until a way commits to an answer
     stream: bool = False
-    # The time limit of its client's answer: of a stream to its first byte, else to its end.
-    limit_seconds: float
     encoder: TokenEncoder | None = None  # of the model's tokenizer
+    mover: Rebalancer | None = None  # set if it may move
     migration: Migration | None = None
     resumes: bool = False  # after a failure, another engine may continue the answer
     timed: bool = False  # a timer is set
@@ -69,8 +80,20 @@ class Progress(InFlightRequest):
     media: Media | None = None  # to encode before the first engine gets the request
     encoding: Collection[Step] = ()  # steps that encode them, before `main`
     prefill_engine: Engine | None = None  # computes the prompt for another engine
-    answered: Attempt | None = None  # the attempt that gives the client's whole answer
     stalled_at: float = 0.0  # when the client became too slow; 0: it keeps up
+    # The answer.
+    kv: KvTransfer | None = None  # for the next step
+    has_tokens: bool = False  # the answer of the open segment has begun to reach the client
+    committed: bool = False  # the client has a part of an answer
+    done: bool = False
+    answered: Attempt | None = None  # the attempt that gives the client's whole answer
+    status: int = 0
+    usage: TokenUsage | None = None
+    instance: str | None = None
+    predicted_cached_tokens: int | None = None
+    close_client: bool = False
+    reason: str = ""
+    trace: RequestTrace | None = None
     # Failures (`failures`).
     verdicts: Verdicts | None = None
     tried: tuple[str, ...] = ()
@@ -80,32 +103,9 @@ class Progress(InFlightRequest):
     fails_over: bool = False  # an engine failed after its first token, and no other has continued
     over_budget: bool = False  # the retry budget forbade another attempt
     withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
-    _migration_way: Way[SwitchTo | None] | None = None  # of `execution`: runs the migration
-
-    def __init__(self, rules: Rules, client_request: ClientRequest, model: Model) -> None:
-        self.rules = rules
-        self.client_request = client_request
-        self.model = model
-        self.acts: list[Act] = []  # not carried out yet
-        self.now = 0.0  # time of the present event, seconds on the monotonic clock
-        self.main: Step | None = None  # runs the open segment
-        self.side: Step | None = None  # beside it: a prefix fetch, a migration, or a prefill
-        self.hedge: Hedge | None = None  # until a token came, or it has failed
-        # Set if it may be split, move, continue after a failure, or get a prefix fetch; until a
-        # transcript has its tokens.
-        self.call: ParsedRequest | None = None
-        self.mover: Rebalancer | None = None  # set if it may move
-        # The answer.
-        self.kv: KvTransfer | None = None  # for the next step
-        self.has_tokens = False  # the answer of the open segment has begun to reach the client
-        self.committed = False  # the client has a part of an answer
-        self.done = False
-        # Each request sets these at its end. CPython shares the first 30 names that any request
-        # sets: without these lines, a failed request could take the places of these three.
-        self.answered = None
-        self.status = 0
-        self.usage = None
-        self._run: Way[None] | None = None  # of `execution`: runs the request
+    # Of `execution`: the ways that run the request and its migration.
+    _run: Way[None] | None = None
+    _migration_way: Way[SwitchTo | None] | None = None
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -113,11 +113,6 @@ class Progress(InFlightRequest):
     def label(self) -> str:
         """The label of its routing decision."""
         return self.model.labels.label(self.decision.id, self.client_request.tenant)
-
-    @property
-    def instance(self) -> str:
-        """The engine that answered, or was tried last."""
-        return self.ticket.instance
 
     @property
     def observed(self) -> bool:

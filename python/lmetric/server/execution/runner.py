@@ -52,9 +52,11 @@ class Runner(Execution):
     client still needs one. By then its ticket is closed, if it has one, and no attempt runs.
     """
 
+    __slots__ = ("_attempts", "_on_end", "_timer")
+
     _on_end: OnEnd | None  # None: it was called
     _attempts: dict[Step, EngineAttempt]  # without those that have ended
-    _timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None
 
     def start(self, now: float) -> None:
         """Sends the request to the engine of the decision.
@@ -131,7 +133,8 @@ class Runner(Execution):
             client_request.client.release_body()
         engine = attempt.step.engine.name
         client_request.pass_on(attempt.reader, self.head_lines(engine), engine)
-        self.model.held.poke()  # the first token: the engine has room again
+        if (held := self.model.held).requests:
+            held.poke()  # the first token: the engine has room again
 
     def _do_begin(self, act: Begin) -> None:
         self.client_request.client.release_body()
@@ -168,7 +171,13 @@ class Runner(Execution):
                 self.model.ratio.implausible += 1
         elif self.committed and self.transcript is not None:
             self.usage = self.transcript.usage
-        self.model.held.poke()
+        if self.ticket is not None:  # else it is about a stored response
+            self.instance, decision = self.ticket.instance, self.decision
+            reported = None if self.usage is None else self.usage.cached_tokens
+            if reported is not None and decision.instance == self.instance and decision.fetch is None:
+                self.predicted_cached_tokens = decision.predicted_cached_tokens
+        if (held := self.model.held).requests:
+            held.poke()
         on_end(self.client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------
@@ -213,20 +222,15 @@ class Runner(Execution):
 class RequestRunner(Runner):
     """One routed request."""
 
+    __slots__ = ()
+
     def __init__(
         self, rules: Rules, intent: Intent, routed: tuple[Decision, Ticket], *, on_end: OnEnd
     ) -> None:
         Execution.__init__(self, rules, intent, routed=routed)
         self._on_end = on_end
         self._attempts = {}
-
-    @property
-    def predicted_cached_tokens(self) -> int | None:
-        """The prediction of its decision; None: after a retry or with a prefix fetch."""
-        decision = self.decision
-        if decision.instance != self.ticket.instance or decision.fetch is not None:
-            return None
-        return decision.predicted_cached_tokens
+        self._timer = None
 
 
 _DO: dict[type, Callable[[Any, Any], None]] = {

@@ -53,7 +53,7 @@ class HeldRequests:
         self._programs = programs
         self._settings: dict[str, Any] | None = None  # of the core router
         self.admits = False  # requests must arrive before they are routed
-        self._waiting: dict[int, Waiting] = {}  # by the number of the arrival
+        self.requests: dict[int, Waiting] = {}  # those that wait, by the number of the arrival
         self._round: asyncio.Handle | None = None  # the next round
         self._soon = False  # the next round runs in this turn of the event loop
         self._runs = False  # a round runs now
@@ -83,8 +83,8 @@ class HeldRequests:
             self._settings = settings
         self.admits = settings is not None or isinstance(self._programs, ProgramAdmission)
         self.classes, self.levels = given.classes, levels
-        if self._waiting:
-            self._router.set_levels({number: self._level(each) for number, each in self._waiting.items()})
+        if self.requests:
+            self._router.set_levels({number: self._level(each) for number, each in self.requests.items()})
         self.poke()
 
     def arrive(
@@ -96,23 +96,24 @@ class HeldRequests:
         """
         level = self.levels.of(tenant, slo_class) if self.levels.on else 0
         arrival = self._router.arrive(request, now=now, level=level, sheddable=sheddable)
-        self.poke()  # its arrival may have let waiting requests run
+        if self.requests:
+            self.poke()  # its arrival may have let them run
         return arrival
 
     def wait(self, waiting: Waiting) -> None:
         """Holds a request whose verdict is "held"."""
-        self._waiting[waiting.arrival.id] = waiting
+        self.requests[waiting.arrival.id] = waiting
         if self._round is None:
             self._round = asyncio.get_running_loop().call_later(ROUND_SECONDS, self._next_round)
 
     def leave(self, arrival: Arrival) -> None:
         """Drops a held request that has ended."""
-        if self._waiting.pop(arrival.id, None) is not None:
+        if self.requests.pop(arrival.id, None) is not None:
             arrival.drop()
 
     def poke(self) -> None:
-        """Runs a round soon, because an engine may have room now. Cheap if no request waits."""
-        if self._waiting and not self._soon and not self._runs:
+        """Runs a round soon, because an engine may have room now."""
+        if self.requests and not self._soon and not self._runs:
             if self._round is not None:
                 self._round.cancel()
             self._soon = True
@@ -124,7 +125,7 @@ class HeldRequests:
             self.release(time.monotonic())
         except Exception:
             log.exception("a round of admission failed")
-        if self._waiting and self._round is None:
+        if self.requests and self._round is None:
             self._round = asyncio.get_running_loop().call_later(ROUND_SECONDS, self._next_round)
 
     def release(self, now: float) -> None:
@@ -136,10 +137,10 @@ class HeldRequests:
             ready, refused = self._router.release_held(now=now)
             for number, held_seconds in ready:
                 self.longest_hold_seconds = max(self.longest_hold_seconds, held_seconds)
-                if (waiting := self._waiting.pop(number, None)) is not None:
+                if (waiting := self.requests.pop(number, None)) is not None:
                     self._try(waiting.run, now)
             for number, reason, seconds in refused:
-                if (waiting := self._waiting.pop(number, None)) is not None:
+                if (waiting := self.requests.pop(number, None)) is not None:
                     self._try(waiting.refuse, reason, seconds)
         finally:
             self._runs = False
@@ -159,11 +160,11 @@ class HeldRequests:
 
     def waiting(self) -> Counter[str]:
         """Returns the number of waiting requests by tenant; the empty name: without a tenant."""
-        return Counter(each.tenant for each in self._waiting.values())
+        return Counter(each.tenant for each in self.requests.values())
 
     def waiting_by_level(self) -> Counter[int]:
         """Returns the number of waiting requests by level; empty without levels."""
-        return Counter(map(self._level, self._waiting.values()) if self.levels.on else ())
+        return Counter(map(self._level, self.requests.values()) if self.levels.on else ())
 
     def _level(self, waiting: Waiting) -> int:
         return self.levels.of(waiting.tenant, waiting.slo_class)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from lmetric._core import Router
+from lmetric._core import Router, Ticket
 from lmetric.config import PoolSettings
 from lmetric.options import RebalanceOption
 from lmetric.server.fleet.engine import Engine
@@ -30,8 +30,8 @@ class Movable(Protocol):
         """Its move in progress, or None."""
 
     @property
-    def instance(self) -> str:
-        """The name of the engine that runs it."""
+    def ticket(self) -> Ticket:
+        """Its place: the engine that runs it."""
 
     @property
     def known_tokens(self) -> int:
@@ -95,7 +95,7 @@ class Rebalancer:
         return (
             request is not None
             and engine is not None
-            and fetches(self._engines.get(request.instance), engine)
+            and fetches(self._engines.get(request.ticket.instance), engine)
         )
 
     def begin(self, ticket: int, target: str, now: float) -> None:

@@ -139,11 +139,12 @@ class Placement:
             arrival = held.arrive(asked, tenant, slo_class, now=now, sheddable=shed)
         if arrival is not None:
             intent.arrival = arrival
-            if arrival.verdict == "refused":
+            verdict = arrival.verdict
+            if verdict == "refused":
                 reason = arrival.reason or ""
                 client_request.refused_because = reason
                 raise refusal(model.name, reason, arrival.retry_after_seconds or 1.0)
-            if arrival.verdict == "held":
+            if verdict == "held":
                 client_request.was_held = True
                 self._hold(intent, arrival, now)
                 return

@@ -9,6 +9,8 @@ from itertools import accumulate
 
 from prometheus_client.samples import Exemplar
 
+from lmetric._core import Buckets
+
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
@@ -20,21 +22,14 @@ SHORT_SECONDS = (
 )
 
 
-class Histogram:
+class Histogram(Buckets):
     """Counts of values in buckets. ``bounds`` are the upper bounds, inclusive and ascending."""
 
-    __slots__ = ("bounds", "counts", "exemplars", "sum")
+    __slots__ = ("bounds", "exemplars")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
         self.exemplars: dict[int, Exemplar] | None = None  # by bucket; None: none yet
-
-    def observe(self, value: float) -> None:
-        """Adds a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
 
     def exemplify(self, value: float, trace_id: str) -> None:
         """Keeps a value, which `observe` has added, as the example of its bucket."""
@@ -67,12 +62,3 @@ class Latencies:
         self.ttft = Histogram(SECONDS)
         self.tpot = Histogram(SECONDS)
         self.seconds = Histogram(SECONDS)
-
-
-def observe_both(first: Histogram, second: Histogram, value: float) -> None:
-    """Adds a value to two histograms with the same bounds."""
-    bucket = bisect_left(first.bounds, value)
-    first.counts[bucket] += 1
-    first.sum += value
-    second.counts[bucket] += 1
-    second.sum += value

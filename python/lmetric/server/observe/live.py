@@ -424,7 +424,7 @@ def _running(relay: RequestRunner) -> RunningRequest:
         model=relay.model.name,
         model_index=relay.model.index,
         number=relay.decision.id,
-        instance=relay.instance,
+        instance=relay.ticket.instance,
         prompt_tokens=relay.decision.prompt_tokens,
         request_id=request.head.request_id,
         alias=request.alias,

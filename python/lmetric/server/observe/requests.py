@@ -7,7 +7,6 @@ instances that have left the fleet are dropped.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -16,11 +15,9 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.observe.histograms import (
-    SECONDS,
     SHORT_SECONDS,
     Histogram,
     Latencies,
-    observe_both,
 )
 
 if TYPE_CHECKING:
@@ -76,14 +73,9 @@ class RequestMetrics(Observer):
         if decisions is None:
             decisions = self.decisions[model] = Histogram(SHORT_SECONDS)
             self.overhead[model] = Histogram(SHORT_SECONDS)
-        # `Histogram.observe`, inline because each request runs it.
-        seconds = request.decision_ended - request.decision_began
-        decisions.counts[bisect_left(SHORT_SECONDS, seconds)] += 1
-        decisions.sum += seconds
+        decisions.observe(request.decision_ended - request.decision_began)
         if not request.was_held and (request.fallback is None or request.fell_back is None):
-            overhead, seconds = self.overhead[model], time.monotonic() - request.started
-            overhead.counts[bisect_left(SHORT_SECONDS, seconds)] += 1
-            overhead.sum += seconds
+            self.overhead[model].observe(time.monotonic() - request.started)
 
     def ended(self, request: ClientRequest, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended."""
@@ -114,21 +106,20 @@ class RequestMetrics(Observer):
                 drop_gone(instances, request.model)  # also if nobody scrapes
             instance = instances[name] = InstanceRequests()
         own, now = instance.latencies, request.ended_at
-        # `observe_both`, inline because each request runs it.
-        seconds, whole, own_whole = now - request.started, times.seconds, own.seconds
-        bucket = bisect_left(SECONDS, seconds)
-        whole.counts[bucket] += 1
-        whole.sum += seconds
-        own_whole.counts[bucket] += 1
-        own_whole.sum += seconds
+        seconds = now - request.started
+        times.seconds.observe(seconds)
+        own.seconds.observe(seconds)
         if first := usage.first_token_at:
             ttft = first - request.started
-            observe_both(times.ttft, own.ttft, ttft)
+            times.ttft.observe(ttft)
+            own.ttft.observe(ttft)
             if request.trace is not None and request.trace.sampled:
                 times.ttft.exemplify(ttft, request.trace.hex_id)
             further = usage.output_tokens - 1
             if further > 0:
-                observe_both(times.tpot, own.tpot, (now - first) / further)
+                tpot = (now - first) / further
+                times.tpot.observe(tpot)
+                own.tpot.observe(tpot)
         reported = usage.cached_tokens
         if reported is not None and (predicted := relay.predicted_cached_tokens) is not None:
             instance.compared += usage.prompt_tokens or 0

@@ -72,8 +72,12 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
     Raises EngineLost or NoTransfer if it cannot be used, and Ended if it is the client's error.
     """
     step, reader = attempt.step, attempt.reader
-    status, statuses = reader.status, p.rules.statuses
-    failed = flags & (ENGINE_ERROR | INCOMPLETE) and stream_failed(reader, flags)
+    status, opened = reader.status, p.client_request.opened
+    failing = flags & (ENGINE_ERROR | INCOMPLETE)
+    if status == 200 and not (failing or step.kv is not None or step.checks_prompt or opened):
+        return
+    statuses = p.rules.statuses
+    failed = failing and stream_failed(reader, flags)
     code: int | None = status
     if failed and flags & ENGINE_ERROR:
         if p.client_request.path == MESSAGES and _REQUESTS_FAULT.search(reader.held):
@@ -100,9 +104,9 @@ def check_beginning(p: Progress, attempt: Attempt, flags: int) -> None:
         raise step.lost("status", f"error {reader.error_code} as the first event")
     if step.checks_prompt and status == 200 and (why := other_tokens(p.prompt, reader.observed_prompt)):
         discard_transfer(p, step.engine, why)
-    if p.client_request.opened and step.reader == "pass" and status != 200:
+    if opened and step.reader == "pass" and status != 200:
         _pass_refused_beginning(p, attempt, flags)
-    if p.client_request.opened and not reader.event_stream:
+    if opened and not reader.event_stream:
         raise step.lost("reset", why_no_stream(reader))
 
 
@@ -142,9 +146,11 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
 
     Raises Ended if it is an error, or holds one.
     """
-    if flags & END and attempt.reader.aborted and _may_repeat(p, attempt):
+    reader = attempt.reader
+    aborted = bool(flags & END) and reader.aborted
+    if aborted and _may_repeat(p, attempt):
         yield from _end_whole_abort(p, attempt)
-    if p.verdicts is not None and attempt.reader.status < 500 and not stream_failed(attempt.reader, flags):
+    if p.verdicts is not None and reader.status < 500 and not stream_failed(reader, flags):
         prove(p)
     p.commit(attempt)
     if flags & END and not flags & ENGINE_ERROR:
@@ -158,11 +164,12 @@ def pass_answer(p: Progress, attempt: Attempt, flags: int) -> Way[None]:
                 raise
             _end_aborted(p, attempt, event)
             raise ended_by_order() from None
+        aborted = reader.aborted
     if 400 <= p.status < 500:
         p.refused(attempt.step.engine)
-    if attempt.error or p.status >= 400 or attempt.reader.aborted:
+    if attempt.error or p.status >= 400 or aborted:
         raise Ended(None)
-    attempt.reader.finish_ticket()
+    reader.finish_ticket()
 
 
 def _may_repeat(p: Progress, attempt: Attempt) -> bool:

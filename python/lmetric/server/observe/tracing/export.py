@@ -18,6 +18,7 @@ from lmetric.config import ConfigError, TracingConfig, read_secret
 from lmetric.extras import install
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.observers import Observer
+from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.observe.tracing.requests import SampledRequest, UnsampledRequest
 from lmetric.server.observe.tracing.spans import RequestTrace, Span, Traces
@@ -175,7 +176,7 @@ class Tracing(Traces, Observer):
         self.queue = SpanQueue(exporter, resource, config.queue_spans, outcomes=outcomes)
         super().__init__(config.sample_ratio, self.queue.add)
 
-    def placed(self, request: ClientRequest, relay: InFlightRequest) -> None:
+    def placed(self, request: ClientRequest, relay: Progress) -> None:
         """Starts the trace of a request."""
         context = self.context(request)
         execution = relay if isinstance(relay, RequestRunner) else None
