@@ -14,12 +14,13 @@ import re
 import sys
 from pathlib import Path
 from statistics import mean
-
-from matplotlib import rcParams
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from result_files import path_of, read_figure
 from verdicts import Span
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 STUDY = ROOT / "bench/reproduce/results"
@@ -113,6 +114,8 @@ def table(means: Means, seeds: int) -> str:
 
 def chart(means: Means, metric: int) -> Figure:
     """The mean TTFT (0) or TPOT (1) of all policies on recorded chat and on agents."""
+    from matplotlib.figure import Figure  # not above: --check draws nothing
+
     what, unit = (("time to first token", "s"), ("time per output token", "ms"))[metric]
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     shown = {"conversation": "recorded chat", "agent": "agents"}
@@ -152,6 +155,8 @@ def main() -> None:
                 "run python bench/headline.py"
             )
         return
+    from matplotlib import rcParams
+
     README.write_text(new)
     rcParams.update({"svg.hashsalt": "headline", "svg.fonttype": "none", "font.family": "sans-serif"})
     for metric, file in enumerate(CHARTS):
