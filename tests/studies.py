@@ -48,6 +48,7 @@ class Study:
 
     name: str
     script: str = "run.py"
+    threads: bool = False  # of its simulations; others fork processes, which needs a process without threads
 
     @property
     def driver(self) -> Path:
@@ -60,24 +61,36 @@ class Study:
 
     def run(self, *argv: str | Path) -> subprocess.CompletedProcess[str]:
         """The driver, to its end."""
+        if self.threads:
+            return self._here(*argv)
         return subprocess.run([sys.executable, self.driver, *argv], capture_output=True, text=True, cwd=ROOT)
 
-    def check(self, *argv: str | Path) -> tuple[object, str]:
-        """`--check` of the driver, in this process: its exit code, and what it prints as errors."""
-        errors = io.StringIO()
+    def _here(self, *argv: str | Path) -> subprocess.CompletedProcess[str]:
+        """The driver, to its end, in this process: a new one takes a second for its imports."""
+        words = [str(self.driver), *map(str, argv)]
+        out, errors = io.StringIO(), io.StringIO()
         code: object = 0
         with (
             contextlib.contextmanager(self.importable)(),
-            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.chdir(ROOT),
+            contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(errors),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(sys, "argv", [str(self.driver), "--check", *map(str, argv)])
+            patch.setattr(sys, "argv", words)
             try:
                 runpy.run_path(str(self.driver), run_name="__main__")
             except SystemExit as ended:
                 code = ended.code or 0
-        return (code, errors.getvalue()) if isinstance(code, int) else (1, str(code))
+        if not isinstance(code, int):  # Python prints it
+            print(code, file=errors)
+            code = 1
+        return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
+
+    def check(self, *argv: str | Path) -> tuple[int, str]:
+        """`--check` of the driver: its exit code, and what it prints as errors."""
+        done = self._here("--check", *argv)
+        return done.returncode, done.stderr
 
     def made(self, folder: Path, *argv: str) -> dict[str, Any]:
         """The figures that a successful run wrote to `folder`, by name."""

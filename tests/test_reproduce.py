@@ -12,7 +12,7 @@ import pytest
 from studies import Study
 
 ROOT = Path(__file__).parent.parent
-STUDY = Study("reproduce")
+STUDY = Study("reproduce", threads=True)
 SLICE = ROOT / "python" / "lmetric_lab" / "data" / "mooncake_conversation_slice.jsonl.gz"
 
 
