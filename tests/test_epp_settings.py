@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from aiohttp import ClientSession
 
 from epp_world import picking
-from lmetric.config import ConfigError, ServerConfig
+from lmetric.config import ConfigError, EngineConfig, ServerConfig
+from lmetric.server.discovery.members import Found
 from lmetric.server.epp.settings import for_gateway
+from waiting import until
 
 FILES = {"certificate_file": "a.pem", "key_file": "a.key"}
 ENGINES = [{"url": "http://10.0.0.1:8000"}]
@@ -77,3 +80,32 @@ async def test_engines_without_an_ip_address_do_not_join(tmp_path: Path) -> None
             assert (answer.status, error["param"]) == (400, "url")
             assert "expected an IP address" in error["message"]
         assert {engine.name for engine in world.server.fleet.engines()} == names
+
+
+async def test_urls_of_reports_are_checked_apart_from_the_loop_and_once_for_merged_reports(
+    tmp_path: Path,
+) -> None:
+    """Each pod that changes is a report of all engines, so that a burst would stop the picks."""
+    file = tmp_path / "engines.yaml"
+    file.write_text("[{url: 'http://10.0.0.1:8000'}]")
+    async with picking(discovery=[{"file": str(file)}]) as world:
+        (source,) = world.server._discovery._sources
+        check, checks = world.server.fleet.check_url, []
+
+        def checked(url: str) -> None:
+            checks.append(threading.current_thread())
+            check(url)
+
+        world.server.fleet.check_url = checked
+        addresses = [f"http://10.0.0.{number}:8000" for number in range(1, 21)]
+        found = [Found(EngineConfig(url=url), "tiny") for url in addresses]
+        for _ in range(50):
+            source.found(found)
+        await until(lambda: len(world.server._discovery.members.of(source.name)) == 20)
+        assert len(checks) == 20
+        assert threading.main_thread() not in checks
+        source.found([Found(EngineConfig(url="http://vllm-0.vllm:8000"), "tiny")])
+        await until(lambda: source.wrong is not None)
+        assert source.wrong.startswith("engine http://vllm-0.vllm:8000: expected an IP address")
+        source.found(found)
+        await until(lambda: source.wrong is None)

@@ -62,6 +62,7 @@ class Followed:
         self.reported = asyncio.Event()  # set at the first report, of engines or of a problem
         self._members = members
         self._problem: str | None = None  # of the last read
+        self._unusable: str | None = None  # fault of a URL in the report that was applied last
         self._waiting: Sequence[Found] | None = None  # the last report, if it is not applied yet
         self._engines: Sequence[Found] = ()  # the report that was applied last, without the key
         self._applying: asyncio.Task[None] | None = None
@@ -74,13 +75,15 @@ class Followed:
         """
         self.updates += 1
         self.updated_at = time.monotonic()
-        usable, wrong = self._usable(engines)
-        self._waiting, self._problem = usable, problem or wrong
+        self._waiting, self._problem = engines, problem
         if self._applying is None:
             self._applying = asyncio.create_task(self._apply(), name=f"engines of {self.name}")
 
     def _usable(self, engines: Sequence[Found]) -> tuple[Sequence[Found], str | None]:
-        """Returns the engines with a usable URL, and the first fault of another one."""
+        """Returns the engines with a usable URL, and the first fault of another one.
+
+        A check takes some 10 µs of CPU time: call it in a thread.
+        """
         check = self._members.fleet.check_url
         if check is None:
             return engines, None
@@ -112,7 +115,7 @@ class Followed:
         """Returns the engines of a report, with the present key. None: of the last report."""
         key = self.key
         if engines is not None:
-            self._engines = engines
+            self._engines, self._unusable = self._usable(engines)
         if key is None:
             return self._engines
         return [
@@ -141,7 +144,7 @@ class Followed:
             self._say()
 
     def _say(self) -> None:
-        wrong = self._problem
+        wrong = self._problem or self._unusable
         engines = len(self._members.of(self.name))
         if wrong is not None and wrong != self.wrong:
             log.warning("discovery failed", source=self.name, reason=wrong, engines_kept=engines)
