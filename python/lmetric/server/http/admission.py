@@ -40,6 +40,8 @@ class Admission:
 
             self.cors = Cors(config.cors.origins)
         self._needs_address = config.log.access
+        # Whether the access log, CORS, keys or tenants need values of a head.
+        self._reads_head = bool(config.log.access or self.cors or identity.on or self.tenants)
         self._request_limit = config.limits.max_concurrent_requests
         self._share_limit = ceil(self._request_limit * config.limits.max_client_share)
 
@@ -49,9 +51,22 @@ class Admission:
         Otherwise it is answered with an error, or it waits: then `unknown_key` is set, and
         `admits_late` comes later.
         """
-        if self.running.tracing is not None and request_log.current.request is not client_request:
-            guarded(self.running.tracing.context, client_request)
+        running = self.running
+        if running.tracing is not None and request_log.current.request is not client_request:
+            guarded(running.tracing.context, client_request)
             return request_log.in_request(client_request, self.admits, client_request)
+        if self._reads_head and not self._read_head(client_request):
+            return False
+        # As `has_room`, inline because each request runs it.
+        if len(running.relays) < self._share_limit and running.phase is not REFUSING:
+            return True
+        return self.has_room(client_request)
+
+    def _read_head(self, client_request: ClientRequest) -> bool:
+        """Reads the sender of a request in its head.
+
+        Returns False if it was answered with an error, or if its key is unknown yet.
+        """
         if self._needs_address:
             client_request.address = _address(client_request)
         if self.cors is not None:
@@ -71,11 +86,7 @@ class Admission:
         except ApiError as error:
             self.running.ended(client_request, None, error)
             return False
-        running = self.running
-        # As `has_room`, inline because each request runs it.
-        if len(running.relays) < self._share_limit and running.phase is not REFUSING:
-            return True
-        return self.has_room(client_request)
+        return True
 
     def admits_late(self, client_request: ClientRequest) -> bool:
         """Returns whether a request whose key was unknown may be served, as `admits`.
