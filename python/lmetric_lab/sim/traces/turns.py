@@ -3,6 +3,9 @@ by the reasons why answers end."""
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -33,30 +36,76 @@ def previous_by_prefix(trace: Trace) -> NDArray[np.int64]:
     with `SHARED_AFTER` or more continuations so far are left out. Only earlier requests count, as
     in a router. A prompt's last block may be partial, and links nothing.
     """
-    previous = np.full(len(trace), -1, np.int64)
-    ends: dict[int, int] = {}  # a prefix's number: the latest request whose whole blocks are it
-    numbers: dict[tuple[int, int], int] = {}  # (prefix, next block): longer prefix
-    continuations: dict[int, int] = {}
-    for index in range(len(trace)):
-        whole = int(trace.input_tokens[index]) // trace.block_tokens
-        ids = trace.blocks(index).tolist()
-        node = -1
-        path: list[int] = []
-        for position, block in enumerate(ids):
-            longer = numbers.get((node, block))
-            if longer is None:
-                longer = numbers[node, block] = len(numbers)
-                continuations[node] = continuations.get(node, 0) + 1
-            node = longer
-            if position < whole:
-                path.append(node)
-        for prefix in reversed(path):
-            if prefix in ends and continuations.get(prefix, 0) < SHARED_AFTER:
-                previous[index] = ends[prefix]
-                break
-        if path:
-            ends[path[-1]] = index
-    return previous
+    prefixes = _Prefixes()
+    turns = (
+        prefixes.add(trace.blocks(index), int(tokens) // trace.block_tokens)
+        for index, tokens in enumerate(trace.input_tokens)
+    )
+    return np.fromiter(turns, np.int64, len(trace))
+
+
+class _Prefixes:
+    """The prefixes of all prompts so far, as a tree of chains.
+
+    A prompt shares the chains of earlier prompts, and its other blocks are a chain of its own.
+    Arrays are compared instead of blocks, because a prompt has hundreds of blocks and few chains. A
+    prefix is its chain and the place of its last block in the prompt.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: list[NDArray[np.uint64]] = []  # of each chain, from the prompt's first block
+        self._branches: dict[tuple[int, int, int], int] = {}  # (prefix, next block): another chain
+        self._branched: Counter[tuple[int, int]] = Counter()  # chains that begin behind a prefix
+        # Of each chain, the places at which prompts end, ascending, and the latest such request.
+        self._ends: list[list[int]] = []
+        self._latest: dict[tuple[int, int], int] = {}
+        self._requests = 0
+
+    def add(self, blocks: NDArray[np.uint64], whole: int) -> int:
+        """Adds the prompt of the next request, of which ``whole`` blocks count.
+
+        Returns its previous turn; -1: none.
+        """
+        parts = self._place(blocks)
+        last = min(whole, len(blocks)) - 1
+        found = next((self._latest[prefix] for prefix in self._shared(parts, last)), -1)
+        if last >= 0:
+            chain = next(chain for chain, end in parts if end >= last)
+            if (chain, last) not in self._latest:
+                insort(self._ends[chain], last)
+            self._latest[chain, last] = self._requests
+        self._requests += 1
+        return found
+
+    def _place(self, blocks: NDArray[np.uint64]) -> list[tuple[int, int]]:
+        """The chains of a prompt, each with the place of its last block there. Adds a missing
+        chain."""
+        parts: list[tuple[int, int]] = []
+        chain, end = -1, -1
+        while end + 1 < len(blocks):
+            branch = chain, end, int(blocks[end + 1])
+            if branch not in self._branches:
+                self._branches[branch] = len(self._prompts)
+                self._branched[chain, end] += 1
+                self._prompts.append(blocks)
+                self._ends.append([])
+            chain = self._branches[branch]
+            other = self._prompts[chain]
+            length = min(len(blocks), len(other))
+            differs = blocks[end + 2 : length] != other[end + 2 : length]
+            end = end + 1 + int(differs.argmax()) if differs.any() else length - 1
+            parts.append((chain, end))
+        return parts
+
+    def _shared(self, parts: list[tuple[int, int]], last: int) -> Iterator[tuple[int, int]]:
+        """The prefixes up to this place at which an earlier prompt ends, the longest first, without
+        system prompts."""
+        for chain, end in reversed(parts):
+            places = self._ends[chain]
+            for place in reversed(places[: bisect_right(places, min(end, last))]):
+                continuations = self._branched[chain, place] + (place + 1 < len(self._prompts[chain]))
+                if continuations < SHARED_AFTER:
+                    yield chain, place
 
 
 def user_turns(trace: Trace) -> NDArray[np.int64] | None:
