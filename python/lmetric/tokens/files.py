@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmetric.tokens.errors import TokenizerError
-from lmetric.tokens.template import ChatTemplate, TemplateError
+from lmetric.tokens.template import ChatTemplate, TemplateError, compiled
 
 # An added token as tokenizer.json has it.
 _TOKEN = {
@@ -194,12 +194,12 @@ def _templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> 
     listed = config.get("chat_template")
     source = f"{path / 'tokenizer_config.json'}: chat_template"
     if isinstance(listed, str):
-        named["default"] = ChatTemplate(listed, source)
+        named["default"] = compiled(listed, source)
     elif isinstance(listed, list):
         for row in listed:
             if not isinstance(row, dict) or not isinstance(row.get("template"), str):
                 raise TokenizerError(f"{source}: expected a text, or a list of name and template")
-            named[str(row.get("name"))] = ChatTemplate(row["template"], f"{source}: {row.get('name')}")
+            named[str(row.get("name"))] = compiled(row["template"], f"{source}: {row.get('name')}")
     if (path / "chat_template.jinja").exists():
         named = {"default": _compiled(path / "chat_template.jinja")}
     if (path / "additional_chat_templates").is_dir():
@@ -210,14 +210,14 @@ def _templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> 
     # Vision models: the template of the processor has priority, except with tools.
     processor = _json(path / "chat_template.json").get("chat_template")
     if isinstance(processor, str):
-        files.template = ChatTemplate(processor, str(path / "chat_template.json"))
+        files.template = compiled(processor, str(path / "chat_template.json"))
     if files.template is None and files.tool_template is None:
         files.no_chat = f"{path}: no chat template (chat_template.jinja, or in tokenizer_config.json)"
 
 
 def _compiled(file: Path) -> ChatTemplate:
     try:
-        return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
+        return compiled(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
         raise TokenizerError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError as error:

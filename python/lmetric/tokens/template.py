@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NoReturn
 
 import jinja2
@@ -155,6 +155,13 @@ class ChatTemplate:
         except Exception as error:  # a template may fail in any way that Python can
             raise TemplateError(f"{self.name}: {type(error).__name__}: {error}") from None
         return _continued(text, last) if continue_final_message else text
+
+
+# Models often share a template, and a reload reads the same ones: compiling takes 10 ms.
+@lru_cache(maxsize=32)
+def compiled(source: str, name: str) -> ChatTemplate:
+    """The template, compiled once for equal arguments. Raises TemplateError."""
+    return ChatTemplate(source, name)
 
 
 def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
