@@ -6,7 +6,7 @@ import gzip
 import lzma
 import sys
 import zlib
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 
 if sys.version_info >= (3, 14):
@@ -34,7 +34,7 @@ def open_packed(path: Path) -> BufferedIOBase:
         case ".zst":
             return zstd.open(path, "rb")
         case _:
-            return path.open("rb", buffering=_BUFFER_BYTES)
+            return BufferedReader(path.open("rb", buffering=0), _BUFFER_BYTES)
 
 
 def packed(content: bytes, path: Path) -> bytes:

@@ -233,7 +233,7 @@ class _Rows:
         self.inputs.append(row.input_tokens)
         self.outputs.append(row.output_tokens)
         if row.blocks is not None and len(row.blocks):
-            self.ids.frombytes(memoryview(row.blocks).cast("B"))
+            self.ids.frombytes(np.frombuffer(row.blocks, np.uint8).data)
         self.offsets.append(len(self.ids))
         self.thinks.append(row.think_seconds)
         self.thoughts.append(row.think_tokens)
