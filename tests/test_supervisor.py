@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,8 +15,9 @@ from typing import Any
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
-from lmetric._core import Board, LmetricError
+from lmetric._core import Board, LmetricError, __version__
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server.api.caller import OTHER_TENANTS
 from lmetric.server.app import Server
@@ -28,7 +31,7 @@ from lmetric.server.worker import channel as channels
 from lmetric.server.worker.channel import Channel, ChannelClosedError, NoAnswerError
 from lmetric.server.worker.repeats import AdminChange
 from server_world import world
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 PAGE = "# TYPE a counter\na_total {}\n"
 
@@ -627,3 +630,35 @@ async def test_a_worker_that_starts_during_a_reload_is_told(
     process.go.set()
     await asyncio.gather(*supervisor._watchers)
     assert channel.calls == ["start", "reload"]
+
+
+async def test_a_message_of_another_version_ends_the_channel_and_names_the_remedy() -> None:
+    async def answer(*_: Any) -> None:
+        return None
+
+    ours, theirs = socket.socketpair()
+    with theirs, capture_logs() as logs:
+        channel = await Channel.open(ours, answer)
+        waiting = asyncio.create_task(channel.call("metrics"))
+        message = b"clmetric.server.worker.worker\nClassOfAnotherVersion\n."
+        theirs.sendall(len(message).to_bytes(4, "big") + message)
+        with pytest.raises(ChannelClosedError):
+            await asyncio.wait_for(waiting, PATIENCE_SECONDS)
+        await channel.close()
+    [line] = logs
+    assert line["event"].endswith("restart the server")
+    assert "ClassOfAnotherVersion" in line["reason"]
+
+
+@pytest.mark.parametrize(("version", "starts"), [("0.0.1", False), (__version__ + "9", True)])
+def test_a_worker_of_another_minor_version_does_not_start(version: str, starts: bool) -> None:
+    """The files may be replaced under a running supervisor. Patches keep the messages."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "lmetric.server.process", str(theirs.fileno()), version]
+        ours.close()  # a worker that starts ends with its supervisor
+        done = subprocess.run(
+            command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
+    assert (done.returncode == 0, done.stderr == "") == (starts, starts)
+    assert starts or "no worker starts; restart the server to finish the upgrade" in done.stderr

@@ -1,4 +1,5 @@
-"""A worker process. Its one argument is the descriptor of its socket to the supervisor."""
+"""A worker process. Its arguments: the descriptor of its socket to the supervisor, and the version
+of the supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from lmetric._core import LmetricError
+from lmetric._core import LmetricError, __version__
 from lmetric.config import ServerConfig
 from lmetric.server.app import Server, runner
 from lmetric.server.http.port import Bound
@@ -140,7 +141,13 @@ class WorkerProcess:
 
 def main() -> None:
     """Runs the worker, on uvloop if it is installed."""
-    end = socket.socket(fileno=int(sys.argv[1]))
+    descriptor, version = sys.argv[1:]
+    if version.rpartition(".")[0] != __version__.rpartition(".")[0]:
+        sys.exit(
+            f"lmetric-router: the server runs version {version}, but the installed files have version "
+            f"{__version__}: no worker starts; restart the server to finish the upgrade"
+        )
+    end = socket.socket(fileno=int(descriptor))
     gc.collect()  # as in `run_server`
     with runner() as loop:
         loop.run(WorkerProcess(end).run())

@@ -24,7 +24,7 @@ import aiohttp
 import orjson
 import structlog
 
-from lmetric._core import Board, Budgets, LmetricError
+from lmetric._core import Board, Budgets, LmetricError, __version__
 from lmetric.config import CanaryConfig, ConfigError, EngineConfig, ServerConfig
 from lmetric.server.api.issued import IssuedKey, IssuedKeys
 from lmetric.server.http.port import Bound
@@ -239,6 +239,7 @@ class Supervisor:
                     "-m",
                     "lmetric.worker_process",
                     str(theirs.fileno()),
+                    __version__,
                     pass_fds=(theirs.fileno(), *passed),
                     start_new_session=True,  # Ctrl-C reaches only the supervisor
                 )

@@ -87,7 +87,16 @@ class Channel:
         try:
             while True:
                 (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-                message = pickle.loads(await self._reader.readexactly(size))
+                data = await self._reader.readexactly(size)
+                try:
+                    message = pickle.loads(data)
+                except Exception as error:  # of any kind: a class of another version decides
+                    log.error(
+                        "a message between processes cannot be read: the installed files may have another "
+                        "version than the server; restart the server",
+                        reason=f"{type(error).__name__}: {error}",
+                    )
+                    return
                 if message[0] == "call":
                     task = asyncio.create_task(self._reply(*message[1:]), name=f"call {message[2]}")
                     self._tasks.add(task)
