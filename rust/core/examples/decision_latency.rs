@@ -1,8 +1,9 @@
-//! Stages of a decision at 256 instances and about 1M (instance, block) pairs, 8k-token prompts.
+//! Stages of a decision over about 1M (instance, block) pairs, 8k-token prompts.
 //!
-//! `cargo run --release -p lmetric-core --example decision_latency`. "cold": 64 MB are written
-//! between decisions, and the prompt was just written. The ring of decision records is full before
-//! times are measured, as in a router that has run for a while.
+//! `cargo run --release -p lmetric-core --example decision_latency -- [instances] [rounds]
+//! [policy]` (256, 15,000 and lmetric). "cold": 64 MB are written between decisions, and the prompt was just
+//! written. The ring of decision records is full before times are measured, as in a router that has
+//! run for a while. To count instructions, run the built example with few rounds under callgrind.
 //!
 //! With the argument `beside`: decisions of a shared router, hash excluded, alternately quiet and
 //! beside two threads that store 100,000 blocks/s and remove as many.
@@ -20,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const INSTANCES: u32 = 256;
+const ROUNDS: usize = 15_000;
 const PROMPTS: u32 = 2200;
 const TOKENS: u32 = 8192;
 const STAGES: [&str; 6] = ["hash", "match", "score", "commit", "together", "route, hash included"];
@@ -32,9 +34,12 @@ const RATE: u64 = 100_000;
 /// Threads that apply events.
 const FEEDS: u64 = 2;
 
-/// Returns prompt `p`. All prompts share the first 512 tokens.
+/// Tokens that begin all prompts; every instance holds their blocks.
+const SHARED: u32 = 512;
+
+/// Returns prompt `p`.
 fn prompt(p: u32) -> Vec<u32> {
-    (0..TOKENS).map(|i| if i < 512 { i } else { (p + 1) << 16 | i }).collect()
+    (0..TOKENS).map(|i| if i < SHARED { i } else { (p + 1) << 16 | i }).collect()
 }
 
 /// Stores a chain of blocks on an instance and removes the chain stored half a round before.
@@ -62,9 +67,9 @@ fn replace(feed: &KvFeed, source: Source, chain: u64) {
 }
 
 /// Applies events of every `FEEDS`th instance at the rate, while `on`.
-fn apply(feed: &KvFeed, first: u64, on: &AtomicBool) {
+fn apply(feed: &KvFeed, instances: u32, first: u64, on: &AtomicBool) {
     let name = |instance: u64| format!("engine-{instance}");
-    let sources: Vec<Source> = (0..u64::from(INSTANCES))
+    let sources: Vec<Source> = (0..u64::from(instances))
         .filter(|instance| instance % FEEDS == first)
         .map(|instance| feed.source(&name(instance), 0).expect("a known name"))
         .collect();
@@ -83,7 +88,7 @@ fn apply(feed: &KvFeed, first: u64, on: &AtomicBool) {
 }
 
 /// Measures decisions of a shared router, quiet and beside events.
-fn beside(router: Router, chains: &[Vec<u64>]) {
+fn beside(router: Router, instances: u32, chains: &[Vec<u64>]) {
     let shared = SharedRouter::new(router);
     let keys = Keys::new(&[Some("model".into())], 16, 256).expect("good settings");
     let feed = KvFeed::new(shared.clone(), keys, 900 << 20, true);
@@ -96,7 +101,7 @@ fn beside(router: Router, chains: &[Vec<u64>]) {
         let samples = std::thread::scope(|scope| {
             for first in 0..FEEDS {
                 let (feed, on) = (&feed, &on);
-                scope.spawn(move || apply(feed, first, on));
+                scope.spawn(move || apply(feed, instances, first, on));
             }
             let mut samples: Vec<u64> = Vec::new();
             let start = Instant::now();
@@ -127,11 +132,16 @@ fn beside(router: Router, chains: &[Vec<u64>]) {
 }
 
 fn main() {
+    let numbers: Vec<u32> = std::env::args().skip(1).filter_map(|argument| argument.parse().ok()).collect();
+    let instances = numbers.first().copied().unwrap_or(INSTANCES);
+    let full = numbers.get(1).map_or(ROUNDS, |rounds| *rounds as usize);
     let config =
-        RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 600 << 20, ..RouterConfig::default() };
-    let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");
+        RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 1 << 30, ..RouterConfig::default() };
+    let is_name = |argument: &String| argument != "beside" && argument.parse::<u32>().is_err();
+    let name = std::env::args().skip(1).find(is_name).unwrap_or("lmetric".into());
+    let policy = Registry::CORE.policy(&name, &[]).expect("a registered policy");
     let mut router = Router::new(policy, config).expect("good settings");
-    for i in 0..INSTANCES {
+    for i in 0..instances {
         let name = format!("engine-{i}");
         router.add_instance(&name, Role::Both, None).expect("a new name");
         let (waiting, running) = (Some(f64::from(i % 3)), Some(f64::from(i % 17)));
@@ -145,9 +155,13 @@ fn main() {
         chain.clear();
         hash_tokens(domain, 16, p, chain);
     };
+    hash(&prompts[0][..SHARED as usize], &mut chain);
+    for i in 0..instances {
+        router.caches().write().gpu_mut().stored(InstanceId(i), None, &chain);
+    }
     for (p, prompt) in prompts.iter().enumerate() {
         hash(prompt, &mut chain);
-        router.caches().write().gpu_mut().stored(InstanceId(p as u32 % INSTANCES), None, &chain[..460]);
+        router.caches().write().gpu_mut().stored(InstanceId(p as u32 % instances), None, &chain[..460]);
     }
     if std::env::args().any(|argument| argument == "beside") {
         let chains: Vec<Vec<u64>> = prompts
@@ -157,11 +171,11 @@ fn main() {
                 chain.clone()
             })
             .collect();
-        return beside(router, &chains);
+        return beside(router, instances, &chains);
     }
     let mut flush = vec![0u64; 8 << 20];
     let mut now = 1.0;
-    for (cold, rounds) in [(false, 15_000), (false, 5000), (true, 400)] {
+    for (cold, rounds) in [(false, full), (false, full / 3), (true, full / 40)] {
         let mut samples: [Vec<u64>; 6] = Default::default();
         for i in 0..rounds {
             let source = &prompts[i * 7919 % prompts.len()];
