@@ -339,12 +339,13 @@ fn sums([a, b]: [&[f64]; 2], eligible: &[bool]) -> ([[f64; LANES]; 2], usize) {
     let count = eligible.iter().filter(|eligible| **eligible).count();
     let (a, a_rest) = a[..eligible.len()].as_chunks::<LANES>();
     let (b, b_rest) = b[..eligible.len()].as_chunks::<LANES>();
+    let is_all = count == eligible.len();
     let (eligible, rest) = eligible.as_chunks::<LANES>();
     let (mut a_sums, mut b_sums) = ([0.0; LANES], [0.0; LANES]);
     for ((a, b), eligible) in a.iter().zip(b).zip(eligible) {
         for lane in 0..LANES {
-            // The others count as 0.0, which changes no sum: none is -0.0.
-            let keep = u64::from(eligible[lane]).wrapping_neg();
+            // The others count as 0.0, which changes no sum: none is -0.0. Mostly there are none.
+            let keep = if is_all { u64::MAX } else { u64::from(eligible[lane]).wrapping_neg() };
             a_sums[lane] += f64::from_bits(a[lane].to_bits() & keep);
             b_sums[lane] += f64::from_bits(b[lane].to_bits() & keep);
         }

@@ -50,6 +50,7 @@
 mod check;
 mod error;
 mod eval;
+mod lowest;
 mod parse;
 mod program;
 mod suggest;
@@ -58,6 +59,7 @@ mod tests;
 
 pub use error::ExprError;
 pub use eval::{CHUNK, Inputs, Kernels, Scratch, means};
+pub use lowest::{WORD, lowest_of_eight, set_of_lowest};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;
 pub use suggest::nearest;

@@ -1,13 +1,9 @@
 //! Selection by score: the best slot, or all slots in order. Slots still equal after the tie-breaks
 //! are drawn at random.
 use super::{PolicyRng, Prefer, Scores};
-use crate::expr::nan_unless;
-use multiversion::multiversion;
+use crate::expr::{WORD, set_of_lowest};
 use rand::RngExt;
 use rand::seq::SliceRandom;
-
-/// Slots per word of a bit set, and per entry of [`Scores::minima`].
-pub(crate) const WORD: usize = 64;
 
 /// Returns the best eligible slot: by `score` and `prefer`, then the tie-breaks, then a uniform
 /// draw.
@@ -23,12 +19,13 @@ pub fn best(scores: &mut Scores, eligible: &[bool], rng: &mut PolicyRng) -> Opti
     let Scores { score, then, then_count, minima, ties, scored, tied, drawn_from, .. } = scores;
     *scored = set_of_lowest(sign, &mut score[..eligible.len()], eligible, minima, ties);
     *tied = count(ties);
+    *drawn_from = *tied;
     for column in &then[..*then_count] {
-        if count(ties) > 1 {
+        if *drawn_from > 1 {
             keep_lowest(ties, column);
+            *drawn_from = count(ties);
         }
     }
-    *drawn_from = count(ties);
     // An empty set has no first member either.
     let drawn = if *drawn_from > 1 { rng.random_range(0..*drawn_from) } else { 0 };
     members(ties).nth(drawn as usize)
@@ -63,79 +60,6 @@ fn sign(prefer: Prefer) -> f64 {
 
 fn nan_last(value: f64) -> f64 {
     if value.is_nan() { f64::INFINITY } else { value }
-}
-
-/// Makes the scores of ineligible slots NaN, and sets the bits of the slots whose `sign * score` is
-/// finite and lowest. Without such a score, no bit is set. Writes the lowest finite key of each
-/// word to `minima`. Returns the number of finite scores.
-#[multiversion(targets("x86_64+avx2"))]
-fn set_of_lowest(
-    sign: f64,
-    score: &mut [f64],
-    eligible: &[bool],
-    minima: &mut Vec<f64>,
-    set: &mut Vec<u64>,
-) -> usize {
-    let (mut count, mut lowest) = (0, f64::INFINITY);
-    minima.clear();
-    for (s, e) in score.chunks_mut(WORD).zip(eligible.chunks(WORD)) {
-        let (finite, mut minimum) = mask_word(sign, s, e);
-        // Infinity loses by itself. Only negative infinity needs a second pass, and it is rare.
-        if minimum == f64::NEG_INFINITY {
-            let finite = s.iter().filter(|x| x.is_finite());
-            minimum = finite.fold(f64::INFINITY, |minimum, x| lower(sign * x, minimum));
-        }
-        count += finite;
-        lowest = lower(minimum, lowest);
-        minima.push(minimum);
-    }
-    set.clear();
-    set.extend(score.chunks(WORD).zip(&*minima).map(|(s, minimum)| {
-        let mut bits = 0;
-        if *minimum == lowest && lowest < f64::INFINITY {
-            for (bit, s) in s.iter().enumerate() {
-                bits |= u64::from(sign * s == lowest) << bit;
-            }
-        }
-        bits
-    }));
-    count as usize
-}
-
-#[inline(always)]
-fn lower(x: f64, minimum: f64) -> f64 {
-    if x < minimum { x } else { minimum }
-}
-
-/// Makes the scores of ineligible slots NaN, for up to 64 slots. Returns the number of finite
-/// scores, and the lowest `sign * score`, ignoring NaN; infinity if there is none. Eight running
-/// minima let the compiler use vector registers.
-#[inline(always)]
-fn mask_word(sign: f64, score: &mut [f64], eligible: &[bool]) -> (u64, f64) {
-    let (scores, score_rest) = score.as_chunks_mut::<8>();
-    let (eligibles, eligible_rest) = eligible.as_chunks::<8>();
-    let (mut eight, mut counts) = ([f64::INFINITY; 8], [0u64; 8]);
-    for (s, e) in scores.iter_mut().zip(eligibles) {
-        for lane in 0..8 {
-            s[lane] = nan_unless(e[lane], s[lane]);
-            counts[lane] += u64::from(s[lane].is_finite());
-            eight[lane] = lower(sign * s[lane], eight[lane]);
-        }
-    }
-    let (mut count, mut lowest) = (counts.iter().sum(), lowest_of_eight(eight));
-    for (s, e) in score_rest.iter_mut().zip(eligible_rest) {
-        *s = nan_unless(*e, *s);
-        count += u64::from(s.is_finite());
-        lowest = lower(sign * *s, lowest);
-    }
-    (count, lowest)
-}
-
-/// Returns the lowest of eight numbers, none of them NaN.
-#[inline(always)]
-pub(crate) fn lowest_of_eight(eight: [f64; 8]) -> f64 {
-    let four: [f64; 4] = std::array::from_fn(|lane| lower(eight[lane], eight[lane + 4]));
-    lower(lower(four[0], four[2]), lower(four[1], four[3]))
 }
 
 fn count(set: &[u64]) -> u32 {

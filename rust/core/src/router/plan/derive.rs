@@ -333,7 +333,8 @@ fn p_token(
     prompt: f64,
     out: &mut [f64],
 ) {
-    let drains = drains.first(out.len());
+    // Equal lengths: the loop needs no check for each slot.
+    let (drains, blocks) = (drains.first(out.len()), &blocks[..out.len()]);
     for (i, (out, blocks)) in out.iter_mut().zip(blocks).enumerate() {
         *out = greater(drains.tokens(i, now) + (prompt - hit(*blocks, per_block, most)), 1.0);
     }

@@ -1,9 +1,8 @@
 //! Writes decision records: the best instances, with their scores and terms.
-use crate::expr::CHUNK;
+use crate::expr::{CHUNK, WORD, lowest_of_eight};
 use crate::guard::slots::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet, Kernels};
-use crate::policy::select::{WORD, lowest_of_eight};
 use crate::policy::{Prefer, Scores};
 use crate::record::{BEST_KEPT, Candidate, DecisionRecord, Holder};
 use crate::request::{Arm, Request};
