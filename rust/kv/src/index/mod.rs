@@ -154,7 +154,7 @@ impl KvIndex {
     /// `hit_blocks[slot]`. Entries of unknown slots are 0.
     pub fn match_prefix(&self, chain: &[u64], hit_blocks: &mut [u32]) {
         match &*self.parts {
-            [part] => part.search(chain, hit_blocks),
+            [part] => _ = part.search(chain, 0, hit_blocks),
             parts => match_parts(parts, chain, hit_blocks),
         }
     }
@@ -335,13 +335,16 @@ impl KvIndex {
     }
 }
 
-/// Searches several parts, as far as they have the first block.
+/// Searches several parts, as far as they have the first block. Mostly, all parts hold the same
+/// beginning of a prompt, and the rest is in one part: the shortest prefix of a part is a guess for
+/// the next one.
 #[inline(never)]
 fn match_parts(parts: &[Part], chain: &[u64], hit_blocks: &mut [u32]) {
     let mut hits = hit_blocks.chunks_mut(PART);
+    let mut guess = 0;
     for (part, hits) in parts.iter().zip(&mut hits) {
         if part.may_match(chain) {
-            part.search(chain, hits);
+            guess = part.search(chain, guess, hits);
         } else {
             hits.fill(0);
         }

@@ -23,25 +23,32 @@ impl Part {
     }
 
     /// Writes the number of leading blocks of `chain` that each instance holds to
-    /// `hit_blocks[instance]`.
-    pub(super) fn search(&self, chain: &[u64], hit_blocks: &mut [u32]) {
-        hit_blocks.fill(0);
-        if chain.is_empty() {
-            return;
-        }
-        if self.holes.as_ref().is_some_and(|h| !h.is_empty()) {
-            return self.search_with_holes(chain, hit_blocks);
-        }
+    /// `hit_blocks[instance]`. `guess`: the end of the longest prefix, if the caller can guess it.
+    /// Returns the least number of blocks above 0 that an instance holds; 0 if it is not known.
+    pub(super) fn search(&self, chain: &[u64], guess: usize, hit_blocks: &mut [u32]) -> usize {
         let mut known = [0u64; GROUPS];
-        self.runs(chain, 0, chain.len(), |depth, group, bits| {
+        let mut shortest = 0;
+        if chain.is_empty() || self.holes.as_ref().is_some_and(|h| !h.is_empty()) {
+            hit_blocks.fill(0);
+            self.search_with_holes(chain, hit_blocks);
+            return 0;
+        }
+        self.runs(chain, (0, chain.len()), guess, |depth, group, bits| {
+            let first = known[group] == 0;
             let new = bits & !known[group];
             known[group] |= bits;
-            write_depth(hit_blocks, group, new, depth as u32);
+            shortest = depth;
+            write_depth(hit_blocks, group, new, depth as u32, first);
         });
+        // A group is cleared with its first holder: a large fleet's depths are written once.
+        for (hits, _) in hit_blocks.chunks_mut(64).zip(known).filter(|(_, known)| *known == 0) {
+            hits.fill(0);
+        }
+        shortest
     }
 
     fn search_with_holes(&self, chain: &[u64], hit_blocks: &mut [u32]) {
-        let holes = self.holes.as_ref().expect("checked");
+        let Some(holes) = &self.holes else { return };
         let mut alive = [u64::MAX; GROUPS];
         let mut from = 0;
         while from < chain.len() {
@@ -49,7 +56,7 @@ impl Part {
             let to = (from..chain.len()).find(candidate).map_or(chain.len(), |d| d + 1);
             let mut known = [0u64; GROUPS];
             let mut whole = [0u64; GROUPS];
-            self.runs(chain, from, to, |depth, group, bits| {
+            self.runs(chain, (from, to), 0, |depth, group, bits| {
                 let new = bits & alive[group] & !known[group];
                 known[group] |= bits;
                 for_each_bit(new, |bit| {
@@ -76,11 +83,17 @@ impl Part {
     }
 
     /// Calls `each` with (blocks, group, bits of the holders of the first `blocks` blocks), deepest
-    /// run first. In `from..to`, sets must only shrink.
-    fn runs(&self, chain: &[u64], from: usize, to: usize, mut each: impl FnMut(usize, usize, u64)) {
+    /// run first. In `from..to`, sets must only shrink. `guess`: where the deepest run may end.
+    fn runs(
+        &self,
+        chain: &[u64],
+        (from, to): (usize, usize),
+        guess: usize,
+        mut each: impl FnMut(usize, usize, u64),
+    ) {
         // Needed later in any case, so it is prefetched now.
         self.table.prefetch(self.table.key(chain[from]));
-        let mut end = self.matched(chain, from, to);
+        let mut end = self.matched(chain, (from, to), guess);
         while end > from {
             let Some(node) = self.find(chain[end - 1]) else { return };
             self.cells.for_each_group(node, |group, bits| each(end, group, bits));
@@ -89,9 +102,21 @@ impl Part {
         }
     }
 
-    /// Returns the first position of `from..to` without holders (`to` if there is none).
-    fn matched(&self, chain: &[u64], from: usize, to: usize) -> usize {
-        let end = self.bisect(chain, from, to, |key, _| self.probe(key).is_some_and(|s| s.holders() != 0));
+    /// Returns the first position of `from..to` without holders (`to` if there is none). `guess` is
+    /// tried first.
+    fn matched(&self, chain: &[u64], (from, to): (usize, usize), guess: usize) -> usize {
+        let may_hold = |key, _| self.probe(key).is_some_and(|s| s.holders() != 0);
+        let (mut low, mut high) = (from, to);
+        if from < guess && guess < to {
+            let keys = [guess - 1, guess].map(|at| self.table.key(chain[at]));
+            keys.iter().for_each(|key| self.table.prefetch(*key));
+            match keys.map(|key| may_hold(key, 0)) {
+                [false, _] => high = guess - 1,
+                [true, false] => (low, high) = (guess, guess),
+                [true, true] => low = guess + 1,
+            }
+        }
+        let end = self.bisect(chain, low, high, may_hold);
         // Places have 32 bits, so an absent block may have matched another block's place, but then
         // only as the last block.
         if end == from || self.find(chain[end - 1]).is_some() {
@@ -180,9 +205,10 @@ impl Part {
     }
 }
 
-/// Sets the depth of the instances whose bit is set. Their depth must be 0 so far.
+/// Sets the depth of the instances whose bit is set. Their depth must be 0 so far, or nothing is
+/// written yet (`first`): then the others' depth becomes 0.
 #[inline(always)]
-fn write_depth(hit_blocks: &mut [u32], group: usize, bits: u64, depth: u32) {
+fn write_depth(hit_blocks: &mut [u32], group: usize, bits: u64, depth: u32, first: bool) {
     const BITS: [u32; 32] = {
         let mut bits = [0; 32];
         let mut i = 0;
@@ -192,6 +218,12 @@ fn write_depth(hit_blocks: &mut [u32], group: usize, bits: u64, depth: u32) {
         }
         bits
     };
+    if first
+        && bits != u64::MAX
+        && let Some(all) = hit_blocks.chunks_mut(64).nth(group)
+    {
+        all.fill(0);
+    }
     match hit_blocks.get_mut(group * 64..group * 64 + 64) {
         Some(all) if bits == u64::MAX => all.fill(depth),
         Some(all) if bits.count_ones() > 16 => {
