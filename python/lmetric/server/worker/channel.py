@@ -90,11 +90,11 @@ class Channel:
                 data = await self._reader.readexactly(size)
                 try:
                     message = pickle.loads(data)
-                except Exception as error:  # of any kind: a class of another version decides
+                except Exception as problem:  # of any kind: a class of another version decides
                     log.error(
                         "a message between processes cannot be read: the installed files may have another "
                         "version than the server; restart the server",
-                        reason=f"{type(error).__name__}: {error}",
+                        reason=f"{type(problem).__name__}: {problem}",
                     )
                     return
                 if message[0] == "call":
